@@ -1,0 +1,26 @@
+// The doors of the CPU room.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "../problem.h"
+
+namespace jax_flash::cpu {
+
+// Calls body(item) once for every item in [0, items), from any thread, and returns when all are done.
+using ParallelFor = std::function<void(int64_t items, const std::function<void(int64_t)>& body)>;
+
+// Elements of float (double for f64) that backward wants in Problem::scratch; 0 for none. It depends on the shape
+// alone, never on the machine: the lowering asks for it when a call is traced, maybe on another machine.
+int64_t backward_scratch(DType dtype, const Problem& problem);
+
+void forward(DType dtype, const Problem& problem, const ParallelFor& parallel_for);
+void backward(DType dtype, const Problem& problem, const ParallelFor& parallel_for);
+
+// The instruction set in use ("avx512", "avx2", "neon" or "baseline"): the best that this processor has, or the one
+// that JAX_FLASH_CPU_ISA names. Throws std::runtime_error when that one is unknown or the processor lacks it.
+std::string isa();
+
+}  // namespace jax_flash::cpu

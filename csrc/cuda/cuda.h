@@ -1,0 +1,62 @@
+// The doors of the CUDA room. Nothing here needs a CUDA header, a driver or a GPU until it is called.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "../problem.h"
+
+namespace jax_flash::cuda {
+
+using Stream = void*;  // CUstream
+
+// Where things are; set once by Python at import.
+struct Settings {
+  std::string source_dir;                   // the device sources, shipped as package data
+  std::vector<std::string> prebuilt_dirs;   // cubins of `kernels build`, looked at first
+  std::vector<std::string> nvrtc_paths;     // libraries to try before the loader's own search
+};
+void configure(Settings settings);
+
+// Makes the kernels of this call ready on the device: from memory, prebuilt, cached on disk, or compiled. Called
+// when XLA initialises the call, never inside a CUDA graph capture. Throws std::runtime_error.
+void prepare(int device, Pass pass, DType dtype, const Problem& problem);
+
+// Enqueues the kernels. Neither allocates nor compiles nor synchronises when prepare() came before.
+void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem);
+
+// Elements of float that backward wants in Problem::scratch; a function of the shape alone.
+int64_t backward_scratch(const Problem& problem);
+
+// What the command line shows.
+struct Device {
+  std::string name;
+  int compute_capability;  // 90 for 9.0
+  std::string family;      // "sm80", or empty when no family serves it
+};
+struct Status {
+  std::string driver;         // "13.0", or empty
+  std::string driver_error;   // why there is none
+  std::vector<std::string> nvrtc;  // "12.9 (path)" each
+  std::string nvrtc_error;
+  std::string cache_dir;      // empty when caching on disk is off or impossible
+  std::vector<Device> devices;
+};
+Status status();
+
+struct Kernel {
+  std::string name;    // the variant's name
+  int registers;       // per thread
+  int shared_bytes;    // per block
+  int threads;         // per block
+  int spill_bytes;     // stores plus loads
+  int local_bytes;     // stack frame
+  int64_t cubin_bytes;
+  std::string origin;  // "compiled", "cached" or "prebuilt"
+};
+// The variants that `kernels build` compiles ahead of time for an architecture such as 80 or 90.
+struct Variant;
+std::vector<Kernel> build_common(int arch, const std::string& out_dir);
+
+}  // namespace jax_flash::cuda

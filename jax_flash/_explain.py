@@ -1,0 +1,142 @@
+"""Which implementation serves a call, and why not the others.
+
+Two places ask: the lowering of the primitives, which knows the platform, and `explain`, which tells a person.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_flash import _registration
+
+IMPLEMENTATIONS = ("cuda", "cpu", "xla", "reference")
+"""Every implementation, in the order in which they are tried; the reference is never picked unasked."""
+
+_CUDA_DTYPES = ("float16", "bfloat16")
+_PLATFORM = {"cpu": "cpu", "cuda": "cuda"}  # the one platform of each kernel implementation
+
+
+@functools.cache
+def _cuda_devices() -> tuple[Any, ...]:
+    try:
+        return tuple(jax.local_devices(backend="cuda"))
+    except RuntimeError:  # JAX's word for a backend that is not there
+        return ()
+
+
+@functools.cache
+def _cuda_unavailable() -> str | None:
+    """Why this machine's CUDA devices can't run the kernels; None when they can, or when there are none to ask."""
+    if not _cuda_devices():
+        return None
+    status = _registration.cuda_status()
+    if status["driver_error"]:
+        return f"no CUDA driver: {status['driver_error']}"
+    if not status["nvrtc"] and not _registration.prebuilt_dirs():
+        return f"no NVRTC to compile kernels with: {status['nvrtc_error']}"
+    for device in status["devices"]:
+        if not device["family"]:
+            major, minor = divmod(device["compute_capability"], 10)
+            return f"{device['name']} has compute capability {major}.{minor}, the kernels need 8.0 or newer"
+    return None
+
+
+def obstacle(implementation: str, platform: str, dtype: jax.typing.DTypeLike) -> str | None:
+    """Why ``implementation`` can't serve a call of ``dtype`` lowered for ``platform``; None when it can."""
+    name = np.dtype(dtype).name
+    wanted = _PLATFORM.get(implementation)
+    if wanted is not None and platform != wanted:
+        return f"it runs on platform {wanted!r}, the call on {platform!r}"
+    if implementation == "cuda":
+        if name not in _CUDA_DTYPES:
+            return f"its kernels take {' and '.join(_CUDA_DTYPES)}, query has dtype {name}"
+        return _cuda_unavailable()
+    return None
+
+
+def choose(implementation: str | None, platform: str, dtype: jax.typing.DTypeLike) -> str:
+    """The implementation that serves a call lowered for ``platform``.
+
+    Raises:
+      NotImplementedError: ``implementation`` is named and does not serve the call.
+    """
+    if implementation is None:
+        return next(name for name in IMPLEMENTATIONS if obstacle(name, platform, dtype) is None)
+    if reason := obstacle(implementation, platform, dtype):
+        raise NotImplementedError(f"implementation={implementation!r} does not serve this call: {reason}")
+    return implementation
+
+
+def check_implementation(implementation: object, dtype: jax.typing.DTypeLike) -> None:
+    """Raises, when a call is traced, for an implementation that no platform of this process can serve it with."""
+    if implementation is None:
+        return
+    if not isinstance(implementation, str):
+        raise TypeError(f"implementation must be a string or None, got {type(implementation).__name__}")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+    if implementation == "cuda" and not _cuda_devices():
+        raise NotImplementedError(
+            "implementation='cuda' does not serve this call: JAX has no CUDA device here "
+            "(implementation=None can be lowered for CUDA anywhere)"
+        )
+    choose(implementation, _PLATFORM.get(implementation, "any"), dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Which implementation serves a call.
+
+    Attributes:
+      implementation: the name of the one that serves it.
+      platform: where the call was taken to run.
+      obstacles: for every implementation that can't serve it, the reason.
+    """
+
+    implementation: str
+    platform: str
+    obstacles: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"on {self.platform}, attention is served by {self.implementation!r}"]
+        for name in IMPLEMENTATIONS:
+            if name in self.obstacles:
+                lines.append(f"  {name}: no, {self.obstacles[name]}")
+            elif name == self.implementation:
+                lines.append(f"  {name}: yes")
+            else:
+                lines.append(f"  {name}: could, when asked for by name")
+        return "\n".join(lines)
+
+
+def explain(
+    query: Any, key: Any, value: Any, *, platform: str | None = None, implementation: str | None = None, **options: Any
+) -> Explanation:
+    """Says which implementation serves ``attention(query, key, value, ...)``, and why not the others.
+
+    Takes the arguments of `attention`, checks them the same way and computes nothing; the arrays may be
+    ``jax.ShapeDtypeStruct``.
+
+    Args:
+      query: as for `attention`, also a ``jax.ShapeDtypeStruct``; likewise ``key`` and ``value``.
+      key: see ``query``.
+      value: see ``query``.
+      platform: "cpu", "cuda" or another platform of JAX; None means JAX's default backend.
+      implementation: as for `attention`.
+      **options: the other keyword arguments of `attention`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `attention`.
+    """
+    from jax_flash._attention import attention  # the call graph runs the other way: attention asks this module
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)]
+    jax.eval_shape(lambda *arrays: attention(*arrays, implementation=implementation, **options), *shapes)
+    if platform is None:
+        platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+    dtype = shapes[0].dtype
+    obstacles = {name: reason for name in IMPLEMENTATIONS if (reason := obstacle(name, platform, dtype))}
+    return Explanation(choose(implementation, platform, dtype), platform, obstacles)

@@ -1,0 +1,82 @@
+"""Finds the compiled library, checks that this jaxlib can take it, and registers its handlers with XLA.
+
+An FFI library that is newer than the running jaxlib makes the whole CPU backend fail to start, so the versions are
+compared before anything is registered.
+"""
+
+import importlib.util
+import os
+import pathlib
+import re
+from typing import Any
+
+import jax
+import jaxlib
+
+from jax_flash import _core
+
+FORWARD_TARGET = "jax_flash_forward"
+BACKWARD_TARGET = "jax_flash_backward"
+
+EXPORT_SAFE_TARGETS: tuple[str, ...] = (FORWARD_TARGET, BACKWARD_TARGET)
+"""Custom call targets of this package, for ``jax.export``: the calls are stable across versions of JAX.
+
+``jax.export.export(f, disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(t) for t in EXPORT_SAFE_TARGETS])``
+"""
+
+
+def runtime_ffi_version(include_dir: pathlib.Path | None = None) -> tuple[int, int]:
+    """The FFI API version of the running jaxlib, read from the headers that it ships."""
+    header = (include_dir or pathlib.Path(jax.ffi.include_dir())) / "xla/ffi/api/c_api.h"
+    text = header.read_text(encoding="utf-8")
+    numbers = [re.search(rf"#define XLA_FFI_API_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR")]
+    if not all(numbers):
+        raise ImportError(f"jax_flash: {header} does not state the FFI API version of jaxlib {jaxlib.__version__}")
+    major, minor = (int(match[1]) for match in numbers if match)
+    return major, minor
+
+
+def check_ffi_version(library: tuple[int, int], runtime: tuple[int, int]) -> None:
+    """Raises ImportError when a library built for FFI API ``library`` cannot run on ``runtime``."""
+    if library[0] != runtime[0] or library[1] > runtime[1]:
+        raise ImportError(
+            f"jax_flash was built for XLA FFI API {library[0]}.{library[1]}, but the running jaxlib "
+            f"{jaxlib.__version__} has {runtime[0]}.{runtime[1]}: install a newer jaxlib, or rebuild jax_flash "
+            f"against this one"
+        )
+
+
+def nvrtc_paths() -> list[str]:
+    """NVRTC libraries of NVIDIA's wheels on this Python's path, newest CUDA first."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [pathlib.Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
+    found = {path for root in roots for path in root.glob("*/lib/libnvrtc.so.*") if ".alt." not in path.name}
+    return [str(path) for path in sorted(found, key=lambda p: (p.name, str(p)), reverse=True)]
+
+
+def prebuilt_dirs() -> list[str]:
+    """Folders of ahead-of-time compiled kernels: the user's own first, then the wheel's."""
+    own = os.environ.get("JAX_FLASH_PREBUILT_DIR")
+    shipped = pathlib.Path(__file__).parent / "prebuilt"
+    return ([own] if own else []) + ([str(shipped)] if shipped.is_dir() else [])
+
+
+def cuda_status() -> dict[str, Any]:
+    """What the CUDA side sees: driver, NVRTC, cache folder, devices with their kernel family."""
+    status: dict[str, Any] = _core.cuda_status()
+    return status
+
+
+def _register() -> None:
+    check_ffi_version(_core.FFI_API_VERSION, runtime_ffi_version())
+    _core.configure_cuda(
+        source_dir=str(pathlib.Path(__file__).parent / "kernels"),
+        prebuilt_dirs=prebuilt_dirs(),
+        nvrtc_paths=nvrtc_paths(),
+    )
+    for platform, handlers in _core.handlers().items():
+        for name, handler in handlers.items():
+            jax.ffi.register_ffi_target(name, handler, platform=platform)
+
+
+_register()
