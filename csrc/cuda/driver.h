@@ -1,0 +1,76 @@
+// The CUDA driver and NVRTC, opened when first needed: importing the package must work where neither is installed.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+namespace jax_flash::cuda {
+
+// The driver's handles, as opaque as its own header has them.
+using CuLibrary = struct CUlib_st*;
+using CuKernel = struct CUkern_st*;
+using CuFunction = struct CUfunc_st*;
+using CuContext = struct CUctx_st*;
+using CuStream = struct CUstream_st*;
+
+// Throws std::runtime_error with the driver's own words.
+class Driver {
+ public:
+  // The one driver of this process; throws when there is none.
+  static const Driver& get();
+
+  int version() const;  // 13000 for 13.0
+  int device_count() const;
+  std::string device_name(int device) const;
+  int compute_capability(int device) const;  // 90 for 9.0
+
+  CuLibrary load(const std::string& cubin) const;
+  CuKernel kernel(CuLibrary library, const char* name) const;
+  // Loads the kernel onto the device, with so much dynamic shared memory, before any launch or graph capture.
+  void ready(CuKernel kernel, int device, int shared_bytes) const;
+  void launch(CuKernel kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, CuStream stream,
+              const void* argument) const;
+  void zero(void* floats, size_t count, CuStream stream) const;
+
+ private:
+  Driver();
+  void check(int result, const char* what) const;
+
+  struct Functions;
+  const Functions* f_;
+};
+
+// One NVRTC library.
+class Nvrtc {
+ public:
+  // Those that can be opened: `paths` first, then by the loader's own search. `error` says why there is none.
+  static const std::vector<Nvrtc>& all(const std::vector<std::string>& paths, std::string* error);
+
+  struct Result {
+    std::string cubin;
+    std::string log;
+  };
+  struct Header {
+    std::string name;
+    std::string text;
+  };
+  // Throws std::runtime_error with the compiler's log.
+  Result compile(const std::string& name, const std::string& source, const std::vector<Header>& headers,
+                 const std::vector<std::string>& options) const;
+
+  const std::string& path() const { return path_; }
+  std::string version() const { return std::to_string(major_) + "." + std::to_string(minor_); }
+  // The best target for a device of compute capability `arch`: itself, or an older one of the same major version,
+  // whose cubins it runs; 0 when there is none.
+  int target(int arch) const;
+
+ private:
+  struct Functions;
+  const Functions* f_;
+  std::string path_;
+  int major_, minor_;
+  std::vector<int> archs_;
+};
+
+}  // namespace jax_flash::cuda

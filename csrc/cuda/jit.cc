@@ -1,0 +1,341 @@
+#include "jit.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <future>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <set>
+#include <sstream>
+#include <stdexcept>
+#include <utility>
+
+#include "elf.h"
+
+namespace jax_flash::cuda {
+namespace fs = std::filesystem;
+namespace {
+
+std::mutex settings_mutex;
+Settings the_settings;
+
+const char* pass_name(Pass pass) { return pass == Pass::forward ? "forward" : "backward"; }
+
+const char* dtype_name(DType dtype) {
+  switch (dtype) {
+    case DType::f16: return "f16";
+    case DType::bf16: return "bf16";
+    case DType::f32: return "f32";
+    default: return "f64";
+  }
+}
+
+// 128-bit FNV-1a: names files and finds damage; nobody is kept out by it.
+class Hash {
+ public:
+  Hash& add(const std::string& text) {
+    for (unsigned char c : text) state_ = (state_ ^ c) * kPrime;
+    state_ = (state_ ^ 0x100) * kPrime;  // so that "ab", "c" differs from "a", "bc"
+    return *this;
+  }
+  std::string hex() const {
+    char text[33];
+    std::snprintf(text, sizeof(text), "%016llx%016llx", static_cast<unsigned long long>(state_ >> 64),
+                  static_cast<unsigned long long>(state_));
+    return text;
+  }
+
+ private:
+  using Wide = unsigned __int128;
+  static constexpr Wide kPrime = (Wide{1} << 88) + 0x13b;
+  Wide state_ = (Wide{0x6c62272e07bb0142} << 64) + 0x62b821756295c58d;
+};
+
+// The device sources, by the names that their includes use.
+const std::vector<Nvrtc::Header>& sources() {
+  static const std::vector<Nvrtc::Header> all = [] {
+    std::vector<Nvrtc::Header> found;
+    const fs::path root = settings().source_dir;
+    std::error_code error;
+    for (fs::recursive_directory_iterator entry(root, error), end; !error && entry != end; entry.increment(error)) {
+      if (!entry->is_regular_file()) continue;
+      std::ifstream file(entry->path(), std::ios::binary);
+      std::ostringstream text;
+      text << file.rdbuf();
+      found.push_back({fs::relative(entry->path(), root).generic_string(), text.str()});
+    }
+    if (found.empty()) throw std::runtime_error("no device sources in " + root.string());
+    std::sort(found.begin(), found.end(), [](auto& a, auto& b) { return a.name < b.name; });
+    return found;
+  }();
+  return all;
+}
+
+// What the sources say, whoever compiles them: the key of prebuilt kernels.
+std::string source_key(const Variant& variant) {
+  static const std::string of_all = [] {
+    Hash hash;
+    for (const Nvrtc::Header& header : sources()) hash.add(header.name).add(header.text);
+    return hash.hex();
+  }();
+  return Hash().add(of_all).add(variant.name()).add(variant.source()).hex();
+}
+
+std::vector<std::string> compile_options(int target) {
+  // Verbose costs nothing, and puts registers and spills into the log. Not every kernel uses every constant of its
+  // variant (177).
+  return {"--gpu-architecture=sm_" + std::to_string(target), "--std=c++17", "--ptxas-options=-v",
+          "--diag-suppress=177"};
+}
+
+std::string compiled_key(const Variant& variant, const Nvrtc& nvrtc, int target) {
+  Hash hash;
+  hash.add(source_key(variant)).add(nvrtc.version());
+  for (const std::string& option : compile_options(target)) hash.add(option);
+  return hash.hex();
+}
+
+// A stored cubin ends in a line that proves it whole: tools for cubins read over it.
+constexpr char kMark[] = "\njax_flash cubin ";
+
+std::string trailer(const std::string& key, const std::string& cubin) {
+  return kMark + key + " " + Hash().add(cubin).hex() + "\n";
+}
+
+fs::path entry_path(const fs::path& dir, const Variant& variant, const std::string& key) {
+  return dir / (variant.name() + "-" + key.substr(0, 16) + ".cubin");
+}
+
+std::optional<std::string> read_entry(const fs::path& path, const std::string& key) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) return std::nullopt;
+  std::ostringstream text;
+  text << file.rdbuf();
+  std::string content = text.str();
+  const size_t length = trailer(key, "").size();
+  if (content.size() < length) return std::nullopt;
+  std::string cubin = content.substr(0, content.size() - length);
+  if (content.compare(cubin.size(), length, trailer(key, cubin)) != 0) return std::nullopt;
+  return cubin;
+}
+
+// A finished file is renamed into place: readers see all of it or nothing, and losing a race is fine.
+bool write_entry(const fs::path& path, const std::string& key, const std::string& cubin) {
+  static std::atomic<unsigned> counter{std::random_device{}()};
+  const fs::path temporary = path.string() + "." + std::to_string(getpid()) + "." + std::to_string(counter++) + ".tmp";
+  std::error_code error;
+  {
+    std::ofstream file(temporary, std::ios::binary | std::ios::trunc);
+    file << cubin << trailer(key, cubin);
+    file.close();
+    if (!file) {
+      fs::remove(temporary, error);
+      return false;
+    }
+  }
+  fs::rename(temporary, path, error);
+  if (!error) return true;
+  fs::remove(temporary, error);
+  return false;
+}
+
+struct Compiled {
+  std::string cubin;
+  std::string log;  // of a fresh compilation
+};
+
+const Nvrtc& nvrtc_for(int arch) {
+  std::string error;
+  const std::vector<Nvrtc>& all = nvrtcs(&error);
+  if (all.empty()) throw std::runtime_error("no NVRTC to compile kernels with (install jax[cuda12] or [cuda13]): " + error);
+  for (const Nvrtc& nvrtc : all) {
+    if (nvrtc.target(arch)) return nvrtc;
+  }
+  std::string known;
+  for (const Nvrtc& nvrtc : all) known += (known.empty() ? "" : ", ") + nvrtc.version();
+  throw std::runtime_error("no NVRTC here (" + known + ") compiles for compute capability " +
+                           std::to_string(arch / 10) + "." + std::to_string(arch % 10));
+}
+
+Compiled compile(const Variant& variant, const Nvrtc& nvrtc) {
+  Nvrtc::Result result =
+      nvrtc.compile(variant.name(), variant.source(), sources(), compile_options(nvrtc.target(variant.arch)));
+  return {std::move(result.cubin), std::move(result.log)};
+}
+
+// Prebuilt, then cached, then compiled.
+std::string cubin_of(const Variant& variant) {
+  const std::string key = source_key(variant);
+  for (const std::string& dir : settings().prebuilt_dirs) {
+    if (auto cubin = read_entry(entry_path(dir, variant, key), key)) return *cubin;
+  }
+  const Nvrtc& nvrtc = nvrtc_for(variant.arch);
+  const std::string full_key = compiled_key(variant, nvrtc, nvrtc.target(variant.arch));
+  const std::string dir = cache_dir();
+  if (!dir.empty()) {
+    if (auto cubin = read_entry(entry_path(dir, variant, full_key), full_key)) return *cubin;
+  }
+  Compiled compiled = compile(variant, nvrtc);
+  // A disk that can't take it costs the next process a compilation, and nothing else.
+  if (!dir.empty()) write_entry(entry_path(dir, variant, full_key), full_key, compiled.cubin);
+  return std::move(compiled.cubin);
+}
+
+std::string entry_point(Pass pass) { return std::string("jax_flash_") + pass_name(pass); }
+
+LaunchFacts facts_of(const Elf& elf, Pass pass) { return elf.constant<LaunchFacts>(entry_point(pass) + "_facts"); }
+
+Loaded load(const Variant& variant) {
+  const std::string cubin = cubin_of(variant);
+  const Driver& driver = Driver::get();
+  Loaded loaded{};
+  loaded.facts = facts_of(Elf(cubin), variant.pass);
+  CuLibrary library = driver.load(cubin);
+  loaded.main = driver.kernel(library, entry_point(variant.pass).c_str());
+  if (variant.pass == Pass::backward) loaded.dq = driver.kernel(library, "jax_flash_backward_dq");
+  return loaded;
+}
+
+// The number that follows `before` ... in the lines of the log about the kernel, 0 when it isn't said.
+int log_number(const std::string& log, const std::string& kernel, const std::string& after) {
+  size_t start = log.find("'" + kernel + "'");
+  if (start == std::string::npos) return 0;
+  size_t stop = log.find("Compiling entry function", start);
+  size_t found = log.find(after, start);
+  if (found == std::string::npos || found > stop) return 0;
+  size_t digits = log.find_last_not_of(' ', found - 1);
+  size_t first = log.find_last_not_of("0123456789", digits);
+  return std::atoi(log.substr(first + 1, digits - first).c_str());
+}
+
+}  // namespace
+
+const Settings& settings() {
+  std::lock_guard<std::mutex> lock(settings_mutex);
+  return the_settings;
+}
+
+void configure(Settings settings) {
+  std::lock_guard<std::mutex> lock(settings_mutex);
+  the_settings = std::move(settings);
+}
+
+const std::vector<Nvrtc>& nvrtcs(std::string* error) { return Nvrtc::all(settings().nvrtc_paths, error); }
+
+std::string Variant::name() const {
+  std::string name = family + "-" + pass_name(pass) + "-" + dtype_name(dtype) + "-d" + std::to_string(head_dim);
+#define JAX_FLASH_CONSTANT(type, option) \
+  if (options.option) name += "-" #option + (sizeof(type) == sizeof(bool) ? std::string() : std::to_string(options.option));
+#define JAX_FLASH_NOTHING(type, option)
+#define JAX_FLASH_OPERAND(type, option) \
+  if (options.has_##option) name += "-" #option;
+  JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_NOTHING, JAX_FLASH_OPERAND)
+#undef JAX_FLASH_OPERAND
+#undef JAX_FLASH_CONSTANT
+  return name + "-sm_" + std::to_string(arch);
+}
+
+std::string Variant::source() const {
+  std::ostringstream out;
+  out << "#include \"problem.h\"\nnamespace jax_flash {\n"
+      << "constexpr DType dtype = DType::" << dtype_name(dtype) << ";\n"
+      << "constexpr int head_dim = " << head_dim << ";\n"
+      << std::boolalpha;
+#define JAX_FLASH_CONSTANT(type, option) out << "constexpr " #type " option_" #option " = " << options.option << ";\n";
+#define JAX_FLASH_OPERAND(type, option) out << "constexpr bool has_" #option " = " << options.has_##option << ";\n";
+  JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_NOTHING, JAX_FLASH_OPERAND)
+#undef JAX_FLASH_OPERAND
+#undef JAX_FLASH_NOTHING
+#undef JAX_FLASH_CONSTANT
+#define JAX_FLASH_FIELD(field) out << "constexpr int " #field " = " << tile.field << ";\n";
+  JAX_FLASH_TILE_FIELDS(JAX_FLASH_FIELD)
+#undef JAX_FLASH_FIELD
+  out << "}  // namespace jax_flash\n#include \"cuda/" << family << "/" << pass_name(pass) << ".cu\"\n";
+  return out.str();
+}
+
+std::string cache_dir() {
+  fs::path dir;
+  if (const char* own = std::getenv("JAX_FLASH_CACHE_DIR")) {
+    dir = own;
+  } else if (const char* xdg = std::getenv("XDG_CACHE_HOME"); xdg && *xdg) {
+    dir = fs::path(xdg) / "jax_flash";
+  } else if (const char* home = std::getenv("HOME"); home && *home) {
+    dir = fs::path(home) / ".cache" / "jax_flash";
+  }
+  if (dir.empty()) return "";
+  std::error_code error;
+  fs::create_directories(dir, error);
+  return fs::is_directory(dir, error) ? dir.string() : "";
+}
+
+Loaded kernels_of(const Variant& variant, int device) {
+  static std::mutex mutex;
+  static std::map<std::string, std::shared_future<Loaded>> loading;
+  static std::set<std::pair<CuKernel, int>> ready;
+
+  const std::string name = variant.name();
+  std::shared_future<Loaded> future;
+  std::optional<std::promise<Loaded>> mine;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto found = loading.find(name);
+    if (found != loading.end()) {
+      future = found->second;
+    } else {
+      mine.emplace();
+      future = mine->get_future().share();
+      loading.emplace(name, future);
+    }
+  }
+  if (mine) {
+    try {
+      mine->set_value(load(variant));
+    } catch (...) {
+      mine->set_exception(std::current_exception());
+      std::lock_guard<std::mutex> lock(mutex);
+      loading.erase(name);  // the next call may find what this one missed
+    }
+  }
+  const Loaded loaded = future.get();
+  std::lock_guard<std::mutex> lock(mutex);
+  if (ready.insert({loaded.main, device}).second) {
+    const Driver& driver = Driver::get();
+    driver.ready(loaded.main, device, loaded.facts.shared_bytes);
+    if (loaded.dq) driver.ready(loaded.dq, device, 0);
+  }
+  return loaded;
+}
+
+Kernel build(const Variant& variant, const std::string& out_dir) {
+  Compiled compiled = compile(variant, nvrtc_for(variant.arch));
+  const Elf elf(compiled.cubin);
+  const LaunchFacts facts = facts_of(elf, variant.pass);
+  const std::string entry = entry_point(variant.pass);
+  Kernel kernel{};
+  kernel.name = variant.name();
+  kernel.registers = elf.registers(entry);
+  kernel.shared_bytes = facts.shared_bytes;
+  kernel.threads = facts.threads;
+  kernel.spill_bytes = log_number(compiled.log, entry, "bytes spill stores") +
+                       log_number(compiled.log, entry, "bytes spill loads");
+  kernel.local_bytes = log_number(compiled.log, entry, "bytes stack frame");
+  kernel.cubin_bytes = static_cast<int64_t>(compiled.cubin.size());
+
+  std::error_code error;
+  fs::create_directories(out_dir, error);
+  const std::string key = source_key(variant);
+  const fs::path path = entry_path(out_dir, variant, key);
+  if (!write_entry(path, key, compiled.cubin)) throw std::runtime_error("can't write " + path.string());
+  return kernel;
+}
+
+}  // namespace jax_flash::cuda

@@ -1,0 +1,55 @@
+// Variant -> kernel. Prebuilt, cached and freshly compiled kernels come through the one door `kernels_of`.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cuda.h"
+#include "driver.h"
+#include "tiles.h"
+
+namespace jax_flash::cuda {
+
+// What is compiled into a kernel.
+struct Variant {
+  std::string family;  // which sources, "sm80"
+  int arch;            // compute capability of the device, 90
+  Pass pass;
+  DType dtype;
+  int head_dim;     // a multiple of 8
+  Options options;  // the constants and the presence of operands count
+  TileRow tile;
+
+  std::string name() const;    // readable and unique, apart from the tile row
+  std::string source() const;  // the named constants, and the include of the family's file
+};
+
+// As csrc/cuda/shared/prelude.cuh has it.
+struct LaunchFacts {
+  int threads;
+  int block_rows;
+  int shared_bytes;
+};
+
+struct Loaded {
+  LaunchFacts facts;
+  CuKernel main;
+  CuKernel dq;  // backward only
+};
+
+// The kernels of a variant, ready to launch on the device. Safe to call from several threads: a variant is compiled
+// once, different variants at the same time.
+Loaded kernels_of(const Variant& variant, int device);
+
+// Compiles a variant, without a driver, and stores it under `out_dir` for `prebuilt_dirs`. Registers and the like are
+// those of its main kernel.
+Kernel build(const Variant& variant, const std::string& out_dir);
+
+// The folder of the cache on disk, made if need be; empty when it can't be used.
+std::string cache_dir();
+
+const Settings& settings();
+const std::vector<Nvrtc>& nvrtcs(std::string* error);
+
+}  // namespace jax_flash::cuda

@@ -1,0 +1,78 @@
+// What every kernel of every architecture needs before its first line. NVRTC has no headers, so neither do we.
+//
+// In front of this file the runtime puts the variant as named constants, in namespace jax_flash:
+//   dtype, head_dim              the element type, and H (a multiple of 8)
+//   option_<name>, has_<name>    the options of csrc/options.h
+//   and the tile row of this pass, by the field names of csrc/cuda/tiles.h
+#pragma once
+
+#include "problem.h"
+
+namespace jax_flash {
+
+#define JAX_FLASH_DEVICE static __device__ __forceinline__
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+#define JAX_FLASH_INFINITY __int_as_float(0x7f800000)
+
+__host__ __device__ constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
+__host__ __device__ constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
+
+// head_dim as the tiles hold it: the products go in steps of 16, the columns beyond head_dim are zeros.
+constexpr int tile_head_dim = round_up(head_dim, 16);
+
+// Host and kernel must agree on these; the kernel states them, the host reads them out of the cubin.
+struct LaunchFacts {
+  int threads;       // per block
+  int block_rows;    // rows of query (forward) or key (backward) that a block owns
+  int shared_bytes;  // dynamic shared memory
+};
+
+JAX_FLASH_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+JAX_FLASH_DEVICE float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+JAX_FLASH_DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+template <typename T>
+JAX_FLASH_DEVICE T at_most(T a, T b) {
+  return a < b ? a : b;
+}
+template <typename T>
+JAX_FLASH_DEVICE T at_least(T a, T b) {
+  return a > b ? a : b;
+}
+
+// Sum and maximum over the four lanes that share a row of an accumulator.
+JAX_FLASH_DEVICE float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+JAX_FLASH_DEVICE float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+// Base addresses of one head of a [batch, length, heads, head_dim] array of 16-bit elements.
+JAX_FLASH_DEVICE const u16* head_of(const Tensor& t, int batch, int head) {
+  return static_cast<const u16*>(t.data) + batch * t.batch_stride + head * t.head_stride;
+}
+JAX_FLASH_DEVICE u16* mutable_head_of(const Tensor& t, int batch, int head) {
+  return static_cast<u16*>(t.data) + batch * t.batch_stride + head * t.head_stride;
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,36 @@
+// Online softmax over the rows of an accumulator (FlashAttention-2, algorithm 1), in base 2.
+#pragma once
+
+#include "cuda/shared/prelude.cuh"
+
+namespace jax_flash {
+
+// The running statistics of one row.
+struct RowStatistics {
+  float maximum;  // of the raw scores so far
+  float total;    // this lane's share of the sum of exponentials, relative to the maximum
+
+  __device__ __forceinline__ RowStatistics() : maximum(-JAX_FLASH_INFINITY), total(0.f) {}
+
+  // What is subtracted from scaled scores before exp2. The scale is positive, so it commutes with the maximum. It is
+  // rounded once and used for the exponentials and for lse alike, so its rounding cancels however large the scores.
+  __device__ __forceinline__ float anchor(float scale_log2) const {
+    return maximum == -JAX_FLASH_INFINITY ? 0.f : maximum * scale_log2;
+  }
+
+  // Takes in the maximum of new scores and returns the factor by which everything accumulated so far shrinks.
+  __device__ __forceinline__ float update(float new_maximum, float scale_log2) {
+    float before = maximum;
+    maximum = fmaxf(maximum, new_maximum);
+    float shrink = exp2_approx(before * scale_log2 - anchor(scale_log2));
+    total *= shrink;
+    return shrink;
+  }
+
+  // The natural logarithm of the sum of exponentials of a row whose lanes' totals have been summed.
+  __device__ __forceinline__ float lse(float scale_log2) const {
+    return total == 0.f ? -JAX_FLASH_INFINITY : (anchor(scale_log2) + log2_approx(total)) * kLn2;
+  }
+};
+
+}  // namespace jax_flash

@@ -1,0 +1,327 @@
+// FlashAttention-2 backward (Dao 2023, algorithm 2) for compute capability 8.0 and newer.
+//
+// A block owns block_kv keys of one key head and walks over the rows of every query head of its group. With
+//   S^T = K Q^T,  P^T = exp(scale S^T - lse),  dP^T = V dO^T,  dS^T = P^T * (dP^T - delta)
+// it accumulates dV += P^T dO and dK += dS^T Q in registers, and adds dQ += dS K to a float accumulator in global
+// memory, which jax_flash_backward_dq turns into the result afterwards. Keys run along the rows of the accumulators,
+// so that P^T and dS^T are operands of the next product as they are.
+//
+// A group of `key_warps` warps covers the keys, 16 each. With split = 1 every warp sees all rows of a tile and feeds
+// P^T and dS^T from registers. With split = 2, for head dims whose dK and dV would not fit, two warps share their 16
+// keys: each computes half of the rows of S^T, and half of the columns of dK and dV; P^T and dS^T pass through shared
+// memory. dS always does, for dQ, whose products sum over all keys of the block.
+#include "cuda/shared/mask.cuh"
+#include "cuda/sm80/mma.cuh"
+
+namespace jax_flash {
+
+constexpr int threads = 32 * warps;
+constexpr int key_warps = block_kv / 16;
+constexpr int split = warps / key_warps;
+static_assert(split * key_warps == warps && (split == 1 || split == 2), "16 keys a warp, or a pair of warps");
+
+using KvTile = Tile<block_kv, tile_head_dim>;
+using QTile = Tile<block_q, tile_head_dim>;
+using ScoreTile = Tile<block_kv, block_q>;  // [keys, rows]
+
+constexpr int pairs = tile_head_dim / 16;             // of n8 tiles, in the columns of dQ, dK and dV
+constexpr int score_columns = block_q / split;        // rows of query in one warp's S^T
+constexpr int grad_pairs = ceil_div(pairs, split);    // in one warp's dK and dV, taken in turn by the pair of warps
+constexpr int dq_column_warps = warps == 8 && pairs % 4 == 0 ? 4 : 2;
+constexpr int dq_row_warps = warps / dq_column_warps;
+constexpr int dq_row_tiles = block_q / 16 / dq_row_warps;
+constexpr int dq_pairs = ceil_div(pairs, dq_column_warps);
+static_assert(dq_row_tiles * dq_row_warps * 16 == block_q, "the warps share the rows of dQ evenly");
+
+struct Rows {
+  char q[QTile::bytes];
+  char dout[QTile::bytes];
+  float lse[block_q];  // in base 2; +inf where a row keeps nothing, which makes its exponentials 0
+  float delta[block_q];
+};
+
+struct SharedStorage {
+  char k[KvTile::bytes];  // and dK, at the end
+  char v[KvTile::bytes];  // and dV, at the end
+  Rows rows[stages];
+  char ds[ScoreTile::bytes];
+  char p[split == 1 ? 16 : ScoreTile::bytes];
+};
+
+extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {threads, block_kv, sizeof(SharedStorage)};
+
+// Where dQ is summed up: for every 16 rows, for every 8 columns, the accumulator fragment as the lanes hold it, so that
+// one atomic instruction of a warp covers 128 contiguous bytes.
+JAX_FLASH_DEVICE float* dq_fragment(const Problem& problem, int batch, int head, int row_tile, int column_tile) {
+  const i64 row_tiles = ceil_div(problem.q_length, 16);
+  const i64 tile = (static_cast<i64>(batch) * problem.q_heads + head) * row_tiles + row_tile;
+  return static_cast<float*>(problem.scratch) + (tile * (tile_head_dim / 8) + column_tile) * 128;
+}
+
+struct Backward {
+  const Problem& problem;
+  SharedStorage& shared;
+  int batch, kv_head;
+  int offset;
+  int first_key;  // of the block
+  int warp, lane;
+  int key_row;  // of the warp, in the block
+  int half;     // which of a pair of warps; 0 when split is 1
+  float scale_log2;
+  FragmentC dk[2 * grad_pairs], dv[2 * grad_pairs];
+  float next_lse, next_delta;
+
+  // Starts to bring one tile of rows of one query head.
+  __device__ __forceinline__ void load_rows(Rows& rows, int head, int tile) {
+    const int first = tile * block_q;
+    load_tile<QTile, threads>(shared_address(rows.q), head_of(problem.q, batch, head), problem.q.row_stride, first,
+                              problem.q_length, threadIdx.x);
+    load_tile<QTile, threads>(shared_address(rows.dout), head_of(problem.dout, batch, head), problem.dout.row_stride,
+                              first, problem.q_length, threadIdx.x);
+    copies_commit();
+    // lse and delta take the way through registers, where lse is brought into base 2.
+    if (threadIdx.x < block_q) {
+      const int row = first + threadIdx.x;
+      const bool valid = row < problem.q_length;
+      const i64 at = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length + row;
+      next_lse = valid ? static_cast<const float*>(problem.lse)[at] : -JAX_FLASH_INFINITY;
+      next_delta = valid ? static_cast<const float*>(problem.delta)[at] : 0.f;
+    }
+  }
+  __device__ __forceinline__ void put_statistics(Rows& rows) const {
+    if (threadIdx.x < block_q) {
+      rows.lse[threadIdx.x] = next_lse == -JAX_FLASH_INFINITY ? JAX_FLASH_INFINITY : next_lse * kLog2e;
+      rows.delta[threadIdx.x] = next_delta;
+    }
+  }
+
+  // c += X Y^T, for the warp's 16 keys in X and its rows in Y.
+  __device__ __forceinline__ void score_product(FragmentC (&c)[score_columns / 8], const char* x, const char* y) const {
+    const LaneReader<KvTile> x_reader = tall_reader<KvTile>(shared_address(x), key_row, lane);
+    const LaneReader<QTile> y_reader = wide_reader<QTile>(shared_address(y), half * score_columns, lane);
+#pragma unroll
+    for (int kk = 0; kk < pairs; ++kk) {
+      FragmentA a;
+      load_matrices(a.x, x_reader.address(0, kk));
+#pragma unroll
+      for (int n = 0; n < score_columns / 16; ++n) {
+        FragmentB2 b;
+        load_matrices(b.x, y_reader.address(16 * n, kk));
+        multiply(c[2 * n], a, b.x[0], b.x[1]);
+        multiply(c[2 * n + 1], a, b.x[2], b.x[3]);
+      }
+    }
+  }
+
+  // c += A Y, where A [16 keys, block_q] is P^T or dS^T: the warp's own fragments, or rows of a score tile.
+  __device__ __forceinline__ void grad_product(FragmentC (&c)[2 * grad_pairs], const FragmentC (&own)[score_columns / 8],
+                                               const char* score_tile, const char* y) const {
+    const LaneReader<QTile> y_reader = tall_reader<QTile>(shared_address(y), 0, lane, half);
+    const LaneReader<ScoreTile> a_reader = tall_reader<ScoreTile>(shared_address(score_tile), key_row, lane);
+#pragma unroll
+    for (int kk = 0; kk < block_q / 16; ++kk) {
+      FragmentA a;
+      if constexpr (split == 1) {
+        a = as_operand(own[2 * kk], own[2 * kk + 1]);
+      } else {
+        load_matrices(a.x, a_reader.address(0, kk));
+      }
+#pragma unroll
+      for (int n = 0; n < grad_pairs; ++n) {
+        if (grad_pairs * split != pairs && n * split + half >= pairs) continue;
+        FragmentB2 b;
+        load_matrices_transposed(b.x, y_reader.address(16 * kk, n * split));
+        multiply(c[2 * n], a, b.x[0], b.x[1]);
+        multiply(c[2 * n + 1], a, b.x[2], b.x[3]);
+      }
+    }
+  }
+
+  // dQ += dS K, all keys of the block.
+  __device__ __forceinline__ void add_dq(int head, int tile) const {
+    const int row_warp = warp % dq_row_warps, column_warp = warp / dq_row_warps;
+    const LaneReader<ScoreTile> ds_reader = wide_reader<ScoreTile>(shared_address(shared.ds), 0, lane, row_warp);
+    const LaneReader<KvTile> k_reader = tall_reader<KvTile>(shared_address(shared.k), 0, lane, column_warp);
+    FragmentC dq[dq_row_tiles][2 * dq_pairs] = {};
+#pragma unroll
+    for (int kk = 0; kk < block_kv / 16; ++kk) {
+      FragmentA a[dq_row_tiles];
+#pragma unroll
+      for (int m = 0; m < dq_row_tiles; ++m) {
+        load_matrices_transposed(a[m].x, ds_reader.address(16 * kk, m * dq_row_warps));
+      }
+#pragma unroll
+      for (int n = 0; n < dq_pairs; ++n) {
+        if (dq_pairs * dq_column_warps != pairs && n * dq_column_warps + column_warp >= pairs) continue;
+        FragmentB2 b;
+        load_matrices_transposed(b.x, k_reader.address(16 * kk, n * dq_column_warps));
+#pragma unroll
+        for (int m = 0; m < dq_row_tiles; ++m) {
+          multiply(dq[m][2 * n], a[m], b.x[0], b.x[1]);
+          multiply(dq[m][2 * n + 1], a[m], b.x[2], b.x[3]);
+        }
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < dq_row_tiles; ++m) {
+      const int row_tile = tile * (block_q / 16) + m * dq_row_warps + row_warp;
+      if (row_tile * 16 >= problem.q_length) continue;
+      float* to = dq_fragment(problem, batch, head, row_tile, 2 * column_warp) + lane;
+#pragma unroll
+      for (int n = 0; n < 2 * dq_pairs; ++n) {
+        if (dq_pairs * dq_column_warps != pairs && n / 2 * dq_column_warps + column_warp >= pairs) continue;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          atomicAdd(to + (n / 2 * dq_column_warps * 2 + n % 2) * 128 + e * 32, dq[m][n].x[e]);
+        }
+      }
+    }
+  }
+
+  // One tile of rows of one query head. With two stages the next tile is brought meanwhile; `next_tile` is negative
+  // when there is none.
+  template <bool masked>
+  __device__ __forceinline__ void step(int head, int tile, int stage, int next_head, int next_tile) {
+    Rows& rows = shared.rows[stage];
+    copies_wait<0>();
+    __syncthreads();  // the rows have landed; everybody is done with the previous dS and with the other stage
+    if (stages == 2 && next_tile >= 0) load_rows(shared.rows[stage ^ 1], next_head, next_tile);
+
+    FragmentC p[score_columns / 8] = {};
+    score_product(p, shared.k, rows.q);
+#pragma unroll
+    for (int n = 0; n < score_columns / 8; ++n) {
+      const int column = half * score_columns + 8 * n + lane % 4 * 2;
+      const float2 lse = *reinterpret_cast<const float2*>(&rows.lse[column]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        p[n].x[e] = exp2_approx(p[n].x[e] * scale_log2 - (e % 2 ? lse.y : lse.x));
+        if constexpr (masked) {
+          const int row = tile * block_q + column + e % 2, key = first_key + key_row + lane / 4 + e / 2 * 8;
+          if (!kept(offset, row, key, problem.kv_length)) p[n].x[e] = 0.f;
+        }
+      }
+    }
+    if constexpr (split == 2) {
+      put_accumulators<ScoreTile, 1>(shared.p, key_row, half * (score_columns / 16), p, 1.f, 1.f, lane);
+    } else {
+      grad_product(dv, p, shared.p, rows.dout);
+    }
+
+    FragmentC ds[score_columns / 8] = {};
+    score_product(ds, shared.v, rows.dout);
+#pragma unroll
+    for (int n = 0; n < score_columns / 8; ++n) {
+      const int column = half * score_columns + 8 * n + lane % 4 * 2;
+      const float2 delta = *reinterpret_cast<const float2*>(&rows.delta[column]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) ds[n].x[e] = p[n].x[e] * (ds[n].x[e] - (e % 2 ? delta.y : delta.x));
+    }
+    put_accumulators<ScoreTile, 1>(shared.ds, key_row, half * (score_columns / 16), ds, 1.f, 1.f, lane);
+    if constexpr (split == 1) grad_product(dk, ds, shared.ds, rows.q);
+    if (stages == 2 && next_tile >= 0) put_statistics(shared.rows[stage ^ 1]);
+
+    __syncthreads();  // dS, and with split = 2 P, are complete
+    if constexpr (split == 2) {
+      grad_product(dv, p, shared.p, rows.dout);
+      grad_product(dk, ds, shared.ds, rows.q);
+    }
+    if constexpr (stages == 1) {
+      if (next_tile >= 0) {
+        __syncthreads();  // everybody is done with the rows
+        load_rows(shared.rows[0], next_head, next_tile);
+        put_statistics(shared.rows[0]);
+      }
+    }
+    add_dq(head, tile);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(threads, min_blocks)
+    jax_flash_backward(const __grid_constant__ Problem problem) {
+  extern __shared__ __align__(128) char memory[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
+
+  // Under causal the first keys are kept by the most rows, and go first as they are.
+  const int key_blocks = ceil_div(problem.kv_length, block_kv);
+  const int kv_head = blockIdx.x / key_blocks % problem.kv_heads;
+  const int batch = blockIdx.x / key_blocks / problem.kv_heads;
+  const int group = problem.q_heads / problem.kv_heads;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+  Backward backward{
+      problem,
+      shared,
+      batch,
+      kv_head,
+      offset_of(problem, batch),
+      static_cast<int>(blockIdx.x % key_blocks) * block_kv,
+      warp,
+      lane,
+      warp % key_warps * 16,
+      warp / key_warps,
+      static_cast<float>(problem.options.scale) * kLog2e,
+  };
+  const RowTiles tiles = row_tiles_of<block_q>(backward.offset, backward.first_key, block_kv, problem.q_length,
+                                               problem.kv_length);
+  const int first_head = kv_head * group, last_head = first_head + group - 1;
+  if (tiles.begin < tiles.end) {
+    load_tile<KvTile, threads>(shared_address(shared.k), head_of(problem.k, batch, kv_head), problem.k.row_stride,
+                               backward.first_key, problem.kv_length, threadIdx.x);
+    load_tile<KvTile, threads>(shared_address(shared.v), head_of(problem.v, batch, kv_head), problem.v.row_stride,
+                               backward.first_key, problem.kv_length, threadIdx.x);
+    backward.load_rows(shared.rows[0], first_head, tiles.begin);
+    backward.put_statistics(shared.rows[0]);
+    int stage = 0;
+    for (int head = first_head; head <= last_head; ++head) {
+      for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+        const bool last_tile = tile + 1 == tiles.end;
+        const int next_head = head + last_tile;
+        const int next_tile = !last_tile ? tile + 1 : head < last_head ? tiles.begin : -1;
+        if (tile < tiles.bare) {
+          backward.step<true>(head, tile, stage, next_head, next_tile);
+        } else {
+          backward.step<false>(head, tile, stage, next_head, next_tile);
+        }
+        if (stages == 2) stage ^= 1;
+      }
+    }
+    __syncthreads();  // everybody is done with K and V
+  }
+
+  const float scale = static_cast<float>(problem.options.scale);
+  put_accumulators<KvTile, split>(shared.k, backward.key_row, backward.half, backward.dk, scale, scale, lane);
+  put_accumulators<KvTile, split>(shared.v, backward.key_row, backward.half, backward.dv, 1.f, 1.f, lane);
+  __syncthreads();
+  constexpr int rows_of_warp = block_kv / warps;
+  const int first = backward.first_key + warp * rows_of_warp;
+  store_rows<KvTile, rows_of_warp>(shared.k, warp * rows_of_warp, mutable_head_of(problem.dk, batch, kv_head),
+                                   problem.dk.row_stride, first, problem.kv_length, lane);
+  store_rows<KvTile, rows_of_warp>(shared.v, warp * rows_of_warp, mutable_head_of(problem.dv, batch, kv_head),
+                                   problem.dv.row_stride, first, problem.kv_length, lane);
+}
+
+// dq = scale * (the sum in scratch). One warp turns 16 rows of one head.
+extern "C" __global__ void __launch_bounds__(128) jax_flash_backward_dq(const __grid_constant__ Problem problem) {
+  const int row_tiles = ceil_div(problem.q_length, 16);
+  const i64 item = static_cast<i64>(blockIdx.x) * 4 + threadIdx.x / 32;
+  if (item >= static_cast<i64>(problem.batch) * problem.q_heads * row_tiles) return;
+  const int lane = threadIdx.x % 32;
+  const int row_tile = static_cast<int>(item % row_tiles);
+  const int head = static_cast<int>(item / row_tiles % problem.q_heads);
+  const int batch = static_cast<int>(item / row_tiles / problem.q_heads);
+  const float scale = static_cast<float>(problem.options.scale);
+  const float* from = dq_fragment(problem, batch, head, row_tile, 0) + lane;
+  const int row = row_tile * 16 + lane / 4;
+  u16* to = mutable_head_of(problem.dq, batch, head) + row * problem.dq.row_stride + lane % 4 * 2;
+#pragma unroll
+  for (int n = 0; n < head_dim / 8; ++n) {
+    const float x0 = from[n * 128], x1 = from[n * 128 + 32], x2 = from[n * 128 + 64], x3 = from[n * 128 + 96];
+    if (row < problem.q_length) *reinterpret_cast<u32*>(to + n * 8) = pack(x0 * scale, x1 * scale);
+    if (row + 8 < problem.q_length) {
+      *reinterpret_cast<u32*>(to + n * 8 + 8 * problem.dq.row_stride) = pack(x2 * scale, x3 * scale);
+    }
+  }
+}
+
+}  // namespace jax_flash

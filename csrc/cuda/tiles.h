@@ -1,0 +1,71 @@
+// THE table: which tile row a kernel is compiled with, by family, pass, head_dim and the shared memory there is.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "../problem.h"
+
+namespace jax_flash::cuda {
+
+// The fields of a tile row, printed by name as constants into the kernel's source.
+#define JAX_FLASH_TILE_FIELDS(FIELD)                                   \
+  FIELD(block_q)    /* rows of query a block holds at a time */        \
+  FIELD(block_kv)   /* keys a block holds at a time */                 \
+  FIELD(warps)      /* per block */                                    \
+  FIELD(stages)     /* buffers of what the loop walks over */          \
+  FIELD(min_blocks) /* per multiprocessor, for the register allocator */
+
+struct TileRow {
+#define JAX_FLASH_TILE_FIELD(name) int name;
+  JAX_FLASH_TILE_FIELDS(JAX_FLASH_TILE_FIELD)
+#undef JAX_FLASH_TILE_FIELD
+};
+
+struct TileRule {
+  const char* family;
+  Pass pass;
+  int max_head_dim;  // serves head dims up to this
+  int shared_kb;     // needs so much dynamic shared memory a block
+  TileRow row;
+};
+
+// The first rule that fits is taken.
+inline constexpr TileRule kTileRules[] = {
+    // family, pass, head_dim, shared KB, {block_q, block_kv, warps, stages, min_blocks}
+    {"sm80", Pass::forward, 64, 32, {128, 64, 4, 1, 2}},
+    {"sm80", Pass::forward, 128, 64, {128, 64, 4, 1, 2}},
+    {"sm80", Pass::forward, 256, 128, {128, 64, 8, 1, 1}},
+    {"sm80", Pass::forward, 256, 96, {64, 64, 4, 1, 1}},
+    {"sm80", Pass::backward, 64, 82, {64, 128, 8, 2, 1}},
+    {"sm80", Pass::backward, 128, 145, {64, 128, 8, 2, 1}},
+    {"sm80", Pass::backward, 128, 73, {64, 64, 4, 1, 1}},
+    {"sm80", Pass::backward, 256, 145, {64, 64, 8, 1, 1}},
+    {"sm80", Pass::backward, 256, 70, {32, 32, 4, 1, 1}},
+};
+
+// Dynamic shared memory that a block may have, in KB, by compute capability.
+inline int shared_kb_of(int arch) {
+  switch (arch) {
+    case 80:
+    case 87: return 163;
+    case 86:
+    case 89:
+    case 120:
+    case 121: return 99;
+    default: return 227;  // 9.0, 10.x, 11.x
+  }
+}
+
+inline const TileRow& tile_row(const std::string& family, Pass pass, int head_dim, int arch) {
+  for (const TileRule& rule : kTileRules) {
+    if (family == rule.family && pass == rule.pass && head_dim <= rule.max_head_dim &&
+        rule.shared_kb <= shared_kb_of(arch)) {
+      return rule.row;
+    }
+  }
+  throw std::invalid_argument("no tile row for family " + family + ", head_dim " + std::to_string(head_dim) +
+                              ", compute capability " + std::to_string(arch));
+}
+
+}  // namespace jax_flash::cuda
