@@ -1,0 +1,35 @@
+"""Strict JAX for every test: x64 on, implicit promotion forbidden; warnings are fatal by pyproject.toml."""
+
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_num_cpu_devices", 4)  # for the sharding tests
+
+
+def _no_gpu() -> str | None:
+    try:
+        jax.devices("cuda")
+    except RuntimeError as error:  # JAX's word for a backend that is not there
+        return f"JAX has no CUDA device here: {str(error).splitlines()[0]}"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return
+    if reason := _no_gpu():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _default_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests marked gpu run on the first CUDA device; all others on the CPU, also where there is a GPU."""
+    platform = "cuda" if request.node.get_closest_marker("gpu") else "cpu"
+    with jax.default_device(jax.devices(platform)[0]):
+        yield
