@@ -53,10 +53,9 @@ struct Kernel {
   int spill_bytes;     // stores plus loads
   int local_bytes;     // stack frame
   int64_t cubin_bytes;
-  std::string origin;  // "compiled", "cached" or "prebuilt"
 };
-// The variants that `kernels build` compiles ahead of time for an architecture such as 80 or 90.
-struct Variant;
+// Compiles the common variants for an architecture such as 80 or 90 into a folder for Settings::prebuilt_dirs, without
+// a driver or a GPU. Throws std::invalid_argument for an architecture that no family serves.
 std::vector<Kernel> build_common(int arch, const std::string& out_dir);
 
 }  // namespace jax_flash::cuda

@@ -24,21 +24,20 @@ struct Tile {
 };
 
 // One lane's part in reading a tile by ldmatrix. The row that a lane addresses moves in steps of 8 or 16 only, so
-// its swizzle never changes: the address of a chunk is one exclusive or, and an immediate offset beyond the first
-// 128 bytes and for other rows.
+// its swizzle never changes: from the address of its first chunk, the others are an exclusive or away within a line of
+// 128 bytes, and an immediate offset beyond it and for other rows. Tiles start on such lines.
 template <typename T>
 struct LaneReader {
-  u32 row_address;  // of this lane's first row
-  u32 low;          // this lane's first chunk, swizzled, in bytes
+  u32 first;  // address of this lane's first chunk
 
   // `chunk`, below 8, is this lane's own part of the chunk number; its bits may not meet those of the pairs asked for.
   __device__ __forceinline__ LaneReader(u32 tile, int row, int chunk)
-      : row_address(tile + row * T::row_bytes), low(16 * (T::swizzled ? chunk ^ (row & 7) : chunk)) {}
+      : first(tile + row * T::row_bytes + 16 * (T::swizzled ? chunk ^ (row & 7) : chunk)) {}
 
   // `row` counts from the lane's first row, in steps of 8; `pair` counts pairs of chunks. Both are constants.
   __device__ __forceinline__ u32 address(int row, int pair) const {
-    const u32 column = T::swizzled ? ((pair % 4 * 32) ^ low) + pair / 4 * 128 : pair * 32 + low;
-    return row_address + row * T::row_bytes + column;
+    const u32 column = T::swizzled ? (first ^ (pair % 4 * 32)) + pair / 4 * 128 : first + pair * 32;
+    return column + row * T::row_bytes;
   }
 };
 

@@ -36,7 +36,7 @@ static_assert(dq_row_tiles * dq_row_warps * 16 == block_q, "the warps share the 
 struct Rows {
   char q[QTile::bytes];
   char dout[QTile::bytes];
-  float lse[block_q];  // in base 2; +inf where a row keeps nothing, which makes its exponentials 0
+  float lse[block_q];
   float delta[block_q];
 };
 
@@ -69,7 +69,6 @@ struct Backward {
   int half;     // which of a pair of warps; 0 when split is 1
   float scale_log2;
   FragmentC dk[2 * grad_pairs], dv[2 * grad_pairs];
-  float next_lse, next_delta;
 
   // Starts to bring one tile of rows of one query head.
   __device__ __forceinline__ void load_rows(Rows& rows, int head, int tile) {
@@ -78,21 +77,16 @@ struct Backward {
                               problem.q_length, threadIdx.x);
     load_tile<QTile, threads>(shared_address(rows.dout), head_of(problem.dout, batch, head), problem.dout.row_stride,
                               first, problem.q_length, threadIdx.x);
-    copies_commit();
-    // lse and delta take the way through registers, where lse is brought into base 2.
+    // Rows beyond the end become zeros, lse included: with dO and delta they add nothing to any sum.
     if (threadIdx.x < block_q) {
+      const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length;
       const int row = first + threadIdx.x;
       const bool valid = row < problem.q_length;
-      const i64 at = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length + row;
-      next_lse = valid ? static_cast<const float*>(problem.lse)[at] : -JAX_FLASH_INFINITY;
-      next_delta = valid ? static_cast<const float*>(problem.delta)[at] : 0.f;
+      const i64 at = first_statistic + (valid ? row : 0);
+      copy_async_float(shared_address(&rows.lse[threadIdx.x]), static_cast<const float*>(problem.lse) + at, valid);
+      copy_async_float(shared_address(&rows.delta[threadIdx.x]), static_cast<const float*>(problem.delta) + at, valid);
     }
-  }
-  __device__ __forceinline__ void put_statistics(Rows& rows) const {
-    if (threadIdx.x < block_q) {
-      rows.lse[threadIdx.x] = next_lse == -JAX_FLASH_INFINITY ? JAX_FLASH_INFINITY : next_lse * kLog2e;
-      rows.delta[threadIdx.x] = next_delta;
-    }
+    copies_commit();
   }
 
   // c += X Y^T, for the warp's 16 keys in X and its rows in Y.
@@ -195,7 +189,8 @@ struct Backward {
       const float2 lse = *reinterpret_cast<const float2*>(&rows.lse[column]);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        p[n].x[e] = exp2_approx(p[n].x[e] * scale_log2 - (e % 2 ? lse.y : lse.x));
+        // An lse of -inf belongs to a row that keeps nothing, which only masked tiles have.
+        p[n].x[e] = exp2_approx(p[n].x[e] * scale_log2 - (e % 2 ? lse.y : lse.x) * kLog2e);
         if constexpr (masked) {
           const int row = tile * block_q + column + e % 2, key = first_key + key_row + lane / 4 + e / 2 * 8;
           if (!kept(offset, row, key, problem.kv_length)) p[n].x[e] = 0.f;
@@ -219,7 +214,6 @@ struct Backward {
     }
     put_accumulators<ScoreTile, 1>(shared.ds, key_row, half * (score_columns / 16), ds, 1.f, 1.f, lane);
     if constexpr (split == 1) grad_product(dk, ds, shared.ds, rows.q);
-    if (stages == 2 && next_tile >= 0) put_statistics(shared.rows[stage ^ 1]);
 
     __syncthreads();  // dS, and with split = 2 P, are complete
     if constexpr (split == 2) {
@@ -230,7 +224,6 @@ struct Backward {
       if (next_tile >= 0) {
         __syncthreads();  // everybody is done with the rows
         load_rows(shared.rows[0], next_head, next_tile);
-        put_statistics(shared.rows[0]);
       }
     }
     add_dq(head, tile);
@@ -258,8 +251,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       static_cast<int>(blockIdx.x % key_blocks) * block_kv,
       warp,
       lane,
-      warp % key_warps * 16,
-      warp / key_warps,
+      (split == 1 ? warp : warp % key_warps) * 16,
+      split == 1 ? 0 : warp / key_warps,
       static_cast<float>(problem.options.scale) * kLog2e,
   };
   const RowTiles tiles = row_tiles_of<block_q>(backward.offset, backward.first_key, block_kv, problem.q_length,
@@ -271,7 +264,6 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     load_tile<KvTile, threads>(shared_address(shared.v), head_of(problem.v, batch, kv_head), problem.v.row_stride,
                                backward.first_key, problem.kv_length, threadIdx.x);
     backward.load_rows(shared.rows[0], first_head, tiles.begin);
-    backward.put_statistics(shared.rows[0]);
     int stage = 0;
     for (int head = first_head; head <= last_head; ++head) {
       for (int tile = tiles.begin; tile < tiles.end; ++tile) {

@@ -13,6 +13,9 @@ JAX_FLASH_DEVICE void copy_async(u32 to, const void* from, bool valid) {
 JAX_FLASH_DEVICE void copy_async(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+JAX_FLASH_DEVICE void copy_async_float(u32 to, const float* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
+}
 JAX_FLASH_DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most `pending` committed groups of this thread are under way.
 template <int pending>
@@ -106,18 +109,33 @@ JAX_FLASH_DEVICE FragmentA as_operand(const FragmentC& left, const FragmentC& ri
 template <typename T, int threads>
 JAX_FLASH_DEVICE void load_tile(u32 tile, const u16* head, i64 row_stride, int first, int length, int thread) {
   constexpr int filled = head_dim / 8;
-  const bool whole = filled == T::chunks && first + T::rows <= length;
-  const u16* from = head + first * row_stride;
+  constexpr int pieces = T::rows * T::chunks;
+  // Where a pass of all threads covers whole groups of 8 rows, each thread keeps its chunk and its swizzle: one pointer
+  // moves on, and the shared addresses differ by constants.
+  constexpr int rows_a_pass = threads / T::chunks;
+  if constexpr (threads % T::chunks == 0 && rows_a_pass % 8 == 0 && pieces % threads == 0 && filled == T::chunks) {
+    const int row = thread / T::chunks, chunk = thread % T::chunks;
+    const u32 to = tile + T::offset(row, chunk);
+    const u16* from = head + (first + row) * row_stride + chunk * 8;
+    const i64 step = rows_a_pass * row_stride;
+    if (first + T::rows <= length) {
 #pragma unroll
-  for (int i = 0; i < ceil_div(T::rows * T::chunks, threads); ++i) {
-    const int piece = i * threads + thread;
-    const int row = piece / T::chunks, chunk = piece % T::chunks;
-    if (T::rows * T::chunks % threads != 0 && piece >= T::rows * T::chunks) break;
-    if (whole) {
-      copy_async(tile + T::offset(row, chunk), from + row * row_stride + chunk * 8);
+      for (int i = 0; i < pieces / threads; ++i, from += step) copy_async(to + i * rows_a_pass * T::row_bytes, from);
     } else {
+#pragma unroll
+      for (int i = 0; i < pieces / threads; ++i, from += step) {
+        const bool valid = first + row + i * rows_a_pass < length;
+        copy_async(to + i * rows_a_pass * T::row_bytes, valid ? from : head, valid);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < ceil_div(pieces, threads); ++i) {
+      const int piece = i * threads + thread;
+      if (pieces % threads != 0 && piece >= pieces) break;
+      const int row = piece / T::chunks, chunk = piece % T::chunks;
       const bool valid = first + row < length && chunk < filled;
-      copy_async(tile + T::offset(row, chunk), valid ? from + row * row_stride + chunk * 8 : head, valid);
+      copy_async(tile + T::offset(row, chunk), valid ? head + (first + row) * row_stride + chunk * 8 : head, valid);
     }
   }
 }
