@@ -73,7 +73,7 @@ class Config:
 
 
 PRESETS = {
-    "tiny": Config(layers=4, width=128, heads=4, kv_heads=2, length=256, batch=8, steps=500, learning_rate=4e-3),
+    "tiny": Config(layers=4, width=128, heads=4, kv_heads=2, length=256, batch=4, steps=600, learning_rate=2e-3),
     "small": Config(layers=6, width=384, heads=6, kv_heads=6, length=1024, batch=32, steps=2000, learning_rate=1e-3),
     "medium": Config(layers=12, width=768, heads=12, kv_heads=4, length=2048, batch=32, steps=4000, learning_rate=6e-4),
     "large": Config(layers=24, width=1024, heads=8, kv_heads=4, length=4096, batch=16, steps=8000, learning_rate=3e-4),
@@ -120,8 +120,8 @@ def random_windows(text: jax.Array, key: jax.Array, batch: int, length: int) -> 
 
 
 def spread_windows(text: np.ndarray, batch: int, length: int, count: int) -> np.ndarray:
-    """[batches, batch, length + 1] bytes: at least ``count`` predictions, spread evenly over ``text``."""
-    batches = -(-count // (batch * length))
+    """[batches, batch, length + 1] bytes: at least ``count`` windows, spread evenly over ``text``."""
+    batches = -(-count // batch)
     starts = np.linspace(0, text.size - length - 1, batches * batch).astype(int)
     return text[starts[:, None] + np.arange(length + 1)].reshape(batches, batch, length + 1)
 
@@ -397,14 +397,15 @@ def save_checkpoint(
     checkpoints.save(int(state.step), args=items)
 
 
-def read_record(checkpoints: ocp.CheckpointManager) -> dict[str, Any]:
-    step = checkpoints.latest_step()
-    return checkpoints.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore())).record
+def read_record(folder: pathlib.Path) -> dict[str, Any]:
+    with open_checkpoints(folder) as checkpoints:
+        items = ocp.args.Composite(record=ocp.args.JsonRestore())
+        return checkpoints.restore(checkpoints.latest_step(), args=items).record
 
 
 def read_state(checkpoints: ocp.CheckpointManager, like: State) -> State:
-    step = checkpoints.latest_step()
-    return checkpoints.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like))).state
+    items = ocp.args.Composite(state=ocp.args.StandardRestore(like))
+    return checkpoints.restore(checkpoints.latest_step(), args=items).state
 
 
 @contextlib.contextmanager
@@ -484,8 +485,8 @@ def parse(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argpars
     run.add_argument("--checkpoint-every", type=positive, default=250, metavar="N", help="steps (default: 250)")
 
     training = parser.add_argument_group("training", "defaults are the preset's")
-    sizes = ", ".join(f"{name} ({parameters(config) / 1e6:.1f}M parameters)" for name, config in PRESETS.items())
-    training.add_argument("--preset", choices=PRESETS, metavar="NAME", help=f"{sizes}; default: tiny")
+    presets = ", ".join(f"{name} ({config.layers} layers of width {config.width})" for name, config in PRESETS.items())
+    training.add_argument("--preset", choices=PRESETS, metavar="NAME", help=f"{presets}; default: tiny")
     training.add_argument("--steps", type=positive, metavar="N", help="batches to train on")
     training.add_argument("--batch", type=positive, metavar="N", help="windows of text in a batch")
     training.add_argument("--length", type=positive, metavar="N", help="bytes in a window, the model's context")
@@ -587,9 +588,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         text = standard_library()
         folder = choose_folder(args)
-        folder.mkdir(parents=True, exist_ok=True)
-        checkpoints = open_checkpoints(folder)
-        record = read_record(checkpoints) if args.resume else None
+        record = read_record(folder) if args.resume else None
         config = choose_config(args, record)
         if record and record["text"] != text.fingerprint():
             raise ValueError("--resume needs the Python that began the run: this one's standard library differs")
@@ -608,6 +607,7 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{count}"
             )
         explanation = explain(config, implementation)
+        folder.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         parser.error(str(error))
 
@@ -619,13 +619,14 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"attention  {explanation.implementation} on {jax.devices()[0].device_kind}")
     graphdef, state = initial_state(config, implementation)
     history = History()
+    checkpoints = open_checkpoints(folder)
     if record:
         state = read_state(checkpoints, state)
         history = History(record["history"]["train"], [(step, loss) for step, loss in record["history"]["validation"]])
         print(f"resumed    {folder} at step {int(state.step)}")
 
     start, train_text = int(state.step), jnp.asarray(text.train)
-    windows = jnp.asarray(spread_windows(text.validation, config.batch, config.length, count=2**16))
+    windows = jnp.asarray(spread_windows(text.validation, config.batch, config.length, count=128))
     began = time.perf_counter()
     train_step = make_train_step(graphdef, config).lower(state, train_text).compile()
     validation_loss = make_validation(graphdef).lower(state.params, windows).compile()
@@ -696,9 +697,7 @@ def main(arguments: list[str] | None = None) -> int:
         written.append(folder / "sample.txt")
 
     speed = (config.steps - start) * config.batch * config.length / seconds if seconds else 0.0
-    print(
-        f"train loss       {mean_of_last(history.train):.3f} nats per byte, mean of the last {len(history.train[-50:])} steps"
-    )
+    print(f"train loss       {mean_of_last(history.train):.3f} nats per byte, mean of the last 50 steps")
     print(f"validation loss  {history.validation[-1][1]:.3f} nats per byte")
     if seconds:
         print(f"speed            {speed:,.0f} tokens/s, {seconds:.1f} s for {config.steps - start} steps")
@@ -707,8 +706,9 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def mean_of_last(losses: list[float], count: int = 50) -> float:
-    return float(np.mean(losses[-count:]))
+def mean_of_last(losses: list[float]) -> float:
+    """Of the last 50: a single batch says little."""
+    return float(np.mean(losses[-50:]))
 
 
 if __name__ == "__main__":
