@@ -226,7 +226,7 @@ def _bool(name: str, value: bool) -> bool:
     return bool(value)
 
 
-def _scale(scale: float | None, head_dim: int) -> float:
+def _scale(scale: object, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
     if isinstance(scale, (bool, np.bool_)) or not isinstance(scale, (numbers.Real, np.number)):

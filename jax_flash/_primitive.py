@@ -170,9 +170,10 @@ def _plain(pass_: str, params: Params, *args: jax.Array) -> tuple[jax.Array, ...
     """The primitive in plain JAX; the backward is JAX's own derivative of the forward."""
     names = [name for name, _ in params.operands]
     operands = dict(zip(names, args[len(_DIMS[pass_][0]) :], strict=True))
+    query, key, value = args[:3]
     if pass_ == "forward":
-        return _chunked.attention(*args[:3], operands, params.options)
-    query, key, value, dout, lse, delta = args[:6]
+        return _chunked.attention(query, key, value, operands, params.options)
+    dout, lse, delta = args[3:6]
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
         return _chunked.attention(query, key, value, operands, params.options)
@@ -223,7 +224,7 @@ def _partitioned(pass_: str, platform: str, params: Params) -> Callable[..., Any
         return text, {"need_replication_factors": tuple(order), "k": kv_heads, "g": q_heads // kv_heads}
 
     attend.def_partition(partition=partition, sharding_rule=rule)
-    return attend  # type: ignore[no-any-return]
+    return attend
 
 
 def _spec(arg: Any) -> tuple[Any, ...]:
@@ -255,15 +256,13 @@ def _batch(
     results = _result_shapes(pass_, [_unmapped(x, axis) for x, axis in zip(args, axes, strict=True)])
     mapped = [axis is not None for axis in axes]
 
-    if pass_ == "forward" and mapped[0] and not any(mapped[1:]):
+    if pass_ == "forward" and axes[0] is not None and not any(mapped[1:]):
         # Only the queries are mapped: they join the query heads of each key head, and no key is copied.
         query, key = jnp.moveaxis(args[0], axes[0], 0), args[1]
         batch, q_length, q_heads, head_dim = query.shape[1:]
         kv_heads = key.shape[2]
         query = query.reshape(size, batch, q_length, kv_heads, -1, head_dim).transpose(1, 2, 3, 0, 4, 5)
-        out, lse = primitive.bind(
-            query.reshape(batch, q_length, size * q_heads, head_dim), *args[1:], params=params
-        )
+        out, lse = primitive.bind(query.reshape(batch, q_length, size * q_heads, head_dim), *args[1:], params=params)
         out = out.reshape(batch, q_length, kv_heads, size, -1, head_dim).transpose(3, 0, 1, 2, 4, 5)
         lse = lse.reshape(batch, kv_heads, size, -1, q_length).transpose(2, 0, 1, 3, 4)
         return (out.reshape(size, *results[0].shape), lse.reshape(size, *results[1].shape)), (0, 0)

@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 
 from jax_flash import _core
 
@@ -31,7 +31,9 @@ def runtime_ffi_version(include_dir: pathlib.Path | None = None) -> tuple[int, i
     text = header.read_text(encoding="utf-8")
     numbers = [re.search(rf"#define XLA_FFI_API_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR")]
     if not all(numbers):
-        raise ImportError(f"jax_flash: {header} does not state the FFI API version of jaxlib {jaxlib.__version__}")
+        raise ImportError(
+            f"jax_flash: {header} does not state the FFI API version of jaxlib {jaxlib.version.__version__}"
+        )
     major, minor = (int(match[1]) for match in numbers if match)
     return major, minor
 
@@ -41,7 +43,7 @@ def check_ffi_version(library: tuple[int, int], runtime: tuple[int, int]) -> Non
     if library[0] != runtime[0] or library[1] > runtime[1]:
         raise ImportError(
             f"jax_flash was built for XLA FFI API {library[0]}.{library[1]}, but the running jaxlib "
-            f"{jaxlib.__version__} has {runtime[0]}.{runtime[1]}: install a newer jaxlib, or rebuild jax_flash "
+            f"{jaxlib.version.__version__} has {runtime[0]}.{runtime[1]}: install a newer jaxlib, or rebuild jax_flash "
             f"against this one"
         )
 
@@ -54,10 +56,14 @@ def nvrtc_paths() -> list[str]:
     return [str(path) for path in sorted(found, key=lambda p: (p.name, str(p)), reverse=True)]
 
 
+# What the build installs lies beside the compiled library; in an editable install that is not where this file is.
+_INSTALLED = pathlib.Path(_core.__file__).parent
+
+
 def prebuilt_dirs() -> list[str]:
     """Folders of ahead-of-time compiled kernels: the user's own first, then the wheel's."""
     own = os.environ.get("JAX_FLASH_PREBUILT_DIR")
-    shipped = pathlib.Path(__file__).parent / "prebuilt"
+    shipped = _INSTALLED / "prebuilt"
     return ([own] if own else []) + ([str(shipped)] if shipped.is_dir() else [])
 
 
@@ -70,7 +76,7 @@ def cuda_status() -> dict[str, Any]:
 def _register() -> None:
     check_ffi_version(_core.FFI_API_VERSION, runtime_ffi_version())
     _core.configure_cuda(
-        source_dir=str(pathlib.Path(__file__).parent / "kernels"),
+        source_dir=str(_INSTALLED / "kernels"),
         prebuilt_dirs=prebuilt_dirs(),
         nvrtc_paths=nvrtc_paths(),
     )
