@@ -1,0 +1,76 @@
+"""The command line: ``python -m jax_flash doctor`` and ``python -m jax_flash kernels build|list``."""
+
+import argparse
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from jax_flash import __version__, _doctor, _kernels_cli
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; the exit code is 0 when all is well, 1 when the command failed, 2 for bad arguments."""
+    args = _parser().parse_args(arguments)
+    if args.command == "doctor":
+        # By default JAX takes most of a GPU's memory when it starts, which fails where another job runs.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        return 0 if _doctor.examine() else 1
+    try:
+        if args.action == "build":
+            _kernels_cli.build(args.arch, args.out)
+        else:
+            _kernels_cli.list_(args.arch)
+    except (RuntimeError, OSError) as error:
+        print(f"jax_flash kernels {args.action}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m jax_flash", description="Looks after an installed jax_flash.")
+    parser.add_argument("--version", action="version", version=f"jax_flash {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser(
+        "doctor",
+        help="say what is here, and whether it works",
+        description="Shows versions, devices and which implementation serves each dtype, then runs a small forward "
+        "and backward on every device and compares them with the reference. The last line is the verdict; the exit "
+        "code is 0 when all is well, else 1.",
+    )
+
+    kernels = commands.add_parser("kernels", help="compile CUDA kernels ahead of time, or show what they use")
+    actions = kernels.add_subparsers(dest="action", required=True, metavar="ACTION")
+    build = actions.add_parser(
+        "build",
+        help="compile the common variants into a folder",
+        description="Compiles the common variants ahead of time; no GPU is needed. A process that has "
+        "JAX_FLASH_PREBUILT_DIR set to that folder takes its kernels from there and compiles only the others.",
+    )
+    build.add_argument("--out", required=True, type=pathlib.Path, metavar="DIR", help="where the cubins go")
+    listing = actions.add_parser(
+        "list",
+        help="show what the common variants use",
+        description="Compiles the common variants into a temporary folder and shows what each of them uses.",
+    )
+    for action, required in ((build, True), (listing, False)):
+        action.add_argument(
+            "--arch",
+            action="append",
+            required=required,
+            type=_arch,
+            metavar="ARCH",
+            help=f"{', '.join(_kernels_cli.ARCHES)}; may be given several times"
+            + ("" if required else " (default: every one of them)"),
+        )
+    return parser
+
+
+def _arch(text: str) -> int:
+    if text not in _kernels_cli.ARCHES:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(_kernels_cli.ARCHES)}, got {text!r}")
+    return _kernels_cli.ARCHES[text]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""``kernels build`` and ``kernels list``: the common variants of the CUDA kernels, compiled without a GPU."""
+
+import pathlib
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jax_flash import _core
+from jax_flash._table import table
+
+ARCHES = {"sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90": 90, "sm_90a": 90}
+"""What --arch takes. A device of compute capability 9.0 is always compiled for as sm_90a."""
+
+_COLUMNS = {
+    "registers": "registers",
+    "shared_bytes": "shared",
+    "threads": "threads",
+    "spill_bytes": "spills",
+    "local_bytes": "local",
+    "cubin_bytes": "cubin",
+}
+
+
+def build(arches: Iterable[int], out_dir: pathlib.Path) -> None:
+    """Compiles the common variants for each of ``arches`` into ``out_dir``. Raises RuntimeError and OSError."""
+    if out_dir.exists() and not out_dir.is_dir():
+        raise NotADirectoryError(f"--out must name a folder, got a file: {out_dir}")
+    out_dir.mkdir(parents=True, exist_ok=True)
+    kernels = _compile(arches, out_dir)
+    _show(kernels)
+    size = sum(kernel["cubin_bytes"] for _, kernel in kernels)
+    print(f"{len(kernels)} kernels, {size / 2**20:.1f} MiB of cubins, in {out_dir}")
+
+
+def list_(arches: Iterable[int] | None) -> None:
+    """Shows the common variants for each of ``arches``, or for all. Raises RuntimeError and OSError."""
+    with tempfile.TemporaryDirectory(prefix="jax_flash_") as folder:
+        _show(_compile(ARCHES.values() if arches is None else arches, pathlib.Path(folder)))
+
+
+def _compile(arches: Iterable[int], out_dir: pathlib.Path) -> list[tuple[int, Mapping[str, Any]]]:
+    kernels = []
+    for arch in dict.fromkeys(arches):
+        print(f"compiling for sm_{arch} ...", file=sys.stderr, flush=True)
+        try:
+            kernels += [(arch, kernel) for kernel in _core.build_kernels(arch=arch, out_dir=str(out_dir))]
+        except RuntimeError as error:
+            raise RuntimeError(f"sm_{arch}: {error}") from error
+    return kernels
+
+
+def _show(kernels: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+    print("registers and local memory are a thread's, shared memory a block's; all but registers and threads in bytes")
+    rows = [["arch", "variant", *_COLUMNS.values()]]
+    rows += [[f"sm_{arch}", kernel["name"], *(str(kernel[key]) for key in _COLUMNS)] for arch, kernel in kernels]
+    print(table(rows, right=range(2, len(rows[0]))))
