@@ -14,7 +14,7 @@
 #define JAX_FLASH_OPTIONS(CONSTANT, VALUE, OPERAND)                                                        \
   /* keep key position <= query position + q_offset */                                                     \
   CONSTANT(bool, causal)                                                                                   \
-  /* multiplies the scores; finite and >= 0 (Python folds a negative sign into the query) */               \
+  /* multiplies the scores; finite and > 0 (Python folds sign and zero into the query) */                  \
   VALUE(double, scale)                                                                                     \
   /* [batch] int32: position of query row 0; absent means 0 */                                             \
   OPERAND(int, q_offset)

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_flash import _chunked, _explain, _primitive, _reference
+from jax_flash import _chunked, _dtypes, _explain, _primitive, _reference
 
 MAX_HEAD_DIM = 256
-DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +88,12 @@ def attention(
     (q_length, q_heads, head_dim), (kv_length, kv_heads) = query.shape[-3:], key.shape[-3:-1]
     if 0 in query.shape or kv_length == 0:
         # Nothing to attend from or to: every row keeps no key.
-        out, lse = jnp.zeros_like(query), jnp.full((*leading, q_heads, q_length), -jnp.inf, lse_dtype(query.dtype))
+        out, lse = jnp.zeros_like(query), jnp.full((*leading, q_heads, q_length), -jnp.inf, _dtypes.accumulation_dtype(query.dtype))
         return (out, lse) if return_lse else out
 
-    if scale < 0:
-        # The kernels take the maximum of the raw scores, which wants a scale >= 0.
-        query, scale = -query, -scale
+    if scale <= 0:
+        # The kernels take the maximum of the raw scores, which wants a scale > 0. The product has the right derivative.
+        query, scale = query * jnp.asarray(np.sign(scale), query.dtype), abs(scale) or 1.0
     operands = {}
     if causal and offset is not None:
         operands["q_offset"] = jnp.broadcast_to(offset, leading).reshape(-1)
@@ -111,11 +110,6 @@ def attention(
     )
     out = out.reshape(query.shape)
     return (out, lse.reshape(*leading, q_heads, q_length)) if return_lse else out
-
-
-def lse_dtype(dtype: jax.typing.DTypeLike) -> np.dtype[Any]:
-    """float32, except for float64 inputs, whose gradients would lose half of their digits by a float32 lse."""
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def _attend(
@@ -182,8 +176,8 @@ def _arrays(**arguments: jax.typing.ArrayLike) -> list[jax.Array]:
     for name, argument in arguments.items():
         if not isinstance(argument, (jax.Array, np.ndarray)):
             raise TypeError(f"{name} must be an array, got {type(argument).__name__}")
-        if argument.dtype.name not in DTYPES:
-            raise TypeError(f"{name} must have one of the dtypes {', '.join(DTYPES)}, got {argument.dtype.name}")
+        if argument.dtype.name not in _dtypes.INPUTS:
+            raise TypeError(f"{name} must have one of the dtypes {', '.join(_dtypes.INPUTS)}, got {argument.dtype.name}")
         if jax.dtypes.canonicalize_dtype(argument.dtype) != argument.dtype:
             raise TypeError(
                 f"{name} must have a dtype that JAX has enabled, got {argument.dtype.name} without jax_enable_x64"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _mask
+from jax_flash import _dtypes, _mask
 
 if TYPE_CHECKING:
     from jax_flash._attention import Options
@@ -25,7 +25,7 @@ def attention(
     query: jax.Array, key: jax.Array, value: jax.Array, operands: Mapping[str, jax.Array], options: Options
 ) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, H] and lse [B, N, T] of query [B, T, N, H] and key, value [B, S, K, H]."""
-    accumulate = jnp.promote_types(query.dtype, jnp.float32)
+    accumulate = _dtypes.accumulation_dtype(query.dtype)
     batch, q_length, q_heads, head_dim = query.shape
     kv_length, kv_heads = key.shape[1:3]
     group = q_heads // kv_heads

@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_flash import _chunked, _core, _explain, _registration
+from jax_flash import _chunked, _core, _dtypes, _explain, _registration
 
 if TYPE_CHECKING:
     from jax_flash._attention import Options
@@ -101,7 +101,7 @@ def _result_shapes(pass_: str, avals: Sequence[Any]) -> tuple[jax.ShapeDtypeStru
     if pass_ == "backward":
         return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value))
     batch, q_length, q_heads, _ = query.shape
-    lse_dtype = jnp.promote_types(query.dtype, jnp.float32)
+    lse_dtype = _dtypes.accumulation_dtype(query.dtype)
     return (
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         jax.ShapeDtypeStruct((batch, q_heads, q_length), lse_dtype),
