@@ -1,0 +1,253 @@
+"""Every bad input raises, when the call is traced, an error with the argument, the expectation and the value."""
+
+import functools
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+from jax_flash import _core, _registration
+
+GOOD = {"query": (2, 5, 4, 8), "key": (2, 7, 2, 8), "value": (2, 7, 2, 8)}
+
+
+def array(shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.ones(shape, dtype)
+
+
+ARRAYS = {
+    "rank_of_query": ({"query": array((5, 8))}, ValueError, r"query must have at least rank 3.*got \(5, 8\)"),
+    "rank_of_key": ({"key": array((7, 2, 8))}, ValueError, r"key must have the rank of query, 4, got rank 3"),
+    "rank_of_value": ({"value": array((1, 2, 7, 2, 8))}, ValueError, r"value must have the rank of query, 4, got rank"),
+    "batch_of_key": ({"key": array((3, 7, 2, 8))}, ValueError, r"key must have the batch dim.*\(2,\), got \(3,\)"),
+    "batch_of_value": (
+        {"value": array((1, 7, 2, 8))},
+        ValueError,
+        r"value must have the batch dim.*\(2,\), got \(1,\)",
+    ),
+    "head_dim_of_key": ({"key": array((2, 7, 2, 9))}, ValueError, r"key must have the head_dim of query, 8, got 9"),
+    "head_dim_of_value": ({"value": array((2, 7, 2, 4))}, ValueError, r"value must have the head_dim of.*, 8, got 4"),
+    "length_of_value": ({"value": array((2, 6, 2, 8))}, ValueError, r"value must have the shape of key.*got \(2, 6, 2"),
+    "heads_of_value": ({"value": array((2, 7, 4, 8))}, ValueError, r"value must have the shape of key.*got \(2, 7, 4"),
+    "heads_do_not_divide": (
+        {"key": array((2, 7, 3, 8)), "value": array((2, 7, 3, 8))},
+        ValueError,
+        r"query must have a number of heads that is a multiple of key's, got 4 and 3",
+    ),
+    "more_key_heads": (
+        {"key": array((2, 7, 8, 8)), "value": array((2, 7, 8, 8))},
+        ValueError,
+        r"query must have a number of heads that is a multiple of key's, got 4 and 8",
+    ),
+    "no_key_heads": (
+        {"key": array((2, 7, 0, 8)), "value": array((2, 7, 0, 8))},
+        ValueError,
+        r"query must have a number of heads that is a multiple of key's, got 4 and 0",
+    ),
+    "head_dim_over_the_limit": (
+        {name: array((*shape[:-1], 257)) for name, shape in GOOD.items()},
+        ValueError,
+        r"query must have a head_dim of 1 to 256, got 257",
+    ),
+    "head_dim_zero": (
+        {name: array((*shape[:-1], 0)) for name, shape in GOOD.items()},
+        ValueError,
+        r"query must have a head_dim of 1 to 256, got 0",
+    ),
+    "dtype_of_key": ({"key": array(GOOD["key"], jnp.bfloat16)}, TypeError, r"key must have the dtype of.*32, got bfl"),
+    "dtype_of_value": ({"value": array(GOOD["key"], jnp.float16)}, TypeError, r"value must.*float32, got float16"),
+    "integers": (
+        {name: array(shape, jnp.int32) for name, shape in GOOD.items()},
+        TypeError,
+        r"query must have one of the dtypes float16, bfloat16, float32, float64, got int32",
+    ),
+    "integer_value": ({"value": array(GOOD["value"], jnp.int8)}, TypeError, r"value must have one of.*got int8"),
+    "complex": ({"query": array(GOOD["query"], jnp.complex64)}, TypeError, r"query must.*float16.*got complex64"),
+    "booleans": ({"key": array(GOOD["key"], bool)}, TypeError, r"key must have one of.*float16.*got bool"),
+    "float8": ({"key": array(GOOD["key"], jnp.float8_e4m3fn)}, TypeError, r"key must.*float16.*got float8_e4m3fn"),
+}
+
+OPTIONS = {
+    "causal_number": ({"causal": 1}, TypeError, r"causal must be a bool.*got 1 of type int"),
+    "causal_text": ({"causal": "yes"}, TypeError, r"causal must be a bool.*got 'yes' of type str"),
+    "causal_array": ({"causal": jnp.array(True)}, TypeError, r"causal must be a bool.*array of dtype bool"),
+    "return_lse_number": ({"return_lse": 0}, TypeError, r"return_lse must be a bool.*got 0 of type int"),
+    "scale_text": ({"scale": "0.5"}, TypeError, r"scale must be a real number.*got '0.5' of type str"),
+    "scale_complex": ({"scale": 1j}, TypeError, r"scale must be a real number.*got 1j of type complex"),
+    "scale_bool": ({"scale": True}, TypeError, r"scale must be a real number.*got True of type bool"),
+    "scale_list": ({"scale": [0.5]}, TypeError, r"scale must be a real number.*got \[0.5\] of type list"),
+    "scale_array": ({"scale": np.ones(2)}, TypeError, r"scale must be a real.*array of dtype float64 and shape \(2,\)"),
+    "scale_nan": ({"scale": float("nan")}, ValueError, r"scale must be finite, got nan"),
+    "scale_infinite": ({"scale": float("-inf")}, ValueError, r"scale must be finite, got -inf"),
+    "q_offset_float": (
+        {"q_offset": 1.0},
+        TypeError,
+        r"q_offset must be an int or an int32 array, got 1.0 of type float",
+    ),
+    "q_offset_bool": (
+        {"q_offset": True},
+        TypeError,
+        r"q_offset must be an int or an int32 array, got True of type bool",
+    ),
+    "q_offset_none": ({"q_offset": None}, TypeError, r"q_offset must be an int or an int32 array, got None"),
+    "q_offset_list": ({"q_offset": [0, 1]}, TypeError, r"q_offset must be an int or an int32 array, got \[0, 1\] of"),
+    "q_offset_int64": ({"q_offset": np.zeros(2, np.int64)}, TypeError, r"q_offset must.*int32.*got dtype int64"),
+    "q_offset_float_array": ({"q_offset": jnp.zeros(2, jnp.float32)}, TypeError, r"q_offset.*int32.*got dtype float32"),
+    "q_offset_too_large": ({"q_offset": 2**31}, ValueError, r"q_offset must be in the range of int32, got 2147483648"),
+    "q_offset_too_small": ({"q_offset": -(2**31) - 1}, ValueError, r"q_offset must.*of int32, got -2147483649"),
+    "q_offset_shape": (
+        {"q_offset": np.zeros(3, np.int32)},
+        ValueError,
+        r"q_offset must broadcast to the batch dimensions \(2,\), got shape \(3,\)",
+    ),
+    "q_offset_rank": (
+        {"q_offset": np.zeros((2, 2), np.int32)},
+        ValueError,
+        r"q_offset must broadcast to the batch dimensions \(2,\), got shape \(2, 2\)",
+    ),
+    "implementation_unknown": (
+        {"implementation": "triton"},
+        ValueError,
+        r"implementation must be None or one of cuda, cpu, xla, reference, got 'triton'",
+    ),
+    "implementation_case": ({"implementation": "CPU"}, ValueError, r"implementation must be None or.*got 'CPU'"),
+    "implementation_type": ({"implementation": 1}, TypeError, r"implementation must be a string or None, got int"),
+}
+
+
+@pytest.mark.parametrize("tracing", ["eager", "jit", "eval_shape", "vmap", "grad"])
+@pytest.mark.parametrize(("bad", "error", "text"), ARRAYS.values(), ids=ARRAYS)
+def test_bad_arrays(bad: dict[str, jax.Array], error: type[Exception], text: str, tracing: str) -> None:
+    arrays = {**{name: array(shape) for name, shape in GOOD.items()}, **bad}
+    call(arrays, {}, error, text, tracing)
+
+
+@pytest.mark.parametrize("tracing", ["eager", "jit", "eval_shape", "vmap", "grad"])
+@pytest.mark.parametrize(("bad", "error", "text"), OPTIONS.values(), ids=OPTIONS)
+def test_bad_options(bad: dict[str, Any], error: type[Exception], text: str, tracing: str) -> None:
+    call({name: array(shape) for name, shape in GOOD.items()}, bad, error, text, tracing)
+
+
+def call(arrays: dict[str, Any], options: dict[str, Any], error: type[Exception], text: str, tracing: str) -> None:
+    attend = functools.partial(jax_flash.attention, **options)
+    inputs = tuple(arrays.values())
+    if tracing == "eager":
+        run = attend
+    elif tracing == "jit":
+        run = jax.jit(attend).trace  # traced only: nothing is lowered
+    elif tracing == "eval_shape":
+        run = functools.partial(jax.eval_shape, attend)
+    elif tracing == "vmap":
+        run = jax.vmap(attend)
+        inputs = tuple(x[None] for x in inputs)
+    else:
+        if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in inputs):
+            pytest.skip("JAX differentiates floating-point arguments only")
+        run = jax.grad(lambda *inputs: attend(*inputs).sum())
+    with pytest.raises(error, match=text) as caught:
+        run(*inputs)
+    assert caught.type is error
+
+
+@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize("bad", [None, 1.0, [[[[1.0]]]], "text"], ids=lambda bad: type(bad).__name__)
+def test_not_an_array(name: str, bad: Any) -> None:
+    arrays = {**{name: array(shape) for name, shape in GOOD.items()}, name: bad}
+    with pytest.raises(TypeError, match=f"{name} must be an array, got {type(bad).__name__}"):
+        jax_flash.attention(**arrays)
+
+
+@pytest.mark.parametrize("option", ["causal", "scale", "return_lse"])
+def test_static_options_refuse_tracers(option: str) -> None:
+    arrays = [array(shape) for shape in GOOD.values()]
+    run = jax.jit(lambda value: jax_flash.attention(*arrays, **{option: value}))
+    with pytest.raises(TypeError, match=f"{option} must be .* that is known when the call is traced"):
+        run.trace(True if option != "scale" else 0.5)
+
+
+def test_unknown_option() -> None:
+    with pytest.raises(TypeError, match="dropout"):
+        jax_flash.attention(*(array(shape) for shape in GOOD.values()), dropout=0.1)
+
+
+def test_options_are_keywords() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        jax_flash.attention(*(array(shape) for shape in GOOD.values()), True)
+
+
+def test_float64_without_x64() -> None:
+    arrays = [np.ones(shape) for shape in GOOD.values()]
+    with jax.enable_x64(False), pytest.raises(TypeError, match=r"query must have a dtype that.*float64"):
+        jax_flash.attention(*arrays)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_dtypes_that_cuda_does_not_serve(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jax_flash._explain._cuda_devices", lambda: ("a device",))
+    arrays = [array(shape, dtype) for shape in GOOD.values()]
+    with pytest.raises(NotImplementedError, match=f"implementation='cuda'.*float16 and bfloat16.*query.*{dtype}"):
+        jax.eval_shape(functools.partial(jax_flash.attention, implementation="cuda"), *arrays)
+
+
+def test_cuda_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jax_flash._explain._cuda_devices", lambda: ())
+    arrays = [array(shape, jnp.float16) for shape in GOOD.values()]
+    with pytest.raises(NotImplementedError, match=r"implementation='cuda'.*no CUDA device"):
+        jax.eval_shape(functools.partial(jax_flash.attention, implementation="cuda"), *arrays)
+
+
+def test_kernel_of_another_platform() -> None:
+    """What only the lowering knows is said there, by the same exception."""
+    arrays = [array(shape, jnp.float16) for shape in GOOD.values()]
+    traced = jax.jit(functools.partial(jax_flash.attention, implementation="cpu")).trace(*arrays)
+    with pytest.raises(NotImplementedError, match=r"implementation='cpu'.*'cpu'.*'cuda'"):
+        traced.lower(lowering_platforms=("cuda",))
+
+
+# The FFI version
+
+
+@pytest.mark.parametrize(
+    ("library", "runtime"), [((0, 4), (0, 3)), ((1, 0), (0, 9)), ((0, 9), (1, 9)), ((0, 3), (0, 2))]
+)
+def test_a_library_that_cannot_run_here(library: tuple[int, int], runtime: tuple[int, int]) -> None:
+    text = rf"FFI API {library[0]}\.{library[1]}.*has {runtime[0]}\.{runtime[1]}"
+    with pytest.raises(ImportError, match=text):
+        _registration.check_ffi_version(library, runtime)
+
+
+@pytest.mark.parametrize(("library", "runtime"), [((0, 3), (0, 3)), ((0, 3), (0, 5)), ((1, 0), (1, 7))])
+def test_a_library_that_can(library: tuple[int, int], runtime: tuple[int, int]) -> None:
+    _registration.check_ffi_version(library, runtime)
+
+
+def header(folder: pathlib.Path, text: str) -> pathlib.Path:
+    path = folder / "xla/ffi/api/c_api.h"
+    path.parent.mkdir(parents=True)
+    path.write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_version_of_the_running_jaxlib(tmp_path: pathlib.Path) -> None:
+    folder = header(tmp_path, "#define XLA_FFI_API_MAJOR 2\n#define XLA_FFI_API_MINOR 17\n")
+    assert _registration.runtime_ffi_version(folder) == (2, 17)
+    assert _registration.runtime_ffi_version() >= _core.FFI_API_VERSION
+
+
+def test_a_jaxlib_without_a_version(tmp_path: pathlib.Path) -> None:
+    folder = header(tmp_path, "#define XLA_FFI_API_MAJOR 2\n")
+    with pytest.raises(ImportError, match="does not state the FFI API version"):
+        _registration.runtime_ffi_version(folder)
+
+
+def test_nothing_is_registered_before_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered = []
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda name, *_, **__: registered.append(name))
+    monkeypatch.setattr(_registration, "runtime_ffi_version", lambda: (0, 0))
+    with pytest.raises(ImportError, match="newer jaxlib"):
+        _registration._register()
+    assert not registered

@@ -1,0 +1,86 @@
+"""explain() tells who serves a call, and why not the others."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_flash
+
+
+def shapes(dtype: str = "float32", head_dim: int = 64) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct((2, n, 4, head_dim), dtype) for n in (5, 7, 7))
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "server"),
+    [
+        ("cpu", "float16", "cpu"),
+        ("cpu", "bfloat16", "cpu"),
+        ("cpu", "float32", "cpu"),
+        ("cpu", "float64", "cpu"),
+        ("cuda", "float16", "cuda"),
+        ("cuda", "bfloat16", "cuda"),
+        ("cuda", "float32", "xla"),
+        ("cuda", "float64", "xla"),
+        ("tpu", "bfloat16", "xla"),
+    ],
+)
+def test_who_serves(platform: str, dtype: str, server: str) -> None:
+    explanation = jax_flash.explain(*shapes(dtype), platform=platform)
+    assert explanation.implementation == server
+    assert explanation.platform == platform
+    assert server not in explanation.obstacles
+    assert {"xla", "reference"}.isdisjoint(explanation.obstacles)
+
+
+def test_why_not() -> None:
+    obstacles = jax_flash.explain(*shapes(), platform="cuda").obstacles
+    assert set(obstacles) == {"cuda", "cpu"}
+    assert "float32" in obstacles["cuda"]
+    assert "float16 and bfloat16" in obstacles["cuda"]
+    assert "'cpu'" in obstacles["cpu"]
+    assert "'cuda'" in obstacles["cpu"]
+
+
+def test_text_names_every_implementation() -> None:
+    text = str(jax_flash.explain(*shapes(), platform="cpu"))
+    assert text.splitlines()[0] == "on cpu, attention is served by 'cpu'"
+    for name in ("cuda", "cpu", "xla", "reference"):
+        assert f"\n  {name}: " in text
+
+
+def test_default_platform_is_the_default_backend() -> None:
+    backend = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    assert jax_flash.explain(*shapes()).platform == backend
+
+
+def test_named_implementation() -> None:
+    assert jax_flash.explain(*shapes(), platform="cpu", implementation="reference").implementation == "reference"
+    with pytest.raises(NotImplementedError, match=r"implementation='cpu'.*'cpu'.*'cuda'"):
+        jax_flash.explain(*shapes(), platform="cuda", implementation="cpu")
+
+
+def test_takes_arrays_and_every_option() -> None:
+    x = jnp.ones((1, 3, 2, 8), jnp.float32)
+    explanation = jax_flash.explain(
+        x, x, x, causal=True, q_offset=jnp.array([1], jnp.int32), scale=0.5, return_lse=True, platform="cpu"
+    )
+    assert explanation.implementation == "cpu"
+
+
+def test_checks_as_attention_does() -> None:
+    query, key, value = shapes()
+    with pytest.raises(ValueError, match=r"value must have the head_dim of query, 64, got 8"):
+        jax_flash.explain(query, key, jax.ShapeDtypeStruct((2, 7, 4, 8), "float32"))
+    with pytest.raises(TypeError, match="scale"):
+        jax_flash.explain(query, key, value, scale="large")
+    with pytest.raises(ValueError, match="implementation"):
+        jax_flash.explain(query, key, value, implementation="gpu")
+    with pytest.raises(TypeError, match="dropout"):
+        jax_flash.explain(query, key, value, dropout=0.1)
+
+
+def test_computes_nothing() -> None:
+    """Shapes far beyond any memory are fine."""
+    huge = jax.ShapeDtypeStruct((64, 1 << 24, 128, 128), "bfloat16")
+    assert jax_flash.explain(huge, huge, huge, platform="cpu").implementation == "cpu"

@@ -1,0 +1,139 @@
+"""Batch and heads are split over devices without communication; whatever else is split, results stay right."""
+
+import re
+from typing import Any
+
+import cases
+import jax
+import numpy as np
+import pytest
+from cases import Case, Target
+from jax.sharding import NamedSharding, PartitionSpec
+
+COLLECTIVES = re.compile(r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def mesh(target: Target, shape: tuple[int, ...], names: tuple[str, ...]) -> jax.sharding.Mesh:
+    devices = jax.devices(target.platform)
+    if len(devices) < np.prod(shape):
+        pytest.skip(f"needs {np.prod(shape)} devices of platform {target.platform}, JAX has {len(devices)}")
+    return jax.sharding.Mesh(np.array(devices[: np.prod(shape)]).reshape(shape), names)
+
+
+def layouts(target: Target) -> list[tuple[str, tuple[int, ...], PartitionSpec]]:
+    many = 4 if target.platform == "cpu" else 2
+    return [
+        ("batch", (many, 1), PartitionSpec("x")),
+        ("heads", (1, many), PartitionSpec(None, None, "y")),
+        *([("both", (2, 2), PartitionSpec("x", None, "y"))] if many == 4 else []),
+        ("batch_by_two_axes", (many // 2, 2), PartitionSpec(("x", "y"))),
+    ]
+
+
+def layout_params(condition: Any) -> list[Any]:
+    return [
+        cases.param(target, shape, spec, id=name)
+        for target in cases.TARGETS
+        if condition(target)
+        for name, shape, spec in layouts(target)
+    ]
+
+
+def compiled(target: Target, problem: cases.Problem, grid: jax.sharding.Mesh, spec: PartitionSpec) -> Any:
+    """A compiled forward and backward with everything split by ``spec`` [B, length, heads, H], and its arguments."""
+    axes = tuple(spec) + (None,) * (4 - len(spec))
+    wide = NamedSharding(grid, spec)
+    statistic = NamedSharding(grid, PartitionSpec(axes[0], axes[2], axes[1]))
+    by_batch = NamedSharding(grid, PartitionSpec(axes[0]))
+
+    def run(query: Any, key: Any, value: Any, offset: Any, dout: Any, dlse: Any) -> Any:
+        results, pullback = jax.vjp(cases.call(target, problem, q_offset=offset), query, key, value)
+        return (*results, *pullback((dout, dlse)))
+
+    shardings = (wide, wide, wide, by_batch, wide, statistic)
+    arguments = (*problem.inputs, problem.q_offset, problem.dout, problem.dlse)
+    placed = [jax.device_put(x, sharding) for x, sharding in zip(arguments, shardings, strict=True)]
+    program = jax.jit(run).lower(*placed).compile()
+    return program, placed, (wide, statistic, wide, wide, wide)
+
+
+GROUPED = Case("sharded", 9, 12, q_heads=8, kv_heads=4, head_dim=8, leading=(4,), causal=True, q_offset=(3, 0, -2, 12))
+
+
+@pytest.mark.parametrize(("target", "shape", "spec"), layout_params(lambda target: target.kernel))
+def test_batch_and_heads_need_no_communication(target: Target, shape: tuple[int, ...], spec: PartitionSpec) -> None:
+    problem = cases.problem(GROUPED, target.dtypes[0])
+    program, arguments, shardings = compiled(target, problem, mesh(target, shape, ("x", "y")), spec)
+    assert not COLLECTIVES.findall(program.as_text())
+    assert program.as_text().count("jax_flash_forward") >= 1
+    results = program(*arguments)
+    problem.check(target.platform, dict(zip(NAMES, map(np.asarray, results), strict=True)))
+    for name, result, sharding in zip(NAMES, results, shardings, strict=True):
+        assert result.sharding.is_equivalent_to(sharding, result.ndim), f"{name} is no longer split: {result.sharding}"
+
+
+@pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
+def test_the_measure_sees_communication(target: Target) -> None:
+    """Split lengths have to be gathered: without seeing it the test above would prove nothing."""
+    case = Case("split_lengths", 8, 12, q_heads=4, kv_heads=2, head_dim=8, leading=(2,), causal=True, q_offset=(4, 1))
+    problem = cases.problem(case, target.dtypes[0])
+    grid = mesh(target, (2, 1), ("x", "y"))
+    program, arguments, _ = compiled(target, problem, grid, PartitionSpec(None, "x"))
+    assert COLLECTIVES.findall(program.as_text())
+    problem.check(target.platform, dict(zip(NAMES, map(np.asarray, program(*arguments)), strict=True)))
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (4, 1), (8, 1)], ids=str)
+@pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
+def test_more_devices_than_key_heads(target: Target, heads: tuple[int, int]) -> None:
+    """Query heads split over devices that have to share a key head: right, if not free."""
+    case = Case("shared", 9, 12, *heads, head_dim=8, leading=(2,), causal=True, q_offset=(3, -2))
+    problem = cases.problem(case, target.dtypes[0])
+    many = 4 if target.platform == "cpu" else 2
+    grid = mesh(target, (1, many), ("x", "y"))
+    split = NamedSharding(grid, PartitionSpec(None, None, "y"))
+    whole = NamedSharding(grid, PartitionSpec())
+
+    @jax.jit
+    def run(query: Any, key: Any, value: Any, dout: Any, dlse: Any) -> Any:
+        results, pullback = jax.vjp(cases.call(target, problem), query, key, value)
+        return (*results, *pullback((dout, dlse)))
+
+    results = run(
+        jax.device_put(problem.query, split),
+        jax.device_put(problem.key, whole),
+        jax.device_put(problem.value, whole),
+        jax.device_put(problem.dout, split),
+        jax.device_put(problem.dlse, NamedSharding(grid, PartitionSpec(None, "y"))),
+    )
+    problem.check(target.platform, dict(zip(NAMES, map(np.asarray, results), strict=True)))
+
+
+@pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
+def test_mapped_over_a_split_axis(target: Target) -> None:
+    """vmap over an axis that is split over devices."""
+    case = Case("vmap_split", 9, 12, q_heads=4, kv_heads=2, head_dim=8, leading=(4, 1), causal=True)
+    problem = cases.problem(case, target.dtypes[0])
+    grid = mesh(target, (4 if target.platform == "cpu" else 2,), ("x",))
+    placed = [jax.device_put(x, NamedSharding(grid, PartitionSpec("x"))) for x in problem.inputs]
+    program = jax.jit(jax.vmap(cases.call(target, problem))).lower(*placed).compile()
+    assert not COLLECTIVES.findall(program.as_text())
+    out, lse = program(*placed)
+    problem.check(target.platform, {"out": np.asarray(out), "lse": np.asarray(lse)})
+
+
+@pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
+def test_shard_map(target: Target) -> None:
+    """Inside shard_map a call sees one device's part (without check_vma: the primitives do not track what varies)."""
+    problem = cases.problem(GROUPED, target.dtypes[0])
+    grid = mesh(target, (2, 1), ("x", "y"))
+
+    def part(query: Any, key: Any, value: Any, offset: Any, dout: Any, dlse: Any) -> Any:
+        results, pullback = jax.vjp(cases.call(target, problem, q_offset=offset), query, key, value)
+        return (*results, *pullback((dout, dlse)))
+
+    spec = PartitionSpec("x")
+    run = jax.jit(jax.shard_map(part, mesh=grid, in_specs=spec, out_specs=spec, check_vma=False))
+    results = run(*problem.inputs, problem.q_offset, problem.dout, problem.dlse)
+    problem.check(target.platform, dict(zip(NAMES, map(np.asarray, results), strict=True)))

@@ -1,0 +1,187 @@
+"""What the compiler sees: one trace, our custom calls, programs that can be exported, residuals that remat keeps."""
+
+import functools
+import re
+from typing import Any
+
+import cases
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Case, Target
+
+import jax_flash
+
+FORWARD, BACKWARD = "jax_flash_forward", "jax_flash_backward"
+CASE = Case("tracing", 9, 12, q_heads=4, kv_heads=2, head_dim=8, causal=True, q_offset=(3, -2))
+
+
+def calls(text: str, name: str) -> int:
+    """Custom calls of ``name`` in StableHLO or HLO text."""
+    return len(re.findall(rf'custom_call @{name}\b|custom_call_target="{name}"', text))
+
+
+def loss(attend: Any, query: Any, key: Any, value: Any) -> jax.Array:
+    out, lse = attend(query, key, value)
+    return jnp.square(out).sum().astype(lse.dtype) + jnp.where(lse > -jnp.inf, lse, 0).sum()
+
+
+@pytest.mark.parametrize("target", cases.targets())
+def test_jit_traces_once(target: Target) -> None:
+    problem = cases.problem(CASE, target.dtypes[0])
+    traces = 0
+
+    @jax.jit
+    def run(query: Any, key: Any, value: Any, offset: Any) -> Any:
+        nonlocal traces
+        traces += 1
+        return cases.call(target, problem, q_offset=offset)(query, key, value)
+
+    for offset in (0, 3, -7):
+        for _ in range(2):
+            run(*problem.inputs, np.full(2, offset, np.int32))
+    assert traces == 1
+    run(problem.query[:, :5], *problem.inputs[1:], np.zeros(2, np.int32))
+    assert traces == 2, "another length is another program: the count works"
+
+
+def test_eager_calls_compile_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Outside of jit, equal calls share a compiled program."""
+    problem = cases.problem(CASE, "float32")
+    inputs = [jnp.asarray(x) for x in problem.inputs]
+    attend = functools.partial(jax_flash.attention, causal=True, scale=0.123, implementation="cpu")
+    attend(*inputs)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        attend(*inputs)
+        assert not [record for record in caplog.records if "Compiling" in record.getMessage()]
+        functools.partial(attend, scale=0.1234)(*inputs)
+        assert [record for record in caplog.records if "Compiling" in record.getMessage()], "the log works"
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_lowered_module_holds_our_calls(platform: str, dtype: str) -> None:
+    """Without a GPU too: the lowering for CUDA asks nothing of one."""
+    problem = cases.problem(CASE, dtype)
+    attend = functools.partial(jax_flash.attention, causal=True, q_offset=problem.q_offset, return_lse=True)
+    forward = jax.jit(attend).trace(*problem.inputs).lower(lowering_platforms=(platform,)).as_text()
+    assert (calls(forward, FORWARD), calls(forward, BACKWARD)) == (1, 0)
+    gradient = jax.jit(jax.grad(functools.partial(loss, attend), (0, 1, 2))).trace(*problem.inputs)
+    text = gradient.lower(lowering_platforms=(platform,)).as_text()
+    assert (calls(text, FORWARD), calls(text, BACKWARD)) == (1, 1)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_plain_jax_holds_none(implementation: str) -> None:
+    problem = cases.problem(CASE, "float32")
+    attend = functools.partial(jax_flash.attention, return_lse=True, implementation=implementation)
+    text = jax.jit(jax.grad(functools.partial(loss, attend))).lower(*problem.inputs).as_text()
+    assert "jax_flash" not in re.sub(r"loc\(.*\)", "", text)
+
+
+def test_what_cuda_does_not_serve_is_plain_jax_there() -> None:
+    """float32 on CUDA: the chunked implementation, in the same program that has the kernel on CPUs."""
+    problem = cases.problem(CASE, "float32")
+    attend = functools.partial(jax_flash.attention, causal=True, return_lse=True)
+    gradient = jax.jit(jax.grad(functools.partial(loss, attend), (0, 1, 2))).trace(*problem.inputs)
+    text = gradient.lower(lowering_platforms=("cuda",)).as_text()
+    assert (calls(text, FORWARD), calls(text, BACKWARD)) == (0, 0)
+    text = gradient.lower(lowering_platforms=("cpu",)).as_text()
+    assert (calls(text, FORWARD), calls(text, BACKWARD)) == (1, 1)
+
+
+@pytest.mark.parametrize("head_dim", [1, 59, 64, 250])
+def test_head_dims_are_padded_to_eight_on_cuda(head_dim: int) -> None:
+    shape = jax.ShapeDtypeStruct((1, 4, 2, head_dim), "bfloat16")
+    attend = functools.partial(jax_flash.attention, return_lse=True)
+    gradient = jax.jit(jax.grad(functools.partial(loss, attend), (0, 1, 2))).trace(shape, shape, shape)
+    text = gradient.lower(lowering_platforms=("cuda",)).as_text()
+    for name in (FORWARD, BACKWARD):
+        (line,) = [line for line in text.splitlines() if f"@{name}" in line]
+        widths = {int(width) for width in re.findall(r"tensor<1x4x2x(\d+)xbf16>", line)}
+        assert widths == {-(-head_dim // 8) * 8}
+
+
+def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in jax_flash.EXPORT_SAFE_TARGETS]
+
+
+def test_export_targets_are_all_that_is_needed() -> None:
+    assert set(jax_flash.EXPORT_SAFE_TARGETS) == {FORWARD, BACKWARD}
+    problem = cases.problem(CASE, "float32")
+    with pytest.raises(ValueError, match=FORWARD):
+        jax.export.export(jax.jit(jax_flash.attention), platforms=("cpu",))(*problem.inputs)
+
+
+def test_export_round_trip() -> None:
+    """Serialised, read back and called: the same bits; and so is its gradient."""
+    problem = cases.problem(CASE, "float32")
+    attend = jax.jit(cases.call(cases.CPU, problem))
+    exported = jax.export.export(attend, platforms=("cpu",), disabled_checks=disabled_checks())(*problem.inputs)
+    restored = jax.export.deserialize(exported.serialize(vjp_order=1))
+    got = cases.differentiate(restored.call, problem)
+    problem.check("cpu", got)
+    for name, want in cases.differentiate(attend, problem).items():
+        np.testing.assert_array_equal(got[name], want)
+
+
+def test_export_for_several_platforms() -> None:
+    """One module for CPUs and GPUs; a CPU runs its own part of it."""
+    problem = cases.problem(CASE, "bfloat16")
+    attend = jax.jit(functools.partial(jax_flash.attention, return_lse=True, **problem.options))
+    exported = jax.export.export(attend, platforms=("cpu", "cuda"), disabled_checks=disabled_checks())
+    exported = exported(*problem.inputs)
+    assert exported.platforms == ("cpu", "cuda")
+    assert calls(exported.mlir_module(), FORWARD) == 2
+    restored = jax.export.deserialize(exported.serialize(vjp_order=1))
+    problem.check("cpu", cases.differentiate(restored.call, problem))
+
+
+@pytest.mark.parametrize(
+    ("policy", "forwards"),
+    [
+        (jax.checkpoint_policies.save_only_these_names("jax_flash_out", "jax_flash_lse"), 1),
+        (jax.checkpoint_policies.everything_saveable, 1),
+        (jax.checkpoint_policies.nothing_saveable, 2),
+    ],
+    ids=["out_and_lse", "everything", "nothing"],
+)
+@pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
+def test_remat_keeps_what_it_is_told(target: Target, policy: Any, forwards: int) -> None:
+    """With out and lse kept the forward kernel runs once; with nothing kept, once more in the backward pass."""
+    problem = cases.problem(CASE, target.dtypes[0])
+    attend = cases.call(target, problem)
+
+    def block(query: Any, key: Any, value: Any) -> Any:
+        return attend(jnp.sin(query), jnp.cos(key), value)
+
+    block = jax.checkpoint(block, policy=policy)
+    gradient = jax.jit(jax.grad(functools.partial(loss, block), (0, 1, 2))).lower(*problem.inputs)
+    assert (calls(gradient.as_text(), FORWARD), calls(gradient.as_text(), BACKWARD)) == (forwards, 1)
+    # XLA for CPUs merges equal calls, so that its program may have fewer; it must not have more.
+    optimized = gradient.compile().as_text()
+    assert 1 <= calls(optimized, FORWARD) <= forwards
+    assert calls(optimized, BACKWARD) == 1
+
+
+def test_remat_changes_no_gradient() -> None:
+    problem = cases.problem(CASE, "float32")
+    attend = cases.call(cases.CPU, problem)
+    problem.check("cpu", cases.differentiate(jax.checkpoint(attend), problem))
+
+
+def test_results_have_one_shape_everywhere() -> None:
+    """Abstract evaluation promises what every implementation returns."""
+    problem = cases.problem(CASE, "float16")
+    shapes = {
+        implementation: jax.eval_shape(
+            functools.partial(jax_flash.attention, return_lse=True, implementation=implementation), *problem.inputs
+        )
+        for implementation in ("cpu", "xla", "reference", None)
+    }
+    out = jax.ShapeDtypeStruct(problem.query.shape, jnp.float16)
+    lse = jax.ShapeDtypeStruct((2, 4, 9), jnp.float32)
+    for got in shapes.values():
+        assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in (out, lse)]
