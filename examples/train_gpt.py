@@ -213,9 +213,10 @@ class GPT(nnx.Module):
 
     def __init__(self, config: Config, implementation: str | None = None, *, rngs: nnx.Rngs):
         self.config = config
-        self.embed = nnx.Embed(
-            BYTES, config.width, dtype=config.dtype, embedding_init=nnx.initializers.normal(0.02), rngs=rngs
-        )
+        # As it also reads out, at this size the first logits are about 1 (with GPT-2's 0.02 the tiny preset stood at
+        # a validation loss of 2.32 after 200 steps, so at 2.17).
+        init = nnx.initializers.normal(config.width**-0.5)
+        self.embed = nnx.Embed(BYTES, config.width, dtype=config.dtype, embedding_init=init, rngs=rngs)
         self.blocks = nnx.List([Block(config, implementation, rngs=rngs) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
 
@@ -527,7 +528,7 @@ def choose_folder(args: argparse.Namespace) -> pathlib.Path:
     """The folder of the run; ValueError when there is nothing to resume, or a run would be overwritten."""
 
     def finished(folder: pathlib.Path) -> list[pathlib.Path]:
-        return list(folder.glob("checkpoints/[0-9]*"))
+        return [path for path in folder.glob("checkpoints/*") if path.name.isdigit()]
 
     if args.resume:
         runs = [args.out] if args.out else list(pathlib.Path("runs").glob("*"))
@@ -582,72 +583,48 @@ def explain(config: Config, implementation: str | None) -> jax_flash.Explanation
         raise ValueError(f"--implementation {implementation}: {error}{hint}") from error
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser, args = parse(arguments)
-    implementation = None if args.implementation == "auto" else args.implementation
-    try:
-        text = standard_library()
-        folder = choose_folder(args)
-        record = read_record(folder) if args.resume else None
-        config = choose_config(args, record)
-        if record and record["text"] != text.fingerprint():
-            raise ValueError("--resume needs the Python that began the run: this one's standard library differs")
-        if config.length >= min(text.train.size, text.validation.size):
-            raise ValueError(
-                f"--length must be below {min(text.train.size, text.validation.size)}, got {config.length}"
-            )
-        prompt = np.frombuffer(args.prompt.encode(), np.uint8)
-        room = config.length - prompt.size
-        count = max(0, min(512, room)) if args.sample is None else args.sample
-        if count and not prompt.size:
-            raise ValueError("--prompt must not be empty, or the sample has nothing to begin from (or give --sample 0)")
-        if count > max(room, 0):
-            raise ValueError(
-                f"--prompt and --sample must fit the context of --length {config.length} bytes, got {prompt.size} + "
-                f"{count}"
-            )
-        explanation = explain(config, implementation)
-        folder.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+def choose_sample(args: argparse.Namespace, config: Config) -> tuple[np.ndarray, int]:
+    """The prompt's bytes, and how many bytes to write after it; ValueError when the context can't hold both."""
+    prompt = np.frombuffer(args.prompt.encode(), np.uint8)
+    room = max(0, config.length - prompt.size)
+    count = min(512, room) if args.sample is None else args.sample
+    if count and not prompt.size:
+        raise ValueError("--prompt must not be empty, or the sample has nothing to begin from (or give --sample 0)")
+    if count > room:
+        raise ValueError(
+            f"--prompt and --sample must fit the context of --length {config.length} bytes, got {prompt.size} + {count}"
+        )
+    return prompt, count
 
-    print(f"text       {text.train.size:,} bytes to train on, {text.validation.size:,} of other files to validate on")
-    print(
-        f"model      {parameters(config) / 1e6:.2f}M parameters: {config.layers} layers, width {config.width}, "
-        f"{config.heads} query heads on {config.kv_heads} key heads, head_dim {config.head_dim}, {config.dtype}"
-    )
-    print(f"attention  {explanation.implementation} on {jax.devices()[0].device_kind}")
-    graphdef, state = initial_state(config, implementation)
-    history = History()
-    checkpoints = open_checkpoints(folder)
-    if record:
-        state = read_state(checkpoints, state)
-        history = History(record["history"]["train"], [(step, loss) for step, loss in record["history"]["validation"]])
-        print(f"resumed    {folder} at step {int(state.step)}")
 
-    start, train_text = int(state.step), jnp.asarray(text.train)
+def train(
+    args: argparse.Namespace,
+    config: Config,
+    text: Text,
+    graphdef: nnx.GraphDef,
+    state: State,
+    history: History,
+    checkpoints: ocp.CheckpointManager,
+) -> tuple[State, float]:
+    """Trains to the last step, or until Ctrl-C; returns the state and the seconds that the steps alone took."""
+    train_text = jnp.asarray(text.train)
     windows = jnp.asarray(spread_windows(text.validation, config.batch, config.length, count=128))
     began = time.perf_counter()
     train_step = make_train_step(graphdef, config).lower(state, train_text).compile()
     validation_loss = make_validation(graphdef).lower(state.params, windows).compile()
     print(f"compiled   in {time.perf_counter() - began:.1f} s", flush=True)
 
-    seconds, mark, pending = 0.0, time.perf_counter(), []
+    start, seconds, pending = int(state.step), 0.0, []
+    pace = 0.1 if sys.stderr.isatty() else 10  # seconds between two pictures of the bar: a log file wants few
     with (
         interruptions() as interrupted,
-        tqdm(
-            total=config.steps,
-            initial=start,
-            unit="step",
-            dynamic_ncols=True,
-            mininterval=0.1 if sys.stderr.isatty() else 10,
-        ) as bar,
+        tqdm(total=config.steps, initial=start, unit="step", dynamic_ncols=True, mininterval=pace) as bar,
     ):
+        mark = time.perf_counter()
         for step in range(start + 1, config.steps + 1):
             state, loss = train_step(state, train_text)
             pending.append(loss)
-            stop = interrupted()
-            last = step == config.steps
+            stop, last = interrupted(), step == config.steps
             evaluate = last or (step % args.eval_every == 0 and not stop)
             save = last or stop or step % args.checkpoint_every == 0
             if not (evaluate or save or step % args.log_every == 0):
@@ -655,9 +632,9 @@ def main(arguments: list[str] | None = None) -> int:
 
             # Only here does Python wait for the device; between, it runs ahead of it.
             history.train += [float(loss) for loss in jax.device_get(pending)]
-            now = time.perf_counter()
-            seconds += now - mark
-            speed = len(pending) * config.batch * config.length / (now - mark)
+            elapsed = time.perf_counter() - mark
+            speed = len(pending) * config.batch * config.length / elapsed
+            seconds += elapsed
             pending.clear()
             if not math.isfinite(history.train[-1]):
                 raise SystemExit(f"the loss became {history.train[-1]} by step {step}: try a lower --learning-rate")
@@ -671,36 +648,71 @@ def main(arguments: list[str] | None = None) -> int:
                 )
             if save:
                 save_checkpoint(checkpoints, state, config, history, text)
-            if stop and not last:
+            if stop:
                 break
             mark = time.perf_counter()
-    checkpoints.close()
+    return state, seconds
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser, args = parse(arguments)
+    implementation = None if args.implementation == "auto" else args.implementation
+    try:
+        text = standard_library()
+        folder = choose_folder(args)
+        record = read_record(folder) if args.resume else None
+        config = choose_config(args, record)
+        if record and record["text"] != text.fingerprint():
+            raise ValueError("--resume needs the Python that began the run: this one's standard library differs")
+        if config.length >= (shortest := min(text.train.size, text.validation.size)):
+            raise ValueError(f"--length must be below {shortest}, the bytes of text, got {config.length}")
+        prompt, count = choose_sample(args, config)
+        explanation = explain(config, implementation)
+        folder.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+    print(f"text       {text.train.size:,} bytes to train on, {text.validation.size:,} of other files to validate on")
+    print(
+        f"model      {parameters(config) / 1e6:.2f}M parameters: {config.layers} layers, width {config.width}, "
+        f"{config.heads} query heads on {config.kv_heads} key heads, head_dim {config.head_dim}, {config.dtype}"
+    )
+    print(f"attention  {explanation.implementation} on {jax.devices()[0].device_kind}")
+    graphdef, state = initial_state(config, implementation)
+    history = History()
+    with open_checkpoints(folder) as checkpoints:
+        if record:
+            state = read_state(checkpoints, state)
+            history = History(
+                record["history"]["train"], [(step, loss) for step, loss in record["history"]["validation"]]
+            )
+            print(f"resumed    {folder} at step {int(state.step)}")
+        start = int(state.step)
+        state, seconds = train(args, config, text, graphdef, state, history, checkpoints)
+    steps = int(state.step)
     written = [*history.save(folder), folder / "checkpoints"]
-    if len(history.train) < config.steps:
-        print(f"stopped at step {len(history.train)} of {config.steps}, checkpoint saved; to continue:")
+    if steps < config.steps:
+        print(f"stopped at step {steps} of {config.steps}, checkpoint saved; to continue:")
         print(f"  python {sys.argv[0]} --resume --out {folder}")
         return 130
 
     if count:
-        key = jax.random.fold_in(jax.random.key(config.seed), config.steps)
+        key = jax.random.fold_in(jax.random.key(config.seed), steps)
         began = time.perf_counter()
         sampled = generate(
             graphdef, state.params, jnp.asarray(prompt)[None], key, count=count, temperature=args.temperature
         )
-        sample = args.prompt + bytes(np.asarray(sampled[0])).decode(errors="backslashreplace")
-        print(
-            f"\n---- {count} bytes after {args.prompt!r}, in {time.perf_counter() - began:.1f} s with compilation ----"
-        )
-        print(sample)
-        print("----\n")
-        (folder / "sample.txt").write_text(sample, encoding="utf-8")
+        sample = (prompt.tobytes() + np.asarray(sampled[0]).tobytes()).decode(errors="backslashreplace")
+        took = time.perf_counter() - began
+        print(f"\n---- {count} bytes after {args.prompt!r}, in {took:.1f} s with compilation ----\n{sample}\n----\n")
         written.append(folder / "sample.txt")
+        written[-1].write_text(sample, encoding="utf-8")
 
-    speed = (config.steps - start) * config.batch * config.length / seconds if seconds else 0.0
     print(f"train loss       {mean_of_last(history.train):.3f} nats per byte, mean of the last 50 steps")
     print(f"validation loss  {history.validation[-1][1]:.3f} nats per byte")
-    if seconds:
-        print(f"speed            {speed:,.0f} tokens/s, {seconds:.1f} s for {config.steps - start} steps")
+    if steps > start:
+        tokens = (steps - start) * config.batch * config.length
+        print(f"speed            {tokens / seconds:,.0f} tokens/s, {seconds:.1f} s for {steps - start} steps")
     print(f"attention        {explanation}")
     print("written          " + "\n                 ".join(map(str, written)))
     return 0

