@@ -18,11 +18,12 @@ import jaxlib.version
 import numpy as np
 
 import jax_flash
-from jax_flash import _core, _explain, _registration
-from jax_flash._attention import DTYPES, attention, lse_dtype
+from jax_flash import _core, _dtypes, _explain, _registration
+from jax_flash._attention import attention
 from jax_flash._table import table
 
 _PLATFORMS = ("cpu", "cuda")
+_DTYPES = _dtypes.INPUTS
 
 # Small, but no length is a multiple of a tile, heads are grouped and the mask cuts through a tile.
 _BATCH, _Q_LENGTH, _KV_LENGTH, _Q_HEADS, _KV_HEADS, _HEAD_DIM = 2, 133, 147, 4, 2, 40
@@ -68,14 +69,14 @@ def examine() -> bool:
         problems.append(f"the CUDA kernels can't be used: {reason}")
 
     print("\nimplementation that serves a call")
-    served = [[name, *(_explain.choose(None, name, dtype) for dtype in DTYPES)] for name in devices]
-    print(table([["platform", *DTYPES], *served], indent="  "))
+    served = [[name, *(_explain.choose(None, name, dtype) for dtype in _DTYPES)] for name in devices]
+    print(table([["platform", *_DTYPES], *served], indent="  "))
 
     print("\nforward and backward against the reference in float64; the largest error as a fraction of what is allowed")
     checks = []
     for name, found in devices.items():
         for device in found:
-            for dtype in DTYPES:
+            for dtype in _DTYPES:
                 check = _check(device, name, dtype)
                 checks.append(check)
                 verdict = check.failure or f"ok, {check.worst:.2f}"
@@ -167,7 +168,7 @@ def _worst_error(device: jax.Device, dtype: str) -> tuple[float, str]:
     queries = (_BATCH, _Q_LENGTH, _Q_HEADS, _HEAD_DIM)
     keys = (_BATCH, _KV_LENGTH, _KV_HEADS, _HEAD_DIM)
     arrays = [rng.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in (queries, keys, keys, queries)]
-    arrays.append(rng.standard_normal((_BATCH, _Q_HEADS, _Q_LENGTH)).astype(lse_dtype(jnp.dtype(dtype))))
+    arrays.append(rng.standard_normal((_BATCH, _Q_HEADS, _Q_LENGTH)).astype(_dtypes.accumulation_dtype(dtype)))
 
     got = _results(device, arrays, None)
     plain = _results(device, arrays, "reference")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_flash import _attention, _core, _doctor, _explain, _registration
+from jax_flash import _core, _doctor, _dtypes, _explain, _registration
 from jax_flash.__main__ import main
 
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
@@ -40,14 +40,14 @@ def doctor(monkeypatch, capsys):
 
 def without_cuda(monkeypatch, **changes):
     """One CPU device, two dtypes, and a CUDA side in the state of NO_CUDA, with changes."""
-    monkeypatch.setattr(_doctor, "DTYPES", ("bfloat16", "float64"))
+    monkeypatch.setattr(_doctor, "_DTYPES", ("bfloat16", "float64"))
     status = NO_CUDA | changes
     monkeypatch.setattr(_registration, "cuda_status", lambda: status)
     monkeypatch.setattr(_doctor, "_devices", lambda name: jax.local_devices(backend="cpu")[:1] if name == "cpu" else [])
 
 
 def test_doctor_checks_every_device(monkeypatch, capsys):
-    monkeypatch.setattr(_doctor, "DTYPES", ("bfloat16",))
+    monkeypatch.setattr(_doctor, "_DTYPES", ("bfloat16",))
     code, lines = doctor(monkeypatch, capsys)
     devices = [device for platform in ("cpu", "cuda") for device in _doctor._devices(platform)]
     assert len(devices) >= 4  # conftest.py makes four CPU devices
@@ -72,9 +72,9 @@ def test_doctor_as_a_command():
     assert lines[-1].startswith("verdict: healthy, "), done.stdout + done.stderr
     assert done.returncode == 0
     served = next(line.split() for line in lines if line.startswith("  cpu  "))
-    assert served[1:] == [_explain.choose(None, "cpu", dtype) for dtype in _attention.DTYPES]
+    assert served[1:] == [_explain.choose(None, "cpu", dtype) for dtype in _dtypes.INPUTS]
     checked = [line.split()[1] for line in lines if line.startswith("  cpu:0") and " ok, " in line]
-    assert checked == list(_attention.DTYPES)
+    assert checked == list(_dtypes.INPUTS)
 
 
 def test_doctor_needs_neither_driver_nor_nvrtc(monkeypatch, capsys):
