@@ -35,17 +35,17 @@ def attention(
     # [chunks, B, K, G, rows, H] and [chunks, B, K, columns, H]: the chunk axis is what the scans walk along.
     queries = _split(query, q_chunk).reshape(-1, batch, q_chunk, kv_heads, group, head_dim).transpose(0, 1, 3, 4, 2, 5)
     keys, values = (_split(x, kv_chunk).transpose(0, 1, 3, 2, 4) for x in (key, value))
-    kv_starts = jnp.arange(keys.shape[0]) * kv_chunk
+    kv_starts = jnp.arange(keys.shape[0], dtype=jnp.int32) * kv_chunk
 
     def scores_of(rows: jax.Array, chunk: jax.Array, keys: jax.Array, kv_start: jax.Array) -> jax.Array:
         scores = jnp.einsum("bkgth,bksh->bkgts", chunk, keys, preferred_element_type=accumulate)
-        columns = kv_start + jnp.arange(kv_chunk)
+        columns = kv_start + jnp.arange(kv_chunk, dtype=jnp.int32)
         keep = _mask.keep(options, operands, rows, columns) & (columns < kv_length)
         return jnp.where(keep[:, None, None], scores * scale, -jnp.inf)
 
     def over_queries(_: None, inputs: tuple[jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, jax.Array]]:
         chunk, q_start = inputs
-        rows = q_start + jnp.arange(q_chunk)
+        rows = q_start + jnp.arange(q_chunk, dtype=jnp.int32)
 
         def over_keys(
             carry: tuple[jax.Array, jax.Array, jax.Array], inputs: tuple[jax.Array, jax.Array, jax.Array]
@@ -79,7 +79,7 @@ def attention(
         out = (weighted / total[..., None]).astype(query.dtype)
         return None, (out, jnp.where(kept, maximum + jnp.log(total), -jnp.inf))
 
-    q_starts = jnp.arange(queries.shape[0]) * q_chunk
+    q_starts = jnp.arange(queries.shape[0], dtype=jnp.int32) * q_chunk
     _, (out, lse) = jax.lax.scan(jax.checkpoint(over_queries), None, (queries, q_starts))
     out = out.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, q_heads, head_dim)[:, :q_length]
     lse = lse.transpose(1, 2, 3, 0, 4).reshape(batch, q_heads, -1)[:, :, :q_length]

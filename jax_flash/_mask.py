@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def keep(options: Options, operands: Mapping[str, jax.Array], rows: jax.Array, columns: jax.Array) -> jax.Array:
-    """Boolean [B or 1, rows, columns]; ``rows`` and ``columns`` are indices into T and S."""
+    """Boolean [B or 1, rows, columns]; ``rows`` and ``columns`` are int32 indices into T and S."""
     if not options.causal:
         return jnp.ones((1, rows.size, columns.size), bool)
     offset = operands["q_offset"][:, None] if "q_offset" in operands else jnp.zeros((1, 1), jnp.int32)
