@@ -147,7 +147,7 @@ def _forward_rule(
     value: jax.Array,
     operands: dict[str, jax.Array],
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
-    out, lse = _kernel_attention(options, implementation, query, key, value, operands)
+    out, lse = _primitive.forward(query, key, value, operands, options=options, implementation=implementation)
     # Named, so that remat policies can keep them (jax.checkpoint_policies.save_only_these_names).
     out, lse = checkpoint_name(out, "jax_flash_out"), checkpoint_name(lse, "jax_flash_lse")
     return (out, lse), (query, key, value, out, lse, operands)

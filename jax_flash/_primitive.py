@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_flash import _chunked, _core, _dtypes, _explain, _registration
@@ -246,6 +246,17 @@ def _lowering(pass_: str, platform: str, ctx: Any, *args: Any, params: Params) -
     return mlir.lower_fun(_partitioned(pass_, platform, params), multiple_results=True)(ctx, *args)
 
 
+# Differentiation
+
+
+def _refuse_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, params: Params) -> Any:
+    """The kernels have the one derivative that attention() gives them; nobody else differentiates the primitives."""
+    raise NotImplementedError(
+        f"implementation={params.implementation!r} has first derivatives in reverse mode only: use "
+        f"implementation='xla' for second derivatives and for forward mode"
+    )
+
+
 # Batching
 
 
@@ -294,6 +305,7 @@ def _define(pass_: str) -> Primitive:
     mlir.register_lowering(primitive, functools.partial(_lowering, pass_, "other"))
     # Lowered to a partitioned function, it needs to see the devices; JAX has no public name for saying so.
     prim_requires_devices_during_lowering.add(primitive)
+    ad.primitive_jvps[primitive] = _refuse_jvp
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive, pass_)
     return primitive
 
