@@ -145,10 +145,11 @@ class Cache(NamedTuple):
 def rotate(x: jax.Array, position: jax.typing.ArrayLike) -> jax.Array:
     """Rotary embedding of x [B, T, heads, H], whose first row stands at ``position`` (Su et al. 2021)."""
     half = x.shape[-1] // 2
-    frequencies = 10_000.0 ** (-jnp.arange(half) / half)
-    angles = ((position + jnp.arange(x.shape[1]))[:, None] * frequencies)[:, None]  # [T, 1, H / 2]
+    frequencies = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    positions = (position + jnp.arange(x.shape[1])).astype(jnp.float32)
+    angles = (positions[:, None] * frequencies)[:, None]  # [T, 1, H / 2]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    left, right = x[..., :half], x[..., half:]
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([left * cos - right * sin, left * sin + right * cos], axis=-1).astype(x.dtype)
 
 
@@ -376,7 +377,7 @@ class History:
         if self.validation:
             axes.plot(*zip(*self.validation, strict=True), marker="o", color="C1", label="validation")
             step, loss = self.validation[-1]
-            axes.annotate(f"{loss:.3f}", (step, loss), xytext=(0, 8), textcoords="offset points", ha="right")
+            axes.annotate(f"{loss:.3f}", (step, loss), xytext=(0, -16), textcoords="offset points", ha="right")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend()
@@ -481,9 +482,19 @@ def parse(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argpars
         default="auto",
         help="of attention; from the same seed all train the same model (default: auto, the fastest here)",
     )
-    run.add_argument("--log-every", type=positive, default=10, metavar="N", help="steps (default: 10)")
-    run.add_argument("--eval-every", type=positive, default=100, metavar="N", help="steps (default: 100)")
-    run.add_argument("--checkpoint-every", type=positive, default=250, metavar="N", help="steps (default: 250)")
+    run.add_argument(
+        "--log-every",
+        type=positive,
+        default=10,
+        metavar="N",
+        help="steps between updates of the progress bar's loss (default: 10)",
+    )
+    run.add_argument(
+        "--eval-every", type=positive, default=100, metavar="N", help="steps between validations (default: 100)"
+    )
+    run.add_argument(
+        "--checkpoint-every", type=positive, default=250, metavar="N", help="steps between checkpoints (default: 250)"
+    )
 
     training = parser.add_argument_group("training", "defaults are the preset's")
     presets = ", ".join(f"{name} ({config.layers} layers of width {config.width})" for name, config in PRESETS.items())

@@ -34,6 +34,18 @@ def gpt():
     del sys.modules[spec.name]
 
 
+@pytest.fixture(autouse=True)
+def _as_the_command_runs():
+    """The example is a program of its own: without x64, and with the implicit promotion that optax and flax use."""
+    settings = {"jax_enable_x64": False, "jax_numpy_dtype_promotion": "standard"}
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
 def losses(folder):
     with (folder / "losses.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -183,7 +195,7 @@ def test_text_is_split_by_file_and_the_same_each_time(gpt):
 def test_windows_reach_both_ends_of_the_text_and_not_beyond(gpt):
     text = jnp.arange(10, dtype=jnp.uint8)
     windows = gpt.random_windows(text, jax.random.key(0), 200, 7)
-    np.testing.assert_array_equal(windows, windows[:, :1] + np.arange(8))
+    np.testing.assert_array_equal(windows, np.asarray(windows)[:, :1] + np.arange(8))
     assert set(windows[:, 0].tolist()) == {0, 1, 2}
     spread = gpt.spread_windows(np.arange(10, dtype=np.uint8), 3, 7, count=4)
     assert spread.shape == (2, 3, 8)
