@@ -35,7 +35,7 @@ class Target:
 
     @property
     def id(self) -> str:
-        return f"{self.implementation}@{self.platform}"
+        return f"{self.implementation}-{self.platform}"
 
     @property
     def device(self) -> jax.Device:
