@@ -152,8 +152,9 @@ def _check(device: jax.Device, platform_name: str, dtype: str) -> Check:
     name = f"{platform_name}:{device.id} {dtype}"
     implementation = _explain.choose(None, platform_name, dtype)
     try:
-        # float64 is off in JAX by default; the reference needs it, and so do the calls in float64.
-        with jax.enable_x64(True):
+        # float64 is off in JAX by default; the reference needs it, and so do the calls in float64. And by default JAX
+        # multiplies float32 as TF32 on a GPU, which is no fault of the implementation that is checked here.
+        with jax.enable_x64(True), jax.default_matmul_precision("highest"):
             worst, which = _worst_error(device, dtype)
     except Exception as error:  # whatever it is, the report goes on and the verdict names it
         message = str(error).strip().splitlines() or [""]
