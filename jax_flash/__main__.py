@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _kernels_cli.build(args.arch, args.out)
         else:
             _kernels_cli.list_(args.arch)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         print(f"jax_flash kernels {args.action}: {error}", file=sys.stderr)
         return 1
     return 0

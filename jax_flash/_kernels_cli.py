@@ -10,7 +10,7 @@ from jax_flash import _core
 from jax_flash._table import table
 
 ARCHES = {"sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90": 90, "sm_90a": 90}
-"""What --arch takes. A device of compute capability 9.0 is always compiled for as sm_90a."""
+"""What --arch takes, and the compute capability that it stands for."""
 
 _COLUMNS = {
     "registers": "registers",
@@ -45,7 +45,7 @@ def _compile(arches: Iterable[int], out_dir: pathlib.Path) -> list[tuple[int, Ma
         print(f"compiling for sm_{arch} ...", file=sys.stderr, flush=True)
         try:
             kernels += [(arch, kernel) for kernel in _core.build_kernels(arch=arch, out_dir=str(out_dir))]
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise RuntimeError(f"sm_{arch}: {error}") from error
     return kernels
 

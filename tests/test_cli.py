@@ -226,9 +226,10 @@ def test_kernels_list_of_one_architecture(built):
     assert [arch for arch, _ in built] == [89]
 
 
-def test_kernels_says_why_it_failed(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_kernels_says_why_it_failed(monkeypatch, tmp_path, capsys, error):
     def build_kernels(*, arch, out_dir):
-        raise RuntimeError("no NVRTC: libnvrtc.so is not here")
+        raise error("no NVRTC: libnvrtc.so is not here")
 
     monkeypatch.setattr(_core, "build_kernels", build_kernels)
     assert main(["kernels", "build", "--arch", "sm_86", "--out", str(tmp_path)]) == 1
