@@ -129,6 +129,8 @@ Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::Rem
   p.kv_length = narrow(k.dimensions()[1], "key length");
   p.kv_heads = narrow(k.dimensions()[2], "key heads");
   require(p.head_dim <= 256, "head_dim must be at most 256");
+  require(static_cast<int64_t>(p.q_length) + p.kv_length <= std::numeric_limits<int>::max(),
+          "query and key lengths must add up to less than 2^31");
   require(p.q_heads % p.kv_heads == 0, "query heads must be a multiple of key heads");
 
   auto on_queries = [&](const ffi::AnyBuffer& buffer, const char* name) {
@@ -288,6 +290,14 @@ XLA_FFI_DEFINE_HANDLER(kForwardCuda, run_cuda<Pass::forward>, JAX_FLASH_BIND_CUD
 XLA_FFI_DEFINE_HANDLER(kBackwardCuda, run_cuda<Pass::backward>, JAX_FLASH_BIND_CUDA,
                        {ffi::Traits::kCmdBufferCompatible});
 
+DType named_dtype(const std::string& name) {
+  if (name == "float16") return DType::f16;
+  if (name == "bfloat16") return DType::bf16;
+  if (name == "float32") return DType::f32;
+  if (name == "float64") return DType::f64;
+  throw std::invalid_argument("dtype must be float16, bfloat16, float32 or float64, got " + name);
+}
+
 nb::capsule capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); }
 
 }  // namespace
@@ -333,11 +343,7 @@ NB_MODULE(_core, m) {
         p.kv_heads = kv_heads;
         p.head_dim = head_dim;
         if (platform == "cuda") return cuda::backward_scratch(p);
-        DType type = dtype == "float16"    ? DType::f16
-                     : dtype == "bfloat16" ? DType::bf16
-                     : dtype == "float32"  ? DType::f32
-                                           : DType::f64;
-        return cpu::backward_scratch(type, p);
+        return cpu::backward_scratch(named_dtype(dtype), p);
       },
       nb::kw_only(), nb::arg("platform"), nb::arg("dtype"), nb::arg("batch"), nb::arg("q_length"),
       nb::arg("kv_length"), nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"));
@@ -373,11 +379,14 @@ NB_MODULE(_core, m) {
 
   m.def(
       "build_kernels",
-      [](int arch, const std::string& out_dir) {
+      [](int arch, const std::string& out_dir, const std::vector<std::string>& dtypes,
+         const std::vector<int>& head_dims) {
+        std::vector<DType> types;
+        for (const std::string& dtype : dtypes) types.push_back(named_dtype(dtype));
         std::vector<cuda::Kernel> kernels;
         {
           nb::gil_scoped_release release;
-          kernels = cuda::build_common(arch, out_dir);
+          kernels = cuda::build_common(arch, types, head_dims, out_dir);
         }
         nb::list rows;
         for (const cuda::Kernel& k : kernels) {
@@ -393,5 +402,17 @@ NB_MODULE(_core, m) {
         }
         return rows;
       },
-      nb::kw_only(), nb::arg("arch"), nb::arg("out_dir"));
+      nb::kw_only(), nb::arg("arch"), nb::arg("out_dir"),
+      nb::arg("dtypes") = std::vector<std::string>{"float16", "bfloat16"}, nb::arg("head_dims") = std::vector<int>{64, 96, 128, 256});
+
+  m.def(
+      "fetch_kernel",
+      [](int arch, const std::string& pass, const std::string& dtype, int head_dim, bool causal) {
+        Options options{};
+        options.causal = causal;
+        nb::gil_scoped_release release;
+        return cuda::fetch(arch, pass == "forward" ? Pass::forward : Pass::backward, named_dtype(dtype), head_dim,
+                           options);
+      },
+      nb::kw_only(), nb::arg("arch"), nb::arg("pass_"), nb::arg("dtype"), nb::arg("head_dim"), nb::arg("causal"));
 }

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_flash import _chunked, _dtypes, _explain, _primitive, _reference
+from jax_flash import _chunked, _dtypes, _explain, _primitive, _reference, _varying
 
 MAX_HEAD_DIM = 256
 
@@ -98,6 +98,7 @@ def attention(
     if causal and offset is not None:
         operands["q_offset"] = jnp.broadcast_to(offset, leading).reshape(-1)
     options = Options(causal=causal, scale=scale)
+    query, key, value, operands = _varying.vary_alike((query, key, value, operands))
 
     batch = math.prod(leading)
     out, lse = _attend(
@@ -168,7 +169,8 @@ def _backward_rule(
     return dquery, dkey, dvalue, dict.fromkeys(operands)
 
 
-_kernel_attention.defvjp(_forward_rule, _backward_rule, optimize_remat=True)
+# Without optimize_remat, which hides the names from remat policies: the forward kernel would run twice.
+_kernel_attention.defvjp(_forward_rule, _backward_rule)
 
 
 def _arrays(**arguments: jax.typing.ArrayLike) -> list[jax.Array]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _dtypes, _mask
+from jax_flash import _dtypes, _mask, _varying
 
 if TYPE_CHECKING:
     from jax_flash._attention import Options
@@ -73,6 +73,7 @@ def attention(
             jnp.zeros(statistics, accumulate),
             jnp.zeros(chunk.shape, accumulate),
         )
+        start = _varying.vary_alike(start, chunk)
         (maximum, total, weighted), _ = jax.lax.scan(jax.checkpoint(over_keys), start, (keys, values, kv_starts))
         kept = total > 0
         total = jnp.where(kept, total, 1.0)

@@ -26,5 +26,13 @@ def configure_cuda(*, source_dir: str, prebuilt_dirs: Sequence[str], nvrtc_paths
 def cuda_status() -> dict[str, Any]:
     """driver, driver_error, nvrtc, nvrtc_error, cache_dir and devices (name, compute_capability, family)."""
 
-def build_kernels(*, arch: int, out_dir: str) -> list[Mapping[str, Any]]:
-    """Compiles the common variants for ``arch`` (90 for sm_90a) into ``out_dir``. Raises RuntimeError."""
+def build_kernels(
+    *, arch: int, out_dir: str, dtypes: Sequence[str] = ..., head_dims: Sequence[int] = ...
+) -> list[Mapping[str, Any]]:
+    """Compiles the common variants for ``arch``, a compute capability such as 90, into ``out_dir``.
+
+    Raises RuntimeError with the compiler's log, ValueError for an architecture that no kernel family serves.
+    """
+
+def fetch_kernel(*, arch: int, pass_: str, dtype: str, head_dim: int, causal: bool) -> str:
+    """Fetches a kernel through the cache, without a GPU. Returns "prebuilt", "cached" or "compiled"."""

@@ -109,7 +109,15 @@ def _result_shapes(pass_: str, avals: Sequence[Any]) -> tuple[jax.ShapeDtypeStru
 
 
 def _abstract_eval(pass_: str, *avals: Any, params: Params) -> tuple[Any, ...]:
-    return tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in _result_shapes(pass_, avals))
+    query, key = avals[:2]
+    # Split over batch and heads as the arguments are, and inside shard_map varying as they are.
+    axes = {"b": query.sharding.spec[0], "n": query.sharding.spec[2], "k": key.sharding.spec[2]}
+
+    def result(x: jax.ShapeDtypeStruct, dims: str) -> Any:
+        sharding = query.sharding.update(spec=PartitionSpec(*(axes.get(dim) for dim in dims)))
+        return query.update(shape=x.shape, dtype=x.dtype, sharding=sharding, weak_type=False)
+
+    return tuple(map(result, _result_shapes(pass_, avals), _DIMS[pass_][1]))
 
 
 # Lowering
@@ -195,6 +203,9 @@ def _partitioned(pass_: str, platform: str, params: Params) -> Callable[..., Any
         return _call(pass_, platform, params, *args)
 
     def partition(mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+        call = functools.partial(_call, pass_, platform, params)
+        if mesh.empty:  # no mesh to split over, though there are several devices: all of them do all of it
+            return mesh, call, tuple(x.sharding for x in results), tuple(x.sharding for x in args)
         spec = _spec(args[0])
         batch, heads = spec[0], spec[2]
         # Devices that share a key head would each need all of it: heads are split only where key's divide evenly.
@@ -207,21 +218,22 @@ def _partitioned(pass_: str, platform: str, params: Params) -> Callable[..., Any
 
         return (
             mesh,
-            functools.partial(_call, pass_, platform, params),
+            call,
             tuple(map(sharding, result_dims)),
             tuple(map(sharding, argument_dims)),
         )
 
     def rule(mesh: Mesh, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[str, dict[str, Any]]:
         q_heads, kv_heads = arguments[0].shape[2], arguments[1].shape[2]
-        factors = {"n": "(k g)"}
+        # Two factors, not a compound one: that could split a key head, which `partition` has no sharding for, and it
+        # must not have a part of size 1, as a single key head would make it.
+        factors = {"n": "k"} if q_heads == kv_heads else {}
 
         def dims(names: Sequence[str]) -> str:
             return ", ".join(" ".join(factors.get(dim, dim) for dim in name) for name in names)
 
         text = f"{dims(argument_dims)} -> {dims(result_dims)}"
-        order = sorted("tgsh", key=text.replace("->", "").index)
-        return text, {"need_replication_factors": tuple(order), "k": kv_heads, "g": q_heads // kv_heads}
+        return text, {"need_replication_factors": tuple(sorted("tsh", key=text.index))}
 
     attend.def_partition(partition=partition, sharding_rule=rule)
     return attend

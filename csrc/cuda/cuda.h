@@ -56,6 +56,11 @@ struct Kernel {
 };
 // Compiles the common variants for an architecture such as 80 or 90 into a folder for Settings::prebuilt_dirs, without
 // a driver or a GPU. Throws std::invalid_argument for an architecture that no family serves.
-std::vector<Kernel> build_common(int arch, const std::string& out_dir);
+std::vector<Kernel> build_common(int arch, const std::vector<DType>& dtypes, const std::vector<int>& head_dims,
+                                 const std::string& out_dir);
+
+// Fetches the kernels of one call for an architecture through the cache, without a driver; returns where they came
+// from: "prebuilt", "cached" or "compiled".
+std::string fetch(int arch, Pass pass, DType dtype, int head_dim, const Options& options);
 
 }  // namespace jax_flash::cuda

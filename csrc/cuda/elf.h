@@ -16,7 +16,6 @@ class Elf {
     sections_ = at<uint64_t>(40);
     section_size_ = at<uint16_t>(58);
     section_count_ = at<uint16_t>(60);
-    names_ = at<uint16_t>(62);
   }
 
   // The initial value of a constant.
@@ -33,15 +32,6 @@ class Elf {
       }
     }
     throw std::runtime_error("the cubin lacks " + std::string(name));
-  }
-
-  // Registers per thread of a kernel.
-  int registers(std::string_view kernel) const {
-    const std::string wanted = ".text." + std::string(kernel);
-    for (int i = 0; i < section_count_; ++i) {
-      if (text(names_, field<uint32_t>(i, 0)) == wanted) return static_cast<int>(field<uint32_t>(i, 44) >> 24);
-    }
-    throw std::runtime_error("the cubin lacks kernel " + std::string(kernel));
   }
 
  private:
@@ -65,7 +55,7 @@ class Elf {
 
   std::string_view file_;
   uint64_t sections_;
-  int section_size_, section_count_, names_;
+  int section_size_, section_count_;
 };
 
 }  // namespace jax_flash::cuda

@@ -147,11 +147,6 @@ bool write_entry(const fs::path& path, const std::string& key, const std::string
   return false;
 }
 
-struct Compiled {
-  std::string cubin;
-  std::string log;  // of a fresh compilation
-};
-
 const Nvrtc& nvrtc_for(int arch) {
   std::string error;
   const std::vector<Nvrtc>& all = nvrtcs(&error);
@@ -165,36 +160,37 @@ const Nvrtc& nvrtc_for(int arch) {
                            std::to_string(arch / 10) + "." + std::to_string(arch % 10));
 }
 
-Compiled compile(const Variant& variant, const Nvrtc& nvrtc) {
-  Nvrtc::Result result =
-      nvrtc.compile(variant.name(), variant.source(), sources(), compile_options(nvrtc.target(variant.arch)));
-  return {std::move(result.cubin), std::move(result.log)};
+Nvrtc::Result compile(const Variant& variant, const Nvrtc& nvrtc) {
+  return nvrtc.compile(variant.name(), variant.source(), sources(), compile_options(nvrtc.target(variant.arch)));
 }
 
-// Prebuilt, then cached, then compiled.
-std::string cubin_of(const Variant& variant) {
+}  // namespace
+
+Fetched fetch(const Variant& variant) {
   const std::string key = source_key(variant);
   for (const std::string& dir : settings().prebuilt_dirs) {
-    if (auto cubin = read_entry(entry_path(dir, variant, key), key)) return *cubin;
+    if (auto cubin = read_entry(entry_path(dir, variant, key), key)) return {*cubin, "prebuilt"};
   }
   const Nvrtc& nvrtc = nvrtc_for(variant.arch);
   const std::string full_key = compiled_key(variant, nvrtc, nvrtc.target(variant.arch));
   const std::string dir = cache_dir();
   if (!dir.empty()) {
-    if (auto cubin = read_entry(entry_path(dir, variant, full_key), full_key)) return *cubin;
+    if (auto cubin = read_entry(entry_path(dir, variant, full_key), full_key)) return {*cubin, "cached"};
   }
-  Compiled compiled = compile(variant, nvrtc);
+  std::string cubin = compile(variant, nvrtc).cubin;
   // A disk that can't take it costs the next process a compilation, and nothing else.
-  if (!dir.empty()) write_entry(entry_path(dir, variant, full_key), full_key, compiled.cubin);
-  return std::move(compiled.cubin);
+  if (!dir.empty()) write_entry(entry_path(dir, variant, full_key), full_key, cubin);
+  return {std::move(cubin), "compiled"};
 }
+
+namespace {
 
 std::string entry_point(Pass pass) { return std::string("jax_flash_") + pass_name(pass); }
 
 LaunchFacts facts_of(const Elf& elf, Pass pass) { return elf.constant<LaunchFacts>(entry_point(pass) + "_facts"); }
 
 Loaded load(const Variant& variant) {
-  const std::string cubin = cubin_of(variant);
+  const std::string cubin = fetch(variant).cubin;
   const Driver& driver = Driver::get();
   Loaded loaded{};
   loaded.facts = facts_of(Elf(cubin), variant.pass);
@@ -204,7 +200,7 @@ Loaded load(const Variant& variant) {
   return loaded;
 }
 
-// The number that follows `before` ... in the lines of the log about the kernel, 0 when it isn't said.
+// The number before `after` in what the assembler's log says of a kernel, 0 when it isn't said.
 int log_number(const std::string& log, const std::string& kernel, const std::string& after) {
   size_t start = log.find("'" + kernel + "'");
   if (start == std::string::npos) return 0;
@@ -316,13 +312,12 @@ Loaded kernels_of(const Variant& variant, int device) {
 }
 
 Kernel build(const Variant& variant, const std::string& out_dir) {
-  Compiled compiled = compile(variant, nvrtc_for(variant.arch));
-  const Elf elf(compiled.cubin);
-  const LaunchFacts facts = facts_of(elf, variant.pass);
+  const Nvrtc::Result compiled = compile(variant, nvrtc_for(variant.arch));
+  const LaunchFacts facts = facts_of(Elf(compiled.cubin), variant.pass);
   const std::string entry = entry_point(variant.pass);
   Kernel kernel{};
   kernel.name = variant.name();
-  kernel.registers = elf.registers(entry);
+  kernel.registers = log_number(compiled.log, entry, " registers");
   kernel.shared_bytes = facts.shared_bytes;
   kernel.threads = facts.threads;
   kernel.spill_bytes = log_number(compiled.log, entry, "bytes spill stores") +

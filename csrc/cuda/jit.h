@@ -38,6 +38,13 @@ struct Loaded {
   CuKernel dq;  // backward only
 };
 
+// The cubin of a variant: prebuilt, else cached on disk, else compiled. Needs no driver.
+struct Fetched {
+  std::string cubin;
+  const char* origin;  // "prebuilt", "cached" or "compiled"
+};
+Fetched fetch(const Variant& variant);
+
 // The kernels of a variant, ready to launch on the device. Safe to call from several threads: a variant is compiled
 // once, different variants at the same time.
 Loaded kernels_of(const Variant& variant, int device);

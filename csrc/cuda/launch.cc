@@ -1,11 +1,15 @@
 // Picks the variant of a call, and launches it.
 
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdlib>
+#include <future>
 #include <limits>
 #include <map>
 #include <mutex>
 #include <stdexcept>
+#include <thread>
 
 #include "cuda.h"
 #include "driver.h"
@@ -39,6 +43,15 @@ std::string family_of(int compute_capability) {
                              ", for a GPU that is new enough for it, got " + forced);
   }
   return "";
+}
+
+std::string served_family(int arch) {
+  std::string family = family_of(arch);
+  if (family.empty()) {
+    throw std::invalid_argument("no kernels for compute capability " + std::to_string(arch / 10) + "." +
+                                std::to_string(arch % 10));
+  }
+  return family;
 }
 
 Variant variant_of(const std::string& family, int arch, Pass pass, DType dtype, int head_dim, const Options& options) {
@@ -86,10 +99,8 @@ Loaded find(int device, Pass pass, DType dtype, const Problem& problem) {
   if (dtype != DType::f16 && dtype != DType::bf16) throw std::invalid_argument("query must be float16 or bfloat16");
   if (problem.head_dim % 8) throw std::invalid_argument("head_dim must be a multiple of 8");
   const int arch = arch_of(device);
-  const std::string family = family_of(arch);
-  if (family.empty()) throw std::runtime_error("no kernels for compute capability " + std::to_string(arch));
   const Loaded loaded =
-      kernels_of(variant_of(family, arch, pass, dtype, problem.head_dim, problem.options), device);
+      kernels_of(variant_of(served_family(arch), arch, pass, dtype, problem.head_dim, problem.options), device);
   std::lock_guard<std::mutex> lock(mutex);
   found.emplace(key, loaded);
   return loaded;
@@ -145,21 +156,36 @@ Status status() {
   return status;
 }
 
-std::vector<Kernel> build_common(int arch, const std::string& out_dir) {
-  const std::string family = family_of(arch);
-  if (family.empty()) throw std::invalid_argument("no kernels for sm_" + std::to_string(arch));
-  std::vector<Kernel> kernels;
+std::string fetch(int arch, Pass pass, DType dtype, int head_dim, const Options& options) {
+  return fetch(variant_of(served_family(arch), arch, pass, dtype, head_dim, options)).origin;
+}
+
+std::vector<Kernel> build_common(int arch, const std::vector<DType>& dtypes, const std::vector<int>& head_dims,
+                                 const std::string& out_dir) {
+  const std::string family = served_family(arch);
+  std::vector<Variant> variants;
   for (Pass pass : {Pass::forward, Pass::backward}) {
-    for (DType dtype : {DType::f16, DType::bf16}) {
-      for (int head_dim : {64, 96, 128, 256}) {
+    for (DType dtype : dtypes) {
+      for (int head_dim : head_dims) {
         for (bool causal : {false, true}) {
           Options options{};
           options.causal = causal;
-          kernels.push_back(build(variant_of(family, arch, pass, dtype, head_dim, options), out_dir));
+          variants.push_back(variant_of(family, arch, pass, dtype, head_dim, options));
         }
       }
     }
   }
+  // NVRTC compiles different programs at the same time.
+  std::vector<Kernel> kernels(variants.size());
+  std::vector<std::future<void>> workers;
+  std::atomic<size_t> next{0};
+  for (unsigned i = 0; i < std::max(1u, std::thread::hardware_concurrency()); ++i) {
+    workers.push_back(std::async(std::launch::async, [&] {
+      for (size_t mine; (mine = next++) < variants.size();) kernels[mine] = build(variants[mine], out_dir);
+    }));
+  }
+  for (std::future<void>& worker : workers) worker.wait();
+  for (std::future<void>& worker : workers) worker.get();
   return kernels;
 }
 
