@@ -101,9 +101,9 @@ class BackwardItem {
     int lanes = round_up(keys, kPanel<T>);
     // dk_ is free until the block's first product.
     copy_rows(row_of<const E>(p_.v, batch, first, kv_head), p_.v.row_stride, keys, p_.head_dim, lanes, stride_, dk_);
-    transpose_to_panels(dk_, stride_, lanes, p_.head_dim, T(1), v_panels_);
+    transpose_to_panels(dk_, stride_, lanes, p_.head_dim, v_panels_);
     copy_rows(row_of<const E>(p_.k, batch, first, kv_head), p_.k.row_stride, keys, p_.head_dim, lanes, stride_, k_);
-    transpose_to_panels(k_, stride_, lanes, p_.head_dim, static_cast<T>(p_.options.scale * kLog2E), k_panels_);
+    transpose_to_panels(k_, stride_, lanes, p_.head_dim, k_panels_);
     std::memset(dk_, 0, sizeof(T) * lanes * stride_);
     std::memset(dv_, 0, sizeof(T) * lanes * stride_);
   }
@@ -136,7 +136,8 @@ class BackwardItem {
   void tile(int rows, int keys, T* dq, int64_t dq_stride) {
     int key_rows = round_up(keys, kRowPadding);
     for (int lane = 0; lane < key_rows; lane += kPanel<T>) {
-      with_vectors((std::min(kPanel<T>, key_rows - lane) + kWidth<T> - 1) / kWidth<T>, [&](auto nv) __attribute__((always_inline)) {
+      int lanes = std::min(kPanel<T>, key_rows - lane);
+      with_vectors((lanes + kWidth<T> - 1) / kWidth<T>, [&](auto nv) __attribute__((always_inline)) {
         if (masked_) {
           scores<nv.value, true>(rows, lane);
         } else {
@@ -154,22 +155,24 @@ class BackwardItem {
   void scores(int rows, int lane) {
     const T* k = k_panels_ + static_cast<int64_t>(lane) * p_.head_dim;
     const T* v = v_panels_ + static_cast<int64_t>(lane) * p_.head_dim;
+    Vec<T> scale = static_cast<T>(p_.options.scale * kLog2E);
     for (int i = 0; i < rows; i += kRows) {
       T* weights = weights_ + i * keys_ + lane;
       T* dscores = dscores_ + i * keys_ + lane;
-      micro_kernel<NV, Layout::row_major>(
+      dot_kernel<NV>(
           p_.head_dim, q_ + i * stride_, stride_, k, kPanel<T>,
           [&](int r, int vector, const Vec<T>& score) __attribute__((always_inline)) {
-            Vec<T> weight = exp2(score - lse_[i + r]);
+            Vec<T> weight = exp2(score * scale - lse_[i + r]);
             if constexpr (masked) {
               stdx::where(iota<T>() + static_cast<T>(lane + vector * kWidth<T>) >= kept_[i + r], weight) = T(0);
             }
             store(weights + r * keys_ + vector * kWidth<T>, weight);
           });
-      micro_kernel<NV, Layout::row_major>(
+      dot_kernel<NV>(
           p_.head_dim, dout_ + i * stride_, stride_, v, kPanel<T>,
           [&](int r, int vector, const Vec<T>& sum) __attribute__((always_inline)) {
-            store<T>(dscores + r * keys_ + vector * kWidth<T>, load(weights + r * keys_ + vector * kWidth<T>) * (sum - delta_[i + r]));
+            ptrdiff_t at = r * keys_ + vector * kWidth<T>;
+            store<T>(dscores + at, load(weights + at) * (sum - delta_[i + r]));
           });
     }
   }
@@ -177,7 +180,7 @@ class BackwardItem {
   const Problem& p_;
   int stride_;    // of a row of head_dim elements in all tiles
   int keys_;      // of a block, a multiple of kPanel<T>
-  T* k_panels_;   // [keys_ / kPanel][head_dim][kPanel], times scale * log2(e)
+  T* k_panels_;   // [keys_ / kPanel][head_dim][kPanel]
   T* v_panels_;   // [keys_ / kPanel][head_dim][kPanel]
   T* k_;          // [keys_][stride_], and so dk_, dv_
   T* dk_;

@@ -46,8 +46,8 @@ const Kernels* choose() {
     if (!wanted || !*wanted || std::strcmp(wanted, choice.kernels->name) == 0) return choice.kernels;
     supported += (supported.empty() ? "" : ", ") + std::string(choice.kernels->name);
   }
-  throw std::runtime_error("JAX_FLASH_CPU_ISA must be one of the instruction sets of this processor, " + supported +
-                           "; got " + wanted);
+  throw std::runtime_error("JAX_FLASH_CPU_ISA must name an instruction set that this processor has (" + supported +
+                           "), got " + wanted);
 }
 
 const Kernels& kernels() {
@@ -94,7 +94,7 @@ ForwardPlan plan_forward(const Problem& p) {
   plan.blocks = static_cast<int>(divide_up(plan.rows, plan.block_rows));
   int64_t blocks = heads * plan.blocks;
   // Few blocks and many keys, as in decoding: parts of at least 512 keys.
-  plan.splits = static_cast<int>(std::clamp<int64_t>(std::min(kEnoughItems / blocks, int64_t{p.kv_length} / 512), 1, 32));
+  plan.splits = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(kEnoughItems / blocks, p.kv_length / 512)));
   plan.items = blocks * plan.splits;
   return plan;
 }
@@ -131,10 +131,10 @@ void forward(DType dtype, const Problem& problem, const ParallelFor& parallel_fo
   if (plan.splits > 1) partials.reset(new char[k.forward_partial(dtype, problem, plan) * plan.items]);
   parallel_for(plan.items,
                [&](int64_t item) { k.forward(dtype, problem, plan, item, workspace(bytes), partials.get()); });
-  if (plan.splits > 1) {
-    parallel_for(plan.items / plan.splits,
-                 [&](int64_t item) { k.forward_combine(dtype, problem, plan, item, workspace(bytes), partials.get()); });
-  }
+  if (plan.splits == 1) return;
+  parallel_for(plan.items / plan.splits, [&](int64_t item) {
+    k.forward_combine(dtype, problem, plan, item, workspace(bytes), partials.get());
+  });
 }
 
 void backward(DType dtype, const Problem& problem, const ParallelFor& parallel_for) {

@@ -78,8 +78,10 @@ class ForwardItem {
       int count = static_cast<int>(std::min<int64_t>(keys_, end - first));
       int64_t kv_head = first_head_ / (p_.q_heads / p_.kv_heads);
       int padded = round_up(count, kRowPadding);
-      copy_rows(row_of<const E>(p_.k, batch_, first, kv_head), p_.k.row_stride, count, p_.head_dim, padded, stride_, k_);
-      copy_rows(row_of<const E>(p_.v, batch_, first, kv_head), p_.v.row_stride, count, p_.head_dim, padded, stride_, v_);
+      const E* k = row_of<const E>(p_.k, batch_, first, kv_head);
+      const E* v = row_of<const E>(p_.v, batch_, first, kv_head);
+      copy_rows(k, p_.k.row_stride, count, p_.head_dim, padded, stride_, k_);
+      copy_rows(v, p_.v.row_stride, count, p_.head_dim, padded, stride_, v_);
       for (int row = 0; row < rows_; row += kPanel<T>) {
         int lanes = std::min(kPanel<T>, rows_ - row);
         int keys = static_cast<int>(std::clamp<int64_t>(key_limit(row, lanes) - first, 0, count));
@@ -161,7 +163,7 @@ class ForwardItem {
     int lanes = round_up(rows_, kWidth<T>);
     std::memset(out_ + rows_ * stride_, 0, sizeof(T) * (lanes - rows_) * stride_);
     std::fill(position_ + rows_, position_ + lanes, position_[rows_ - 1]);
-    transpose_to_panels(out_, stride_, lanes, p_.head_dim, static_cast<T>(p_.options.scale * kLog2E), queries_);
+    transpose_to_panels(out_, stride_, lanes, p_.head_dim, queries_);
     std::memset(out_, 0, sizeof(T) * panels_ * kPanel<T> * stride_);
     std::fill(maximum_, maximum_ + lanes, -kInfinity<T>);
     std::memset(sum_, 0, sizeof(T) * lanes);
@@ -172,10 +174,12 @@ class ForwardItem {
     const T* queries = queries_ + static_cast<int64_t>(row) * p_.head_dim;
     T* out = out_ + static_cast<int64_t>(row) * stride_;
     T* scores = scores_;
+    // Not folded into the queries: products of 16-bit numbers are exact, those of scaled ones are not.
+    Vec<T> scale = static_cast<T>(p_.options.scale * kLog2E);
     for (int j = 0; j < keys; j += kRows) {
-      micro_kernel<NV, Layout::row_major>(p_.head_dim, k_ + j * stride_, stride_, queries, kPanel<T>,
+      dot_kernel<NV>(p_.head_dim, k_ + j * stride_, stride_, queries, kPanel<T>,
                                           [&](int i, int v, const Vec<T>& sum) __attribute__((always_inline)) {
-                                            store<T>(scores + (j + i) * kPanel<T> + v * kWidth<T>, sum);
+                                            store<T>(scores + (j + i) * kPanel<T> + v * kWidth<T>, sum * scale);
                                           });
     }
     if (p_.options.causal) mask<NV>(row, lanes, first, keys);
@@ -247,7 +251,7 @@ class ForwardItem {
   int stride_;  // of a row of k_ and v_; rows of a panel of out_
   int keys_;    // of a block, a multiple of kRowPadding
   int panels_;
-  T* queries_;   // [panel][head_dim][kPanel], times scale * log2(e)
+  T* queries_;   // [panel][head_dim][kPanel]
   T* out_;       // [panel][stride_][kPanel], not normalised
   T* k_;         // [keys_][stride_]
   T* v_;         // [keys_][stride_]

@@ -3,7 +3,7 @@
 // Code compiled for AVX-512 must never run on a processor without it. Inline functions and template instances of the
 // standard library would be the way: they are weak symbols of one name in every object, and the linker keeps any one
 // of them. So these objects are compiled with -fno-weak, which makes such functions local to the object; what is left
-// global is in the set's own namespace. The build checks that with nm (see CMakeLists.txt).
+// global is the one table below. The build checks that (check_symbols.cmake).
 #include <type_traits>
 
 #include "backward.h"

@@ -27,14 +27,14 @@ void copy_rows(const E* from, ptrdiff_t stride, int rows, int columns, int padde
               sizeof(Compute<E>) * (padded_rows - rows) * static_cast<ptrdiff_t>(padded));
 }
 
-// to[panel][column][kPanel] = factor * from[row][column], rows (a multiple of the lanes) becoming lanes.
+// to[panel][column][kPanel] = from[row][column], rows (a multiple of the lanes) becoming lanes.
 template <typename T>
-void transpose_to_panels(const T* from, ptrdiff_t stride, int rows, int columns, T factor, T* to) {
+void transpose_to_panels(const T* from, ptrdiff_t stride, int rows, int columns, T* to) {
   constexpr int N = kPanel<T>;
   for (int first = 0; first < rows; first += N, to += static_cast<ptrdiff_t>(columns) * N) {
     int lanes = rows - first < N ? rows - first : N;
     for (int c = 0; c < columns; ++c) {
-      for (int lane = 0; lane < lanes; ++lane) to[c * N + lane] = factor * from[(first + lane) * stride + c];
+      for (int lane = 0; lane < lanes; ++lane) to[c * N + lane] = from[(first + lane) * stride + c];
     }
   }
 }
