@@ -1,83 +1,149 @@
+// Chooses the instruction set, plans the work, and runs the items on the caller's threads.
 #include "cpu.h"
-#include <cmath>
+
+#include <algorithm>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
 #include <vector>
+
+#include "isa.h"
+
 namespace jax_flash::cpu {
-int64_t backward_scratch(DType, const Problem&) { return 0; }
-std::string isa() { return "baseline"; }
 namespace {
-double load(DType d, const void* p, int64_t i) {
-  switch (d) {
-    case DType::f64: return ((const double*)p)[i];
-    case DType::f32: return ((const float*)p)[i];
-    case DType::bf16: { uint32_t u = (uint32_t)((const uint16_t*)p)[i] << 16; float f; memcpy(&f, &u, 4); return f; }
-    default: { _Float16 h; memcpy(&h, (const uint16_t*)p + i, 2); return (float)h; }
+
+struct Choice {
+  const Kernels* kernels;
+  bool supported;
+};
+
+// Best first.
+std::vector<Choice> choices() {
+  return {
+#if defined(__x86_64__)
+      {&avx512::kKernels, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                              __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
+      {&avx2::kKernels, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                            __builtin_cpu_supports("f16c")},
+#endif
+#if defined(__aarch64__)
+      {&neon::kKernels, true},
+#else
+      {&baseline::kKernels, true},
+#endif
+  };
+}
+
+const Kernels* choose() {
+  const char* wanted = std::getenv("JAX_FLASH_CPU_ISA");
+  std::string supported;
+  for (const Choice& choice : choices()) {
+    if (!choice.supported) continue;
+    if (!wanted || !*wanted || std::strcmp(wanted, choice.kernels->name) == 0) return choice.kernels;
+    supported += (supported.empty() ? "" : ", ") + std::string(choice.kernels->name);
   }
+  throw std::runtime_error("JAX_FLASH_CPU_ISA must name an instruction set that this processor has (" + supported +
+                           "), got " + wanted);
 }
-void store(DType d, void* p, int64_t i, double v) {
-  switch (d) {
-    case DType::f64: ((double*)p)[i] = v; return;
-    case DType::f32: ((float*)p)[i] = v; return;
-    case DType::bf16: { float f = v; uint32_t u; memcpy(&u, &f, 4); u += 0x7fff + ((u >> 16) & 1); ((uint16_t*)p)[i] = u >> 16; return; }
-    default: { _Float16 h = (_Float16)v; memcpy((uint16_t*)p + i, &h, 2); }
+
+const Kernels& kernels() {
+  static const Kernels* const chosen = choose();
+  return *chosen;
+}
+
+// A buffer of the calling thread, kept for its next item: at most a megabyte or two, whatever the lengths.
+void* workspace(size_t bytes) {
+  struct Free {
+    void operator()(char* p) const { ::operator delete[](p, std::align_val_t{64}); }
+  };
+  thread_local std::unique_ptr<char[], Free> buffer;
+  thread_local size_t size = 0;
+  if (size < bytes) {
+    size = 0;
+    buffer.reset(static_cast<char*>(::operator new[](bytes, std::align_val_t{64})));
+    size = bytes;
   }
+  return buffer.get();
 }
-int64_t at(const Tensor& t, int b, int r, int h) { return b * t.batch_stride + r * t.row_stride + h * t.head_stride; }
-void stat(DType d, void* p, int64_t i, double v) { if (d == DType::f64) ((double*)p)[i] = v; else ((float*)p)[i] = v; }
-double stat(DType d, const void* p, int64_t i) { return d == DType::f64 ? ((const double*)p)[i] : ((const float*)p)[i]; }
-}
-void forward(DType d, const Problem& p, const ParallelFor& pf) {
-  pf((int64_t)p.batch * p.q_heads, [&](int64_t item) {
-    int b = item / p.q_heads, n = item % p.q_heads, kh = n / (p.q_heads / p.kv_heads), H = p.head_dim;
-    int64_t off = p.q_offset ? p.q_offset[b] : 0;
-    std::vector<double> s(p.kv_length), o(H);
-    for (int t = 0; t < p.q_length; ++t) {
-      double m = -INFINITY, l = 0;
-      for (int j = 0; j < p.kv_length; ++j) {
-        double x = 0;
-        for (int h = 0; h < H; ++h) x += load(d, p.q.data, at(p.q, b, t, n) + h) * load(d, p.k.data, at(p.k, b, j, kh) + h);
-        s[j] = p.options.causal && j > t + off ? -INFINITY : x * p.options.scale;
-        m = std::max(m, s[j]);
-      }
-      std::fill(o.begin(), o.end(), 0.0);
-      if (m > -INFINITY) for (int j = 0; j < p.kv_length; ++j) {
-        double e = std::exp(s[j] - m); l += e;
-        for (int h = 0; h < H; ++h) o[h] += e * load(d, p.v.data, at(p.v, b, j, kh) + h);
-      }
-      for (int h = 0; h < H; ++h) store(d, p.out.data, at(p.out, b, t, n) + h, l > 0 ? o[h] / l : 0);
-      stat(d, p.lse, item * p.q_length + t, l > 0 ? m + std::log(l) : -INFINITY);
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Enough items that some tens of threads find work and a causal triangle's unequal items even out.
+constexpr int64_t kEnoughItems = 32;
+
+ForwardPlan plan_forward(const Problem& p) {
+  ForwardPlan plan{};
+  int group = p.q_heads / p.kv_heads;
+  // Blocks of 48 fill whole panels with every instruction set. Longer ones read K and V less often.
+  constexpr int kShort = 48;
+  plan.fold = p.q_length < kShort ? group : 1;
+  plan.rows = plan.fold * p.q_length;
+  int64_t heads = int64_t{p.batch} * (p.q_heads / plan.fold);
+  plan.block_rows = kShort;
+  for (int longer : {192, 96}) {
+    if (heads * divide_up(plan.rows, longer) >= kEnoughItems) {
+      plan.block_rows = longer;
+      break;
     }
-  });
+  }
+  plan.block_rows = std::min(plan.block_rows, static_cast<int>(divide_up(plan.rows, 16) * 16));
+  plan.blocks = static_cast<int>(divide_up(plan.rows, plan.block_rows));
+  int64_t blocks = heads * plan.blocks;
+  // Few blocks and many keys, as in decoding: parts of at least 512 keys.
+  plan.splits = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(kEnoughItems / blocks, p.kv_length / 512)));
+  plan.items = blocks * plan.splits;
+  return plan;
 }
-void backward(DType d, const Problem& p, const ParallelFor& pf) {
-  pf((int64_t)p.batch * p.kv_heads, [&](int64_t item) {
-    int b = item / p.kv_heads, kh = item % p.kv_heads, H = p.head_dim, G = p.q_heads / p.kv_heads;
-    int64_t off = p.q_offset ? p.q_offset[b] : 0;
-    std::vector<double> dk((int64_t)p.kv_length * H), dv((int64_t)p.kv_length * H), dq(H);
-    for (int n = kh * G; n < kh * G + G; ++n) for (int t = 0; t < p.q_length; ++t) {
-      int64_t st = ((int64_t)b * p.q_heads + n) * p.q_length + t;
-      double lse = stat(d, p.lse, st), delta = stat(d, p.delta, st);
-      std::fill(dq.begin(), dq.end(), 0.0);
-      if (lse > -INFINITY) for (int j = 0; j < p.kv_length; ++j) {
-        if (p.options.causal && j > t + off) continue;
-        double x = 0, dp = 0;
-        for (int h = 0; h < H; ++h) {
-          x += load(d, p.q.data, at(p.q, b, t, n) + h) * load(d, p.k.data, at(p.k, b, j, kh) + h);
-          dp += load(d, p.dout.data, at(p.dout, b, t, n) + h) * load(d, p.v.data, at(p.v, b, j, kh) + h);
-        }
-        double pr = std::exp(x * p.options.scale - lse), ds = pr * (dp - delta) * p.options.scale;
-        for (int h = 0; h < H; ++h) {
-          dv[(int64_t)j * H + h] += pr * load(d, p.dout.data, at(p.dout, b, t, n) + h);
-          dk[(int64_t)j * H + h] += ds * load(d, p.q.data, at(p.q, b, t, n) + h);
-          dq[h] += ds * load(d, p.k.data, at(p.k, b, j, kh) + h);
-        }
-      }
-      for (int h = 0; h < H; ++h) store(d, p.dq.data, at(p.dq, b, t, n) + h, dq[h]);
-    }
-    for (int j = 0; j < p.kv_length; ++j) for (int h = 0; h < H; ++h) {
-      store(d, p.dk.data, at(p.dk, b, j, kh) + h, dk[(int64_t)j * H + h]);
-      store(d, p.dv.data, at(p.dv, b, j, kh) + h, dv[(int64_t)j * H + h]);
-    }
-  });
+
+BackwardPlan plan_backward(const Problem& p) {
+  BackwardPlan plan{};
+  int64_t heads = int64_t{p.batch} * p.kv_heads;
+  // At most 8 chunks, for each costs a sum of dq, and at least 192 keys in each.
+  plan.chunks = static_cast<int>(
+      std::clamp<int64_t>(std::min(divide_up(kEnoughItems, heads), int64_t{p.kv_length} / 192), 1, 8));
+  plan.items = heads * plan.chunks;
+  plan.padded_q_length = divide_up(p.q_length, 8) * 8;
+  plan.padded_head_dim = divide_up(p.head_dim, 16) * 16;
+  plan.row_blocks = static_cast<int>(divide_up(p.q_length, kReduceRows));
+  plan.reduce_items = int64_t{p.batch} * p.q_heads * plan.row_blocks;
+  return plan;
 }
+
 }  // namespace
+
+std::string isa() { return kernels().name; }
+
+int64_t backward_scratch(DType, const Problem& problem) {
+  BackwardPlan plan = plan_backward(problem);
+  return plan.chunks * problem.batch * problem.q_heads * plan.padded_q_length * plan.padded_head_dim;
+}
+
+void forward(DType dtype, const Problem& problem, const ParallelFor& parallel_for) {
+  const Kernels& k = kernels();
+  ForwardPlan plan = plan_forward(problem);
+  size_t bytes = k.forward_workspace(dtype, problem, plan);
+  // Bounded: there are at most kEnoughItems splits in all, of at most 48 rows.
+  std::unique_ptr<char[]> partials;
+  if (plan.splits > 1) partials.reset(new char[k.forward_partial(dtype, problem, plan) * plan.items]);
+  parallel_for(plan.items,
+               [&](int64_t item) { k.forward(dtype, problem, plan, item, workspace(bytes), partials.get()); });
+  if (plan.splits == 1) return;
+  parallel_for(plan.items / plan.splits, [&](int64_t item) {
+    k.forward_combine(dtype, problem, plan, item, workspace(bytes), partials.get());
+  });
+}
+
+void backward(DType dtype, const Problem& problem, const ParallelFor& parallel_for) {
+  const Kernels& k = kernels();
+  BackwardPlan plan = plan_backward(problem);
+  size_t bytes = k.backward_workspace(dtype, problem);
+  parallel_for(plan.items, [&](int64_t item) { k.backward(dtype, problem, plan, item, workspace(bytes)); });
+  parallel_for(plan.reduce_items,
+               [&](int64_t item) { k.backward_reduce(dtype, problem, plan, item, workspace(bytes)); });
+}
+
+}  // namespace jax_flash::cpu

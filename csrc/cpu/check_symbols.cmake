@@ -1,0 +1,7 @@
+# Fails when an object of isa.cc offers the linker a function: global (T), weak (W, V), unique (u) or indirect (i).
+# Such a function could take the place of its namesake in code that runs on processors without the instruction set.
+execute_process(
+  COMMAND "${NM}" --defined-only --extern-only "${OBJECT}" OUTPUT_VARIABLE symbols COMMAND_ERROR_IS_FATAL ANY)
+if(symbols MATCHES "[^\n]* [TWVui] [^\n]*")
+  message(FATAL_ERROR "${OBJECT} has a function that is not local: ${CMAKE_MATCH_0}")
+endif()

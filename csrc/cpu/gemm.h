@@ -1,0 +1,132 @@
+// The register-blocked micro-kernel: C[kRows][NV * kWidth] += A * B, B and C in vectors, A one element at a time.
+//
+// Every product of attention is put into this form, so that no operand is ever transposed in the inner loops:
+//   forward   S^T[key][query] = K Q^T      A = K, B = Q^T packed once a block of queries
+//             O^T[h][query]  += V^T P^T    A = V, B = P^T, the tile that the softmax left
+//   backward  S[query][key] = Q K^T, dP = dO V^T      B = K^T, V^T packed once a block of keys
+//             dV[key][h] += P^T dO, dK[key][h] += dS^T Q, dQ[query][h] += dS K      B as it lies in memory
+#pragma once
+
+#include "simd.h"
+
+namespace jax_flash::cpu::JAX_FLASH_ISA {
+
+// The tile that registers hold: accumulators, one row of B and one element of A must fit. With 32 registers, 24
+// accumulators need 3 + 8 loads for 24 multiply-adds; with 16, 12 need 3 + 4 for 12.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kRows = 8;
+constexpr int kVecs = 3;
+#elif defined(__FMA__)
+constexpr int kRows = 4;
+constexpr int kVecs = 3;
+#else
+// The product of a separate multiplication needs a register too.
+constexpr int kRows = 4;
+constexpr int kVecs = 2;
+#endif
+// Rows of A are padded to this multiple in all our buffers, so that no kernel for a rest of rows is needed.
+constexpr int kRowPadding = 8;
+static_assert(kRowPadding % kRows == 0);
+
+template <typename T>
+constexpr int kPanel = kVecs * kWidth<T>;  // lanes of a panel of B
+
+constexpr int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// How A lies: row i, depth k at a[i * stride + k], or at a[k * stride + i].
+enum class Layout { row_major, column_major };
+
+// `finish(row, vector, value)` takes the sum of A * B; `depth` may be 0.
+template <int NV, Layout layout, typename T, typename Finish>
+JAX_FLASH_INLINE void micro_kernel(int depth, const T* a, ptrdiff_t a_stride, const T* b, ptrdiff_t b_stride,
+                                   Finish finish) {
+  Vec<T> c[kRows][NV];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) c[i][v] = T(0);
+  }
+  for (int k = 0; k < depth; ++k) {
+    Vec<T> row[NV];
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) row[v] = load(b + v * kWidth<T>);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+      Vec<T> element = layout == Layout::row_major ? a[i * a_stride] : a[i];
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; ++v) c[i][v] = element * row[v] + c[i][v];
+    }
+    a += layout == Layout::row_major ? 1 : a_stride;
+    b += b_stride;
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) finish(i, v, c[i][v]);
+  }
+}
+
+// Sums over head_dim are cut into parts of at most this depth, which are added up: the rounding errors of a running sum
+// of 192 products are otherwise three times those of XLA's own matrix product. It costs head_dim 64 nothing.
+constexpr int kSumDepth = 64;
+
+// The micro-kernel for sums over head_dim.
+template <int NV, typename T, typename Finish>
+JAX_FLASH_INLINE void dot_kernel(int depth, const T* a, ptrdiff_t a_stride, const T* b, ptrdiff_t b_stride,
+                                 Finish finish) {
+  if (depth <= kSumDepth) return micro_kernel<NV, Layout::row_major>(depth, a, a_stride, b, b_stride, finish);
+  alignas(64) T sums[kRows * kPanel<T>] = {};
+  for (int parts = (depth + kSumDepth - 1) / kSumDepth; parts > 0; --parts) {
+    int part = depth / parts;
+    auto add = [&](int i, int v, const Vec<T>& sum) __attribute__((always_inline)) {
+      T* p = sums + i * kPanel<T> + v * kWidth<T>;
+      store<T>(p, load(p) + sum);
+    };
+    micro_kernel<NV, Layout::row_major>(part, a, a_stride, b, b_stride, add);
+    a += part;
+    b += part * b_stride;
+    depth -= part;
+  }
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) finish(i, v, load(sums + i * kPanel<T> + v * kWidth<T>));
+  }
+}
+
+// Calls body(std::integral_constant<int, n>) for n vectors, 1 <= n <= kVecs.
+template <typename Body>
+JAX_FLASH_INLINE void with_vectors(int n, Body body) {
+  if (n == kVecs) return body(std::integral_constant<int, kVecs>{});
+  if constexpr (kVecs > 2) {
+    if (n == 2) return body(std::integral_constant<int, 2>{});
+  }
+  body(std::integral_constant<int, 1>{});
+}
+
+// C[rows][columns] += A * B for `rows` a multiple of kRows and `columns` one of kWidth, all row-major but A.
+template <Layout layout, typename T>
+void accumulate(int rows, int columns, int depth, const T* a, ptrdiff_t a_stride, const T* b, ptrdiff_t b_stride,
+                T* c, ptrdiff_t c_stride) {
+  constexpr int W = kWidth<T>;
+  int vectors = columns / W;
+  int panels = (vectors + kVecs - 1) / kVecs;
+  for (int panel = 0, first = 0; panel < panels; ++panel) {
+    // Even shares: 4 vectors as 2 + 2, because a lone vector is bound by the latency of its few accumulators.
+    int n = (vectors - first + panels - panel - 1) / (panels - panel);
+    with_vectors(n, [&](auto nv) __attribute__((always_inline)) {
+      for (int i = 0; i < rows; i += kRows) {
+        T* tile = c + i * c_stride + first * W;
+        const T* left = a + (layout == Layout::row_major ? i * a_stride : i);
+        micro_kernel<nv.value, layout>(depth, left, a_stride, b + first * W, b_stride,
+                                       [&](int row, int v, const Vec<T>& sum) __attribute__((always_inline)) {
+                                         T* p = tile + row * c_stride + v * W;
+                                         store<T>(p, load(p) + sum);
+                                       });
+      }
+    });
+    first += n;
+  }
+}
+
+}  // namespace jax_flash::cpu::JAX_FLASH_ISA

@@ -1,0 +1,69 @@
+// The kernels of one instruction set. Compiled once per set, with its flags and with JAX_FLASH_ISA its name.
+//
+// Code compiled for AVX-512 must never run on a processor without it. Inline functions and template instances of the
+// standard library would be the way: they are weak symbols of one name in every object, and the linker keeps any one
+// of them. So these objects are compiled with -fno-weak, which makes such functions local to the object; what is left
+// global is the one table below. The build checks that (check_symbols.cmake).
+#include <type_traits>
+
+#include "backward.h"
+#include "forward.h"
+#include "isa.h"
+
+namespace jax_flash::cpu::JAX_FLASH_ISA {
+namespace {
+
+template <typename Body>
+auto with_element(DType dtype, Body body) {
+  switch (dtype) {
+    case DType::f16: return body(std::type_identity<Half>{});
+    case DType::bf16: return body(std::type_identity<BFloat16>{});
+    case DType::f32: return body(std::type_identity<float>{});
+    default: return body(std::type_identity<double>{});
+  }
+}
+
+template <typename Type>
+using Element = typename Type::type;
+
+size_t forward_workspace(DType dtype, const Problem& p, const ForwardPlan& plan) {
+  return with_element(dtype, [&](auto e) { return ForwardItem<Element<decltype(e)>>(p, plan, nullptr).workspace(); });
+}
+
+size_t forward_partial(DType dtype, const Problem& p, const ForwardPlan& plan) {
+  return with_element(dtype, [&](auto e) {
+    using E = Element<decltype(e)>;
+    return ForwardItem<E>(p, plan, nullptr).record_size() * sizeof(Compute<E>);
+  });
+}
+
+void forward(DType dtype, const Problem& p, const ForwardPlan& plan, int64_t item, void* workspace, void* partials) {
+  with_element(dtype, [&](auto e) { ForwardItem<Element<decltype(e)>>(p, plan, workspace).run(item, partials); });
+}
+
+void forward_combine(DType dtype, const Problem& p, const ForwardPlan& plan, int64_t item, void* workspace,
+                     const void* partials) {
+  with_element(dtype, [&](auto e) { ForwardItem<Element<decltype(e)>>(p, plan, workspace).combine(item, partials); });
+}
+
+size_t backward_workspace(DType dtype, const Problem& p) {
+  return with_element(dtype, [&](auto e) { return BackwardItem<Element<decltype(e)>>(p, nullptr).workspace(); });
+}
+
+void backward(DType dtype, const Problem& p, const BackwardPlan& plan, int64_t item, void* workspace) {
+  with_element(dtype, [&](auto e) { BackwardItem<Element<decltype(e)>>(p, workspace).run(plan, item); });
+}
+
+void backward_reduce(DType dtype, const Problem& p, const BackwardPlan& plan, int64_t item, void* workspace) {
+  with_element(dtype, [&](auto e) { BackwardItem<Element<decltype(e)>>(p, workspace).reduce(plan, item); });
+}
+
+}  // namespace
+
+#define JAX_FLASH_TEXT_OF(x) #x
+#define JAX_FLASH_TEXT(x) JAX_FLASH_TEXT_OF(x)
+extern const Kernels kKernels;
+const Kernels kKernels = {JAX_FLASH_TEXT(JAX_FLASH_ISA), forward_workspace, backward_workspace, forward_partial,
+                          forward,                       forward_combine,   backward,           backward_reduce};
+
+}  // namespace jax_flash::cpu::JAX_FLASH_ISA

@@ -1,0 +1,66 @@
+// What one instruction set offers to the dispatcher: the kernels of isa.cc, compiled once per set with its own flags.
+//
+// An item is the unit of work that one thread does alone; the plan says how many there are. Plans depend on the shape
+// only, so results are the same bit for bit whatever the number of threads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../problem.h"
+
+namespace jax_flash::cpu {
+
+struct ForwardPlan {
+  int fold;        // query heads of one key head whose rows stand in one block: the group for short queries, else 1
+  int rows;        // rows of a folded head: fold * q_length
+  int block_rows;  // rows of a block
+  int blocks;      // blocks of a folded head
+  int splits;      // parts of the keys that are attended to apart, their results combined by forward_combine
+  int64_t items;   // batch * q_heads / fold * blocks * splits
+};
+
+struct BackwardPlan {
+  int chunks;               // parts of the key blocks, each with its own sum of dq
+  int64_t items;            // batch * kv_heads * chunks
+  int64_t padded_q_length;  // rows of a head in a sum of dq
+  int64_t padded_head_dim;  // elements of such a row
+  int row_blocks;           // blocks of a head in backward_reduce
+  int64_t reduce_items;     // batch * q_heads * row_blocks
+};
+
+constexpr int kReduceRows = 64;
+
+struct Kernels {
+  const char* name;
+  // Bytes of the buffer, aligned to 64 bytes, that a thread lends to an item.
+  size_t (*forward_workspace)(DType, const Problem&, const ForwardPlan&);
+  size_t (*backward_workspace)(DType, const Problem&);
+  // Bytes of a split's result, per item; only for splits > 1.
+  size_t (*forward_partial)(DType, const Problem&, const ForwardPlan&);
+
+  // Writes out and lse, or one partial result when the keys are split.
+  void (*forward)(DType, const Problem&, const ForwardPlan&, int64_t item, void* workspace, void* partials);
+  // Writes out and lse from the partial results; splits items make one of these.
+  void (*forward_combine)(DType, const Problem&, const ForwardPlan&, int64_t item, void* workspace,
+                          const void* partials);
+  // Writes dk and dv, and the chunk's sum of dq into Problem::scratch.
+  void (*backward)(DType, const Problem&, const BackwardPlan&, int64_t item, void* workspace);
+  // Adds up the sums of the chunks and writes dq.
+  void (*backward_reduce)(DType, const Problem&, const BackwardPlan&, int64_t item, void* workspace);
+};
+
+namespace baseline {
+extern const Kernels kKernels;
+}
+namespace avx2 {
+extern const Kernels kKernels;
+}
+namespace avx512 {
+extern const Kernels kKernels;
+}
+namespace neon {
+extern const Kernels kKernels;
+}
+
+}  // namespace jax_flash::cpu

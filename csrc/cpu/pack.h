@@ -1,0 +1,68 @@
+// Copies between the caller's arrays and the tiles: converted to what is computed in, padded, transposed.
+#pragma once
+
+#include "gemm.h"
+
+namespace jax_flash::cpu::JAX_FLASH_ISA {
+
+// One row of `columns` elements, zeros up to `padded`, a multiple of kWidth.
+template <typename E>
+JAX_FLASH_INLINE void copy_row(const E* from, int columns, int padded, Compute<E>* to) {
+  constexpr int W = kWidth<Compute<E>>;
+  int c = 0;
+  for (; c + W <= columns; c += W) store(to + c, load_as(from + c));
+  if (c < columns) {
+    store(to + c, load_some(from + c, columns - c));
+    c += W;
+  }
+  for (; c < padded; c += W) store(to + c, Vec<Compute<E>>(0));
+}
+
+// `rows` rows of the array, then zero rows up to `padded_rows`.
+template <typename E>
+void copy_rows(const E* from, ptrdiff_t stride, int rows, int columns, int padded_rows, int padded,
+               Compute<E>* to) {
+  for (int r = 0; r < rows; ++r) copy_row(from + r * stride, columns, padded, to + static_cast<ptrdiff_t>(r) * padded);
+  std::memset(to + static_cast<ptrdiff_t>(rows) * padded, 0,
+              sizeof(Compute<E>) * (padded_rows - rows) * static_cast<ptrdiff_t>(padded));
+}
+
+// to[panel][column][kPanel] = from[row][column], rows (a multiple of the lanes) becoming lanes.
+template <typename T>
+void transpose_to_panels(const T* from, ptrdiff_t stride, int rows, int columns, T* to) {
+  constexpr int N = kPanel<T>;
+  for (int first = 0; first < rows; first += N, to += static_cast<ptrdiff_t>(columns) * N) {
+    int lanes = rows - first < N ? rows - first : N;
+    for (int c = 0; c < columns; ++c) {
+      for (int lane = 0; lane < lanes; ++lane) to[c * N + lane] = from[(first + lane) * stride + c];
+    }
+  }
+}
+
+template <typename E>
+JAX_FLASH_INLINE void store_row(const Compute<E>* from, int columns, Compute<E> factor, E* to) {
+  using T = Compute<E>;
+  constexpr int W = kWidth<T>;
+  int c = 0;
+  for (; c + W <= columns; c += W) store_as<E>(to + c, load(from + c) * factor);
+  if (c < columns) store_some<E>(to + c, load(from + c) * factor, columns - c);
+}
+
+// Hands out consecutive aligned parts of a workspace; with a null base it only counts.
+class Arena {
+ public:
+  explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
+  template <typename T>
+  T* take(int64_t elements) {
+    T* p = reinterpret_cast<T*>(base_ + used_);
+    used_ += (elements * sizeof(T) + 63) / 64 * 64;
+    return p;
+  }
+  size_t used() const { return used_; }
+
+ private:
+  char* base_;
+  size_t used_ = 0;
+};
+
+}  // namespace jax_flash::cpu::JAX_FLASH_ISA
