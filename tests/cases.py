@@ -136,7 +136,7 @@ def plain(
     """out and lse by plain JAX in the dtype of the inputs, with products accumulated in float32 or wider."""
     wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
     leading, (q_length, q_heads, head_dim), (kv_length, kv_heads) = query.shape[:-3], query.shape[-3:], key.shape[-3:-1]
-    einsum = functools.partial(jnp.einsum, preferred_element_type=wide, precision="highest")
+    einsum = functools.partial(jnp.einsum, preferred_element_type=wide)
     scores = einsum("...tkgh,...skh->...kgts", query.reshape(*leading, q_length, kv_heads, -1, head_dim), key)
     scores = scores * jnp.asarray(1 / np.sqrt(head_dim) if scale is None else scale, wide)
     if causal:

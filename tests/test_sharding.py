@@ -123,9 +123,10 @@ def test_mapped_over_a_split_axis(target: Target) -> None:
     problem.check(target.platform, {"out": np.asarray(out), "lse": np.asarray(lse)})
 
 
-@pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
-def test_shard_map(target: Target) -> None:
-    """Inside shard_map a call sees one device's part (without check_vma: the primitives do not track what varies)."""
+@pytest.mark.parametrize("target", cases.targets())
+@pytest.mark.parametrize("check_vma", [False, True], ids=["unchecked", "checked"])
+def test_shard_map(target: Target, check_vma: bool) -> None:
+    """Inside shard_map a call sees one device's part."""
     problem = cases.problem(GROUPED, target.dtypes[0])
     grid = mesh(target, (2, 1), ("x", "y"))
 
@@ -134,6 +135,45 @@ def test_shard_map(target: Target) -> None:
         return (*results, *pullback((dout, dlse)))
 
     spec = PartitionSpec("x")
-    run = jax.jit(jax.shard_map(part, mesh=grid, in_specs=spec, out_specs=spec, check_vma=False))
+    run = jax.jit(jax.shard_map(part, mesh=grid, in_specs=spec, out_specs=spec, check_vma=check_vma))
     results = run(*problem.inputs, problem.q_offset, problem.dout, problem.dlse)
     problem.check(target.platform, dict(zip(NAMES, map(np.asarray, results), strict=True)))
+
+
+@pytest.mark.parametrize("target", cases.targets())
+def test_shard_map_over_rows(target: Target) -> None:
+    """Each device has its rows of query and all keys; the gradients of the keys are summed over the devices."""
+    case = Case("split_rows", 12, 9, q_heads=4, kv_heads=2, head_dim=8, leading=(2,), causal=True, q_offset=-1)
+    problem = cases.problem(case, target.dtypes[0])
+    grid = mesh(target, (2,), ("x",))
+
+    def part(query: Any, key: Any, value: Any) -> Any:
+        offset = jax.lax.axis_index("x") * np.int32(query.shape[1]) + np.int32(case.q_offset)
+        return cases.call(target, problem, q_offset=offset)(query, key, value)
+
+    rows, keys = PartitionSpec(None, "x"), PartitionSpec()
+    attend = jax.shard_map(
+        part, mesh=grid, in_specs=(rows, keys, keys), out_specs=(rows, PartitionSpec(None, None, "x"))
+    )
+
+    @jax.jit
+    def run(query: Any, key: Any, value: Any) -> Any:
+        results, pullback = jax.vjp(attend, query, key, value)
+        return (*results, *pullback((problem.dout, problem.dlse)))
+
+    problem.check(target.platform, dict(zip(NAMES, map(np.asarray, run(*problem.inputs)), strict=True)))
+
+
+@pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
+def test_explicit_sharding(target: Target) -> None:
+    """On a mesh of explicit axes the results' types say how they are split, and nothing is gathered."""
+    problem = cases.problem(GROUPED, target.dtypes[0])
+    devices = mesh(target, (2, 1), ("x", "y")).devices
+    grid = jax.sharding.Mesh(devices, ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(grid):
+        placed = [jax.device_put(x, NamedSharding(grid, PartitionSpec("x", None, "y"))) for x in problem.inputs]
+        program = jax.jit(cases.call(target, problem, q_offset=2)).lower(*placed).compile()
+        assert not COLLECTIVES.findall(program.as_text())
+        out, lse = program(*placed)
+        assert jax.typeof(out).sharding.spec == PartitionSpec("x", None, "y", None)
+        assert jax.typeof(lse).sharding.spec == PartitionSpec("x", "y", None)
