@@ -102,7 +102,8 @@ def standard_library() -> Text:
     """Reads the source files of the running Python's standard library, in the order of their names."""
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     files = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
-    train, validation = [], []
+    train: list[bytes] = []
+    validation: list[bytes] = []
     for name in sorted(files):
         if LEFT_OUT.isdisjoint(name.split("/")) and not name.startswith("_sysconfigdata"):
             # By a checksum of the name, so that a file added to the library moves no other to the other side.
@@ -225,7 +226,7 @@ class GPT(nnx.Module):
         self, tokens: jax.Array, position: jax.typing.ArrayLike = 0, caches: list[Cache] | None = None
     ) -> tuple[jax.Array, list[Cache | None]]:
         x = self.embed(tokens.astype(jnp.int32))
-        new_caches = []
+        new_caches: list[Cache | None] = []
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
             x, cache = block(x, position, cache)
             new_caches.append(cache)

@@ -5,7 +5,7 @@ import functools
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,48 @@ OPERANDS: dict[str, _primitive.Operand] = {
     "q_offset": _primitive.Operand(dims="b", dtype="int32"),
 }
 """Options that are arrays, each optional; the names are those of csrc/options.h."""
+
+
+@overload
+def attention(
+    query: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike,
+    *,
+    causal: bool = False,
+    q_offset: int | jax.typing.ArrayLike = 0,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    implementation: str | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def attention(
+    query: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike,
+    *,
+    causal: bool = False,
+    q_offset: int | jax.typing.ArrayLike = 0,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def attention(
+    query: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike,
+    *,
+    causal: bool = False,
+    q_offset: int | jax.typing.ArrayLike = 0,
+    scale: float | None = None,
+    return_lse: bool,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def attention(
@@ -88,7 +130,10 @@ def attention(
     (q_length, q_heads, head_dim), (kv_length, kv_heads) = query.shape[-3:], key.shape[-3:-1]
     if 0 in query.shape or kv_length == 0:
         # Nothing to attend from or to: every row keeps no key.
-        out, lse = jnp.zeros_like(query), jnp.full((*leading, q_heads, q_length), -jnp.inf, _dtypes.accumulation_dtype(query.dtype))
+        out, lse = (
+            jnp.zeros_like(query),
+            jnp.full((*leading, q_heads, q_length), -jnp.inf, _dtypes.accumulation_dtype(query.dtype)),
+        )
         return (out, lse) if return_lse else out
 
     if scale <= 0:
@@ -179,7 +224,9 @@ def _arrays(**arguments: jax.typing.ArrayLike) -> list[jax.Array]:
         if not isinstance(argument, (jax.Array, np.ndarray)):
             raise TypeError(f"{name} must be an array, got {type(argument).__name__}")
         if argument.dtype.name not in _dtypes.INPUTS:
-            raise TypeError(f"{name} must have one of the dtypes {', '.join(_dtypes.INPUTS)}, got {argument.dtype.name}")
+            raise TypeError(
+                f"{name} must have one of the dtypes {', '.join(_dtypes.INPUTS)}, got {argument.dtype.name}"
+            )
         if jax.dtypes.canonicalize_dtype(argument.dtype) != argument.dtype:
             raise TypeError(
                 f"{name} must have a dtype that JAX has enabled, got {argument.dtype.name} without jax_enable_x64"

@@ -23,7 +23,9 @@ def attention(
     kv_length, kv_heads = key.shape[1:3]
     grouped = query.reshape(batch, q_length, kv_heads, q_heads // kv_heads, head_dim)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=accumulate, precision="highest")
-    keep = _mask.keep(options, operands, jnp.arange(q_length, dtype=jnp.int32), jnp.arange(kv_length, dtype=jnp.int32))[:, None, None]
+    keep = _mask.keep(options, operands, jnp.arange(q_length, dtype=jnp.int32), jnp.arange(kv_length, dtype=jnp.int32))[
+        :, None, None
+    ]
     scores = jnp.where(keep, scores * jnp.asarray(options.scale, accumulate), -jnp.inf)
 
     any_kept = keep.any(axis=-1, keepdims=True)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
-"""Dynamic shared memory a block may have, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
+"""Dynamic shared memory a block may have (CUDA C++ Programming Guide, technical specifications)."""
 
 REGISTERS_PER_BLOCK = 65536
 
@@ -56,7 +56,9 @@ def test_gates(kernels: Any, arch: int) -> None:
 
 def test_every_tile_row_is_compiled(kernels: Any) -> None:
     """The big rows serve 80 and 90, the rows for less shared memory 86 and 89: together, the whole table."""
-    shared = {(k["name"].split("-")[1], k["name"].split("-")[3], k["shared_bytes"]) for a in (80, 86) for k in kernels(a)}
+    shared = {
+        (k["name"].split("-")[1], k["name"].split("-")[3], k["shared_bytes"]) for a in (80, 86) for k in kernels(a)
+    }
     assert len({s for s in shared if s[:2] == ("forward", "d256")}) == 2
     assert len({s for s in shared if s[:2] == ("backward", "d128")}) == 2
     assert len({s for s in shared if s[:2] == ("backward", "d256")}) == 2
