@@ -157,9 +157,16 @@ FACTORS = {"out": 2, "lse": 2, "dq": 3, "dk": 3, "dv": 3}
 epsilon times the magnitude of what is right."""
 
 
-def units(dtype: Any) -> int:
-    """A few: one where sums are wider than what is returned, four where they are made in the dtype itself."""
-    return 1 if jnp.dtype(dtype).itemsize < 4 else 4
+def units(name: str, dtype: Any) -> int:
+    """A few: one where sums are wider than what is returned, four where they are made in the dtype itself.
+
+    Gradients in 16 bits have two: FlashAttention takes delta from out as it was returned, and rounds ds between two
+    products, where plain JAX keeps both in float32. Where keys that hardly differ compete (the cases with twins), dq is
+    a difference that blows this up to twice epsilon, most of it by delta.
+    """
+    if jnp.dtype(dtype).itemsize >= 4:
+        return 4
+    return 2 if name in ("dq", "dk", "dv") else 1
 
 
 def epsilon(name: str, dtype: Any) -> float:
@@ -240,7 +247,7 @@ class Problem:
             assert result.dtype == expected_dtype, f"{name} has dtype {result.dtype}, not {expected_dtype}"
             want = self.right[name]
             errors = _errors(name, result, want)
-            slack = units(result.dtype) * epsilon(name, dtype)
+            slack = units(name, result.dtype) * epsilon(name, dtype)
             allowed = Errors(slack * magnitude(name, want), slack)
             if errors.maximum > allowed.maximum or errors.l2 > allowed.l2:
                 # The yardstick takes its time to compile and can only widen the bound.

@@ -29,7 +29,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _default_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests marked gpu run on the first CUDA device; all others on the CPU, also where there is a GPU."""
+    """Tests marked gpu run on the first CUDA device; all others on the CPU, also where there is a GPU.
+
+    Plain JAX on a GPU takes TF32 for float32 products unless it is told otherwise.
+    """
     platform = "cuda" if request.node.get_closest_marker("gpu") else "cpu"
-    with jax.default_device(jax.devices(platform)[0]):
+    with jax.default_device(jax.devices(platform)[0]), jax.default_matmul_precision("highest"):
         yield
