@@ -35,8 +35,7 @@ namespace nb = nanobind;
 #define JAX_FLASH_MEMBER(type, name) , ffi::StructMember<type>(#name)
 #define JAX_FLASH_PRESENCE_MEMBER(type, name) , ffi::StructMember<bool>("has_" #name)
 #define JAX_FLASH_REGISTER(...) XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(__VA_ARGS__)
-JAX_FLASH_REGISTER(
-    jax_flash::Options JAX_FLASH_OPTIONS(JAX_FLASH_MEMBER, JAX_FLASH_MEMBER, JAX_FLASH_PRESENCE_MEMBER));
+JAX_FLASH_REGISTER(jax_flash::Options JAX_FLASH_OPTIONS(JAX_FLASH_MEMBER, JAX_FLASH_MEMBER, JAX_FLASH_PRESENCE_MEMBER));
 #undef JAX_FLASH_REGISTER
 #undef JAX_FLASH_PRESENCE_MEMBER
 #undef JAX_FLASH_MEMBER
@@ -76,8 +75,8 @@ DType decode_dtype(ffi::DataType type) {
 Tensor tensor(const ffi::AnyBuffer& buffer, int batch, int length, int heads, int head_dim, ffi::DataType type,
               const char* name) {
   auto dims = buffer.dimensions();
-  if (buffer.element_type() != type || dims.size() != 4 || dims[0] != batch || dims[1] != length ||
-      dims[2] != heads || dims[3] != head_dim) {
+  if (buffer.element_type() != type || dims.size() != 4 || dims[0] != batch || dims[1] != length || dims[2] != heads ||
+      dims[3] != head_dim) {
     throw std::invalid_argument(std::string(name) + " has the wrong shape or dtype");
   }
   int64_t row = static_cast<int64_t>(heads) * head_dim;
@@ -164,11 +163,11 @@ Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::Rem
     }
   }
 #define JAX_FLASH_NOTHING(type, name)
-#define JAX_FLASH_DECODE(type, name)                                                          \
-  if (options.has_##name) {                                                                   \
-    ffi::AnyBuffer buffer = argument(args, next++);                                           \
-    require(buffer.element_type() == kOperandType<type>, #name " has the wrong dtype");       \
-    p.name = static_cast<const type*>(buffer.untyped_data());                                 \
+#define JAX_FLASH_DECODE(type, name)                                                    \
+  if (options.has_##name) {                                                             \
+    ffi::AnyBuffer buffer = argument(args, next++);                                     \
+    require(buffer.element_type() == kOperandType<type>, #name " has the wrong dtype"); \
+    p.name = static_cast<const type*>(buffer.untyped_data());                           \
   }
   JAX_FLASH_OPTIONS(JAX_FLASH_NOTHING, JAX_FLASH_NOTHING, JAX_FLASH_DECODE)
 #undef JAX_FLASH_DECODE
@@ -265,28 +264,26 @@ ffi::Error run_cuda(cuda::Stream stream, int32_t device, Options options, ffi::R
   });
 }
 
-#define JAX_FLASH_BIND_CPU \
-  ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attrs<Options>().RemainingArgs().RemainingRets()
-#define JAX_FLASH_BIND_PREPARE                   \
+#define JAX_FLASH_BIND_CPU ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attrs<Options>().RemainingArgs().RemainingRets()
+#define JAX_FLASH_BIND_PREPARE                       \
   ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>() \
-      .Ctx<ffi::DeviceOrdinal>()                 \
-      .Attrs<Options>()                          \
-      .RemainingArgs()                           \
+      .Ctx<ffi::DeviceOrdinal>()                     \
+      .Attrs<Options>()                              \
+      .RemainingArgs()                               \
       .RemainingRets()
-#define JAX_FLASH_BIND_CUDA               \
-  ffi::Ffi::Bind()                        \
+#define JAX_FLASH_BIND_CUDA                     \
+  ffi::Ffi::Bind()                              \
       .Ctx<ffi::PlatformStream<cuda::Stream>>() \
-      .Ctx<ffi::DeviceOrdinal>()          \
-      .Attrs<Options>()                   \
-      .RemainingArgs()                    \
+      .Ctx<ffi::DeviceOrdinal>()                \
+      .Attrs<Options>()                         \
+      .RemainingArgs()                          \
       .RemainingRets()
 
 XLA_FFI_DEFINE_HANDLER(kForwardCpu, run_cpu<Pass::forward>, JAX_FLASH_BIND_CPU);
 XLA_FFI_DEFINE_HANDLER(kBackwardCpu, run_cpu<Pass::backward>, JAX_FLASH_BIND_CPU);
 XLA_FFI_DEFINE_HANDLER(kForwardCudaPrepare, prepare_cuda<Pass::forward>, JAX_FLASH_BIND_PREPARE);
 XLA_FFI_DEFINE_HANDLER(kBackwardCudaPrepare, prepare_cuda<Pass::backward>, JAX_FLASH_BIND_PREPARE);
-XLA_FFI_DEFINE_HANDLER(kForwardCuda, run_cuda<Pass::forward>, JAX_FLASH_BIND_CUDA,
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kForwardCuda, run_cuda<Pass::forward>, JAX_FLASH_BIND_CUDA, {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kBackwardCuda, run_cuda<Pass::backward>, JAX_FLASH_BIND_CUDA,
                        {ffi::Traits::kCmdBufferCompatible});
 
@@ -345,8 +342,8 @@ NB_MODULE(_core, m) {
         if (platform == "cuda") return cuda::backward_scratch(p);
         return cpu::backward_scratch(named_dtype(dtype), p);
       },
-      nb::kw_only(), nb::arg("platform"), nb::arg("dtype"), nb::arg("batch"), nb::arg("q_length"),
-      nb::arg("kv_length"), nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"));
+      nb::kw_only(), nb::arg("platform"), nb::arg("dtype"), nb::arg("batch"), nb::arg("q_length"), nb::arg("kv_length"),
+      nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"));
 
   m.def("cpu_isa", &cpu::isa);
 
@@ -403,7 +400,8 @@ NB_MODULE(_core, m) {
         return rows;
       },
       nb::kw_only(), nb::arg("arch"), nb::arg("out_dir"),
-      nb::arg("dtypes") = std::vector<std::string>{"float16", "bfloat16"}, nb::arg("head_dims") = std::vector<int>{64, 96, 128, 256});
+      nb::arg("dtypes") = std::vector<std::string>{"float16", "bfloat16"},
+      nb::arg("head_dims") = std::vector<int>{64, 96, 128, 256});
 
   m.def(
       "fetch_kernel",

@@ -11,12 +11,12 @@
 // This header is compiled by the host compiler and by NVRTC, so it includes nothing.
 #pragma once
 
-#define JAX_FLASH_OPTIONS(CONSTANT, VALUE, OPERAND)                                                        \
-  /* keep key position <= query position + q_offset */                                                     \
-  CONSTANT(bool, causal)                                                                                   \
-  /* multiplies the scores; finite and > 0 (Python folds sign and zero into the query) */                  \
-  VALUE(double, scale)                                                                                     \
-  /* [batch] int32: position of query row 0; absent means 0 */                                             \
+#define JAX_FLASH_OPTIONS(CONSTANT, VALUE, OPERAND)                                       \
+  /* keep key position <= query position + q_offset */                                    \
+  CONSTANT(bool, causal)                                                                  \
+  /* multiplies the scores; finite and > 0 (Python folds sign and zero into the query) */ \
+  VALUE(double, scale)                                                                    \
+  /* [batch] int32: position of query row 0; absent means 0 */                            \
   OPERAND(int, q_offset)
 
 namespace jax_flash {

@@ -36,10 +36,10 @@ struct Problem {
   void* lse;    // [B, N, T] natural logarithm; written by forward, read by backward
   void* delta;  // [B, N, T] rowsum(dout * out) - dlse; backward only
 
-  Tensor dout;  // [B, T, N, H], backward only
-  Tensor dq;    // [B, T, N, H], backward only
-  Tensor dk;    // [B, S, K, H], backward only
-  Tensor dv;    // [B, S, K, H], backward only
+  Tensor dout;    // [B, T, N, H], backward only
+  Tensor dq;      // [B, T, N, H], backward only
+  Tensor dk;      // [B, S, K, H], backward only
+  Tensor dv;      // [B, S, K, H], backward only
   void* scratch;  // backward only: see the kernel that uses it; null when it asks for none
 
 #define JAX_FLASH_NOTHING(type, name)

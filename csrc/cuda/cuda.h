@@ -13,9 +13,9 @@ using Stream = void*;  // CUstream
 
 // Where things are; set once by Python at import.
 struct Settings {
-  std::string source_dir;                   // the device sources, shipped as package data
-  std::vector<std::string> prebuilt_dirs;   // cubins of `kernels build`, looked at first
-  std::vector<std::string> nvrtc_paths;     // libraries to try before the loader's own search
+  std::string source_dir;                  // the device sources, shipped as package data
+  std::vector<std::string> prebuilt_dirs;  // cubins of `kernels build`, looked at first
+  std::vector<std::string> nvrtc_paths;    // libraries to try before the loader's own search
 };
 void configure(Settings settings);
 
@@ -36,22 +36,22 @@ struct Device {
   std::string family;      // "sm80", or empty when no family serves it
 };
 struct Status {
-  std::string driver;         // "13.0", or empty
-  std::string driver_error;   // why there is none
+  std::string driver;              // "13.0", or empty
+  std::string driver_error;        // why there is none
   std::vector<std::string> nvrtc;  // "12.9 (path)" each
   std::string nvrtc_error;
-  std::string cache_dir;      // empty when caching on disk is off or impossible
+  std::string cache_dir;  // empty when caching on disk is off or impossible
   std::vector<Device> devices;
 };
 Status status();
 
 struct Kernel {
-  std::string name;    // the variant's name
-  int registers;       // per thread
-  int shared_bytes;    // per block
-  int threads;         // per block
-  int spill_bytes;     // stores plus loads
-  int local_bytes;     // stack frame
+  std::string name;  // the variant's name
+  int registers;     // per thread
+  int shared_bytes;  // per block
+  int threads;       // per block
+  int spill_bytes;   // stores plus loads
+  int local_bytes;   // stack frame
   int64_t cubin_bytes;
 };
 // Compiles the common variants for an architecture such as 80 or 90 into a folder for Settings::prebuilt_dirs, without

@@ -150,7 +150,8 @@ bool write_entry(const fs::path& path, const std::string& key, const std::string
 const Nvrtc& nvrtc_for(int arch) {
   std::string error;
   const std::vector<Nvrtc>& all = nvrtcs(&error);
-  if (all.empty()) throw std::runtime_error("no NVRTC to compile kernels with (install jax[cuda12] or [cuda13]): " + error);
+  if (all.empty())
+    throw std::runtime_error("no NVRTC to compile kernels with (install jax[cuda12] or [cuda13]): " + error);
   for (const Nvrtc& nvrtc : all) {
     if (nvrtc.target(arch)) return nvrtc;
   }
@@ -229,7 +230,8 @@ const std::vector<Nvrtc>& nvrtcs(std::string* error) { return Nvrtc::all(setting
 std::string Variant::name() const {
   std::string name = family + "-" + pass_name(pass) + "-" + dtype_name(dtype) + "-d" + std::to_string(head_dim);
 #define JAX_FLASH_CONSTANT(type, option) \
-  if (options.option) name += "-" #option + (sizeof(type) == sizeof(bool) ? std::string() : std::to_string(options.option));
+  if (options.option)                    \
+    name += "-" #option + (sizeof(type) == sizeof(bool) ? std::string() : std::to_string(options.option));
 #define JAX_FLASH_NOTHING(type, option)
 #define JAX_FLASH_OPERAND(type, option) \
   if (options.has_##option) name += "-" #option;
@@ -320,8 +322,8 @@ Kernel build(const Variant& variant, const std::string& out_dir) {
   kernel.registers = log_number(compiled.log, entry, " registers");
   kernel.shared_bytes = facts.shared_bytes;
   kernel.threads = facts.threads;
-  kernel.spill_bytes = log_number(compiled.log, entry, "bytes spill stores") +
-                       log_number(compiled.log, entry, "bytes spill loads");
+  kernel.spill_bytes =
+      log_number(compiled.log, entry, "bytes spill stores") + log_number(compiled.log, entry, "bytes spill loads");
   kernel.local_bytes = log_number(compiled.log, entry, "bytes stack frame");
   kernel.cubin_bytes = static_cast<int64_t>(compiled.cubin.size());
 

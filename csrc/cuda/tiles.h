@@ -9,11 +9,11 @@
 namespace jax_flash::cuda {
 
 // The fields of a tile row, printed by name as constants into the kernel's source.
-#define JAX_FLASH_TILE_FIELDS(FIELD)                                   \
-  FIELD(block_q)    /* rows of query a block holds at a time */        \
-  FIELD(block_kv)   /* keys a block holds at a time */                 \
-  FIELD(warps)      /* per block */                                    \
-  FIELD(stages)     /* buffers of what the loop walks over */          \
+#define JAX_FLASH_TILE_FIELDS(FIELD)                            \
+  FIELD(block_q)    /* rows of query a block holds at a time */ \
+  FIELD(block_kv)   /* keys a block holds at a time */          \
+  FIELD(warps)      /* per block */                             \
+  FIELD(stages)     /* buffers of what the loop walks over */   \
   FIELD(min_blocks) /* per multiprocessor, for the register allocator */
 
 struct TileRow {

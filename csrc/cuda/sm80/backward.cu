@@ -24,9 +24,9 @@ using KvTile = Tile<block_kv, tile_head_dim>;
 using QTile = Tile<block_q, tile_head_dim>;
 using ScoreTile = Tile<block_kv, block_q>;  // [keys, rows]
 
-constexpr int pairs = tile_head_dim / 16;             // of n8 tiles, in the columns of dQ, dK and dV
-constexpr int score_columns = block_q / split;        // rows of query in one warp's S^T
-constexpr int grad_pairs = ceil_div(pairs, split);    // in one warp's dK and dV, taken in turn by the pair of warps
+constexpr int pairs = tile_head_dim / 16;           // of n8 tiles, in the columns of dQ, dK and dV
+constexpr int score_columns = block_q / split;      // rows of query in one warp's S^T
+constexpr int grad_pairs = ceil_div(pairs, split);  // in one warp's dK and dV, taken in turn by the pair of warps
 constexpr int dq_column_warps = warps == 8 && pairs % 4 == 0 ? 4 : 2;
 constexpr int dq_row_warps = warps / dq_column_warps;
 constexpr int dq_row_tiles = block_q / 16 / dq_row_warps;
@@ -108,8 +108,9 @@ struct Backward {
   }
 
   // c += A Y, where A [16 keys, block_q] is P^T or dS^T: the warp's own fragments, or rows of a score tile.
-  __device__ __forceinline__ void grad_product(FragmentC (&c)[2 * grad_pairs], const FragmentC (&own)[score_columns / 8],
-                                               const char* score_tile, const char* y) const {
+  __device__ __forceinline__ void grad_product(FragmentC (&c)[2 * grad_pairs],
+                                               const FragmentC (&own)[score_columns / 8], const char* score_tile,
+                                               const char* y) const {
     const LaneReader<QTile> y_reader = tall_reader<QTile>(shared_address(y), 0, lane, half);
     const LaneReader<ScoreTile> a_reader = tall_reader<ScoreTile>(shared_address(score_tile), key_row, lane);
 #pragma unroll
@@ -255,8 +256,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       split == 1 ? 0 : warp / key_warps,
       static_cast<float>(problem.options.scale) * kLog2e,
   };
-  const RowTiles tiles = row_tiles_of<block_q>(backward.offset, backward.first_key, block_kv, problem.q_length,
-                                               problem.kv_length);
+  const RowTiles tiles =
+      row_tiles_of<block_q>(backward.offset, backward.first_key, block_kv, problem.q_length, problem.kv_length);
   const int first_head = kv_head * group, last_head = first_head + group - 1;
   if (tiles.begin < tiles.end) {
     load_tile<KvTile, threads>(shared_address(shared.k), head_of(problem.k, batch, kv_head), problem.k.row_stride,

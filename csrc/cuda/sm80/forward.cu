@@ -197,8 +197,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   for (; tile >= tiles.bare; --tile) forward.step<true>(tile);
   for (; tile >= 0; --tile) forward.step<false>(tile);
 
-  forward.finish(mutable_head_of(problem.out, batch, head),
-                 static_cast<float*>(problem.lse) + (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length);
+  forward.finish(
+      mutable_head_of(problem.out, batch, head),
+      static_cast<float*>(problem.lse) + (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length);
 }
 
 }  // namespace jax_flash
