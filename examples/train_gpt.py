@@ -23,7 +23,7 @@ import sys
 import sysconfig
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -227,7 +227,8 @@ class GPT(nnx.Module):
     ) -> tuple[jax.Array, list[Cache | None]]:
         x = self.embed(tokens.astype(jnp.int32))
         new_caches: list[Cache | None] = []
-        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
+        old_caches: Sequence[Cache | None] = caches or [None] * len(self.blocks)
+        for block, cache in zip(self.blocks, old_caches, strict=True):
             x, cache = block(x, position, cache)
             new_caches.append(cache)
         # Weight tying: the embedding also reads out.
@@ -283,7 +284,7 @@ def initial_state(config: Config, implementation: str | None) -> tuple[nnx.Graph
     return graphdef, State(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(params))
 
 
-def make_train_step(graphdef: nnx.GraphDef, config: Config) -> Callable[[State, jax.Array], tuple[State, jax.Array]]:
+def make_train_step(graphdef: nnx.GraphDef, config: Config) -> jax.stages.Wrapped:
     """One step of training, from the choice of the batch to the new parameters, as one compiled function."""
     optimizer = make_optimizer(config)
 
@@ -303,7 +304,7 @@ def make_train_step(graphdef: nnx.GraphDef, config: Config) -> Callable[[State, 
     return train_step
 
 
-def make_validation(graphdef: nnx.GraphDef) -> Callable[[nnx.State, jax.Array], jax.Array]:
+def make_validation(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
     """The mean loss over windows [batches, B, T + 1]."""
 
     @jax.jit
