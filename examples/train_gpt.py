@@ -225,7 +225,10 @@ class GPT(nnx.Module):
     def __call__(
         self, tokens: jax.Array, position: jax.typing.ArrayLike = 0, caches: list[Cache] | None = None
     ) -> tuple[jax.Array, list[Cache | None]]:
-        x = self.embed(tokens.astype(jnp.int32))
+        # A product with one-hot rows instead of a look-up, whose gradient scatters all tokens into 256 rows: on an H200
+        # that took 112 ms of a step of 135 ms (preset small).
+        one_hot = jax.nn.one_hot(tokens, BYTES, dtype=self.config.dtype)
+        x = one_hot @ self.embed.embedding[...].astype(self.config.dtype)
         new_caches: list[Cache | None] = []
         old_caches: Sequence[Cache | None] = caches or [None] * len(self.blocks)
         for block, cache in zip(self.blocks, old_caches, strict=True):
