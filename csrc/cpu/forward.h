@@ -1,11 +1,12 @@
 // The forward pass of one item: a block of queries against a part of the keys.
 //
 // Queries stand in the lanes. So the softmax needs no reduction across lanes, K and V are read as they lie in memory,
-// one element at a time, and only the block of queries is transposed, once.
+// one element at a time, and only the block of queries is transposed, once. Few queries take another way: few.h.
 #pragma once
 
 #include <algorithm>
 
+#include "few.h"
 #include "isa.h"
 #include "pack.h"
 #include "softmax.h"
@@ -42,11 +43,11 @@ class ForwardItem {
     Arena arena(workspace);
     int64_t lanes = static_cast<int64_t>(panels_) * kPanel<T>;
     int64_t key_elements = static_cast<int64_t>(keys_) * stride_;
-    queries_ = arena.take<T>(lanes * p.head_dim);
+    queries_ = arena.take<T>(lanes * stride_);
     out_ = arena.take<T>(lanes * stride_);
     k_ = arena.take<T>(key_elements);
     v_ = arena.take<T>(key_elements);
-    scores_ = arena.take<T>(static_cast<int64_t>(keys_) * kPanel<T>);
+    scores_ = arena.take<T>(static_cast<int64_t>(keys_) * std::max(kPanel<T>, kFewRows));
     maximum_ = arena.take<T>(lanes);
     sum_ = arena.take<T>(lanes);
     position_ = arena.take<T>(lanes);
@@ -80,8 +81,16 @@ class ForwardItem {
       int padded = round_up(count, kRowPadding);
       const E* k = row_of<const E>(p_.k, batch_, first, kv_head);
       const E* v = row_of<const E>(p_.v, batch_, first, kv_head);
+      if (few() && p_.head_dim % kWidth<T> == 0) {
+        attend_few_rows(first, count, k, p_.k.row_stride, v, p_.v.row_stride);
+        continue;
+      }
       copy_rows(k, p_.k.row_stride, count, p_.head_dim, padded, stride_, k_);
       copy_rows(v, p_.v.row_stride, count, p_.head_dim, padded, stride_, v_);
+      if (few()) {
+        attend_few_rows<T>(first, count, k_, stride_, v_, stride_);
+        continue;
+      }
       for (int row = 0; row < rows_; row += kPanel<T>) {
         int lanes = std::min(kPanel<T>, rows_ - row);
         int keys = static_cast<int>(std::clamp<int64_t>(key_limit(row, lanes) - first, 0, count));
@@ -136,6 +145,8 @@ class ForwardItem {
   int64_t record_size() const { return static_cast<int64_t>(plan_.block_rows) * (1 + stride_); }
 
  private:
+  bool few() const { return plan_.rows <= kFewRows; }
+
   struct Place {
     int64_t t, head;
   };
@@ -154,19 +165,37 @@ class ForwardItem {
   }
 
   void load_queries() {
-    // out_ is free until the first product, and large enough for the rows as they lie in memory.
+    T* rows = few() ? queries_ : out_;
+    // Queries that become lanes pass through out_, which is free until the first product.
     for (int row = 0; row < rows_; ++row) {
       Place at = place(row);
       position_[row] = static_cast<T>(at.t - first_position_);
-      copy_row(row_of<const E>(p_.q, batch_, at.t, at.head), p_.head_dim, stride_, out_ + row * stride_);
+      copy_row(row_of<const E>(p_.q, batch_, at.t, at.head), p_.head_dim, stride_, rows + row * stride_);
     }
-    int lanes = round_up(rows_, kWidth<T>);
-    std::memset(out_ + rows_ * stride_, 0, sizeof(T) * (lanes - rows_) * stride_);
+    int lanes = round_up(rows_, few() ? kFewRows : kWidth<T>);
+    std::memset(rows + rows_ * stride_, 0, sizeof(T) * (lanes - rows_) * stride_);
     std::fill(position_ + rows_, position_ + lanes, position_[rows_ - 1]);
-    transpose_to_panels(out_, stride_, lanes, p_.head_dim, queries_);
+    if (!few()) transpose_to_panels(out_, stride_, lanes, p_.head_dim, queries_);
     std::memset(out_, 0, sizeof(T) * panels_ * kPanel<T> * stride_);
     std::fill(maximum_, maximum_ + lanes, -kInfinity<T>);
     std::memset(sum_, 0, sizeof(T) * lanes);
+  }
+
+  template <typename Element>
+  void attend_few_rows(int64_t first, int count, const Element* k, ptrdiff_t k_stride, const Element* v,
+                       ptrdiff_t v_stride) {
+    int kept[kFewRows] = {};
+    for (int row = 0; row < rows_; ++row) {
+      kept[row] = static_cast<int>(std::clamp<int64_t>(key_limit(row, 1) - first, 0, count));
+    }
+    T scale = static_cast<T>(p_.options.scale * kLog2E);
+    auto attend = [&](auto rows) {
+      attend_few<rows.value>(count, round_up(p_.head_dim, kWidth<T>), k, k_stride, v, v_stride, queries_, out_, stride_,
+                             scale, kept, scores_, keys_, maximum_, sum_);
+    };
+    if (rows_ == 1) return attend(std::integral_constant<int, 1>{});
+    if (rows_ == 2) return attend(std::integral_constant<int, 2>{});
+    attend(std::integral_constant<int, kFewRows>{});
   }
 
   template <int NV>
@@ -213,6 +242,10 @@ class ForwardItem {
 
   // The row of out, apart from its normalisation.
   void gather(int row, T* to) const {
+    if (few()) {
+      std::memcpy(to, out_ + row * stride_, sizeof(T) * stride_);
+      return;
+    }
     const T* from = out_ + static_cast<int64_t>(row / kPanel<T> * kPanel<T>) * stride_ + row % kPanel<T>;
     for (int h = 0; h < p_.head_dim; ++h) to[h] = from[h * kPanel<T>];
   }
@@ -251,11 +284,11 @@ class ForwardItem {
   int stride_;  // of a row of k_ and v_; rows of a panel of out_
   int keys_;    // of a block, a multiple of kRowPadding
   int panels_;
-  T* queries_;   // [panel][head_dim][kPanel]
-  T* out_;       // [panel][stride_][kPanel], not normalised
+  T* queries_;   // [panel][head_dim][kPanel]; [row][stride_] when few
+  T* out_;       // [panel][stride_][kPanel], not normalised; [row][stride_] when few
   T* k_;         // [keys_][stride_]
   T* v_;         // [keys_][stride_]
-  T* scores_;    // [keys_][kPanel]
+  T* scores_;    // [keys_][kPanel]; [row][keys_] when few
   T* maximum_;   // [panel][kPanel], and so on
   T* sum_;
   T* position_;  // of the lanes' queries, less first_position_
