@@ -27,8 +27,8 @@ std::vector<Choice> choices() {
       {&avx512::kKernels, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                               __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
-      {&avx2::kKernels, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                            __builtin_cpu_supports("f16c")},
+      {&avx2::kKernels,
+       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
 #endif
 #if defined(__aarch64__)
       {&neon::kKernels, true},
@@ -103,8 +103,8 @@ BackwardPlan plan_backward(const Problem& p) {
   BackwardPlan plan{};
   int64_t heads = int64_t{p.batch} * p.kv_heads;
   // At most 8 chunks, for each costs a sum of dq, and at least 192 keys in each.
-  plan.chunks = static_cast<int>(
-      std::clamp<int64_t>(std::min(divide_up(kEnoughItems, heads), int64_t{p.kv_length} / 192), 1, 8));
+  plan.chunks =
+      static_cast<int>(std::clamp<int64_t>(std::min(divide_up(kEnoughItems, heads), int64_t{p.kv_length} / 192), 1, 8));
   plan.items = heads * plan.chunks;
   plan.padded_q_length = divide_up(p.q_length, 8) * 8;
   plan.padded_head_dim = divide_up(p.head_dim, 16) * 16;
@@ -132,9 +132,8 @@ void forward(DType dtype, const Problem& problem, const ParallelFor& parallel_fo
   parallel_for(plan.items,
                [&](int64_t item) { k.forward(dtype, problem, plan, item, workspace(bytes), partials.get()); });
   if (plan.splits == 1) return;
-  parallel_for(plan.items / plan.splits, [&](int64_t item) {
-    k.forward_combine(dtype, problem, plan, item, workspace(bytes), partials.get());
-  });
+  parallel_for(plan.items / plan.splits,
+               [&](int64_t item) { k.forward_combine(dtype, problem, plan, item, workspace(bytes), partials.get()); });
 }
 
 void backward(DType dtype, const Problem& problem, const ParallelFor& parallel_for) {

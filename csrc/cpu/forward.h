@@ -27,6 +27,8 @@ int padded_head_dim(int head_dim) {
   return round_up(head_dim, std::max(kWidth<T>, kRowPadding));
 }
 
+constexpr int key_block(int head_dim) { return head_dim <= 64 ? 256 : head_dim <= 128 ? 192 : 128; }
+
 template <typename E>
 class ForwardItem {
   using T = Compute<E>;
@@ -38,7 +40,7 @@ class ForwardItem {
         plan_(plan),
         stride_(padded_head_dim<T>(p.head_dim)),
         // K, V and the panels' own tiles have to stay in the second-level cache together.
-        keys_(p.head_dim <= 64 ? 256 : p.head_dim <= 128 ? 192 : 128),
+        keys_(key_block(p.head_dim)),
         panels_((plan.block_rows + kPanel<T> - 1) / kPanel<T>) {
     Arena arena(workspace);
     int64_t lanes = static_cast<int64_t>(panels_) * kPanel<T>;
@@ -207,9 +209,9 @@ class ForwardItem {
     Vec<T> scale = static_cast<T>(p_.options.scale * kLog2E);
     for (int j = 0; j < keys; j += kRows) {
       dot_kernel<NV>(p_.head_dim, k_ + j * stride_, stride_, queries, kPanel<T>,
-                                          [&](int i, int v, const Vec<T>& sum) __attribute__((always_inline)) {
-                                            store<T>(scores + (j + i) * kPanel<T> + v * kWidth<T>, sum * scale);
-                                          });
+                     [&](int i, int v, const Vec<T>& sum) __attribute__((always_inline)) {
+                       store<T>(scores + (j + i) * kPanel<T> + v * kWidth<T>, sum * scale);
+                     });
     }
     if (p_.options.causal) mask<NV>(row, lanes, first, keys);
     online_softmax<NV>(keys, scores, maximum_ + row, sum_ + row, decay_);
@@ -284,12 +286,12 @@ class ForwardItem {
   int stride_;  // of a row of k_ and v_; rows of a panel of out_
   int keys_;    // of a block, a multiple of kRowPadding
   int panels_;
-  T* queries_;   // [panel][head_dim][kPanel]; [row][stride_] when few
-  T* out_;       // [panel][stride_][kPanel], not normalised; [row][stride_] when few
-  T* k_;         // [keys_][stride_]
-  T* v_;         // [keys_][stride_]
-  T* scores_;    // [keys_][kPanel]; [row][keys_] when few
-  T* maximum_;   // [panel][kPanel], and so on
+  T* queries_;  // [panel][head_dim][kPanel]; [row][stride_] when few
+  T* out_;      // [panel][stride_][kPanel], not normalised; [row][stride_] when few
+  T* k_;        // [keys_][stride_]
+  T* v_;        // [keys_][stride_]
+  T* scores_;   // [keys_][kPanel]; [row][keys_] when few
+  T* maximum_;  // [panel][kPanel], and so on
   T* sum_;
   T* position_;  // of the lanes' queries, less first_position_
   T* decay_;     // [kPanel]

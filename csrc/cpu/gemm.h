@@ -106,8 +106,8 @@ JAX_FLASH_INLINE void with_vectors(int n, Body body) {
 
 // C[rows][columns] += A * B for `rows` a multiple of kRows and `columns` one of kWidth, all row-major but A.
 template <Layout layout, typename T>
-void accumulate(int rows, int columns, int depth, const T* a, ptrdiff_t a_stride, const T* b, ptrdiff_t b_stride,
-                T* c, ptrdiff_t c_stride) {
+void accumulate(int rows, int columns, int depth, const T* a, ptrdiff_t a_stride, const T* b, ptrdiff_t b_stride, T* c,
+                ptrdiff_t c_stride) {
   constexpr int W = kWidth<T>;
   int vectors = columns / W;
   int panels = (vectors + kVecs - 1) / kVecs;

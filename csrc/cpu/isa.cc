@@ -62,8 +62,13 @@ void backward_reduce(DType dtype, const Problem& p, const BackwardPlan& plan, in
 
 #define JAX_FLASH_TEXT_OF(x) #x
 #define JAX_FLASH_TEXT(x) JAX_FLASH_TEXT_OF(x)
-extern const Kernels kKernels;
-const Kernels kKernels = {JAX_FLASH_TEXT(JAX_FLASH_ISA), forward_workspace, backward_workspace, forward_partial,
-                          forward,                       forward_combine,   backward,           backward_reduce};
+const Kernels kKernels = {JAX_FLASH_TEXT(JAX_FLASH_ISA),
+                          forward_workspace,
+                          backward_workspace,
+                          forward_partial,
+                          forward,
+                          forward_combine,
+                          backward,
+                          backward_reduce};
 
 }  // namespace jax_flash::cpu::JAX_FLASH_ISA

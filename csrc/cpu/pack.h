@@ -20,8 +20,7 @@ JAX_FLASH_INLINE void copy_row(const E* from, int columns, int padded, Compute<E
 
 // `rows` rows of the array, then zero rows up to `padded_rows`.
 template <typename E>
-void copy_rows(const E* from, ptrdiff_t stride, int rows, int columns, int padded_rows, int padded,
-               Compute<E>* to) {
+void copy_rows(const E* from, ptrdiff_t stride, int rows, int columns, int padded_rows, int padded, Compute<E>* to) {
   for (int r = 0; r < rows; ++r) copy_row(from + r * stride, columns, padded, to + static_cast<ptrdiff_t>(r) * padded);
   std::memset(to + static_cast<ptrdiff_t>(rows) * padded, 0,
               sizeof(Compute<E>) * (padded_rows - rows) * static_cast<ptrdiff_t>(padded));
