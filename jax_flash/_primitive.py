@@ -125,6 +125,8 @@ def _abstract_eval(pass_: str, *avals: Any, params: Params) -> tuple[Any, ...]:
 
 def _call(pass_: str, platform: str, params: Params, *args: jax.Array) -> tuple[jax.Array, ...]:
     """What one device runs: a custom call, or plain JAX where no kernel serves the call."""
+    if args[0].shape[0] == 0:  # vmap over an axis of size 0; the kernels want one problem at least
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in _result_shapes(pass_, args))
     chosen = _explain.choose(params.implementation, platform, args[0].dtype)
     if chosen == "cuda":
         return _aligned(functools.partial(_custom_call, pass_, chosen, params), *args)
