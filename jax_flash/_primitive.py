@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """An option that is an array: its dimensions, by the letters of `_DIMS`, and its dtype."""
+    """An option that is an array: its dimensions, by the letters of `_DIMS`, the first of them b, and its dtype."""
 
     dims: str
     dtype: str
