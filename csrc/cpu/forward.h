@@ -60,15 +60,8 @@ class ForwardItem {
   size_t workspace() const { return workspace_; }
 
   void run(int64_t item, void* partials) {
-    // The last blocks keep the most keys when causal: they go first, so that the threads end together.
-    int heads = p_.q_heads / plan_.fold;
     int64_t split = item % plan_.splits, block_item = item / plan_.splits;
-    int64_t head = block_item % (static_cast<int64_t>(p_.batch) * heads);
-    int64_t block = plan_.blocks - 1 - block_item / (static_cast<int64_t>(p_.batch) * heads);
-    batch_ = head / heads;
-    first_head_ = head % heads * plan_.fold;
-    first_row_ = block * plan_.block_rows;
-    rows_ = static_cast<int>(std::min<int64_t>(plan_.block_rows, plan_.rows - first_row_));
+    go_to(block_item);
     // Positions are relative to this one, so that they are small and exact in T.
     first_position_ = plan_.fold == 1 ? first_row_ : 0;
     offset_ = p_.q_offset ? p_.q_offset[batch_] : 0;
@@ -110,13 +103,7 @@ class ForwardItem {
 
   // Rows of the blocks' splits, weighted by their shares of the softmax's denominator.
   void combine(int64_t block_item, const void* partials) {
-    int heads = p_.q_heads / plan_.fold;
-    int64_t head = block_item % (static_cast<int64_t>(p_.batch) * heads);
-    int64_t block = plan_.blocks - 1 - block_item / (static_cast<int64_t>(p_.batch) * heads);
-    batch_ = head / heads;
-    first_head_ = head % heads * plan_.fold;
-    first_row_ = block * plan_.block_rows;
-    rows_ = static_cast<int>(std::min<int64_t>(plan_.block_rows, plan_.rows - first_row_));
+    go_to(block_item);
     const T* records = static_cast<const T*>(partials) + block_item * plan_.splits * record_size();
     for (int row = 0; row < rows_; ++row) {
       auto lse_of = [&](int split) { return double{records[split * record_size() + row]}; };
@@ -147,6 +134,17 @@ class ForwardItem {
   int64_t record_size() const { return static_cast<int64_t>(plan_.block_rows) * (1 + stride_); }
 
  private:
+  // The last blocks keep the most keys when causal: they go first, so that the threads end together.
+  void go_to(int64_t block_item) {
+    int heads = p_.q_heads / plan_.fold;
+    int64_t head = block_item % (static_cast<int64_t>(p_.batch) * heads);
+    int64_t block = plan_.blocks - 1 - block_item / (static_cast<int64_t>(p_.batch) * heads);
+    batch_ = head / heads;
+    first_head_ = head % heads * plan_.fold;
+    first_row_ = block * plan_.block_rows;
+    rows_ = static_cast<int>(std::min<int64_t>(plan_.block_rows, plan_.rows - first_row_));
+  }
+
   bool few() const { return plan_.rows <= kFewRows; }
 
   struct Place {
