@@ -146,7 +146,7 @@ def test_changed_source_is_another_kernel(tmp_path: pathlib.Path) -> None:
     """And an error of the compiler comes with its log and the variant's name."""
     import shutil
 
-    sources = pathlib.Path(_registration.__file__).parent / "kernels"
+    sources = pathlib.Path(_core.__file__).parent / "kernels"  # also in an editable install
     changed = tmp_path / "kernels"
     shutil.copytree(sources, changed)
     configure = f"""

@@ -18,10 +18,13 @@ SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 
 REGISTERS_PER_BLOCK = 65536
 
-SPILL_GATE = {"forward": 0, "backward": 128}
-"""Bytes of spill stores plus loads a thread. The backward at head_dim 64 and 128 holds two gradients, two score tiles
-and their operands in 255 registers; what spills are a few addresses outside the products (16 to 120 bytes seen with
-NVRTC 12.9), which cost nothing measurable."""
+SPILL_GATE = {"forward": 288, "backward": 128}
+"""Bytes of spill stores plus loads a thread, with NVRTC 12.9.
+
+The forward at head_dim 128 holds 192 accumulators; with 64 keys it spills 244 bytes and makes 369 TFLOP/s on an H200,
+with 32 keys it spills nothing and makes 350. The backward at head_dim 64 and 128 spills a few addresses, 16 to 120
+bytes. All other forward kernels spill nothing.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +52,9 @@ def test_gates(kernels: Any, arch: int) -> None:
         assert 32 < kernel["registers"] <= 255
         assert kernel["registers"] * kernel["threads"] <= REGISTERS_PER_BLOCK
         assert 0 < kernel["shared_bytes"] <= SHARED_LIMIT[arch]
-        assert kernel["spill_bytes"] <= SPILL_GATE[pass_], kernel["name"]
-        assert kernel["local_bytes"] <= SPILL_GATE[pass_], kernel["name"]
+        gate = 0 if pass_ == "forward" and "-d128-" not in kernel["name"] else SPILL_GATE[pass_]
+        assert kernel["spill_bytes"] <= gate, kernel["name"]
+        assert kernel["local_bytes"] <= gate, kernel["name"]
         assert 0 < kernel["cubin_bytes"] < 1 << 18
 
 

@@ -11,6 +11,7 @@
 // keys: each computes half of the rows of S^T, and half of the columns of dK and dV; P^T and dS^T pass through shared
 // memory. dS always does, for dQ, whose products sum over all keys of the block.
 #include "cuda/shared/mask.cuh"
+#include "cuda/shared/schedule.cuh"
 #include "cuda/sm80/mma.cuh"
 
 namespace jax_flash {
@@ -236,10 +237,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   extern __shared__ __align__(128) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
 
-  // Under causal the first keys are kept by the most rows, and go first as they are.
-  const int key_blocks = ceil_div(problem.kv_length, block_kv);
-  const int kv_head = blockIdx.x / key_blocks % problem.kv_heads;
-  const int batch = blockIdx.x / key_blocks / problem.kv_heads;
+  // Under causal the first keys are kept by the most rows, and go first.
+  const Work work = work_of(ceil_div(problem.kv_length, block_kv), problem.kv_heads, problem.batch, problem.q_length);
+  const int kv_head = work.head, batch = work.batch;
   const int group = problem.q_heads / problem.kv_heads;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
@@ -249,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       batch,
       kv_head,
       offset_of(problem, batch),
-      static_cast<int>(blockIdx.x % key_blocks) * block_kv,
+      work.block * block_kv,
       warp,
       lane,
       (split == 1 ? warp : warp % key_warps) * 16,

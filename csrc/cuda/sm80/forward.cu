@@ -5,6 +5,7 @@
 // softmax and P V are. Keys are walked from the last to the first, so that the tiles to mask come first and the bare
 // loop has no test in it.
 #include "cuda/shared/mask.cuh"
+#include "cuda/shared/schedule.cuh"
 #include "cuda/shared/softmax.cuh"
 #include "cuda/sm80/mma.cuh"
 
@@ -161,13 +162,11 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   extern __shared__ __align__(128) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
 
-  // One flat grid, blocks of a head next to each other so that they share K and V in L2. Under causal the last rows
-  // have the most keys, and go first.
+  // Under causal the last rows have the most keys, and go first.
   const int row_blocks = ceil_div(problem.q_length, block_q);
-  int row_block = blockIdx.x % row_blocks;
-  if (option_causal) row_block = row_blocks - 1 - row_block;
-  const int head = blockIdx.x / row_blocks % problem.q_heads;
-  const int batch = blockIdx.x / row_blocks / problem.q_heads;
+  const Work work = work_of(row_blocks, problem.q_heads, problem.batch, problem.kv_length);
+  const int row_block = option_causal ? row_blocks - 1 - work.block : work.block;
+  const int head = work.head, batch = work.batch;
   const int kv_head = head / (problem.q_heads / problem.kv_heads);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
