@@ -295,6 +295,12 @@ DType named_dtype(const std::string& name) {
   throw std::invalid_argument("dtype must be float16, bfloat16, float32 or float64, got " + name);
 }
 
+Pass named_pass(const std::string& name) {
+  if (name == "forward") return Pass::forward;
+  if (name == "backward") return Pass::backward;
+  throw std::invalid_argument("pass_ must be forward or backward, got " + name);
+}
+
 nb::capsule capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); }
 
 }  // namespace
@@ -409,8 +415,7 @@ NB_MODULE(_core, m) {
         Options options{};
         options.causal = causal;
         nb::gil_scoped_release release;
-        return cuda::fetch(arch, pass == "forward" ? Pass::forward : Pass::backward, named_dtype(dtype), head_dim,
-                           options);
+        return cuda::fetch(arch, named_pass(pass), named_dtype(dtype), head_dim, options);
       },
       nb::kw_only(), nb::arg("arch"), nb::arg("pass_"), nb::arg("dtype"), nb::arg("head_dim"), nb::arg("causal"));
 }

@@ -124,7 +124,7 @@ def explain(
       query: as for `attention`, also a ``jax.ShapeDtypeStruct``; likewise ``key`` and ``value``.
       key: see ``query``.
       value: see ``query``.
-      platform: "cpu", "cuda" or another platform of JAX; None means JAX's default backend.
+      platform: "cpu", "cuda" or another platform of JAX; None means that of JAX's default device.
       implementation: as for `attention`.
       **options: the other keyword arguments of `attention`.
 
@@ -136,7 +136,10 @@ def explain(
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)]
     jax.eval_shape(lambda *arrays: attention(*arrays, implementation=implementation, **options), *shapes)
     if platform is None:
-        platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+        # A device, the name of a platform, or None; set by name at run time, so unknown to type checkers.
+        device = jax.config.jax_default_device  # type: ignore[attr-defined]
+        platform = getattr(device, "platform", device) or jax.default_backend()
+        platform = "cuda" if platform == "gpu" else platform
     dtype = shapes[0].dtype
     obstacles = {name: reason for name in IMPLEMENTATIONS if (reason := obstacle(name, platform, dtype))}
     return Explanation(choose(implementation, platform, dtype), platform, obstacles)
