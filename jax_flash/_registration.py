@@ -13,7 +13,15 @@ from typing import Any
 import jax
 import jaxlib.version
 
-from jax_flash import _core
+try:
+    from jax_flash import _core
+except ImportError as error:
+    if importlib.util.find_spec("jax_flash._core") is None:
+        raise ImportError(
+            f"jax_flash in {pathlib.Path(__file__).parent} has no compiled library for this Python: it is a source "
+            f"tree, or was built for another Python. Install it by pip, and import it from outside of the source tree"
+        ) from error
+    raise
 
 FORWARD_TARGET = "jax_flash_forward"
 BACKWARD_TARGET = "jax_flash_backward"

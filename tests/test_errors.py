@@ -1,7 +1,11 @@
 """Every bad input raises, when the call is traced, an error with the argument, the expectation and the value."""
 
 import functools
+import os
 import pathlib
+import shutil
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -251,3 +255,20 @@ def test_nothing_is_registered_before_the_check(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ImportError, match="newer jaxlib"):
         _registration._register()
     assert not registered
+
+
+def test_source_tree_without_the_library(tmp_path: pathlib.Path) -> None:
+    sources = pathlib.Path(jax_flash.__file__).parent
+    shutil.copytree(sources, tmp_path / "jax_flash", ignore=shutil.ignore_patterns("_core*", "kernels", "__pycache__"))
+    # -S leaves out site-packages, and with it an editable install's own way of finding the library.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(os.path.isdir, sys.path)])}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "import jax_flash"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0
+    assert f"ImportError: jax_flash in {tmp_path / 'jax_flash'} has no compiled library for this Python" in done.stderr
