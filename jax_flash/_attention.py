@@ -206,8 +206,7 @@ def _backward_rule(
     dout, dlse = cotangents
     # d lse / d score is the softmax itself, so its cotangent joins the row sum of FlashAttention-2 (equation 4):
     # ds = p * (dp - delta) with delta = rowsum(dout * out) - dlse.
-    products = dout.astype(lse.dtype) * out.astype(lse.dtype)
-    delta = jnp.swapaxes(products.sum(axis=-1), 1, 2) - dlse
+    delta = _primitive.row_sums(dout, out, lse.dtype) - dlse
     dquery, dkey, dvalue = _primitive.backward(
         query, key, value, dout, lse, delta, operands, options=options, implementation=implementation
     )

@@ -81,6 +81,11 @@ def backward(
     return dquery, dkey, dvalue
 
 
+def row_sums(dout: jax.Array, out: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """rowsum(dout * out) as [B, N, T], what delta is before dlse is taken from it (FlashAttention-2, equation 4)."""
+    return jnp.swapaxes((dout.astype(dtype) * out.astype(dtype)).sum(axis=-1), 1, 2)
+
+
 def _params(
     options: Options, operands: Mapping[str, jax.Array], implementation: str | None
 ) -> tuple[Params, list[jax.Array]]:
@@ -125,7 +130,7 @@ def _abstract_eval(pass_: str, *avals: Any, params: Params) -> tuple[Any, ...]:
 
 def _call(pass_: str, platform: str, params: Params, *args: jax.Array) -> tuple[jax.Array, ...]:
     """What one device runs: a custom call, or plain JAX where no kernel serves the call."""
-    if args[0].shape[0] == 0:  # vmap over an axis of size 0; the kernels want one problem at least
+    if 0 in args[0].shape:  # vmap over an axis of size 0; the kernels want one problem at least
         return tuple(jnp.zeros(x.shape, x.dtype) for x in _result_shapes(pass_, args))
     chosen = _explain.choose(params.implementation, platform, args[0].dtype)
     if chosen == "cuda":
@@ -189,9 +194,7 @@ def _plain(pass_: str, params: Params, *args: jax.Array) -> tuple[jax.Array, ...
         return _chunked.attention(query, key, value, operands, params.options)
 
     (out, _), pullback = jax.vjp(attend, query, key, value)
-    products = dout.astype(lse.dtype) * out.astype(lse.dtype)
-    dlse = jnp.swapaxes(products.sum(axis=-1), 1, 2) - delta
-    return pullback((dout, dlse))
+    return pullback((dout, row_sums(dout, out, lse.dtype) - delta))
 
 
 @functools.cache
@@ -285,11 +288,11 @@ def _batch(
         # Only the queries are mapped: they join the query heads of each key head, and no key is copied.
         query, key = jnp.moveaxis(args[0], axes[0], 0), args[1]
         batch, q_length, q_heads, head_dim = query.shape[1:]
-        kv_heads = key.shape[2]
-        query = query.reshape(size, batch, q_length, kv_heads, -1, head_dim).transpose(1, 2, 3, 0, 4, 5)
+        kv_heads, group = key.shape[2], q_heads // key.shape[2]
+        query = query.reshape(size, batch, q_length, kv_heads, group, head_dim).transpose(1, 2, 3, 0, 4, 5)
         out, lse = primitive.bind(query.reshape(batch, q_length, size * q_heads, head_dim), *args[1:], params=params)
-        out = out.reshape(batch, q_length, kv_heads, size, -1, head_dim).transpose(3, 0, 1, 2, 4, 5)
-        lse = lse.reshape(batch, kv_heads, size, -1, q_length).transpose(2, 0, 1, 3, 4)
+        out = out.reshape(batch, q_length, kv_heads, size, group, head_dim).transpose(3, 0, 1, 2, 4, 5)
+        lse = lse.reshape(batch, kv_heads, size, group, q_length).transpose(2, 0, 1, 3, 4)
         return (out.reshape(size, *results[0].shape), lse.reshape(size, *results[1].shape)), (0, 0)
 
     # Otherwise the mapped axis joins the batch, the first dimension of every argument that has one.

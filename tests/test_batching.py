@@ -183,3 +183,20 @@ def test_size_one_and_empty(target: Target) -> None:
     check(target, problem, jax.jit(run)(*arguments))
     for result, argument in zip(run(*(x[:0] for x in arguments)), (*arguments[-2:], *arguments[:3]), strict=True):
         assert result.shape == (0, *argument.shape[1:])
+
+
+@pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
+@pytest.mark.parametrize("mapped", [(0, None, None), (None, 0, 0), (0, 0, 0)], ids=["query", "keys", "all"])
+def test_axis_of_size_zero(target: Target, mapped: tuple[int | None, ...]) -> None:
+    problem = cases.problem(Case("nothing", 5, 7, q_heads=4, kv_heads=2, head_dim=8), target.dtypes[0])
+    inputs = [
+        x if axis is None else jnp.zeros((0, *x.shape), x.dtype) for x, axis in zip(problem.inputs, mapped, strict=True)
+    ]
+
+    def run(*inputs: jax.Array) -> tuple[jax.Array, ...]:
+        results, pullback = jax.vjp(cases.call(target, problem), *inputs)
+        return (*results, *pullback((problem.dout, problem.dlse)))
+
+    shapes = [x.shape for x in jax.vmap(run, in_axes=mapped)(*inputs)]
+    query, key, value = (x.shape for x in problem.inputs)
+    assert shapes == [(0, *shape) for shape in (query, problem.dlse.shape, query, key, value)]
