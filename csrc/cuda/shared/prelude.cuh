@@ -67,11 +67,8 @@ JAX_FLASH_DEVICE float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// Base addresses of one head of a [batch, length, heads, head_dim] array of 16-bit elements.
-JAX_FLASH_DEVICE const u16* head_of(const Tensor& t, int batch, int head) {
-  return static_cast<const u16*>(t.data) + batch * t.batch_stride + head * t.head_stride;
-}
-JAX_FLASH_DEVICE u16* mutable_head_of(const Tensor& t, int batch, int head) {
+// Base address of one head of a [batch, length, heads, head_dim] array of 16-bit elements.
+JAX_FLASH_DEVICE u16* head_of(const Tensor& t, int batch, int head) {
   return static_cast<u16*>(t.data) + batch * t.batch_stride + head * t.head_stride;
 }
 

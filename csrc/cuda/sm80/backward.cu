@@ -288,9 +288,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   __syncthreads();
   constexpr int rows_of_warp = block_kv / warps;
   const int first = backward.first_key + warp * rows_of_warp;
-  store_rows<KvTile, rows_of_warp>(shared.k, warp * rows_of_warp, mutable_head_of(problem.dk, batch, kv_head),
+  store_rows<KvTile, rows_of_warp>(shared.k, warp * rows_of_warp, head_of(problem.dk, batch, kv_head),
                                    problem.dk.row_stride, first, problem.kv_length, lane);
-  store_rows<KvTile, rows_of_warp>(shared.v, warp * rows_of_warp, mutable_head_of(problem.dv, batch, kv_head),
+  store_rows<KvTile, rows_of_warp>(shared.v, warp * rows_of_warp, head_of(problem.dv, batch, kv_head),
                                    problem.dv.row_stride, first, problem.kv_length, lane);
 }
 
@@ -306,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(128) jax_flash_backward_dq(const __
   const float scale = static_cast<float>(problem.options.scale);
   const float* from = dq_fragment(problem, batch, head, row_tile, 0) + lane;
   const int row = row_tile * 16 + lane / 4;
-  u16* to = mutable_head_of(problem.dq, batch, head) + row * problem.dq.row_stride + lane % 4 * 2;
+  u16* to = head_of(problem.dq, batch, head) + row * problem.dq.row_stride + lane % 4 * 2;
 #pragma unroll
   for (int n = 0; n < head_dim / 8; ++n) {
     const float x0 = from[n * 128], x1 = from[n * 128 + 32], x2 = from[n * 128 + 64], x3 = from[n * 128 + 96];

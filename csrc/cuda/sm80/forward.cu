@@ -197,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   for (; tile >= 0; --tile) forward.step<false>(tile);
 
   forward.finish(
-      mutable_head_of(problem.out, batch, head),
+      head_of(problem.out, batch, head),
       static_cast<float*>(problem.lse) + (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length);
 }
 
