@@ -305,10 +305,11 @@ Loaded kernels_of(const Variant& variant, int device) {
   }
   const Loaded loaded = future.get();
   std::lock_guard<std::mutex> lock(mutex);
-  if (ready.insert({loaded.main, device}).second) {
+  if (!ready.count({loaded.main, device})) {
     const Driver& driver = Driver::get();
     driver.ready(loaded.main, device, loaded.facts.shared_bytes);
     if (loaded.dq) driver.ready(loaded.dq, device, 0);
+    ready.insert({loaded.main, device});  // only now: a call that failed here is tried again
   }
   return loaded;
 }
