@@ -1,6 +1,6 @@
 """Trains a byte-level GPT in Flax whose attention is jax_flash, on text that every machine has.
 
-    python examples/train_gpt.py                  # learns visibly on two CPU cores in about a minute and a half
+    python examples/train_gpt.py                  # learns visibly on two CPU cores in about a minute
     python examples/train_gpt.py --preset small   # larger, in bfloat16 on a GPU
     python examples/train_gpt.py --resume         # goes on where the newest run stopped (Ctrl-C saves first)
 

@@ -3,6 +3,7 @@
 import concurrent.futures
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -144,8 +145,6 @@ def test_prebuilt_comes_first(tmp_path: pathlib.Path) -> None:
 
 def test_changed_source_is_another_kernel(tmp_path: pathlib.Path) -> None:
     """And an error of the compiler comes with its log and the variant's name."""
-    import shutil
-
     sources = pathlib.Path(_core.__file__).parent / "kernels"  # also in an editable install
     changed = tmp_path / "kernels"
     shutil.copytree(sources, changed)
