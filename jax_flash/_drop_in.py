@@ -112,7 +112,7 @@ def dot_product_attention(
         _checks.boolean(name, value) for name, value in (("is_causal", is_causal), ("return_residual", return_residual))
     )
     batch = query.shape[0]
-    result = attention(
+    out, lse = attention(
         query,
         key,
         value,
@@ -123,13 +123,11 @@ def dot_product_attention(
         scale=_scale(scale),
         q_lengths=_lengths("query_seq_lengths", query_seq_lengths, batch),
         kv_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
-        return_lse=return_residual,
+        return_lse=True,
         implementation=_implementation(implementation),
     )
-    if not return_residual:
-        return result.reshape(*shape[:-1], value.shape[-1])
-    out, lse = result
-    return out.reshape(*shape[:-1], value.shape[-1]), lse.swapaxes(-1, -2).reshape(shape[:-1])
+    out = out.reshape(*shape[:-1], value.shape[-1])
+    return (out, lse.swapaxes(-1, -2).reshape(shape[:-1])) if return_residual else out
 
 
 def _batched(name: str, array: jax.typing.ArrayLike) -> jax.Array:

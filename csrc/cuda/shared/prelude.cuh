@@ -1,8 +1,9 @@
 // What every kernel of every architecture needs before its first line. NVRTC has no headers, so neither do we.
 //
 // In front of this file the runtime puts the variant as named constants, in namespace jax_flash:
-//   dtype, head_dim              the element type, and H (a multiple of 8)
-//   option_<name>, has_<name>    the options of csrc/options.h
+//   dtype                              the element type
+//   head_dim, value_head_dim           H and V (multiples of 8)
+//   option_, with_, has_, has_d<name>  the options of csrc/options.h
 //   and the tile row of this pass, by the field names of csrc/cuda/tiles.h
 #pragma once
 
@@ -26,12 +27,17 @@ __host__ __device__ constexpr int ceil_div(int x, int y) { return (x + y - 1) / 
 
 // head_dim as the tiles hold it: the products go in steps of 16, the columns beyond head_dim are zeros.
 constexpr int tile_head_dim = round_up(head_dim, 16);
+constexpr int tile_value_head_dim = round_up(value_head_dim, 16);
+
+// Whether something happens to the scores between product and softmax (scores.cuh).
+constexpr bool modifies_scores = with_softcap || has_bias || has_alibi_slopes;
 
 // Host and kernel must agree on these; the kernel states them, the host reads them out of the cubin.
 struct LaunchFacts {
   int threads;       // per block
   int block_rows;    // rows of query (forward) or key (backward) that a block owns
   int shared_bytes;  // dynamic shared memory
+  int dq_warps;      // per block of jax_flash_backward_dq; 0 forward
 };
 
 JAX_FLASH_DEVICE float exp2_approx(float x) {
@@ -43,6 +49,12 @@ JAX_FLASH_DEVICE float exp2_approx(float x) {
 JAX_FLASH_DEVICE float log2_approx(float x) {
   float y;
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+JAX_FLASH_DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
@@ -67,9 +79,9 @@ JAX_FLASH_DEVICE float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// Base address of one head of a [batch, length, heads, head_dim] array of 16-bit elements.
-JAX_FLASH_DEVICE u16* head_of(const Tensor& t, int batch, int head) {
-  return static_cast<u16*>(t.data) + batch * t.batch_stride + head * t.head_stride;
+// Address of row `row` of one head of a [batch, length, heads, head_dim] array of 16-bit elements.
+JAX_FLASH_DEVICE u16* head_of(const Tensor& t, int batch, int head, int row) {
+  return static_cast<u16*>(t.data) + batch * t.batch_stride + row * t.row_stride + head * t.head_stride;
 }
 
 }  // namespace jax_flash

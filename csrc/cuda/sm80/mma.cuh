@@ -106,9 +106,9 @@ JAX_FLASH_DEVICE FragmentA as_operand(const FragmentC& left, const FragmentC& ri
 
 // Starts the copy of rows [first, first + T::rows) of one head into a tile; rows from `length` on become zeros, and so
 // do the columns from head_dim on.
-template <typename T, int threads>
+template <typename T, int columns, int threads>
 JAX_FLASH_DEVICE void load_tile(u32 tile, const u16* head, i64 row_stride, int first, int length, int thread) {
-  constexpr int filled = head_dim / 8;
+  constexpr int filled = columns / 8;
   constexpr int pieces = T::rows * T::chunks;
   // Where a pass of all threads covers whole groups of 8 rows, each thread keeps its chunk and its swizzle: one pointer
   // moves on, and the shared addresses differ by constants.
@@ -141,10 +141,10 @@ JAX_FLASH_DEVICE void load_tile(u32 tile, const u16* head, i64 row_stride, int f
 }
 
 // Writes rows of a tile that these lanes' own warp has filled to global memory, 16 bytes a lane.
-template <typename T, int rows>
+template <typename T, int columns, int rows>
 JAX_FLASH_DEVICE void store_rows(const char* tile, int tile_row, u16* head, i64 row_stride, int first, int length,
                                  int lane) {
-  constexpr int filled = head_dim / 8;
+  constexpr int filled = columns / 8;
 #pragma unroll
   for (int i = 0; i < ceil_div(rows * filled, 32); ++i) {
     const int piece = i * 32 + lane;
