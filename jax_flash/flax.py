@@ -7,7 +7,7 @@ What Flax has no word for is bound beforehand, also for these modules:
 
     attention_fn=functools.partial(jax_flash.flax.attention_fn, window=(255, 0), softcap=30.0)
 
-Importing this module imports no Flax.
+Nothing here imports Flax.
 """
 
 from collections.abc import Callable
@@ -109,23 +109,24 @@ def attention_fn(
             raise NotImplementedError(f"{name} must be None: jax_flash makes the products inside of its kernels")
     query, key, value = _promoted(query, key, value, dtype=dtype)
     wide = _dtypes.accumulation_dtype(query.dtype)
-    options |= {
+    given: dict[str, Any] = {
         "bias": None if bias is None else takeable_bias(bias, query.dtype),
         "mask": None if mask is None else jnp.asarray(mask).astype(bool),
         "causal": is_causal,
         "precision": _precision(precision),
+        "return_lse": False,
     }
+    # Two sets of keywords: Python refuses what stands in both.
     if module is not None:
-        weights = _weights(query, key, options)
-        _sow(module, weights.astype(wide) if force_fp32_for_softmax else weights)
-    if not deterministic and dropout_rate > 0:
+        weights = _weights(query, key, given, options)
+        weights = weights.astype(wide) if force_fp32_for_softmax else weights
+        module.sow("intermediates", "attention_weights", weights)  # the name of nnx.Intermediate, too
+    if not deterministic and dropout_rate != 0:
         if dropout_rng is None:
             raise ValueError(f"dropout_rng must be a JAX key where dropout_rate is {dropout_rate}, got None")
-        options |= {
-            "dropout_rate": dropout_rate,
-            "dropout_key": _shared(dropout_rng) if broadcast_dropout else dropout_rng,
-        }
-    out = attention(query, key, value, **options)
+        given["dropout_rate"] = dropout_rate
+        given["dropout_key"] = _shared(dropout_rng) if broadcast_dropout else dropout_rng
+    out: jax.Array = attention(query, key, value, **given, **options)
     return out.astype(wide) if force_fp32_for_softmax else out
 
 
@@ -160,20 +161,14 @@ def _precision(precision: Any) -> str | None:
     return "highest" if precision is jax.lax.Precision.HIGHEST else "default"
 
 
-def _weights(query: jax.Array, key: jax.Array, options: dict[str, Any]) -> jax.Array:
+def _weights(query: jax.Array, key: jax.Array, given: dict[str, Any], options: dict[str, Any]) -> jax.Array:
     """The attention weights [..., N, T, S] without dropout, as what attends to the rows of the unit matrix."""
     *leading, kv_length, kv_heads, _ = key.shape
     unit = jnp.broadcast_to(jnp.eye(kv_length, dtype=query.dtype)[:, None], (*leading, kv_length, kv_heads, kv_length))
-    return attention(query, key, unit, **(options | {"implementation": "reference"})).swapaxes(-2, -3)
+    weights: jax.Array = attention(query, key, unit, **given, **{**options, "implementation": "reference"})
+    return weights.swapaxes(-2, -3)
 
 
 def _shared(dropout_rng: jax.Array) -> jax.Array:
     """A key by which `attention` drops the same pairs in every batch entry and head."""
     return jax.random.wrap_key_data(jax.random.bits(dropout_rng, (2,), jnp.uint32), impl=_SHARED)
-
-
-def _sow(module: Any, weights: jax.Array) -> None:
-    from flax import nnx  # the real one, which is there since it made the module
-
-    collection = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
-    module.sow(collection, "attention_weights", weights)

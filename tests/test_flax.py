@@ -100,7 +100,7 @@ def _promotion() -> Iterator[None]:
 
 
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-"""Compiles in a third of the time; the kernels are compiled already."""
+"""To compile in a third of the time what runs once; the kernels are compiled already."""
 
 
 def normal(seed: int, *shape: int, dtype: Any = np.float32) -> np.ndarray:
@@ -178,7 +178,7 @@ def passed(module: type[Nnx] | type[Linen]) -> set[str]:
 
     spy.__signature__ = _Anything()  # type: ignore[attr-defined]
     flax_module = module()
-    flax_module.apply(spy, flax_module.parameters(), *inputs(), sow_weights=True)
+    jax.eval_shape(lambda: flax_module.apply(spy, flax_module.parameters(), *inputs(), sow_weights=True)[0])
     return names
 
 
@@ -520,6 +520,12 @@ def test_dropout_rng_is_missing() -> None:
     attention_fn(x, x, x, dropout_rate=0.5, deterministic=True)
 
 
+def test_dropout_rate_out_of_range() -> None:
+    x = normal(0, T, N, H)
+    with pytest.raises(ValueError, match=r"dropout_rate must be .*got -0.5"):
+        attention_fn(x, x, x, dropout_rate=-0.5, dropout_rng=jax.random.key(0))
+
+
 def test_dropout_rng_of_the_old_kind() -> None:
     x = normal(0, T, N, H)
     attend = jit(lambda seed: attention_fn(x, x, x, dropout_rate=0.5, dropout_rng=seed))
@@ -588,6 +594,14 @@ def test_unknown_arguments_are_refused() -> None:
     x = normal(0, T, N, H)
     with pytest.raises(TypeError, match="einsum_dot_general"):
         attention_fn(x, x, x, einsum_dot_general=jax.lax.dot_general)
+
+
+@pytest.mark.parametrize("name", ["causal", "return_lse", "dropout_key"])
+def test_what_flax_calls_otherwise_is_refused(name: str) -> None:
+    """attention()'s own words for what Flax has a word for."""
+    x = normal(0, T, N, H)
+    with pytest.raises(TypeError, match=f"multiple values for keyword argument '{name}'"):
+        attention_fn(x, x, x, dropout_rate=0.5, dropout_rng=jax.random.key(0), **{name: True})
 
 
 # Decoding
