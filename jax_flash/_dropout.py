@@ -7,6 +7,7 @@ of rows {t, t + 8} and columns {s, s + 8, s + 16, s + 24}, which is how the kern
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -116,5 +117,10 @@ def dropout_mask(dropout_key: jax.Array, dropout_rate: float, shape: Sequence[in
         raise ValueError(f"shape must be (*leading, N, T, S), three or more sizes that are not negative, got {sizes}")
     if key is None:
         return jnp.ones(sizes, bool)
+    return _mask(key, rate, sizes)
+
+
+@functools.partial(jax.jit, static_argnames=("rate", "sizes"))
+def _mask(key: jax.Array, rate: float, sizes: tuple[int, ...]) -> jax.Array:
     *leading, q_heads, q_length, kv_length = sizes
     return keep(seeds(key, leading, q_heads), rate, 0, q_length, 0, kv_length)

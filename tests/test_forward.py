@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Case, Target
+from cases import Case, PackedCase, Target
 
 import jax_flash
 
 
 @pytest.mark.parametrize(("target", "case", "dtype"), cases.conformance("out"))
-def test_values(target: Target, case: Case, dtype: str) -> None:
-    problem = cases.problem(case, dtype)
+def test_values(target: Target, case: Case | PackedCase, dtype: str) -> None:
+    problem = cases.problem_of(case, dtype)
     problem.check(target.platform, cases.evaluate(cases.call(target, problem), problem))
 
 

@@ -1,45 +1,84 @@
 """Gradients flow through out and lse and are right, in every implementation, to every order that it declares."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
-from cases import Case, Target
+from cases import Case, PackedCase, Target
 from jax.test_util import check_grads
 
 
 @pytest.mark.parametrize(("target", "case", "dtype"), cases.conformance("gradients"))
-def test_values(target: Target, case: Case, dtype: str) -> None:
-    problem = cases.problem(case, dtype)
+def test_values(target: Target, case: Case | PackedCase, dtype: str) -> None:
+    problem = cases.problem_of(case, dtype)
     problem.check(target.platform, cases.differentiate(cases.call(target, problem), problem))
 
 
 SMALL = Case("small", 5, 7, q_heads=4, kv_heads=2, head_dim=3, causal=True, q_offset=(-2, 1), scale=-0.7)
 
 
-def test_oracle_against_differences() -> None:
-    """The oracle's gradients by central differences of its own out and lse."""
-    problem = cases.problem(SMALL, "float64")
+SMALL_EVERYTHING = dataclasses.replace(
+    SMALL,
+    name="small_everything",
+    value_head_dim=2,
+    bias="nts",
+    bias_holes=0.1,
+    mask="bts",
+    window=(4, None),
+    softcap=1.5,
+    alibi="bn",
+    sinks=True,
+    dropout_rate=0.2,
+    segments=2,
+    q_lengths=(5, 4),
+    kv_lengths=(6, 7),
+)
+SMALL_PACKED = PackedCase(
+    *("small_packed", (3, 0, 4), (5, 2, 3), (1, 2), 4, 2, 3),
+    causal=True,
+    q_offset=(1, 0, -1),
+    softcap=2.0,
+    alibi="dn",
+    sinks=True,
+    dropout_rate=0.2,
+)
+ARGUMENTS = ("query", "key", "value", *oracle.TRAINABLE)
 
-    def total(**inputs: np.ndarray) -> float:
-        arrays = {"query": problem.query, "key": problem.key, "value": problem.value, **inputs}
-        right = cases.oracle(*arrays.values(), problem.dout, problem.dlse, **problem.options)
+
+@pytest.mark.parametrize("case", [SMALL, SMALL_EVERYTHING, SMALL_PACKED], ids=lambda case: case.name)
+def test_oracle_against_differences(case: Case | PackedCase) -> None:
+    """The oracle's gradients by central differences of its own out and lse."""
+    problem = cases.problem_of(case, "float64")
+    # The lse of padding is no result, though a sink shows in it.
+    dout, dlse = np.nan_to_num(problem.dout), np.nan_to_num(problem.dlse)
+
+    def total(argument: str, x: np.ndarray) -> float:
+        changed = dataclasses.replace(problem, **{argument: x})
+        right = changed.right
         alive = np.isfinite(right["lse"])
-        return float((right["out"] * problem.dout).sum() + (right["lse"] * problem.dlse)[alive].sum())
+        return float((right["out"] * dout).sum() + (right["lse"] * dlse)[alive].sum())
 
     step = 1e-5
-    for argument, name in (("query", "dq"), ("key", "dk"), ("value", "dv")):
+    for argument in ARGUMENTS:
         x = getattr(problem, argument)
+        if x is None:
+            continue
+        gradient = problem.right["d" + {"query": "q", "key": "k", "value": "v"}.get(argument, argument)]
+        assert gradient.shape == x.shape
+        assert gradient.any()
         for index in np.ndindex(x.shape):
             up, down = x.copy(), x.copy()
             up[index] += step
             down[index] -= step
-            slope = (total(**{argument: up}) - total(**{argument: down})) / (2 * step)
-            assert slope == pytest.approx(problem.right[name][index], abs=1e-8)
+            slope = (total(argument, up) - total(argument, down)) / (2 * step)
+            assert slope == pytest.approx(gradient[index], abs=1e-8), (argument, index)
 
 
 @pytest.mark.parametrize(("target", "dtype"), cases.targets_and_dtypes())
@@ -82,24 +121,83 @@ def test_by_one_argument(target: Target, argument: int) -> None:
     problem.check(target.platform, {("dq", "dk", "dv")[argument]: np.asarray(gradient)})
 
 
-def _finite_results(attend: Callable[..., tuple[jax.Array, jax.Array]], *inputs: jax.Array) -> tuple[jax.Array, ...]:
-    """out, and lse without the rows that keep no key, whose differences are NaN."""
-    out, lse = attend(*inputs)
-    return out, jnp.where(lse > -jnp.inf, lse, 0.0)
+def _finite_results(
+    attend: Callable[..., tuple[jax.Array, jax.Array]], padding: np.ndarray, inputs: Any, trainable: Any
+) -> Any:
+    """out, and lse without the rows that keep no key, whose differences are NaN, and without padding's, its sinks."""
+    out, lse = attend(*inputs, **trainable)
+    return out, jnp.where((lse > -jnp.inf) & ~padding, lse, 0.0)
+
+
+def _check_grads(target: Target, case: Case | PackedCase, order: int, mode: str) -> None:
+    problem = cases.problem_of(case, "float64")
+    # Differences see what is in padding, where NaN is right to make no difference.
+    arguments = jax.tree.map(np.nan_to_num, (problem.inputs, problem.trainable))
+    results = functools.partial(_finite_results, jax.jit(cases.call(target, problem)), np.isnan(problem.dlse))
+    check_grads(results, arguments, order, [mode], atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("target", cases.targets(lambda target: "float64" in target.dtypes))
 def test_check_grads(target: Target) -> None:
-    problem = cases.problem(SMALL, "float64")
-    attend = functools.partial(_finite_results, jax.jit(cases.call(target, problem)))
-    check_grads(attend, problem.inputs, order=target.orders, modes=["rev"], atol=1e-6, rtol=1e-6)
+    _check_grads(target, SMALL, target.orders, "rev")
+
+
+SMALL_OPTIONS = dataclasses.replace(SMALL_EVERYTHING, name="small_options", bias_holes=0.0)
+
+
+@pytest.mark.parametrize("target", cases.targets(lambda target: target.implementation == "xla"))
+@pytest.mark.parametrize("case", [SMALL_OPTIONS, SMALL_PACKED], ids=lambda case: case.name)
+def test_check_grads_with_options(target: Target, case: Case | PackedCase) -> None:
+    _check_grads(target, case, 2, "rev")
 
 
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.orders > 1))
 def test_forward_mode(target: Target) -> None:
-    problem = cases.problem(SMALL, "float64")
-    attend = functools.partial(_finite_results, jax.jit(cases.call(target, problem)))
-    check_grads(attend, problem.inputs, order=1, modes=["fwd"], atol=1e-6, rtol=1e-6)
+    _check_grads(target, SMALL, 1, "fwd")
+
+
+@pytest.mark.parametrize("target", cases.targets(lambda target: target.orders > 1))
+def test_forward_mode_with_options(target: Target) -> None:
+    _check_grads(target, SMALL_OPTIONS, 1, "fwd")
+
+
+@pytest.mark.parametrize("target", cases.targets(lambda target: target.orders > 1))
+def test_no_nan_in_second_derivatives(target: Target) -> None:
+    """With rows that keep nothing, -inf in bias and NaN in padding."""
+    problem = cases.problem(SMALL_EVERYTHING, "float64")
+    attend = cases.call(target, problem)
+
+    def gradients(inputs: Any, trainable: Any) -> Any:
+        _, pullback = jax.vjp(lambda inputs, trainable: attend(*inputs, **trainable), inputs, trainable)
+        return pullback((problem.dout, problem.dlse))
+
+    @jax.jit
+    def second(inputs: Any, trainable: Any) -> Any:
+        first, pullback = jax.vjp(gradients, inputs, trainable)
+        return pullback(jax.tree.map(jnp.ones_like, first))
+
+    for x in jax.tree.leaves(second(problem.inputs, problem.trainable)):
+        assert np.isfinite(x).all()
+
+
+@pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
+@pytest.mark.parametrize("argument", oracle.TRAINABLE)
+def test_by_one_option(target: Target, argument: str) -> None:
+    """The gradient by a trainable option alone, and by all the inputs but not by it."""
+    problem = cases.problem(dataclasses.replace(SMALL_EVERYTHING, name="by_one_option"), target.dtypes[0])
+    attend = cases.call(target, problem)
+    cotangents = problem.dout, problem.dlse
+
+    @jax.jit
+    def by_option(x: jax.Array) -> Any:
+        return jax.vjp(lambda x: attend(*problem.inputs, **{argument: x}), x)[1](cotangents)[0]
+
+    @jax.jit
+    def by_inputs(*inputs: jax.Array) -> Any:
+        return jax.vjp(attend, *inputs)[1](cotangents)
+
+    problem.check(target.platform, {f"d{argument}": by_option(getattr(problem, argument))})
+    problem.check(target.platform, dict(zip(("dq", "dk", "dv"), by_inputs(*problem.inputs), strict=True)))
 
 
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.orders == 1))
@@ -124,8 +222,15 @@ def test_summed_heads_and_batches(target: Target, dtype: str) -> None:
     problem.check(target.platform, cases.differentiate(cases.call(target, problem), problem))
 
 
-@pytest.mark.parametrize("target", cases.targets(lambda target: "float32" in target.dtypes))
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+WIDE = [
+    cases.param(target, dtype, id=dtype)
+    for target in cases.TARGETS
+    for dtype in ("float32", "float64")
+    if dtype in target.dtypes
+]
+
+
+@pytest.mark.parametrize(("target", "dtype"), WIDE)
 def test_large_scores_in_wide_dtypes(target: Target, dtype: str) -> None:
     """A backward that recomputes weights from lse inherits what rounding took from scores and lse."""
     problem = cases.problem(Case("large_scores", 60, 80, q_heads=4, head_dim=64, spread=20.0, twins=True), dtype)
@@ -149,3 +254,17 @@ def test_masked_rows_do_not_poison_the_rest(target: Target) -> None:
     problem.check(target.platform, got)
     for name in ("dq", "dk", "dv"):
         np.testing.assert_array_equal(got[name], tame[name])
+
+
+@pytest.mark.parametrize("target", cases.targets())
+def test_nan_in_bias_that_is_masked(target: Target) -> None:
+    """What is masked is selected away, not added up: neither results nor gradients see what stood there."""
+    case = Case("nan_bias", 37, 53, bias="bnts", mask="bts", causal=True, q_offset=16, window=(20, None))
+    problem = cases.problem(case, target.dtypes[0])
+    want = cases.differentiate(cases.call(target, problem), problem)
+    positions = {"leading": (2,), "q_length": 37, "kv_length": 53, "causal": True, "q_offset": 16, "window": (20, None)}
+    keep = oracle.keep_pairs(**positions, mask=problem.mask)
+    problem.bias = np.where(keep, problem.bias, np.nan).astype(problem.bias.dtype)
+    got = cases.differentiate(cases.call(target, problem), problem)
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name])

@@ -1,0 +1,428 @@
+"""What is right, and what one would get without this package: neither knows anything of it.
+
+`attention` is the oracle, NumPy in float64. `plain` is the yardstick of the tolerance rule: attention as one writes it
+first in JAX, in the dtype under test and on the same platform. Both take the options of `jax_flash.attention`, and both
+have a variant for packed documents, made by a loop over them.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+TRAINABLE = ("bias", "alibi_slopes", "sinks")
+"""Options that have a gradient."""
+
+Window = tuple[int | None, int | None]
+
+
+# Dropout
+
+
+def philox(counter: Sequence[Any], key: Sequence[Any], rounds: int = 7) -> list[np.ndarray]:
+    """Philox 4x32 of Salmon et al. 2011, in arithmetic of 64 bits."""
+    c = [np.asarray(x, np.uint64) for x in counter]
+    k = [np.asarray(x, np.uint64) for x in key]
+    low, bits = np.uint64(2**32 - 1), np.uint64(32)
+    for _ in range(rounds):
+        first, second = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        c = [(second >> bits) ^ c[1] ^ k[0], second & low, (first >> bits) ^ c[3] ^ k[1], first & low]
+        k = [(k[0] + np.uint64(0x9E3779B9)) & low, (k[1] + np.uint64(0xBB67AE85)) & low]
+    return c
+
+
+def dropout_keep(seeds: np.ndarray, rate: float, q_length: int, kv_length: int) -> np.ndarray:
+    """Boolean [..., T, S] of seeds [..., 2]: pair by pair, with nothing shared between pairs."""
+    t, s = np.arange(q_length)[:, None], np.arange(kv_length)
+    counter = (t // 16 * 8 + t % 8, s // 32 * 8 + s % 8, 0, 0)
+    seeds = np.asarray(seeds)[..., None, None, :]
+    words = np.stack(np.broadcast_arrays(*philox(counter, (seeds[..., 0], seeds[..., 1]))))
+    word = np.take_along_axis(words, np.broadcast_to(s // 8 % 4, words.shape[1:])[None], axis=0)[0]
+    bits = np.where(t // 8 % 2 == 0, word & np.uint64(0xFFFF), word >> np.uint64(16))
+    return bits >= threshold(rate)
+
+
+def threshold(rate: float) -> int:
+    return min(int(np.floor(65536 * rate + 0.5)), 65535)
+
+
+def factors_of_key(key: jax.Array, rate: float, shape: Sequence[int]) -> np.ndarray:
+    """What dropout multiplies the weights by, float64 of shape (*leading, N, T, S)."""
+    *heads, q_length, kv_length = shape
+    with jax.ensure_compile_time_eval():  # the yardstick asks while it is traced
+        seeds = np.asarray(jax.random.bits(key, (*heads, 2), jnp.uint32))
+    return dropout_keep(seeds, rate, q_length, kv_length) * (65536 / (65536 - threshold(rate)))
+
+
+# Which pairs are kept
+
+
+def keep_pairs(
+    leading: Sequence[int],
+    q_length: int,
+    kv_length: int,
+    *,
+    causal: bool = False,
+    q_offset: Any = 0,
+    window: int | Window | None = None,
+    mask: np.ndarray | None = None,
+    q_segment_ids: np.ndarray | None = None,
+    kv_segment_ids: np.ndarray | None = None,
+    q_lengths: np.ndarray | None = None,
+    kv_lengths: np.ndarray | None = None,
+) -> np.ndarray:
+    """Boolean [*leading, N or 1, T, S]."""
+
+    def batched(x: Any) -> np.ndarray:
+        return np.broadcast_to(np.asarray(x, np.int64), leading)[..., None, None, None]
+
+    t, s = np.arange(q_length)[:, None], np.arange(kv_length)
+    position = batched(q_offset) + t
+    keep = np.ones((*leading, 1, q_length, kv_length), bool)
+    if causal:
+        keep &= s <= position
+    left, right = window if isinstance(window, tuple) else (window, window)
+    if left is not None:
+        keep &= s >= position - left
+    if right is not None:
+        keep &= s <= position + right
+    if q_segment_ids is not None:
+        keep &= (np.asarray(q_segment_ids)[..., :, None] == np.asarray(kv_segment_ids)[..., None, :])[..., None, :, :]
+    if q_lengths is not None:
+        keep &= t < batched(q_lengths)
+    if kv_lengths is not None:
+        keep &= s < batched(kv_lengths)
+    return keep if mask is None else keep & np.asarray(mask)
+
+
+def distances(leading: Sequence[int], q_length: int, kv_length: int, q_offset: Any) -> np.ndarray:
+    """|query position - key position|, int64 [*leading, 1, T, S]."""
+    first = np.broadcast_to(np.asarray(q_offset, np.int64), leading)[..., None, None, None]
+    return np.abs(first + np.arange(q_length)[:, None] - np.arange(kv_length))
+
+
+def within(length: int, lengths: Any, leading: Sequence[int]) -> np.ndarray:
+    """Which rows are not padding: boolean [*leading, length]."""
+    limit = length if lengths is None else np.asarray(lengths)
+    return np.arange(length) < np.broadcast_to(limit, leading)[..., None]
+
+
+# The oracle
+
+
+def attention(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    dout: np.ndarray,
+    dlse: np.ndarray,
+    *,
+    bias: np.ndarray | None = None,
+    mask: np.ndarray | None = None,
+    causal: bool = False,
+    q_offset: Any = 0,
+    window: int | Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    q_segment_ids: np.ndarray | None = None,
+    kv_segment_ids: np.ndarray | None = None,
+    q_lengths: np.ndarray | None = None,
+    kv_lengths: np.ndarray | None = None,
+    precision: str | None = None,
+    dropout_factors: np.ndarray | None = None,
+) -> dict[str, Any]:
+    """out, lse and all gradients in float64, and what says how well they can be known.
+
+    "attended_rows" [..., T, N] and "attended_keys" [..., S, K] are those with a weight, "largest_score" is that, and
+    "squares" of a gradient by an option are the sums of the squares of the terms that it is the sum of. The shapes are
+    those of attention(); ``dropout_factors`` [..., N, T, S] replace the ones made of ``dropout_key``.
+    """
+    q, k, v, dout, dlse = (np.asarray(x).astype(np.float64) for x in (query, key, value, dout, dlse))
+    leading, (q_length, q_heads, head_dim), (kv_length, kv_heads) = q.shape[:-3], q.shape[-3:], k.shape[-3:-1]
+    group = q_heads // kv_heads
+    scale = 1 / np.sqrt(head_dim) if scale is None else scale
+
+    # Padding is not there, whatever it holds.
+    rows, keys = within(q_length, q_lengths, leading), within(kv_length, kv_lengths, leading)
+    q, dout = (np.where(rows[..., None, None], x, 0) for x in (q, dout))
+    k, v = (np.where(keys[..., None, None], x, 0) for x in (k, v))
+    dlse = np.where(rows[..., None, :], dlse, 0)
+
+    # Heads before lengths, and each key head once for every query head that attends to it.
+    q, dout = np.moveaxis(q, -2, -3), np.moveaxis(dout, -2, -3)
+    k, v = (np.repeat(np.moveaxis(x, -2, -3), group, axis=-3) for x in (k, v))
+
+    scores = scale * (q @ k.swapaxes(-1, -2))
+    slope_of_cap = 1.0
+    if softcap is not None:
+        capped = np.tanh(scores / softcap)
+        scores, slope_of_cap = softcap * capped, 1 - capped**2
+    if bias is not None:
+        scores = scores + np.asarray(bias).astype(np.float64)
+    if alibi_slopes is not None:
+        distance = distances(leading, q_length, kv_length, q_offset)
+        scores = scores - np.asarray(alibi_slopes).astype(np.float64)[..., None, None] * distance
+    keep = keep_pairs(
+        leading,
+        q_length,
+        kv_length,
+        causal=causal,
+        q_offset=q_offset,
+        window=window,
+        mask=mask,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        q_lengths=q_lengths,
+        kv_lengths=kv_lengths,
+    )
+    scores = np.where(keep, scores, -np.inf)
+    attended = scores > -np.inf
+
+    sink = np.full((*leading, q_heads, 1, 1), -np.inf)
+    if sinks is not None:
+        sink = np.broadcast_to(np.asarray(sinks).astype(np.float64)[:, None, None], sink.shape)
+    maximum = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), sink)
+    alive = maximum > -np.inf
+    maximum = np.where(alive, maximum, 0.0)
+    weights, weight_of_sink = np.exp(scores - maximum), np.exp(sink - maximum)
+    total = weights.sum(axis=-1, keepdims=True) + weight_of_sink
+    total = np.where(alive, total, 1.0)
+    p, p_of_sink = weights / total, weight_of_sink / total
+    lse = np.where(alive, maximum + np.log(total), -np.inf)[..., 0]
+
+    z = 1.0
+    if dropout_factors is not None:
+        z = dropout_factors
+    elif dropout_rate:
+        z = factors_of_key(dropout_key, dropout_rate, p.shape)
+
+    # The Jacobian of softmax, and of logsumexp, which is softmax.
+    dp = z * (dout @ v.swapaxes(-1, -2))
+    delta = (p * dp).sum(axis=-1, keepdims=True) - dlse[..., None]
+    ds = p * (dp - delta)
+    dx = scale * slope_of_cap * ds
+
+    def of_keys(x: np.ndarray) -> np.ndarray:
+        return np.moveaxis(x.reshape(*leading, kv_heads, group, *x.shape[-2:]).sum(axis=-3), -3, -2)
+
+    results = {
+        "out": np.moveaxis((z * p) @ v, -3, -2),
+        "lse": lse,
+        "dq": np.moveaxis(dx @ k, -3, -2),
+        "dk": of_keys(dx.swapaxes(-1, -2) @ q),
+        "dv": of_keys((z * p).swapaxes(-1, -2) @ dout),
+        "attended_rows": np.moveaxis(attended.any(axis=-1), -2, -1),
+        "attended_keys": np.moveaxis(
+            attended.any(axis=-2).reshape(*leading, kv_heads, group, kv_length).any(axis=-2), -2, -1
+        ),
+        "largest_score": np.abs(scores[attended]).max(initial=0.0),
+        "squares": {},
+    }
+    terms = {}
+    if bias is not None:
+        terms["dbias"] = ds, np.shape(bias)
+    if alibi_slopes is not None:
+        terms["dalibi_slopes"] = -ds * distance, (*np.shape(alibi_slopes), 1, 1)
+    if sinks is not None:
+        # The lse of padding is its sink, but no result.
+        terms["dsinks"] = np.where(rows[..., None, :, None], -p_of_sink * delta, 0), (*np.shape(sinks), 1, 1)
+    for name, (x, shape) in terms.items():
+        final = shape if name == "dbias" else shape[:-2]
+        results[name] = reduced(x, shape).reshape(final)
+        results["squares"][name] = reduced(x**2, shape).reshape(final)
+    return results
+
+
+def reduced(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """``x`` summed to what broadcasts to it."""
+    x = x.sum(axis=tuple(range(x.ndim - len(shape))))
+    return x.sum(axis=tuple(i for i, size in enumerate(shape) if size != x.shape[i]), keepdims=True)
+
+
+# The yardstick
+
+
+def plain(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    mask: Any = None,
+    causal: bool = False,
+    q_offset: Any = 0,
+    window: int | Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    q_lengths: Any = None,
+    kv_lengths: Any = None,
+    precision: str | None = None,
+    dropout_factors: np.ndarray | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """out and lse by plain JAX in the dtype of the inputs, with products accumulated in float32 or wider.
+
+    Everything but the inputs and the trainable options is known when it is traced.
+    """
+    wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    leading, (q_length, q_heads, head_dim), (kv_length, kv_heads) = query.shape[:-3], query.shape[-3:], key.shape[-3:-1]
+    einsum = functools.partial(jnp.einsum, preferred_element_type=wide, precision=precision)
+    rows, keys = within(q_length, q_lengths, leading), within(kv_length, kv_lengths, leading)
+    if q_lengths is not None:
+        query = jnp.where(rows[..., None, None], query, 0)
+    if kv_lengths is not None:
+        key, value = (jnp.where(keys[..., None, None], x, 0) for x in (key, value))
+
+    scores = einsum("...tkgh,...skh->...kgts", query.reshape(*leading, q_length, kv_heads, -1, head_dim), key)
+    scores = scores.reshape(*leading, q_heads, q_length, kv_length)
+    scores = scores * jnp.asarray(1 / np.sqrt(head_dim) if scale is None else scale, wide)
+    if softcap is not None:
+        scores = jnp.asarray(softcap, wide) * jnp.tanh(scores / jnp.asarray(softcap, wide))
+    if bias is not None:
+        scores = scores + bias.astype(wide).reshape((1,) * (scores.ndim - bias.ndim) + bias.shape)
+    if alibi_slopes is not None:
+        distance = jnp.asarray(distances(leading, q_length, kv_length, q_offset), wide)
+        slopes = alibi_slopes.astype(wide)[..., None, None]
+        scores = scores - slopes.reshape((1,) * (scores.ndim - slopes.ndim) + slopes.shape) * distance
+    keep = keep_pairs(
+        leading,
+        q_length,
+        kv_length,
+        causal=causal,
+        q_offset=q_offset,
+        window=window,
+        mask=mask,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        q_lengths=q_lengths,
+        kv_lengths=kv_lengths,
+    )
+    scores = jnp.where(keep, scores, -jnp.inf)
+    competing = scores
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks.astype(wide)[:, None, None], (*leading, q_heads, q_length, 1))
+        competing = jnp.concatenate([scores, column], axis=-1)
+    alive = (competing > -jnp.inf).any(axis=-1)
+    lse = jax.nn.logsumexp(jnp.where(alive[..., None], competing, 0.0), axis=-1)
+    weights = jnp.where(alive[..., None], jnp.exp(scores - lse[..., None]), 0.0)
+    lse = jnp.where(alive, lse, -jnp.inf)
+    if dropout_rate and dropout_factors is None:
+        dropout_factors = factors_of_key(dropout_key, dropout_rate, weights.shape)
+    if dropout_factors is not None:
+        weights = weights * jnp.asarray(dropout_factors, wide)
+    weights = weights.astype(value.dtype).reshape(*leading, kv_heads, -1, q_length, kv_length)
+    out = einsum("...kgts,...skh->...tkgh", weights, value).astype(query.dtype)
+    out = out.reshape(*query.shape[:-1], value.shape[-1])
+    if q_lengths is None:
+        return out, lse
+    lse = jnp.where(rows[..., None, :], lse, jax.lax.stop_gradient(lse))
+    return jnp.where(rows[..., None, None], out, 0), lse
+
+
+# Packed documents
+
+
+def documents(
+    cu_q_lengths: np.ndarray, cu_kv_lengths: np.ndarray, options: dict[str, Any], shape: Sequence[int]
+) -> Iterator[tuple[int, slice, slice, dict[str, Any]]]:
+    """(number, rows, keys, options) of every document; ``shape`` is (N, tokens_q, tokens_kv)."""
+    options = dict(options)
+    number = len(cu_q_lengths) - 1
+    offsets = np.broadcast_to(options.pop("q_offset", 0), number)
+    slopes = options.pop("alibi_slopes", None)
+    factors = None
+    key, rate = options.pop("dropout_key", None), options.pop("dropout_rate", 0.0)
+    if rate:
+        factors = factors_of_key(key, rate, (number, *shape))
+    for d in range(number):
+        rows, keys = (slice(int(cu[d]), int(cu[d + 1])) for cu in (cu_q_lengths, cu_kv_lengths))
+        of_document = {**options, "q_offset": offsets[d]}
+        if slopes is not None:
+            of_document["alibi_slopes"] = slopes if slopes.ndim == 1 else slopes[d]
+        if factors is not None:
+            size = slice(rows.stop - rows.start), slice(keys.stop - keys.start)
+            of_document["dropout_factors"] = factors[(d, slice(None), *size)]
+        yield d, rows, keys, of_document
+
+
+def attention_packed(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    dout: np.ndarray,
+    dlse: np.ndarray,
+    *,
+    cu_q_lengths: np.ndarray,
+    cu_kv_lengths: np.ndarray,
+    max_q_length: int,
+    max_kv_length: int,
+    **options: Any,
+) -> dict[str, Any]:
+    """`attention` of every document, for the arguments of attention_varlen()."""
+    tokens, q_heads = query.shape[:2]
+    results = {
+        "out": np.zeros(dout.shape),
+        "lse": np.full((q_heads, tokens), -np.inf),
+        "dq": np.zeros(query.shape),
+        "dk": np.zeros(key.shape),
+        "dv": np.zeros(value.shape),
+        "attended_rows": np.zeros(query.shape[:2], bool),
+        "attended_keys": np.zeros(key.shape[:2], bool),
+        "largest_score": 0.0,
+        "squares": {},
+    }
+    if options.get("sinks") is not None:
+        results["lse"][:] = np.asarray(options["sinks"], np.float64)[:, None]
+    for name in ("alibi_slopes", "sinks"):
+        if options.get(name) is not None:
+            results[f"d{name}"], results["squares"][f"d{name}"] = np.zeros((2, *options[name].shape))
+    shape = q_heads, tokens, key.shape[0]
+    for d, rows, keys, of_document in documents(cu_q_lengths, cu_kv_lengths, options, shape):
+        part = attention(query[rows], key[keys], value[keys], dout[rows], dlse[:, rows], **of_document)
+        for name in ("out", "dq", "attended_rows"):
+            results[name][rows] = part[name]
+        for name in ("dk", "dv", "attended_keys"):
+            results[name][keys] = part[name]
+        results["lse"][:, rows] = part["lse"]
+        results["largest_score"] = max(results["largest_score"], part["largest_score"])
+        for name in part["squares"]:
+            for total, x in ((results[name], part[name]), (results["squares"][name], part["squares"][name])):
+                (total if total.ndim == 1 else total[d])[:] += x
+    return results
+
+
+def plain_packed(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    cu_q_lengths: np.ndarray,
+    cu_kv_lengths: np.ndarray,
+    max_q_length: int,
+    max_kv_length: int,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """`plain` of every document, for the arguments of attention_varlen()."""
+    tokens, q_heads = query.shape[:2]
+    wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    out = jnp.zeros((tokens, q_heads, value.shape[-1]), query.dtype)
+    sinks = options.get("sinks")
+    lse = jnp.full((q_heads, tokens), -jnp.inf, wide) if sinks is None else jnp.repeat(sinks[:, None], tokens, axis=1)
+    lse = lse.at[:, int(cu_q_lengths[-1]) :].set(jax.lax.stop_gradient(lse[:, int(cu_q_lengths[-1]) :]))
+    for _, rows, keys, of_document in documents(cu_q_lengths, cu_kv_lengths, options, (q_heads, tokens, key.shape[0])):
+        if rows.start < rows.stop and keys.start < keys.stop:
+            of_rows, lse_of_rows = plain(query[rows], key[keys], value[keys], **of_document)
+            out, lse = out.at[rows].set(of_rows), lse.at[:, rows].set(lse_of_rows)
+    return out, lse
