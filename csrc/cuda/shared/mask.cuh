@@ -36,7 +36,8 @@ JAX_FLASH_DEVICE bool in_band(const Band& band, int row, int column) {
   return (!bounded_left || column >= row + band.low) && (!bounded_right || column <= row + band.high);
 }
 
-// Tiles [begin, end) hold all pairs that are kept; those of [bare_begin, bare_end) keep all their pairs.
+// Tiles [begin, end) hold all pairs that are kept; those of [bare_begin, bare_end) keep all their pairs, as far as
+// `mask` and the segments let them.
 struct TileRange {
   int begin;
   int end;
@@ -51,7 +52,6 @@ template <int tile>
 JAX_FLASH_DEVICE TileRange tile_range(int first_any, int last_any, int first_all, int last_all, int length) {
   const int begin = at_least(0, first_any) / tile;
   const int end = ceil_div(at_least(0, at_most(length, last_any + 1)), tile);
-  if (has_mask) return {begin, end, end, end};
   const int bare_begin = ceil_div(at_least(0, first_all), tile);
   const int bare_end = at_least(0, at_most(length, last_all + 1)) / tile;
   return {begin, end, bare_begin, bare_end};
@@ -78,7 +78,7 @@ JAX_FLASH_DEVICE TileRange row_tiles_of(const Band& band, const Part& part, int 
       tile_range<tile>(bounded_right ? column - band.high : 0, bounded_left ? last_column - band.low : length - 1,
                        bounded_right ? end - band.high : 0, bounded_left ? column - band.low : length - 1, length);
   // Rows beyond the end add nothing to any sum.
-  if (!bounded_left && !has_mask) range.bare_end = range.end;
+  if (!bounded_left) range.bare_end = range.end;
   if (end >= part.kv.length) range.bare_begin = range.bare_end = range.end;
   return range;
 }

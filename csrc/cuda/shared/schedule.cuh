@@ -33,6 +33,8 @@ JAX_FLASH_DEVICE Work work_of(int blocks, int heads, int batch, int length) {
     block = within / members;
     head = first + within % members;
   }
+  // Batch entries that share bias or mask read the same parts of it at about the same time.
+  if (has_bias || has_mask) return {block, head / batch, head % batch};
   return {block, head % heads, head / heads};
 }
 

@@ -40,6 +40,32 @@ struct Plane {
   __device__ __forceinline__ Element at(const Element* row, int column, const Part& part) const {
     return row[at_most(column, part.kv.length - 1) * column_stride];
   }
+
+  // The values of columns first + 8 * i and first + 8 * i + 1, `first` even: two at a time where they lie so.
+  template <int n>
+  __device__ __forceinline__ void pairs(Element (&values)[n][2], const Element* row, int first) const {
+    struct alignas(2 * sizeof(Element)) Pair {
+      Element x, y;
+    };
+    if (column_stride == 0) {
+      const Element all = row[0];
+#pragma unroll
+      for (int i = 0; i < n; ++i) values[i][0] = values[i][1] = all;
+    } else if (reinterpret_cast<u64>(row) % sizeof(Pair) == 0) {
+#pragma unroll
+      for (int i = 0; i < n; ++i) {
+        const Pair pair = *reinterpret_cast<const Pair*>(row + first + 8 * i);
+        values[i][0] = pair.x;
+        values[i][1] = pair.y;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < n; ++i) {
+        values[i][0] = row[first + 8 * i];
+        values[i][1] = row[first + 8 * i + 1];
+      }
+    }
+  }
 };
 
 // tanh to a few units of float32's rounding. Scores are mostly small against the cap, and then the series to x^11 is as

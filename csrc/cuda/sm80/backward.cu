@@ -304,13 +304,12 @@ struct Backward {
               b = as_float(masked ? biases.at(bias, key, part) : bias[key * biases.column_stride]);
             logit = modified.logit(p[n].x[e], b, row, key, with_softcap ? derivative[n].x[e] : unused);
           }
-          // Without modifications an lse of -inf belongs to a row that keeps nothing, which only masked tiles have.
+          // Without modifications an lse of -inf belongs to a row that keeps nothing here, which is masked below.
           p[n].x[e] = exp2_approx(logit - (odd ? lse.y : lse.x) * kLog2e);
-          if constexpr (masked) {
-            bool kept = keep(row, key);
-            if constexpr (has_mask) kept &= masks.at(mask, key, part);
-            if (!kept) p[n].x[e] = 0.f;
-          }
+          bool kept = true;
+          if constexpr (masked) kept = keep(row, key);
+          if constexpr (has_mask) kept &= masked ? masks.at(mask, key, part) : mask[key * masks.column_stride];
+          if constexpr (masked || has_mask) p[n].x[e] = kept ? p[n].x[e] : 0.f;
         }
       }
     }

@@ -20,7 +20,7 @@ using KTile = Tile<block_kv, tile_head_dim>;
 using VTile = Tile<block_kv, tile_value_head_dim>;
 using OutTile = Tile<block_q, tile_value_head_dim>;
 // With these the tiles to visit, or the bare ones among them, are not one range up to the end.
-constexpr bool irregular = bounded_left || has_mask || in_segments;
+constexpr bool irregular = bounded_left || in_segments;
 
 struct SharedStorage {
   char q[QTile::bytes > OutTile::bytes ? QTile::bytes : OutTile::bytes];  // and out, at the end
@@ -97,7 +97,7 @@ struct Forward {
 
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
-      if constexpr (masked || modifies_scores) {
+      if constexpr (masked || modifies_scores || has_mask) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) modify<masked>(scores[m], m, half, tile);
       }
@@ -150,10 +150,10 @@ struct Forward {
   template <bool masked>
   __device__ __forceinline__ void modify(FragmentC (&scores)[block_kv / 8], int m, int half, int tile) const {
     const int row = row_of(m, half), first = tile * block_kv + lane % 4 * 2;
-    const Bias* bias = nullptr;
-    const bool* mask = nullptr;
-    if constexpr (has_bias) bias = biases.row(row, part) + (masked ? 0 : first * biases.column_stride);
-    if constexpr (has_mask) mask = masks.row(row, part);
+    Bias bias[block_kv / 8][2];
+    bool mask[block_kv / 8][2];
+    if constexpr (has_bias) read<masked>(bias, biases, row, first);
+    if constexpr (has_mask) read<masked>(mask, masks, row, first);
 #pragma unroll
     for (int n = 0; n < block_kv / 8; ++n) {
 #pragma unroll
@@ -162,17 +162,28 @@ struct Forward {
         const int column = first + n * 8 + odd;
         if constexpr (modifies_scores) {
           float b = 0.f, derivative;
-          // Without a mask all columns are there, at constant distances.
-          if constexpr (has_bias) {
-            b = as_float(masked ? biases.at(bias, column, part) : biases.column_stride ? bias[n * 8 + odd] : bias[0]);
-          }
+          if constexpr (has_bias) b = as_float(bias[n][odd]);
           score = modified.logit(score, b, row, column, derivative);
         }
-        if constexpr (masked) {
-          bool kept = keep(row, column);
-          if constexpr (has_mask) kept &= masks.at(mask, column, part);
-          if (!kept) score = -JAX_FLASH_INFINITY;
-        }
+        bool kept = true;
+        if constexpr (masked) kept = keep(row, column);
+        if constexpr (has_mask) kept &= mask[n][odd];
+        if constexpr (masked || has_mask) score = kept ? score : -JAX_FLASH_INFINITY;
+      }
+    }
+  }
+
+  // Without `masked` all columns are there.
+  template <bool masked, typename E>
+  __device__ __forceinline__ void read(E (&values)[block_kv / 8][2], const Plane<E>& plane, int row, int first) const {
+    const E* from = plane.row(row, part);
+    if constexpr (!masked) {
+      plane.pairs(values, from, first);
+    } else {
+#pragma unroll
+      for (int n = 0; n < block_kv / 8; ++n) {
+        values[n][0] = plane.at(from, first + n * 8, part);
+        values[n][1] = plane.at(from, first + n * 8 + 1, part);
       }
     }
   }
