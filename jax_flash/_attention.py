@@ -504,7 +504,18 @@ def _backward_rule(options: Options, static: _Static, residuals: tuple[Any, ...]
         doperands["bias"] = gradients["bias"].astype(operands["bias"].dtype)
     if "sinks" in operands:
         doperands["sinks"] = _sinks_gradient(operands, lse, delta)
-    return dquery, dkey, dvalue, doperands
+    return dquery, dkey, dvalue, {name: _split_alike(x, operands[name]) for name, x in doperands.items()}
+
+
+def _split_alike(gradient: jax.Array | None, operand: jax.Array) -> jax.Array | None:
+    """On a mesh of explicit axes a gradient has to be split as its operand is, which may be less than the query is."""
+    if gradient is None:
+        return None
+    wanted = jax.typeof(operand).sharding
+    if wanted.mesh.empty or tuple(wanted.spec) == tuple(jax.typeof(gradient).sharding.spec):
+        return gradient
+    resharded: jax.Array = jax.sharding.reshard(gradient, wanted)
+    return resharded
 
 
 # Without optimize_remat, which hides the names from remat policies: the forward kernel would run twice.
