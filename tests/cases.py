@@ -718,6 +718,10 @@ REFERENCE_CASES = (
 )
 
 
+EVERY_DTYPE = ("everything", "packed_everything", "bias", "dropout", "lengths_bias", "sinks_alone", "segments")
+"""Cases with options that CPUs run in every dtype."""
+
+
 def serves(target: Target, case: Case | PackedCase, dtype: str, results: str) -> bool:
     """Whether the case is run: all of them through kernels, the core ones through what is slow to compile.
 
@@ -727,8 +731,8 @@ def serves(target: Target, case: Case | PackedCase, dtype: str, results: str) ->
     if dtype not in target.dtypes or dtype not in case.dtypes or (case.large and target.platform != "cuda"):
         return False
     if target.kernel:
-        if target.platform == "cpu" and case.options and (results == "out" or not case.core):
-            return results == "gradients" and dtype in ("float32", case.dtypes[0])
+        if target.platform == "cpu" and case.options:
+            return results == "gradients" and (dtype in ("float32", case.dtypes[0]) or case.name in EVERY_DTYPE)
         return case.core or dtype != "float64"
     if results == "out":
         return case.name == "odd"

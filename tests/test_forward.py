@@ -1,6 +1,8 @@
 """out and lse are right, for every shape, dtype and option, in every implementation."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import cases
 import jax
@@ -183,3 +185,41 @@ def test_zero_sizes(query: tuple[int, ...], key: tuple[int, ...], implementation
     for gradient, x in zip(pullback((jnp.ones_like(out), jnp.ones_like(lse))), (q, k, v), strict=True):
         assert gradient.shape == x.shape
         assert not np.asarray(gradient).any()
+
+
+@pytest.mark.parametrize("target", cases.targets())
+def test_padding_is_never_read(target: Target) -> None:
+    """Results and gradients are the same bits whatever lies in it."""
+    case = Case("padding", 70, 90, q_heads=4, kv_heads=2, bias="bnts", q_lengths=(70, 33), kv_lengths=(41, 90))
+    problem = cases.problem(case, target.dtypes[0])
+    assert all(np.isnan(x).any() for x in (*problem.inputs, problem.bias, problem.dout, problem.dlse))
+    want = cases.differentiate(cases.call(target, problem), problem)
+    zeros = {name: np.nan_to_num(getattr(problem, name)) for name in ("query", "key", "value", "dout", "dlse", "bias")}
+    got = cases.differentiate(cases.call(target, problem, bias=zeros["bias"]), dataclasses.replace(problem, **zeros))
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name])
+
+
+@pytest.mark.parametrize("target", cases.targets(lambda target: not target.kernel))
+def test_documents_longer_than_said(target: Target) -> None:
+    """Where it can't be known when the call is traced, it shows: plain JAX pads documents to the longest."""
+    problem = cases.packed_problem(PackedCase("too_long", (5, 9, 3), (6, 4, 8), (2, 1)), target.dtypes[0])
+    attend = cases.call(target, problem)
+
+    @functools.partial(jax.jit, static_argnames=("longest", "kv_longest"))
+    def run(cu_q: jax.Array, cu_kv: jax.Array, longest: int, kv_longest: int) -> Any:
+        inputs = (np.nan_to_num(x) for x in problem.inputs)
+        lengths = {"cu_q_lengths": cu_q, "cu_kv_lengths": cu_kv}
+        function = functools.partial(attend, **lengths, max_q_length=longest, max_kv_length=kv_longest)
+        results, pullback = jax.vjp(function, *inputs)
+        return *results, *pullback(jax.tree.map(jnp.ones_like, results))
+
+    lengths = problem.cu_q_lengths, problem.cu_kv_lengths
+    for x in run(*lengths, 9, 8):
+        assert not np.isnan(x).any()
+    for longest in ((8, 8), (9, 7)):
+        out, lse, *gradients = run(*lengths, *longest)
+        assert np.isnan(out).all()
+        assert np.isnan(lse).all()
+        for x in gradients:
+            assert np.isnan(x).any()
