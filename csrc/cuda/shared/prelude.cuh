@@ -1,8 +1,9 @@
 // What every kernel of every architecture needs before its first line. NVRTC has no headers, so neither do we.
 //
 // In front of this file the runtime puts the variant as named constants, in namespace jax_flash:
-//   dtype, head_dim              the element type, and H (a multiple of 8)
-//   option_<name>, has_<name>    the options of csrc/options.h
+//   dtype                              the element type
+//   head_dim, value_head_dim           H and V (multiples of 8)
+//   option_, with_, has_, has_d<name>  the options of csrc/options.h
 //   and the tile row of this pass, by the field names of csrc/cuda/tiles.h
 #pragma once
 
@@ -26,6 +27,20 @@ __host__ __device__ constexpr int ceil_div(int x, int y) { return (x + y - 1) / 
 
 // head_dim as the tiles hold it: the products go in steps of 16, the columns beyond head_dim are zeros.
 constexpr int tile_head_dim = round_up(head_dim, 16);
+constexpr int tile_value_head_dim = round_up(value_head_dim, 16);
+
+template <bool condition, typename A, typename B>
+struct Select {
+  using type = A;
+};
+template <typename A, typename B>
+struct Select<false, A, B> {
+  using type = B;
+};
+
+// What arrays and tiles are made of; f16 and bf16 are told apart only where they are computed with.
+using Element = Select<dtype == DType::f32, float, u16>::type;
+constexpr int chunk_elements = 16 / sizeof(Element);  // in 16 bytes
 
 // Host and kernel must agree on these; the kernel states them, the host reads them out of the cubin.
 struct LaunchFacts {
@@ -67,9 +82,9 @@ JAX_FLASH_DEVICE float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// Base address of one head of a [batch, length, heads, head_dim] array of 16-bit elements.
-JAX_FLASH_DEVICE u16* head_of(const Tensor& t, int batch, int head) {
-  return static_cast<u16*>(t.data) + batch * t.batch_stride + head * t.head_stride;
+// Base address of one head of a [batch, length, heads, head_dim] array.
+JAX_FLASH_DEVICE Element* head_of(const Tensor& t, int batch, int head) {
+  return static_cast<Element*>(t.data) + batch * t.batch_stride + head * t.head_stride;
 }
 
 }  // namespace jax_flash

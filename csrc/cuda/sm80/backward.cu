@@ -21,32 +21,38 @@ constexpr int key_warps = block_kv / 16;
 constexpr int split = warps / key_warps;
 static_assert(split * key_warps == warps && (split == 1 || split == 2), "16 keys a warp, or a pair of warps");
 
-using KvTile = Tile<block_kv, tile_head_dim>;
+using KTile = Tile<block_kv, tile_head_dim>;
+using VTile = Tile<block_kv, tile_value_head_dim>;
 using QTile = Tile<block_q, tile_head_dim>;
-using ScoreTile = Tile<block_kv, block_q>;  // [keys, rows]
+using DoutTile = Tile<block_q, tile_value_head_dim>;
+using Scores = Mma::Scores<block_kv, block_q>;
 
-constexpr int pairs = tile_head_dim / 16;           // of n8 tiles, in the columns of dQ, dK and dV
-constexpr int score_columns = block_q / split;      // rows of query in one warp's S^T
-constexpr int grad_pairs = ceil_div(pairs, split);  // in one warp's dK and dV, taken in turn by the pair of warps
-constexpr int dq_column_warps = warps == 8 && pairs % 4 == 0 ? 4 : 2;
+constexpr int score_columns = block_q / split;  // rows of query in one warp's S^T
+// Groups of columns of dK, dV and dQ, and how many of them a warp has: warps that share columns take groups in turn.
+constexpr int dk_group = Mma::group(tile_head_dim, split);
+constexpr int dv_group = Mma::group(tile_value_head_dim, split);
+constexpr int dk_groups = ceil_div(tile_head_dim / dk_group, split);
+constexpr int dv_groups = ceil_div(tile_value_head_dim / dv_group, split);
+constexpr int dq_column_warps = warps == 8 && tile_head_dim % 64 == 0 ? 4 : 2;
 constexpr int dq_row_warps = warps / dq_column_warps;
 constexpr int dq_row_tiles = block_q / 16 / dq_row_warps;
-constexpr int dq_pairs = ceil_div(pairs, dq_column_warps);
+constexpr int dq_group = Mma::group(tile_head_dim, dq_column_warps);
+constexpr int dq_groups = ceil_div(tile_head_dim / dq_group, dq_column_warps);
 static_assert(dq_row_tiles * dq_row_warps * 16 == block_q, "the warps share the rows of dQ evenly");
 
 struct Rows {
   char q[QTile::bytes];
-  char dout[QTile::bytes];
+  char dout[DoutTile::bytes];
   float lse[block_q];
   float delta[block_q];
 };
 
 struct SharedStorage {
-  char k[KvTile::bytes];  // and dK, at the end
-  char v[KvTile::bytes];  // and dV, at the end
+  char k[KTile::bytes];  // and dK, at the end, unless it is stored from registers
+  char v[VTile::bytes];  // and dV, likewise
   Rows rows[stages];
-  char ds[ScoreTile::bytes];
-  char p[split == 1 ? 16 : ScoreTile::bytes];
+  char ds[Scores::bytes];
+  char p[split == 1 ? 16 : Scores::bytes];
 };
 
 extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {threads, block_kv, sizeof(SharedStorage)};
@@ -59,6 +65,11 @@ JAX_FLASH_DEVICE float* dq_fragment(const Problem& problem, int batch, int head,
   return static_cast<float*>(problem.scratch) + (tile * (tile_head_dim / 8) + column_tile) * 128;
 }
 
+template <int n>
+JAX_FLASH_DEVICE FragmentC (&as_matrix(FragmentC (&c)[n]))[1][n] {
+  return *reinterpret_cast<FragmentC(*)[1][n]>(&c);
+}
+
 struct Backward {
   const Problem& problem;
   SharedStorage& shared;
@@ -69,15 +80,15 @@ struct Backward {
   int key_row;  // of the warp, in the block
   int half;     // which of a pair of warps; 0 when split is 1
   float scale_log2;
-  FragmentC dk[2 * grad_pairs], dv[2 * grad_pairs];
+  FragmentC dk[dk_groups * dk_group / 8], dv[dv_groups * dv_group / 8];
 
   // Starts to bring one tile of rows of one query head.
   __device__ __forceinline__ void load_rows(Rows& rows, int head, int tile) {
     const int first = tile * block_q;
-    load_tile<QTile, threads>(shared_address(rows.q), head_of(problem.q, batch, head), problem.q.row_stride, first,
-                              problem.q_length, threadIdx.x);
-    load_tile<QTile, threads>(shared_address(rows.dout), head_of(problem.dout, batch, head), problem.dout.row_stride,
-                              first, problem.q_length, threadIdx.x);
+    load_tile<QTile, head_dim, threads>(shared_address(rows.q), head_of(problem.q, batch, head), problem.q.row_stride,
+                                        first, problem.q_length, threadIdx.x);
+    load_tile<DoutTile, value_head_dim, threads>(shared_address(rows.dout), head_of(problem.dout, batch, head),
+                                                 problem.dout.row_stride, first, problem.q_length, threadIdx.x);
     // Rows beyond the end become zeros, lse included: with dO and delta they add nothing to any sum.
     if (threadIdx.x < block_q) {
       const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length;
@@ -91,84 +102,43 @@ struct Backward {
   }
 
   // c += X Y^T, for the warp's 16 keys in X and its rows in Y.
+  template <int k, typename X, typename Y>
   __device__ __forceinline__ void score_product(FragmentC (&c)[score_columns / 8], const char* x, const char* y) const {
-    const LaneReader<KvTile> x_reader = tall_reader<KvTile>(shared_address(x), key_row, lane);
-    const LaneReader<QTile> y_reader = wide_reader<QTile>(shared_address(y), half * score_columns, lane);
-#pragma unroll
-    for (int kk = 0; kk < pairs; ++kk) {
-      FragmentA a;
-      load_matrices(a.x, x_reader.address(0, kk));
-#pragma unroll
-      for (int n = 0; n < score_columns / 16; ++n) {
-        FragmentB2 b;
-        load_matrices(b.x, y_reader.address(16 * n, kk));
-        multiply(c[2 * n], a, b.x[0], b.x[1]);
-        multiply(c[2 * n + 1], a, b.x[2], b.x[3]);
-      }
-    }
+    Mma::multiply_rows<k>(as_matrix(c), tall_reader<X>(shared_address(x), key_row, lane),
+                          wide_reader<Y>(shared_address(y), half * score_columns, lane));
   }
 
   // c += A Y, where A [16 keys, block_q] is P^T or dS^T: the warp's own fragments, or rows of a score tile.
-  __device__ __forceinline__ void grad_product(FragmentC (&c)[2 * grad_pairs],
-                                               const FragmentC (&own)[score_columns / 8], const char* score_tile,
-                                               const char* y) const {
-    const LaneReader<QTile> y_reader = tall_reader<QTile>(shared_address(y), 0, lane, half);
-    const LaneReader<ScoreTile> a_reader = tall_reader<ScoreTile>(shared_address(score_tile), key_row, lane);
-#pragma unroll
-    for (int kk = 0; kk < block_q / 16; ++kk) {
-      FragmentA a;
-      if constexpr (split == 1) {
-        a = as_operand(own[2 * kk], own[2 * kk + 1]);
-      } else {
-        load_matrices(a.x, a_reader.address(0, kk));
-      }
-#pragma unroll
-      for (int n = 0; n < grad_pairs; ++n) {
-        if (grad_pairs * split != pairs && n * split + half >= pairs) continue;
-        FragmentB2 b;
-        load_matrices_transposed(b.x, y_reader.address(16 * kk, n * split));
-        multiply(c[2 * n], a, b.x[0], b.x[1]);
-        multiply(c[2 * n + 1], a, b.x[2], b.x[3]);
-      }
+  template <typename Y, int group, int n>
+  __device__ __forceinline__ void grad_product(FragmentC (&c)[n], const FragmentC (&own)[score_columns / 8],
+                                               const char* score_tile, const char* y) const {
+    const Mma::ColumnReader<Y, group> reader(shared_address(y), lane, half);
+    if constexpr (split == 1) {
+      Mma::multiply_columns<block_q>(as_matrix(c), [&](int m, int kk) { return Mma::operand(own, kk); }, reader);
+    } else {
+      Mma::multiply_columns<block_q, split>(as_matrix(c), Scores::ByKey(score_tile, key_row, lane), reader);
     }
   }
 
   // dQ += dS K, all keys of the block.
   __device__ __forceinline__ void add_dq(int head, int tile) const {
     const int row_warp = warp % dq_row_warps, column_warp = warp / dq_row_warps;
-    const LaneReader<ScoreTile> ds_reader = wide_reader<ScoreTile>(shared_address(shared.ds), 0, lane, row_warp);
-    const LaneReader<KvTile> k_reader = tall_reader<KvTile>(shared_address(shared.k), 0, lane, column_warp);
-    FragmentC dq[dq_row_tiles][2 * dq_pairs] = {};
-#pragma unroll
-    for (int kk = 0; kk < block_kv / 16; ++kk) {
-      FragmentA a[dq_row_tiles];
-#pragma unroll
-      for (int m = 0; m < dq_row_tiles; ++m) {
-        load_matrices_transposed(a[m].x, ds_reader.address(16 * kk, m * dq_row_warps));
-      }
-#pragma unroll
-      for (int n = 0; n < dq_pairs; ++n) {
-        if (dq_pairs * dq_column_warps != pairs && n * dq_column_warps + column_warp >= pairs) continue;
-        FragmentB2 b;
-        load_matrices_transposed(b.x, k_reader.address(16 * kk, n * dq_column_warps));
-#pragma unroll
-        for (int m = 0; m < dq_row_tiles; ++m) {
-          multiply(dq[m][2 * n], a[m], b.x[0], b.x[1]);
-          multiply(dq[m][2 * n + 1], a[m], b.x[2], b.x[3]);
-        }
-      }
-    }
+    FragmentC dq[dq_row_tiles][dq_groups * dq_group / 8] = {};
+    Mma::multiply_columns<block_kv, dq_column_warps>(
+        dq, Scores::ByRow<dq_row_warps>(shared.ds, row_warp, lane),
+        Mma::ColumnReader<KTile, dq_group>(shared_address(shared.k), lane, column_warp));
 #pragma unroll
     for (int m = 0; m < dq_row_tiles; ++m) {
       const int row_tile = tile * (block_q / 16) + m * dq_row_warps + row_warp;
       if (row_tile * 16 >= problem.q_length) continue;
-      float* to = dq_fragment(problem, batch, head, row_tile, 2 * column_warp) + lane;
+      constexpr int wide = dq_group / 8, all = tile_head_dim / dq_group;
+      float* to = dq_fragment(problem, batch, head, row_tile, wide * column_warp) + lane;
 #pragma unroll
-      for (int n = 0; n < 2 * dq_pairs; ++n) {
-        if (dq_pairs * dq_column_warps != pairs && n / 2 * dq_column_warps + column_warp >= pairs) continue;
+      for (int n = 0; n < wide * dq_groups; ++n) {
+        if (dq_groups * dq_column_warps != all && n / wide * dq_column_warps + column_warp >= all) continue;
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          atomicAdd(to + (n / 2 * dq_column_warps * 2 + n % 2) * 128 + e * 32, dq[m][n].x[e]);
+          atomicAdd(to + (n / wide * dq_column_warps * wide + n % wide) * 128 + e * 32, dq[m][n].x[e]);
         }
       }
     }
@@ -184,7 +154,7 @@ struct Backward {
     if (stages == 2 && next_tile >= 0) load_rows(shared.rows[stage ^ 1], next_head, next_tile);
 
     FragmentC p[score_columns / 8] = {};
-    score_product(p, shared.k, rows.q);
+    score_product<head_dim, KTile, QTile>(p, shared.k, rows.q);
 #pragma unroll
     for (int n = 0; n < score_columns / 8; ++n) {
       const int column = half * score_columns + 8 * n + lane % 4 * 2;
@@ -200,13 +170,13 @@ struct Backward {
       }
     }
     if constexpr (split == 2) {
-      put_accumulators<ScoreTile, 1>(shared.p, key_row, half * (score_columns / 16), p, 1.f, 1.f, lane);
+      Scores::put(shared.p, key_row, half * score_columns, p, lane);
     } else {
-      grad_product(dv, p, shared.p, rows.dout);
+      grad_product<DoutTile, dv_group>(dv, p, shared.p, rows.dout);
     }
 
     FragmentC ds[score_columns / 8] = {};
-    score_product(ds, shared.v, rows.dout);
+    score_product<value_head_dim, VTile, DoutTile>(ds, shared.v, rows.dout);
 #pragma unroll
     for (int n = 0; n < score_columns / 8; ++n) {
       const int column = half * score_columns + 8 * n + lane % 4 * 2;
@@ -214,13 +184,13 @@ struct Backward {
 #pragma unroll
       for (int e = 0; e < 4; ++e) ds[n].x[e] = p[n].x[e] * (ds[n].x[e] - (e % 2 ? delta.y : delta.x));
     }
-    put_accumulators<ScoreTile, 1>(shared.ds, key_row, half * (score_columns / 16), ds, 1.f, 1.f, lane);
-    if constexpr (split == 1) grad_product(dk, ds, shared.ds, rows.q);
+    Scores::put(shared.ds, key_row, half * score_columns, ds, lane);
+    if constexpr (split == 1) grad_product<QTile, dk_group>(dk, ds, shared.ds, rows.q);
 
     __syncthreads();  // dS, and with split = 2 P, are complete
     if constexpr (split == 2) {
-      grad_product(dv, p, shared.p, rows.dout);
-      grad_product(dk, ds, shared.ds, rows.q);
+      grad_product<DoutTile, dv_group>(dv, p, shared.p, rows.dout);
+      grad_product<QTile, dk_group>(dk, ds, shared.ds, rows.q);
     }
     if constexpr (stages == 1) {
       if (next_tile >= 0) {
@@ -260,10 +230,11 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       row_tiles_of<block_q>(backward.offset, backward.first_key, block_kv, problem.q_length, problem.kv_length);
   const int first_head = kv_head * group, last_head = first_head + group - 1;
   if (tiles.begin < tiles.end) {
-    load_tile<KvTile, threads>(shared_address(shared.k), head_of(problem.k, batch, kv_head), problem.k.row_stride,
-                               backward.first_key, problem.kv_length, threadIdx.x);
-    load_tile<KvTile, threads>(shared_address(shared.v), head_of(problem.v, batch, kv_head), problem.v.row_stride,
-                               backward.first_key, problem.kv_length, threadIdx.x);
+    load_tile<KTile, head_dim, threads>(shared_address(shared.k), head_of(problem.k, batch, kv_head),
+                                        problem.k.row_stride, backward.first_key, problem.kv_length, threadIdx.x);
+    load_tile<VTile, value_head_dim, threads>(shared_address(shared.v), head_of(problem.v, batch, kv_head),
+                                              problem.v.row_stride, backward.first_key, problem.kv_length,
+                                              threadIdx.x);
     backward.load_rows(shared.rows[0], first_head, tiles.begin);
     int stage = 0;
     for (int head = first_head; head <= last_head; ++head) {
@@ -283,15 +254,25 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   }
 
   const float scale = static_cast<float>(problem.options.scale);
-  put_accumulators<KvTile, split>(shared.k, backward.key_row, backward.half, backward.dk, scale, scale, lane);
-  put_accumulators<KvTile, split>(shared.v, backward.key_row, backward.half, backward.dv, 1.f, 1.f, lane);
-  __syncthreads();
-  constexpr int rows_of_warp = block_kv / warps;
-  const int first = backward.first_key + warp * rows_of_warp;
-  store_rows<KvTile, rows_of_warp>(shared.k, warp * rows_of_warp, head_of(problem.dk, batch, kv_head),
-                                   problem.dk.row_stride, first, problem.kv_length, lane);
-  store_rows<KvTile, rows_of_warp>(shared.v, warp * rows_of_warp, head_of(problem.dv, batch, kv_head),
-                                   problem.dv.row_stride, first, problem.kv_length, lane);
+  Element* dk = head_of(problem.dk, batch, kv_head);
+  Element* dv = head_of(problem.dv, batch, kv_head);
+  if constexpr (Mma::direct_stores) {
+    const int key = backward.first_key + backward.key_row + lane / 4;
+    Mma::store_fragments<head_dim, dk_group, split>(backward.dk, scale, scale, dk, problem.dk.row_stride, key,
+                                                    problem.kv_length, backward.half, lane);
+    Mma::store_fragments<value_head_dim, dv_group, split>(backward.dv, 1.f, 1.f, dv, problem.dv.row_stride, key,
+                                                          problem.kv_length, backward.half, lane);
+  } else {
+    put_accumulators<KTile, split>(shared.k, backward.key_row, backward.half, backward.dk, scale, scale, lane);
+    put_accumulators<VTile, split>(shared.v, backward.key_row, backward.half, backward.dv, 1.f, 1.f, lane);
+    __syncthreads();
+    constexpr int rows_of_warp = block_kv / warps;
+    const int first = backward.first_key + warp * rows_of_warp;
+    store_rows<KTile, head_dim, rows_of_warp>(shared.k, warp * rows_of_warp, dk, problem.dk.row_stride, first,
+                                                   problem.kv_length, lane);
+    store_rows<VTile, value_head_dim, rows_of_warp>(shared.v, warp * rows_of_warp, dv, problem.dv.row_stride,
+                                                         first, problem.kv_length, lane);
+  }
 }
 
 // dq = scale * (the sum in scratch). One warp turns 16 rows of one head.
@@ -305,15 +286,17 @@ extern "C" __global__ void __launch_bounds__(128) jax_flash_backward_dq(const __
   const int batch = static_cast<int>(item / row_tiles / problem.q_heads);
   const float scale = static_cast<float>(problem.options.scale);
   const float* from = dq_fragment(problem, batch, head, row_tile, 0) + lane;
-  const int row = row_tile * 16 + lane / 4;
-  u16* to = head_of(problem.dq, batch, head) + row * problem.dq.row_stride + lane % 4 * 2;
+  Element* to = head_of(problem.dq, batch, head);
 #pragma unroll
-  for (int n = 0; n < head_dim / 8; ++n) {
-    const float x0 = from[n * 128], x1 = from[n * 128 + 32], x2 = from[n * 128 + 64], x3 = from[n * 128 + 96];
-    if (row < problem.q_length) *reinterpret_cast<u32*>(to + n * 8) = pack(x0 * scale, x1 * scale);
-    if (row + 8 < problem.q_length) {
-      *reinterpret_cast<u32*>(to + n * 8 + 8 * problem.dq.row_stride) = pack(x2 * scale, x3 * scale);
+  for (int i = 0; i < ceil_div(head_dim, dq_group); ++i) {
+    FragmentC dq[dq_group / 8];
+#pragma unroll
+    for (int n = 0; n < dq_group / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dq[n].x[e] = from[((i * dq_group / 8 + n) * 4 + e) * 32];
     }
+    Mma::store_fragments<head_dim, dq_group, 1>(dq, scale, scale, to, problem.dq.row_stride, row_tile * 16 + lane / 4,
+                                                problem.q_length, i, lane);
   }
 }
 

@@ -14,12 +14,16 @@ namespace jax_flash {
 constexpr int threads = 32 * warps;
 constexpr int row_tiles = block_q / (16 * warps);  // m16 tiles of a warp
 using QTile = Tile<block_q, tile_head_dim>;
-using KvTile = Tile<block_kv, tile_head_dim>;
+using KTile = Tile<block_kv, tile_head_dim>;
+using VTile = Tile<block_kv, tile_value_head_dim>;
+using OutTile = Tile<block_q, tile_value_head_dim>;
+constexpr int group = Mma::group(tile_value_head_dim, 1);  // of columns of out
+using VReader = Mma::ColumnReader<VTile, group>;
 
 struct SharedStorage {
-  char q[QTile::bytes];  // and out, at the end
-  char k[KvTile::bytes];
-  char v[KvTile::bytes];
+  char q[QTile::bytes];  // and out, at the end, unless it is stored from registers
+  char k[KTile::bytes];
+  char v[VTile::bytes];
 };
 
 extern "C" __constant__ LaunchFacts jax_flash_forward_facts = {threads, block_q, sizeof(SharedStorage)};
@@ -27,24 +31,25 @@ extern "C" __constant__ LaunchFacts jax_flash_forward_facts = {threads, block_q,
 struct Forward {
   const Problem& problem;
   SharedStorage& shared;
-  const u16* k;
-  const u16* v;
+  const Element* k;
+  const Element* v;
   int offset;
   int first_row;  // of the block
   int warp, lane;
   float scale_log2;
   LaneReader<QTile> q_reader;
-  LaneReader<KvTile> k_reader, v_reader;
-  FragmentC out[row_tiles][tile_head_dim / 8];
+  LaneReader<KTile> k_reader;
+  VReader v_reader;
+  FragmentC out[row_tiles][tile_value_head_dim / 8];
   RowStatistics statistics[row_tiles][2];
 
   __device__ __forceinline__ void load_k(int tile) const {
-    load_tile<KvTile, threads>(shared_address(shared.k), k, problem.k.row_stride, tile * block_kv, problem.kv_length,
-                               threadIdx.x);
+    load_tile<KTile, head_dim, threads>(shared_address(shared.k), k, problem.k.row_stride, tile * block_kv,
+                                        problem.kv_length, threadIdx.x);
   }
   __device__ __forceinline__ void load_v(int tile) const {
-    load_tile<KvTile, threads>(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, problem.kv_length,
-                               threadIdx.x);
+    load_tile<VTile, value_head_dim, threads>(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv,
+                                              problem.kv_length, threadIdx.x);
   }
 
   template <bool masked>
@@ -56,22 +61,7 @@ struct Forward {
     load_v(tile);
     copies_commit();
 
-#pragma unroll
-    for (int kk = 0; kk < tile_head_dim / 16; ++kk) {
-      FragmentA a[row_tiles];
-#pragma unroll
-      for (int m = 0; m < row_tiles; ++m) load_matrices(a[m].x, q_reader.address(16 * m, kk));
-#pragma unroll
-      for (int n = 0; n < block_kv / 16; ++n) {
-        FragmentB2 b;
-        load_matrices(b.x, k_reader.address(16 * n, kk));
-#pragma unroll
-        for (int m = 0; m < row_tiles; ++m) {
-          multiply(scores[m][2 * n], a[m], b.x[0], b.x[1]);
-          multiply(scores[m][2 * n + 1], a[m], b.x[2], b.x[3]);
-        }
-      }
-    }
+    Mma::multiply_rows<head_dim>(scores, q_reader, k_reader);
 
     copies_wait<0>();
     __syncthreads();  // V has landed; everybody is done with K
@@ -102,7 +92,7 @@ struct Forward {
         const float shrink = row.update(quad_max(maximum), scale_log2);
         const float anchor = row.anchor(scale_log2);
 #pragma unroll
-        for (int n = 0; n < tile_head_dim / 8; ++n) {
+        for (int n = 0; n < tile_value_head_dim / 8; ++n) {
           out[m][n].x[2 * half] *= shrink;
           out[m][n].x[2 * half + 1] *= shrink;
         }
@@ -117,25 +107,10 @@ struct Forward {
       }
     }
 
-#pragma unroll
-    for (int kk = 0; kk < block_kv / 16; ++kk) {
-      FragmentA p[row_tiles];
-#pragma unroll
-      for (int m = 0; m < row_tiles; ++m) p[m] = as_operand(scores[m][2 * kk], scores[m][2 * kk + 1]);
-#pragma unroll
-      for (int n = 0; n < tile_head_dim / 16; ++n) {
-        FragmentB2 b;
-        load_matrices_transposed(b.x, v_reader.address(16 * kk, n));
-#pragma unroll
-        for (int m = 0; m < row_tiles; ++m) {
-          multiply(out[m][2 * n], p[m], b.x[0], b.x[1]);
-          multiply(out[m][2 * n + 1], p[m], b.x[2], b.x[3]);
-        }
-      }
-    }
+    Mma::multiply_columns<block_kv>(out, [&](int m, int kk) { return Mma::operand(scores[m], kk); }, v_reader);
   }
 
-  __device__ __forceinline__ void finish(u16* out_head, float* lse) {
+  __device__ __forceinline__ void finish(Element* out_head, float* lse) {
     const int warp_row = warp * row_tiles * 16;
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
@@ -148,12 +123,20 @@ struct Forward {
         const int t = first_row + warp_row + m * 16 + lane / 4 + half * 8;
         if (lane % 4 == 0 && t < problem.q_length) lse[t] = row.lse(scale_log2);
       }
-      // A warp's rows of Q are read by that warp alone, so they can take its rows of out.
-      put_accumulators<QTile, 1>(shared.q, warp_row + m * 16, 0, out[m], inverse[0], inverse[1], lane);
+      if constexpr (Mma::direct_stores) {
+        Mma::store_fragments<value_head_dim, group, 1>(out[m], inverse[0], inverse[1], out_head, problem.out.row_stride,
+                                                       first_row + warp_row + m * 16 + lane / 4, problem.q_length, 0,
+                                                       lane);
+      } else {
+        // A warp's rows of Q are read by that warp alone, so they can take its rows of out.
+        put_accumulators<OutTile, 1>(shared.q, warp_row + m * 16, 0, out[m], inverse[0], inverse[1], lane);
+      }
     }
-    __syncwarp();
-    store_rows<QTile, 16 * row_tiles>(shared.q, warp_row, out_head, problem.out.row_stride, first_row + warp_row,
-                                      problem.q_length, lane);
+    if constexpr (!Mma::direct_stores) {
+      __syncwarp();
+      store_rows<OutTile, value_head_dim, 16 * row_tiles>(
+          shared.q, warp_row, out_head, problem.out.row_stride, first_row + warp_row, problem.q_length, lane);
+    }
   }
 };
 
@@ -181,15 +164,15 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       lane,
       static_cast<float>(problem.options.scale) * kLog2e,
       tall_reader<QTile>(shared_address(shared.q), warp * row_tiles * 16, lane),
-      wide_reader<KvTile>(shared_address(shared.k), 0, lane),
-      tall_reader<KvTile>(shared_address(shared.v), 0, lane),
+      wide_reader<KTile>(shared_address(shared.k), 0, lane),
+      VReader(shared_address(shared.v), lane),
   };
   const KeyTiles tiles =
       key_tiles<block_kv>(forward.offset, forward.first_row, block_q, problem.q_length, problem.kv_length);
   int tile = tiles.end - 1;
   if (tile >= 0) {
-    load_tile<QTile, threads>(shared_address(shared.q), head_of(problem.q, batch, head), problem.q.row_stride,
-                              forward.first_row, problem.q_length, threadIdx.x);
+    load_tile<QTile, head_dim, threads>(shared_address(shared.q), head_of(problem.q, batch, head), problem.q.row_stride,
+                                        forward.first_row, problem.q_length, threadIdx.x);
     forward.load_k(tile);
     copies_commit();
   }

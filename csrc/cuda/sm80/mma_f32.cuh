@@ -1,0 +1,359 @@
+// Products of float32: mma.m16n8k8 on TF32 operands, which reads 19 bits of each float and leaves off the rest.
+#pragma once
+
+#include "cuda/shared/prelude.cuh"
+#include "cuda/shared/tile.cuh"
+
+#ifndef JF_ROUND_A
+#define JF_ROUND_A 2
+#endif
+#ifndef JF_ROUND_B
+#define JF_ROUND_B 0
+#endif
+#ifndef JF_CHUNK
+#define JF_CHUNK 4
+#endif
+
+namespace jax_flash {
+
+// Fragments of m16n8k8, one float each:
+//
+//   A (16 x 8)                 B (8 x 8), by columns
+//   a0: row g,     k t         b0: k t,     column g
+//   a1: row g + 8, k t         b1: k t + 4, column g
+//   a2: row g,     k t + 4
+//   a3: row g + 8, k t + 4
+//
+// An 8 x 4 piece of floats is an 8 x 8 piece of 16-bit elements, so ldmatrix brings A from a tile [m, k] and B from a
+// tile [n, k] as it does for those. The sum runs over k in any order as long as A and B agree on it. Where A comes from
+// accumulators, k = t stands for row 2t of the tile [k, n] that B comes from, and k = t + 4 for row 2t + 1: so an
+// accumulator is a fragment as it is, a0..a3 = c0, c2, c1, c3. B is then two rows of a tile, of which a lane reads
+// adjacent columns, 4 (or 2) at a time: column g of n8 tile j of a group stands for column 4g + j (or 2g + j) of the
+// group's 32 (or 16). The lanes of one phase of such a load hit different banks, as those of an ldmatrix do.
+struct MmaF32 {
+  static constexpr int depth = 8;              // of k, in one instruction
+  static constexpr bool direct_stores = true;  // a lane's accumulators are 16 adjacent bytes of the result
+  static constexpr bool precise = option_highest_precision;
+
+  // How many columns of a tile [k, n] one load brings. The accumulators of a warp are whole groups of columns.
+  static __host__ __device__ constexpr int group(int columns, int warps_that_share) {
+    return columns % (32 * warps_that_share) == 0 ? 32 : 16;
+  }
+
+  // Operands, ready to be multiplied: with their least bits rounded away, or split into a sum of two.
+  template <int n>
+  struct Operand {
+    u32 high[n];
+    u32 low[precise ? n : 1];
+  };
+
+  template <int rounding>
+  static __device__ __forceinline__ u32 rounded(u32 x) {
+    if constexpr (rounding == 1) return x + 0x1000;
+    if constexpr (rounding == 2) return __float_as_uint(__uint_as_float(x) * 1.00034f);
+    if constexpr (rounding == 3) {
+      u32 y;
+      asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(__uint_as_float(x)));
+      return y;
+    }
+    return x;
+  }
+
+  template <int rounding, int n>
+  static __device__ __forceinline__ Operand<n> prepare(const u32 (&x)[n]) {
+    Operand<n> operand;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      if constexpr (precise) {
+        operand.high[i] = (x[i] + 0x1000) & 0xffffe000;
+        operand.low[i] = __float_as_uint(__uint_as_float(x[i]) - __uint_as_float(operand.high[i]));
+      } else {
+        operand.high[i] = rounded<rounding>(x[i]);
+      }
+    }
+    return operand;
+  }
+
+  static __device__ __forceinline__ void multiply_high(FragmentC& c, const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c.x[0]), "+f"(c.x[1]), "+f"(c.x[2]), "+f"(c.x[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+
+  // c += A B, B of n8 tiles `n`: elements 2 * n and 2 * n + 1. The small terms go first.
+  template <int n_tiles, int elements>
+  static __device__ __forceinline__ void multiply(FragmentC* const (&c)[n_tiles], const Operand<4>& a,
+                                                  const Operand<elements>& b) {
+    if constexpr (precise) {
+#pragma unroll
+      for (int n = 0; n < n_tiles; ++n) multiply_high(*c[n], a.low, b.high[2 * n], b.high[2 * n + 1]);
+#pragma unroll
+      for (int n = 0; n < n_tiles; ++n) multiply_high(*c[n], a.high, b.low[2 * n], b.low[2 * n + 1]);
+    }
+#pragma unroll
+    for (int n = 0; n < n_tiles; ++n) multiply_high(*c[n], a.high, b.high[2 * n], b.high[2 * n + 1]);
+  }
+
+  static __device__ __forceinline__ void add(FragmentC& to, const FragmentC& c) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) to.x[e] += c.x[e];
+  }
+
+  // c += X Y^T, of a tile [m, k] and a tile [n, k].
+  template <int k, int m_tiles, int n_tiles, typename X, typename Y>
+  static __device__ __forceinline__ void multiply_rows(FragmentC (&c)[m_tiles][n_tiles], const LaneReader<X>& x,
+                                                       const LaneReader<Y>& y) {
+    if constexpr (precise) {
+      constexpr int steps = k / depth;
+#pragma unroll
+      for (int first = 0; first < steps; first += JF_CHUNK) {
+        Operand<4> a[m_tiles][JF_CHUNK];
+#pragma unroll
+        for (int i = 0; i < JF_CHUNK; ++i) {
+          if (first + i >= steps) break;
+#pragma unroll
+          for (int m = 0; m < m_tiles; ++m) {
+            u32 raw[4];
+            load_matrices(raw, x.address(16 * m, first + i));
+            a[m][i] = prepare<JF_ROUND_A>(raw);
+          }
+        }
+#pragma unroll
+        for (int n = 0; n < n_tiles / 2; ++n) {
+          FragmentC fresh[m_tiles][2] = {};
+#pragma unroll
+          for (int i = 0; i < JF_CHUNK; ++i) {
+            if (first + i >= steps) break;
+            u32 raw[4];
+            load_matrices(raw, y.address(16 * n, first + i));
+            const Operand<4> b = prepare<JF_ROUND_B>(raw);
+#pragma unroll
+            for (int m = 0; m < m_tiles; ++m) multiply<2>({&fresh[m][0], &fresh[m][1]}, a[m][i], b);
+          }
+#pragma unroll
+          for (int m = 0; m < m_tiles; ++m) {
+            add(c[m][2 * n], fresh[m][0]);
+            add(c[m][2 * n + 1], fresh[m][1]);
+          }
+        }
+      }
+    } else {
+#pragma unroll
+      for (int kk = 0; kk < k / depth; ++kk) {
+        Operand<4> a[m_tiles];
+#pragma unroll
+        for (int m = 0; m < m_tiles; ++m) {
+          u32 raw[4];
+          load_matrices(raw, x.address(16 * m, kk));
+          a[m] = prepare<JF_ROUND_A>(raw);
+        }
+#pragma unroll
+        for (int n = 0; n < n_tiles / 2; ++n) {
+          u32 raw[4];
+          load_matrices(raw, y.address(16 * n, kk));
+          const Operand<4> b = prepare<JF_ROUND_B>(raw);
+#pragma unroll
+          for (int m = 0; m < m_tiles; ++m) multiply<2>({&c[m][2 * n], &c[m][2 * n + 1]}, a[m], b);
+        }
+      }
+    }
+  }
+
+  // One lane's part in reading a tile [k, n] as B, from group `first_group` on. A step of k is 8 rows, so the swizzle of
+  // the lane's two rows never changes.
+  template <typename T, int group>
+  struct ColumnReader {
+    static constexpr int elements = group / 8;  // that a lane reads of a row
+    u32 first[2];
+    int first_group;
+
+    __device__ __forceinline__ ColumnReader(u32 tile, int lane, int first_group = 0) : first_group(first_group) {
+      const int column = first_group * group + lane / 4 * elements;
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        first[odd] = tile + T::offset(lane % 4 * 2 + odd, column / 4) + column % 4 * 4;
+      }
+    }
+
+    // `kk` and `n`, in groups from the first on, are constants; n is even where the first group may not be.
+    __device__ __forceinline__ void load(u32 (&x)[2 * elements], int kk, int n) const {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        u32 address = first[odd];
+        if constexpr (T::swizzled && group == 16) {
+          address = (address ^ (n % 2 * 64)) + n / 2 * 128;
+        } else {
+          address += n * group * 4;
+        }
+        address += kk * 8 * T::row_bytes;
+        if constexpr (elements == 4) {
+          asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                       : "=r"(x[odd]), "=r"(x[2 + odd]), "=r"(x[4 + odd]), "=r"(x[6 + odd])
+                       : "r"(address));
+        } else {
+          asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x[odd]), "=r"(x[2 + odd]) : "r"(address));
+        }
+      }
+    }
+  };
+
+  // c += A Y, of A in fragments and a tile [k, n]. `a(m, kk)` returns the fragment of rows 16 * m and k depth * kk. A
+  // warp takes every `step`-th group of columns.
+  template <int k, int step = 1, int m_tiles, int n_tiles, typename A, typename T, int group>
+  static __device__ __forceinline__ void multiply_columns(FragmentC (&c)[m_tiles][n_tiles], const A& a_of,
+                                                          const ColumnReader<T, group>& y) {
+    constexpr int groups = T::columns / group, own_groups = n_tiles * 8 / group, wide = group / 8;
+    if constexpr (precise) {
+#pragma unroll
+      for (int n = 0; n < own_groups; ++n) {
+        if (own_groups * step != groups && n * step + y.first_group >= groups) continue;
+        FragmentC fresh[m_tiles][wide] = {};
+#pragma unroll
+        for (int kk = 0; kk < k / depth; ++kk) {
+          u32 raw[2 * wide];
+          y.load(raw, kk, n * step);
+          const Operand<2 * wide> b = prepare<JF_ROUND_B>(raw);
+#pragma unroll
+          for (int m = 0; m < m_tiles; ++m) {
+            const Operand<4> a = prepare<JF_ROUND_A>(a_of(m, kk).x);
+            multiply_group(fresh[m], a, b);
+          }
+        }
+#pragma unroll
+        for (int m = 0; m < m_tiles; ++m) {
+#pragma unroll
+          for (int j = 0; j < wide; ++j) add(c[m][n * wide + j], fresh[m][j]);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int kk = 0; kk < k / depth; ++kk) {
+        Operand<4> a[m_tiles];
+#pragma unroll
+        for (int m = 0; m < m_tiles; ++m) a[m] = prepare<JF_ROUND_A>(a_of(m, kk).x);
+#pragma unroll
+        for (int n = 0; n < own_groups; ++n) {
+          if (own_groups * step != groups && n * step + y.first_group >= groups) continue;
+          u32 raw[2 * wide];
+          y.load(raw, kk, n * step);
+          const Operand<2 * wide> b = prepare<JF_ROUND_B>(raw);
+#pragma unroll
+          for (int m = 0; m < m_tiles; ++m) {
+            FragmentC(&group_c)[wide] = *reinterpret_cast<FragmentC(*)[wide]>(&c[m][n * wide]);
+            multiply_group(group_c, a[m], b);
+          }
+        }
+      }
+    }
+  }
+
+  template <int wide>
+  static __device__ __forceinline__ void multiply_group(FragmentC (&c)[wide], const Operand<4>& a,
+                                                        const Operand<2 * wide>& b) {
+    if constexpr (wide == 4) {
+      multiply<4>({&c[0], &c[1], &c[2], &c[3]}, a, b);
+    } else {
+      multiply<2>({&c[0], &c[1]}, a, b);
+    }
+  }
+
+  // The fragment A of k depth * kk of accumulators.
+  template <int n>
+  static __device__ __forceinline__ FragmentA operand(const FragmentC (&c)[n], int kk) {
+    return {{__float_as_uint(c[kk].x[0]), __float_as_uint(c[kk].x[2]), __float_as_uint(c[kk].x[1]),
+             __float_as_uint(c[kk].x[3])}};
+  }
+
+  // P or dS of a block, in shared memory: [rows, keys], where within 8 keys key 2t is column t and key 2t + 1 column
+  // t + 4. So the accumulators of P^T can be written, and read again as A [keys, rows], without conflicts of banks, and
+  // ldmatrix brings A [rows, keys] in the order that goes with ColumnReader.
+  template <int keys, int rows>
+  struct Scores {
+    using T = Tile<rows, keys>;
+    static constexpr int bytes = T::bytes;
+
+    // A lane's address of the accumulator c0, c1, c2 or c3 of 16 keys and 8 rows.
+    struct Places {
+      u32 first[4];
+      __device__ __forceinline__ Places(const char* tile, int key, int row, int lane) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int chunk = key / 4 + e / 2 * 2 + lane / 4 % 2;
+          first[e] = shared_address(tile) + T::offset(row + lane % 4 * 2 + e % 2, chunk) + lane / 8 * 4;
+        }
+      }
+      __device__ __forceinline__ u32 address(int e, int row) const { return first[e] + row * T::row_bytes; }
+    };
+
+    // The accumulators of 16 keys and of the rows from `row` on.
+    template <int n>
+    static __device__ __forceinline__ void put(char* tile, int key, int row, const FragmentC (&c)[n], int lane) {
+      const Places places(tile, key, row, lane);
+#pragma unroll
+      for (int i = 0; i < n; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          asm volatile("st.shared.f32 [%0], %1;" ::"r"(places.address(e, 8 * i)), "f"(c[i].x[e]) : "memory");
+        }
+      }
+    }
+
+    // Reads [keys, rows] as A.
+    struct ByKey {
+      Places places;
+      __device__ __forceinline__ ByKey(const char* tile, int key, int lane) : places(tile, key, 0, lane) {}
+      __device__ __forceinline__ FragmentA operator()(int m, int kk) const {
+        FragmentA a;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          asm volatile("ld.shared.u32 %0, [%1];" : "=r"(a.x[e / 2 + e % 2 * 2]) : "r"(places.address(e, 8 * kk)));
+        }
+        return a;
+      }
+    };
+
+    // Reads [rows, keys] as A: of the 16 rows `first` + m * `step`, counted in 16.
+    template <int step>
+    struct ByRow {
+      LaneReader<T> reader;
+      __device__ __forceinline__ ByRow(const char* tile, int first, int lane)
+          : reader(tall_reader<T>(shared_address(tile), 16 * first, lane)) {}
+      __device__ __forceinline__ FragmentA operator()(int m, int kk) const {
+        FragmentA a;
+        load_matrices(a.x, reader.address(16 * m * step, kk));
+        return a;
+      }
+    };
+  };
+
+  // Writes accumulators of rows `row` and `row` + 8 of this lane to global memory: whole groups of columns, every
+  // `step`-th from `first_group` on.
+  template <int columns, int group, int step, int n>
+  static __device__ __forceinline__ void store_fragments(const FragmentC (&c)[n], float scale0, float scale1,
+                                                         Element* head, i64 row_stride, int row, int length,
+                                                         int first_group, int lane) {
+    constexpr int wide = group / 8;
+#pragma unroll
+    for (int i = 0; i < n / wide; ++i) {
+      const FragmentC* of = &c[i * wide];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float scale = half ? scale1 : scale0;
+        const int e = 2 * half;
+        const int column = (i * step + first_group) * group + lane % 4 * 2 * wide;
+        if (column >= columns || row + 8 * half >= length) continue;
+        float4* to = reinterpret_cast<float4*>(head + (row + 8 * half) * row_stride + column);
+        if constexpr (wide == 4) {
+          to[0] = {of[0].x[e] * scale, of[1].x[e] * scale, of[2].x[e] * scale, of[3].x[e] * scale};
+          to[1] = {of[0].x[e + 1] * scale, of[1].x[e + 1] * scale, of[2].x[e + 1] * scale, of[3].x[e + 1] * scale};
+        } else {
+          to[0] = {of[0].x[e] * scale, of[1].x[e] * scale, of[0].x[e + 1] * scale, of[1].x[e + 1] * scale};
+        }
+      }
+    }
+  }
+};
+
+}  // namespace jax_flash
