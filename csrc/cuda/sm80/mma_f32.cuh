@@ -5,13 +5,16 @@
 #include "cuda/shared/tile.cuh"
 
 #ifndef JF_ROUND_A
-#define JF_ROUND_A 2
+#define JF_ROUND_A true
 #endif
-#ifndef JF_ROUND_B
-#define JF_ROUND_B 0
+#ifndef JF_ROUND_K
+#define JF_ROUND_K false
 #endif
-#ifndef JF_CHUNK
-#define JF_CHUNK 4
+#ifndef JF_ROUND_V
+#define JF_ROUND_V true
+#endif
+#ifndef JF_MAIN
+#define JF_MAIN 8
 #endif
 
 namespace jax_flash {
@@ -34,6 +37,8 @@ struct MmaF32 {
   static constexpr int depth = 8;              // of k, in one instruction
   static constexpr bool direct_stores = true;  // a lane's accumulators are 16 adjacent bytes of the result
   static constexpr bool precise = option_highest_precision;
+  static constexpr int kMainTerms = JF_MAIN;
+  static constexpr float kNearest = 1.00034f;
 
   // How many columns of a tile [k, n] one load brings. The accumulators of a warp are whole groups of columns.
   static __host__ __device__ constexpr int group(int columns, int warps_that_share) {
@@ -47,54 +52,58 @@ struct MmaF32 {
     u32 low[precise ? n : 1];
   };
 
-  template <int rounding>
-  static __device__ __forceinline__ u32 rounded(u32 x) {
-    if constexpr (rounding == 1) return x + 0x1000;
-    if constexpr (rounding == 2) return __float_as_uint(__uint_as_float(x) * 1.00034f);
-    if constexpr (rounding == 3) {
-      u32 y;
-      asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(__uint_as_float(x)));
-      return y;
-    }
-    return x;
+  // Adds half a unit of the last place that TF32 keeps, for the hardware cuts off the rest: about that, as a product,
+  // which is one instruction and lets infinities, NaNs and what TF32 can say exactly be.
+  template <bool rounded>
+  static __device__ __forceinline__ u32 nearest(u32 x) {
+    return rounded ? __float_as_uint(__uint_as_float(x) * kNearest) : x;
   }
 
-  template <int rounding, int n>
+  template <bool rounded, int n>
   static __device__ __forceinline__ Operand<n> prepare(const u32 (&x)[n]) {
     Operand<n> operand;
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       if constexpr (precise) {
-        operand.high[i] = (x[i] + 0x1000) & 0xffffe000;
+        operand.high[i] = nearest<true>(x[i]) & 0xffffe000;
         operand.low[i] = __float_as_uint(__uint_as_float(x[i]) - __uint_as_float(operand.high[i]));
       } else {
-        operand.high[i] = rounded<rounding>(x[i]);
+        operand.high[i] = nearest<rounded>(x[i]);
       }
     }
     return operand;
   }
 
-  static __device__ __forceinline__ void multiply_high(FragmentC& c, const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c.x[0]), "+f"(c.x[1]), "+f"(c.x[2]), "+f"(c.x[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  // c += A B, or c = A B.
+  static __device__ __forceinline__ void multiply(FragmentC& c, const u32 (&a)[4], u32 b0, u32 b1, bool fresh) {
+    if (fresh) {
+      asm volatile(
+          "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+          "{%10, %10, %10, %10};"
+          : "=f"(c.x[0]), "=f"(c.x[1]), "=f"(c.x[2]), "=f"(c.x[3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
+    } else {
+      asm volatile(
+          "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(c.x[0]), "+f"(c.x[1]), "+f"(c.x[2]), "+f"(c.x[3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
   }
 
-  // c += A B, B of n8 tiles `n`: elements 2 * n and 2 * n + 1. The small terms go first.
-  template <int n_tiles, int elements>
-  static __device__ __forceinline__ void multiply(FragmentC* const (&c)[n_tiles], const Operand<4>& a,
-                                                  const Operand<elements>& b) {
-    if constexpr (precise) {
-#pragma unroll
-      for (int n = 0; n < n_tiles; ++n) multiply_high(*c[n], a.low, b.high[2 * n], b.high[2 * n + 1]);
-#pragma unroll
-      for (int n = 0; n < n_tiles; ++n) multiply_high(*c[n], a.high, b.low[2 * n], b.low[2 * n + 1]);
+  // Sums of products that have float32's accuracy: the main terms apart from the small ones, and of both only so many
+  // that what tensor cores cut off when they add stays below the rounding of as many float32 additions.
+  struct Sum {
+    FragmentC high, low;
+
+    template <int elements>
+    __device__ __forceinline__ void add(const Operand<4>& a, const Operand<elements>& b, int n, bool fresh_high,
+                                        bool fresh_low) {
+      multiply(low, a.low, b.high[2 * n], b.high[2 * n + 1], fresh_low);
+      multiply(low, a.high, b.low[2 * n], b.low[2 * n + 1], false);
+      multiply(high, a.high, b.high[2 * n], b.high[2 * n + 1], fresh_high);
     }
-#pragma unroll
-    for (int n = 0; n < n_tiles; ++n) multiply_high(*c[n], a.high, b.high[2 * n], b.high[2 * n + 1]);
-  }
+  };
 
   static __device__ __forceinline__ void add(FragmentC& to, const FragmentC& c) {
 #pragma unroll
@@ -105,57 +114,42 @@ struct MmaF32 {
   template <int k, int m_tiles, int n_tiles, typename X, typename Y>
   static __device__ __forceinline__ void multiply_rows(FragmentC (&c)[m_tiles][n_tiles], const LaneReader<X>& x,
                                                        const LaneReader<Y>& y) {
-    if constexpr (precise) {
-      constexpr int steps = k / depth;
+    Sum sum[precise ? m_tiles : 1][precise ? n_tiles : 1];
 #pragma unroll
-      for (int first = 0; first < steps; first += JF_CHUNK) {
-        Operand<4> a[m_tiles][JF_CHUNK];
+    for (int kk = 0; kk < k / depth; ++kk) {
+      Operand<4> a[m_tiles];
 #pragma unroll
-        for (int i = 0; i < JF_CHUNK; ++i) {
-          if (first + i >= steps) break;
+      for (int m = 0; m < m_tiles; ++m) {
+        u32 raw[4];
+        load_matrices(raw, x.address(16 * m, kk));
+        a[m] = prepare<JF_ROUND_A>(raw);
+      }
 #pragma unroll
-          for (int m = 0; m < m_tiles; ++m) {
-            u32 raw[4];
-            load_matrices(raw, x.address(16 * m, first + i));
-            a[m][i] = prepare<JF_ROUND_A>(raw);
-          }
-        }
+      for (int n = 0; n < n_tiles; n += 2) {
+        u32 raw[4];
+        load_matrices(raw, y.address(8 * n, kk));
+        const Operand<4> b = prepare<JF_ROUND_K>(raw);
 #pragma unroll
-        for (int n = 0; n < n_tiles / 2; ++n) {
-          FragmentC fresh[m_tiles][2] = {};
+        for (int m = 0; m < m_tiles; ++m) {
 #pragma unroll
-          for (int i = 0; i < JF_CHUNK; ++i) {
-            if (first + i >= steps) break;
-            u32 raw[4];
-            load_matrices(raw, y.address(16 * n, first + i));
-            const Operand<4> b = prepare<JF_ROUND_B>(raw);
-#pragma unroll
-            for (int m = 0; m < m_tiles; ++m) multiply<2>({&fresh[m][0], &fresh[m][1]}, a[m][i], b);
-          }
-#pragma unroll
-          for (int m = 0; m < m_tiles; ++m) {
-            add(c[m][2 * n], fresh[m][0]);
-            add(c[m][2 * n + 1], fresh[m][1]);
+          for (int i = 0; i < at_most(2, n_tiles - n); ++i) {
+            if constexpr (precise) {
+              sum[m][n + i].add(a[m], b, i, kk % kMainTerms == 0, kk == 0);
+            } else {
+              multiply(c[m][n + i], a[m].high, b.high[2 * i], b.high[2 * i + 1], kk == 0);
+            }
           }
         }
       }
-    } else {
-#pragma unroll
-      for (int kk = 0; kk < k / depth; ++kk) {
-        Operand<4> a[m_tiles];
+      if constexpr (precise) {
+        const bool last = kk == k / depth - 1;
 #pragma unroll
         for (int m = 0; m < m_tiles; ++m) {
-          u32 raw[4];
-          load_matrices(raw, x.address(16 * m, kk));
-          a[m] = prepare<JF_ROUND_A>(raw);
-        }
 #pragma unroll
-        for (int n = 0; n < n_tiles / 2; ++n) {
-          u32 raw[4];
-          load_matrices(raw, y.address(16 * n, kk));
-          const Operand<4> b = prepare<JF_ROUND_B>(raw);
-#pragma unroll
-          for (int m = 0; m < m_tiles; ++m) multiply<2>({&c[m][2 * n], &c[m][2 * n + 1]}, a[m], b);
+          for (int n = 0; n < n_tiles; ++n) {
+            if (kk % kMainTerms == kMainTerms - 1 || last) add(c[m][n], sum[m][n].high);
+            if (last) add(c[m][n], sum[m][n].low);
+          }
         }
       }
     }
@@ -209,22 +203,26 @@ struct MmaF32 {
 #pragma unroll
       for (int n = 0; n < own_groups; ++n) {
         if (own_groups * step != groups && n * step + y.first_group >= groups) continue;
-        FragmentC fresh[m_tiles][wide] = {};
+        Sum sum[m_tiles][wide];
 #pragma unroll
         for (int kk = 0; kk < k / depth; ++kk) {
           u32 raw[2 * wide];
           y.load(raw, kk, n * step);
-          const Operand<2 * wide> b = prepare<JF_ROUND_B>(raw);
+          const Operand<2 * wide> b = prepare<true>(raw);
 #pragma unroll
           for (int m = 0; m < m_tiles; ++m) {
-            const Operand<4> a = prepare<JF_ROUND_A>(a_of(m, kk).x);
-            multiply_group(fresh[m], a, b);
+            const Operand<4> a = prepare<true>(a_of(m, kk).x);
+#pragma unroll
+            for (int j = 0; j < wide; ++j) sum[m][j].add(a, b, j, kk == 0, kk == 0);
           }
         }
 #pragma unroll
         for (int m = 0; m < m_tiles; ++m) {
 #pragma unroll
-          for (int j = 0; j < wide; ++j) add(c[m][n * wide + j], fresh[m][j]);
+          for (int j = 0; j < wide; ++j) {
+            add(sum[m][j].high, sum[m][j].low);
+            add(c[m][n * wide + j], sum[m][j].high);
+          }
         }
       }
     } else {
@@ -238,24 +236,16 @@ struct MmaF32 {
           if (own_groups * step != groups && n * step + y.first_group >= groups) continue;
           u32 raw[2 * wide];
           y.load(raw, kk, n * step);
-          const Operand<2 * wide> b = prepare<JF_ROUND_B>(raw);
+          const Operand<2 * wide> b = prepare<JF_ROUND_V>(raw);
 #pragma unroll
           for (int m = 0; m < m_tiles; ++m) {
-            FragmentC(&group_c)[wide] = *reinterpret_cast<FragmentC(*)[wide]>(&c[m][n * wide]);
-            multiply_group(group_c, a[m], b);
+#pragma unroll
+            for (int j = 0; j < wide; ++j) {
+              multiply(c[m][n * wide + j], a[m].high, b.high[2 * j], b.high[2 * j + 1], false);
+            }
           }
         }
       }
-    }
-  }
-
-  template <int wide>
-  static __device__ __forceinline__ void multiply_group(FragmentC (&c)[wide], const Operand<4>& a,
-                                                        const Operand<2 * wide>& b) {
-    if constexpr (wide == 4) {
-      multiply<4>({&c[0], &c[1], &c[2], &c[3]}, a, b);
-    } else {
-      multiply<2>({&c[0], &c[1]}, a, b);
     }
   }
 
