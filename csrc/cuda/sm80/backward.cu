@@ -33,11 +33,13 @@ constexpr int dk_group = Mma::group(tile_head_dim, split);
 constexpr int dv_group = Mma::group(tile_value_head_dim, split);
 constexpr int dk_groups = ceil_div(tile_head_dim / dk_group, split);
 constexpr int dv_groups = ceil_div(tile_value_head_dim / dv_group, split);
-constexpr int dq_column_warps = warps == 8 && tile_head_dim % 64 == 0 ? 4 : 2;
+constexpr int dq_most_row_warps = warps == 8 && tile_head_dim % 64 == 0 ? warps / 4 : warps / 2;
+constexpr int dq_column_warps = warps / (dq_most_row_warps < block_q / 16 ? dq_most_row_warps : block_q / 16);
 constexpr int dq_row_warps = warps / dq_column_warps;
 constexpr int dq_row_tiles = block_q / 16 / dq_row_warps;
 constexpr int dq_group = Mma::group(tile_head_dim, dq_column_warps);
 constexpr int dq_groups = ceil_div(tile_head_dim / dq_group, dq_column_warps);
+constexpr int dq_groups_at_once = Mma::precise ? 1 : dq_groups;
 static_assert(dq_row_tiles * dq_row_warps * 16 == block_q, "the warps share the rows of dQ evenly");
 
 struct Rows {
@@ -122,23 +124,27 @@ struct Backward {
 
   // dQ += dS K, all keys of the block.
   __device__ __forceinline__ void add_dq(int head, int tile) const {
+    constexpr int wide = dq_group / 8, all = tile_head_dim / dq_group;
     const int row_warp = warp % dq_row_warps, column_warp = warp / dq_row_warps;
-    FragmentC dq[dq_row_tiles][dq_groups * dq_group / 8] = {};
-    Mma::multiply_columns<block_kv, dq_column_warps>(
-        dq, Scores::ByRow<dq_row_warps>(shared.ds, row_warp, lane),
-        Mma::ColumnReader<KTile, dq_group>(shared_address(shared.k), lane, column_warp));
+    const Scores::ByRow<dq_row_warps> ds(shared.ds, row_warp, lane);
 #pragma unroll
-    for (int m = 0; m < dq_row_tiles; ++m) {
-      const int row_tile = tile * (block_q / 16) + m * dq_row_warps + row_warp;
-      if (row_tile * 16 >= problem.q_length) continue;
-      constexpr int wide = dq_group / 8, all = tile_head_dim / dq_group;
-      float* to = dq_fragment(problem, batch, head, row_tile, wide * column_warp) + lane;
+    for (int first = 0; first < dq_groups; first += dq_groups_at_once) {
+      const int first_group = first * dq_column_warps + column_warp;
+      FragmentC dq[dq_row_tiles][dq_groups_at_once * wide] = {};
+      Mma::multiply_columns<block_kv, dq_column_warps>(
+          dq, ds, Mma::ColumnReader<KTile, dq_group>(shared_address(shared.k), lane, first_group));
 #pragma unroll
-      for (int n = 0; n < wide * dq_groups; ++n) {
-        if (dq_groups * dq_column_warps != all && n / wide * dq_column_warps + column_warp >= all) continue;
+      for (int m = 0; m < dq_row_tiles; ++m) {
+        const int row_tile = tile * (block_q / 16) + m * dq_row_warps + row_warp;
+        if (row_tile * 16 >= problem.q_length) continue;
+        float* to = dq_fragment(problem, batch, head, row_tile, wide * first_group) + lane;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          atomicAdd(to + (n / wide * dq_column_warps * wide + n % wide) * 128 + e * 32, dq[m][n].x[e]);
+        for (int n = 0; n < dq_groups_at_once * wide; ++n) {
+          if (dq_groups * dq_column_warps != all && n / wide * dq_column_warps + first_group >= all) continue;
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            atomicAdd(to + (n / wide * dq_column_warps * wide + n % wide) * 128 + e * 32, dq[m][n].x[e]);
+          }
         }
       }
     }

@@ -23,6 +23,7 @@ JAX_FLASH_DEVICE void put_accumulators(char* tile, int tile_row, int first_pair,
 // so two neighbouring accumulators, rounded to 16 bits, are one A fragment: P needs no trip through shared memory.
 struct Mma16Bit {
   static constexpr int depth = 16;              // of k, in one instruction
+  static constexpr bool precise = false;        // whether a product takes registers beside its operands
   static constexpr bool direct_stores = false;  // results pass through shared memory, for stores of 16 bytes
 
   // How many columns of a tile [k, n] one load brings. The accumulators of a warp are whole groups of columns.

@@ -4,8 +4,11 @@
 #include "cuda/shared/prelude.cuh"
 #include "cuda/shared/tile.cuh"
 
-#ifndef JF_ROUND_A
-#define JF_ROUND_A true
+#ifndef JF_ROUND_Q
+#define JF_ROUND_Q true
+#endif
+#ifndef JF_ROUND_P
+#define JF_ROUND_P true
 #endif
 #ifndef JF_ROUND_K
 #define JF_ROUND_K false
@@ -49,7 +52,7 @@ struct MmaF32 {
   template <int n>
   struct Operand {
     u32 high[n];
-    u32 low[precise ? n : 1];
+    u32 low[n];  // only when split
   };
 
   // Adds half a unit of the last place that TF32 keeps, for the hardware cuts off the rest: about that, as a product,
@@ -107,7 +110,7 @@ struct MmaF32 {
 
   static __device__ __forceinline__ void add(FragmentC& to, const FragmentC& c) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) to.x[e] += c.x[e];
+    for (int e = 0; e < 4; ++e) asm volatile("add.f32 %0, %0, %1;" : "+f"(to.x[e]) : "f"(c.x[e]));
   }
 
   // c += X Y^T, of a tile [m, k] and a tile [n, k].
@@ -122,7 +125,7 @@ struct MmaF32 {
       for (int m = 0; m < m_tiles; ++m) {
         u32 raw[4];
         load_matrices(raw, x.address(16 * m, kk));
-        a[m] = prepare<JF_ROUND_A>(raw);
+        a[m] = prepare<JF_ROUND_Q>(raw);
       }
 #pragma unroll
       for (int n = 0; n < n_tiles; n += 2) {
@@ -230,7 +233,7 @@ struct MmaF32 {
       for (int kk = 0; kk < k / depth; ++kk) {
         Operand<4> a[m_tiles];
 #pragma unroll
-        for (int m = 0; m < m_tiles; ++m) a[m] = prepare<JF_ROUND_A>(a_of(m, kk).x);
+        for (int m = 0; m < m_tiles; ++m) a[m] = prepare<JF_ROUND_P>(a_of(m, kk).x);
 #pragma unroll
         for (int n = 0; n < own_groups; ++n) {
           if (own_groups * step != groups && n * step + y.first_group >= groups) continue;
