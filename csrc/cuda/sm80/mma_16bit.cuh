@@ -62,7 +62,7 @@ struct Mma16Bit {
     return packed;
   }
 
-  // c += X Y^T, of a tile [m, k] and a tile [n, k].
+  // c = X Y^T, of a tile [m, k] and a tile [n, k]; c is zero before.
   template <int k, int m_tiles, int n_tiles, typename X, typename Y>
   static __device__ __forceinline__ void multiply_rows(FragmentC (&c)[m_tiles][n_tiles], const LaneReader<X>& x,
                                                        const LaneReader<Y>& y) {

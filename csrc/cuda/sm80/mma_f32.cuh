@@ -4,22 +4,6 @@
 #include "cuda/shared/prelude.cuh"
 #include "cuda/shared/tile.cuh"
 
-#ifndef JF_ROUND_Q
-#define JF_ROUND_Q true
-#endif
-#ifndef JF_ROUND_P
-#define JF_ROUND_P true
-#endif
-#ifndef JF_ROUND_K
-#define JF_ROUND_K false
-#endif
-#ifndef JF_ROUND_V
-#define JF_ROUND_V true
-#endif
-#ifndef JF_MAIN
-#define JF_MAIN 8
-#endif
-
 namespace jax_flash {
 
 // Fragments of m16n8k8, one float each:
@@ -40,7 +24,7 @@ struct MmaF32 {
   static constexpr int depth = 8;              // of k, in one instruction
   static constexpr bool direct_stores = true;  // a lane's accumulators are 16 adjacent bytes of the result
   static constexpr bool precise = option_highest_precision;
-  static constexpr int kMainTerms = JF_MAIN;
+  static constexpr int kMainTerms = 8;
   static constexpr float kNearest = 1.00034f;
 
   // How many columns of a tile [k, n] one load brings. The accumulators of a warp are whole groups of columns.
@@ -55,23 +39,19 @@ struct MmaF32 {
     u32 low[n];  // only when split
   };
 
-  // Adds half a unit of the last place that TF32 keeps, for the hardware cuts off the rest: about that, as a product,
-  // which is one instruction and lets infinities, NaNs and what TF32 can say exactly be.
-  template <bool rounded>
-  static __device__ __forceinline__ u32 nearest(u32 x) {
-    return rounded ? __float_as_uint(__uint_as_float(x) * kNearest) : x;
-  }
+  // Adds about half a unit of the last place that TF32 keeps, for the hardware cuts off the rest: as a product, which is
+  // one instruction and lets infinities, NaNs and what TF32 can say exactly be.
+  static __device__ __forceinline__ u32 nearest(u32 x) { return __float_as_uint(__uint_as_float(x) * kNearest); }
 
-  template <bool rounded, int n>
+  template <int n>
   static __device__ __forceinline__ Operand<n> prepare(const u32 (&x)[n]) {
     Operand<n> operand;
 #pragma unroll
     for (int i = 0; i < n; ++i) {
+      operand.high[i] = nearest(x[i]);
       if constexpr (precise) {
-        operand.high[i] = nearest<true>(x[i]) & 0xffffe000;
+        operand.high[i] &= 0xffffe000;
         operand.low[i] = __float_as_uint(__uint_as_float(x[i]) - __uint_as_float(operand.high[i]));
-      } else {
-        operand.high[i] = nearest<rounded>(x[i]);
       }
     }
     return operand;
@@ -113,7 +93,7 @@ struct MmaF32 {
     for (int e = 0; e < 4; ++e) asm volatile("add.f32 %0, %0, %1;" : "+f"(to.x[e]) : "f"(c.x[e]));
   }
 
-  // c += X Y^T, of a tile [m, k] and a tile [n, k].
+  // c = X Y^T, of a tile [m, k] and a tile [n, k]; c is zero before.
   template <int k, int m_tiles, int n_tiles, typename X, typename Y>
   static __device__ __forceinline__ void multiply_rows(FragmentC (&c)[m_tiles][n_tiles], const LaneReader<X>& x,
                                                        const LaneReader<Y>& y) {
@@ -125,13 +105,13 @@ struct MmaF32 {
       for (int m = 0; m < m_tiles; ++m) {
         u32 raw[4];
         load_matrices(raw, x.address(16 * m, kk));
-        a[m] = prepare<JF_ROUND_Q>(raw);
+        a[m] = prepare(raw);
       }
 #pragma unroll
       for (int n = 0; n < n_tiles; n += 2) {
         u32 raw[4];
         load_matrices(raw, y.address(8 * n, kk));
-        const Operand<4> b = prepare<JF_ROUND_K>(raw);
+        const Operand<4> b = prepare(raw);
 #pragma unroll
         for (int m = 0; m < m_tiles; ++m) {
 #pragma unroll
@@ -150,8 +130,12 @@ struct MmaF32 {
         for (int m = 0; m < m_tiles; ++m) {
 #pragma unroll
           for (int n = 0; n < n_tiles; ++n) {
-            if (kk % kMainTerms == kMainTerms - 1 || last) add(c[m][n], sum[m][n].high);
-            if (last) add(c[m][n], sum[m][n].low);
+            if (last) add(sum[m][n].high, sum[m][n].low);
+            if (last && kk < kMainTerms) {
+              c[m][n] = sum[m][n].high;
+            } else if (last || kk % kMainTerms == kMainTerms - 1) {
+              add(c[m][n], sum[m][n].high);
+            }
           }
         }
       }
@@ -211,10 +195,10 @@ struct MmaF32 {
         for (int kk = 0; kk < k / depth; ++kk) {
           u32 raw[2 * wide];
           y.load(raw, kk, n * step);
-          const Operand<2 * wide> b = prepare<true>(raw);
+          const Operand<2 * wide> b = prepare(raw);
 #pragma unroll
           for (int m = 0; m < m_tiles; ++m) {
-            const Operand<4> a = prepare<true>(a_of(m, kk).x);
+            const Operand<4> a = prepare(a_of(m, kk).x);
 #pragma unroll
             for (int j = 0; j < wide; ++j) sum[m][j].add(a, b, j, kk == 0, kk == 0);
           }
@@ -233,13 +217,13 @@ struct MmaF32 {
       for (int kk = 0; kk < k / depth; ++kk) {
         Operand<4> a[m_tiles];
 #pragma unroll
-        for (int m = 0; m < m_tiles; ++m) a[m] = prepare<JF_ROUND_P>(a_of(m, kk).x);
+        for (int m = 0; m < m_tiles; ++m) a[m] = prepare(a_of(m, kk).x);
 #pragma unroll
         for (int n = 0; n < own_groups; ++n) {
           if (own_groups * step != groups && n * step + y.first_group >= groups) continue;
           u32 raw[2 * wide];
           y.load(raw, kk, n * step);
-          const Operand<2 * wide> b = prepare<JF_ROUND_V>(raw);
+          const Operand<2 * wide> b = prepare(raw);
 #pragma unroll
           for (int m = 0; m < m_tiles; ++m) {
 #pragma unroll
