@@ -13,10 +13,12 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -30,27 +32,26 @@
 namespace ffi = xla::ffi;
 namespace nb = nanobind;
 
-// The attributes of a call are the option record, field by field, decoded by name. The second macro is there because
+// The attributes of a call are the option record, field by field, decoded by name. The last macro is there because
 // XLA's splits its arguments before the field list is expanded.
 #define JAX_FLASH_MEMBER(type, name) , ffi::StructMember<type>(#name)
-#define JAX_FLASH_PRESENCE_MEMBER(type, name) , ffi::StructMember<bool>("has_" #name)
+#define JAX_FLASH_FEATURE_MEMBER(type, name, absent) , ffi::StructMember<type>(#name)
+#define JAX_FLASH_OPERAND_MEMBER(type, name, dims) , ffi::StructMember<bool>("has_" #name)
+#define JAX_FLASH_TRAINABLE_MEMBER(type, name, dims) \
+  , ffi::StructMember<bool>("has_" #name), ffi::StructMember<bool>("has_d" #name)
 #define JAX_FLASH_REGISTER(...) XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(__VA_ARGS__)
-JAX_FLASH_REGISTER(jax_flash::Options JAX_FLASH_OPTIONS(JAX_FLASH_MEMBER, JAX_FLASH_MEMBER, JAX_FLASH_PRESENCE_MEMBER));
+JAX_FLASH_REGISTER(jax_flash::Options JAX_FLASH_OPTIONS(JAX_FLASH_MEMBER, JAX_FLASH_MEMBER, JAX_FLASH_FEATURE_MEMBER,
+                                                        JAX_FLASH_OPERAND_MEMBER, JAX_FLASH_TRAINABLE_MEMBER));
 #undef JAX_FLASH_REGISTER
-#undef JAX_FLASH_PRESENCE_MEMBER
+#undef JAX_FLASH_TRAINABLE_MEMBER
+#undef JAX_FLASH_OPERAND_MEMBER
+#undef JAX_FLASH_FEATURE_MEMBER
 #undef JAX_FLASH_MEMBER
 
 namespace jax_flash {
 namespace {
 
-template <typename T>
-constexpr ffi::DataType kOperandType = ffi::DataType::INVALID;
-template <>
-constexpr ffi::DataType kOperandType<int> = ffi::DataType::S32;
-template <>
-constexpr ffi::DataType kOperandType<float> = ffi::DataType::F32;
-
-void require(bool condition, const char* what) {
+void require(bool condition, const std::string& what) {
   if (!condition) throw std::invalid_argument(what);
 }
 
@@ -71,6 +72,9 @@ DType decode_dtype(ffi::DataType type) {
   }
 }
 
+// What is accumulated in, and what statistics, sinks, slopes and the gradients of trainable operands are.
+ffi::DataType wide(ffi::DataType type) { return type == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32; }
+
 // XLA hands over dense row-major buffers.
 Tensor tensor(const ffi::AnyBuffer& buffer, int batch, int length, int heads, int head_dim, ffi::DataType type,
               const char* name) {
@@ -83,15 +87,59 @@ Tensor tensor(const ffi::AnyBuffer& buffer, int batch, int length, int heads, in
   return Tensor{buffer.untyped_data(), row * length, row, head_dim};
 }
 
-void* statistic(const ffi::AnyBuffer& buffer, const Problem& p, DType dtype, const char* name) {
+void* statistic(const ffi::AnyBuffer& buffer, const Problem& p, ffi::DataType type, const char* name) {
   auto dims = buffer.dimensions();
-  auto type = dtype == DType::f64 ? ffi::DataType::F64 : ffi::DataType::F32;
-  if (buffer.element_type() != type || dims.size() != 3 || dims[0] != p.batch || dims[1] != p.q_heads ||
+  if (buffer.element_type() != wide(type) || dims.size() != 3 || dims[0] != p.batch || dims[1] != p.q_heads ||
       dims[2] != p.q_length) {
     throw std::invalid_argument(std::string(name) + " has the wrong shape or dtype");
   }
   return buffer.untyped_data();
 }
+
+int64_t extent(char dim, const Problem& p) {
+  auto blocks = [](int length) { return (static_cast<int64_t>(length) + kSegmentBlock - 1) / kSegmentBlock; };
+  switch (dim) {
+    case 'b': return p.batch;
+    case 'd': return p.options.documents;
+    case 'e': return int64_t{p.options.documents} + 1;
+    case 'n': return p.q_heads;
+    case 't': return p.q_length;
+    case 's': return p.kv_length;
+    case 'i': return blocks(p.q_length);
+    case 'j': return blocks(p.kv_length);
+    case '2': return 2;
+    default: throw std::logic_error("an operand has a dimension of no meaning");
+  }
+}
+
+// Of a dense [batch, heads, rows, columns] array; 0 where a dimension of size 1 is broadcast.
+Strides strides(const std::vector<int64_t>& sizes) {
+  int64_t all[4], stride = 1;
+  for (int i = 3; i >= 0; --i) {
+    all[i] = sizes.at(i) == 1 ? 0 : stride;
+    stride *= sizes[i];
+  }
+  return {all[0], all[1], all[2], all[3]};
+}
+
+// The elements of an operand whose dimensions are `dims` of options.h. With `broadcast` it may be, and
+// gets its strides.
+void* operand(const ffi::AnyBuffer& buffer, const Problem& p, const std::string& dims, ffi::DataType type,
+              const char* name, Strides* broadcast) {
+  auto sizes = buffer.dimensions();
+  require(buffer.element_type() == type, std::string(name) + " has the wrong dtype");
+  require(sizes.size() == dims.size(), std::string(name) + " has the wrong rank");
+  for (size_t i = 0; i < dims.size(); ++i) {
+    require(sizes[i] == extent(dims[i], p) || (broadcast && sizes[i] == 1), std::string(name) + " has the wrong shape");
+  }
+  if (broadcast) *broadcast = strides({sizes.begin(), sizes.end()});
+  return buffer.untyped_data();
+}
+
+ffi::DataType type_of(const int*, ffi::DataType) { return ffi::DataType::S32; }
+ffi::DataType type_of(const unsigned*, ffi::DataType) { return ffi::DataType::U32; }
+ffi::DataType type_of(const bool*, ffi::DataType) { return ffi::DataType::PRED; }
+ffi::DataType type_of(const void*, ffi::DataType element) { return wide(element); }
 
 ffi::AnyBuffer argument(ffi::RemainingArgs args, size_t index) {
   auto value = args.get<ffi::AnyBuffer>(index);
@@ -111,7 +159,7 @@ struct Call {
 };
 
 // forward:  (q, k, v, operands...) -> (out, lse)
-// backward: (q, k, v, dout, lse, delta, operands...) -> (dq, dk, dv[, scratch])
+// backward: (q, k, v, dout, lse, delta, operands...) -> (dq, dk, dv, gradients of operands...[, scratch])
 Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::RemainingRets rets,
             int64_t (*backward_scratch)(DType, const Problem&)) {
   Call call{};
@@ -120,58 +168,76 @@ Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::Rem
   ffi::AnyBuffer q = argument(args, 0), k = argument(args, 1), v = argument(args, 2);
   ffi::DataType type = q.element_type();
   call.dtype = decode_dtype(type);
-  require(q.dimensions().size() == 4 && k.dimensions().size() == 4, "query and key must have rank 4");
+  require(q.dimensions().size() == 4 && k.dimensions().size() == 4 && v.dimensions().size() == 4,
+          "query, key and value must have rank 4");
   p.batch = narrow(q.dimensions()[0], "batch");
   p.q_length = narrow(q.dimensions()[1], "query length");
   p.q_heads = narrow(q.dimensions()[2], "query heads");
   p.head_dim = narrow(q.dimensions()[3], "head_dim");
   p.kv_length = narrow(k.dimensions()[1], "key length");
   p.kv_heads = narrow(k.dimensions()[2], "key heads");
-  require(p.head_dim <= 256, "head_dim must be at most 256");
+  p.value_head_dim = narrow(v.dimensions()[3], "value_head_dim");
+  narrow(options.documents, "documents");
   require(static_cast<int64_t>(p.q_length) + p.kv_length <= std::numeric_limits<int>::max(),
           "query and key lengths must add up to less than 2^31");
   require(p.q_heads % p.kv_heads == 0, "query heads must be a multiple of key heads");
 
-  auto on_queries = [&](const ffi::AnyBuffer& buffer, const char* name) {
-    return tensor(buffer, p.batch, p.q_length, p.q_heads, p.head_dim, type, name);
+  auto on_queries = [&](const ffi::AnyBuffer& buffer, int head_dim, const char* name) {
+    return tensor(buffer, p.batch, p.q_length, p.q_heads, head_dim, type, name);
   };
-  auto on_keys = [&](const ffi::AnyBuffer& buffer, const char* name) {
-    return tensor(buffer, p.batch, p.kv_length, p.kv_heads, p.head_dim, type, name);
+  auto on_keys = [&](const ffi::AnyBuffer& buffer, int head_dim, const char* name) {
+    return tensor(buffer, p.batch, p.kv_length, p.kv_heads, head_dim, type, name);
   };
-  p.q = on_queries(q, "query");
-  p.k = on_keys(k, "key");
-  p.v = on_keys(v, "value");
+  p.q = on_queries(q, p.head_dim, "query");
+  p.k = on_keys(k, p.head_dim, "key");
+  p.v = on_keys(v, p.value_head_dim, "value");
   size_t next = 3;
   size_t results = 2;
   if (pass == Pass::forward) {
-    p.out = on_queries(result(rets, 0), "out");
-    p.lse = statistic(result(rets, 1), p, call.dtype, "lse");
+    p.out = on_queries(result(rets, 0), p.value_head_dim, "out");
+    p.lse = statistic(result(rets, 1), p, type, "lse");
   } else {
-    p.dout = on_queries(argument(args, next++), "dout");
-    p.lse = statistic(argument(args, next++), p, call.dtype, "lse");
-    p.delta = statistic(argument(args, next++), p, call.dtype, "delta");
-    p.dq = on_queries(result(rets, 0), "dq");
-    p.dk = on_keys(result(rets, 1), "dk");
-    p.dv = on_keys(result(rets, 2), "dv");
+    p.dout = on_queries(argument(args, next++), p.value_head_dim, "dout");
+    p.lse = statistic(argument(args, next++), p, type, "lse");
+    p.delta = statistic(argument(args, next++), p, type, "delta");
+    p.dq = on_queries(result(rets, 0), p.head_dim, "dq");
+    p.dk = on_keys(result(rets, 1), p.head_dim, "dk");
+    p.dv = on_keys(result(rets, 2), p.value_head_dim, "dv");
     results = 3;
+  }
+  auto strides_of = [&](const std::string& name) {
+    return name == "bias" ? &p.bias_strides : name == "mask" ? &p.mask_strides : nullptr;
+  };
+#define JAX_FLASH_CONSTANT(type_, name)
+#define JAX_FLASH_FEATURE(type_, name, absent)
+#define JAX_FLASH_OPERAND(type_, name, dims)                                                                         \
+  if (options.has_##name) {                                                                                          \
+    ffi::DataType element = type_of(p.name, type);                                                                   \
+    if (std::string(#name) == "bias" && !options.wide_bias) element = type;                                          \
+    p.name = static_cast<const type_*>(operand(argument(args, next++), p, dims, element, #name, strides_of(#name))); \
+  }
+#define JAX_FLASH_TRAINABLE(type_, name, dims)                                                                   \
+  JAX_FLASH_OPERAND(type_, name, dims)                                                                           \
+  if (options.has_d##name) {                                                                                     \
+    Strides unused;                                                                                              \
+    p.d##name =                                                                                                  \
+        operand(result(rets, results++), p, dims, wide(type), "d" #name, strides_of(#name) ? &unused : nullptr); \
+  }
+  JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_CONSTANT, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND, JAX_FLASH_TRAINABLE)
+#undef JAX_FLASH_TRAINABLE
+#undef JAX_FLASH_OPERAND
+#undef JAX_FLASH_FEATURE
+#undef JAX_FLASH_CONSTANT
+  require(options.documents == 1 || (options.has_cu_q_lengths && options.has_cu_kv_lengths),
+          "documents need cu_q_lengths and cu_kv_lengths");
+  if (pass == Pass::backward) {
     if (int64_t wanted = backward_scratch(call.dtype, p); wanted > 0) {
       ffi::AnyBuffer scratch = result(rets, results++);
-      auto scratch_type = call.dtype == DType::f64 ? ffi::DataType::F64 : ffi::DataType::F32;
-      require(scratch.element_type() == scratch_type && static_cast<int64_t>(scratch.element_count()) >= wanted,
+      require(scratch.element_type() == wide(type) && static_cast<int64_t>(scratch.element_count()) >= wanted,
               "scratch has the wrong dtype or is too small");
       p.scratch = scratch.untyped_data();
     }
   }
-#define JAX_FLASH_NOTHING(type, name)
-#define JAX_FLASH_DECODE(type, name)                                                    \
-  if (options.has_##name) {                                                             \
-    ffi::AnyBuffer buffer = argument(args, next++);                                     \
-    require(buffer.element_type() == kOperandType<type>, #name " has the wrong dtype"); \
-    p.name = static_cast<const type*>(buffer.untyped_data());                           \
-  }
-  JAX_FLASH_OPTIONS(JAX_FLASH_NOTHING, JAX_FLASH_NOTHING, JAX_FLASH_DECODE)
-#undef JAX_FLASH_DECODE
-#undef JAX_FLASH_NOTHING
   require(args.size() == next, "wrong number of operands");
   require(rets.size() == results, "wrong number of results");
   return call;
@@ -245,12 +311,10 @@ ffi::Error run_cpu(ffi::ThreadPool pool, Options options, ffi::RemainingArgs arg
   });
 }
 
-int64_t cuda_scratch(DType, const Problem& problem) { return cuda::backward_scratch(problem); }
-
 template <Pass pass>
 ffi::Error prepare_cuda(int32_t device, Options options, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   return guarded([&] {
-    Call call = decode(pass, options, args, rets, cuda_scratch);
+    Call call = decode(pass, options, args, rets, cuda::backward_scratch);
     cuda::prepare(device, pass, call.dtype, call.problem);
   });
 }
@@ -259,7 +323,7 @@ template <Pass pass>
 ffi::Error run_cuda(cuda::Stream stream, int32_t device, Options options, ffi::RemainingArgs args,
                     ffi::RemainingRets rets) {
   return guarded([&] {
-    Call call = decode(pass, options, args, rets, cuda_scratch);
+    Call call = decode(pass, options, args, rets, cuda::backward_scratch);
     cuda::launch(device, stream, pass, call.dtype, call.problem);
   });
 }
@@ -301,6 +365,31 @@ Pass named_pass(const std::string& name) {
   throw std::invalid_argument("pass_ must be forward or backward, got " + name);
 }
 
+// The record from the attributes of a call; what is not named is absent.
+Options named_options(const nb::dict& attributes) {
+  Options options{};
+  size_t known = 0;
+  auto read = [&](const char* name, auto& field) {
+    if (!attributes.contains(name)) return;
+    field = nb::cast<std::remove_reference_t<decltype(field)>>(attributes[name]);
+    ++known;
+  };
+#define JAX_FLASH_READ(type, name) read(#name, options.name);
+#define JAX_FLASH_READ_FEATURE(type, name, absent) read(#name, options.name);
+#define JAX_FLASH_READ_OPERAND(type, name, dims) read("has_" #name, options.has_##name);
+#define JAX_FLASH_READ_TRAINABLE(type, name, dims) \
+  read("has_" #name, options.has_##name);          \
+  read("has_d" #name, options.has_d##name);
+  JAX_FLASH_OPTIONS(JAX_FLASH_READ, JAX_FLASH_READ, JAX_FLASH_READ_FEATURE, JAX_FLASH_READ_OPERAND,
+                    JAX_FLASH_READ_TRAINABLE)
+#undef JAX_FLASH_READ_TRAINABLE
+#undef JAX_FLASH_READ_OPERAND
+#undef JAX_FLASH_READ_FEATURE
+#undef JAX_FLASH_READ
+  if (known != attributes.size()) throw std::invalid_argument("options must be named as in the option record");
+  return options;
+}
+
 nb::capsule capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); }
 
 }  // namespace
@@ -312,9 +401,11 @@ NB_MODULE(_core, m) {
 
   nb::list operands;
 #define JAX_FLASH_NOTHING(type, name)
-#define JAX_FLASH_NAME(type, name) operands.append(#name);
-  JAX_FLASH_OPTIONS(JAX_FLASH_NOTHING, JAX_FLASH_NOTHING, JAX_FLASH_NAME)
+#define JAX_FLASH_FEATURE(type, name, absent)
+#define JAX_FLASH_NAME(type, name, dims) operands.append(nb::make_tuple(#name, dims));
+  JAX_FLASH_OPTIONS(JAX_FLASH_NOTHING, JAX_FLASH_NOTHING, JAX_FLASH_FEATURE, JAX_FLASH_NAME, JAX_FLASH_NAME)
 #undef JAX_FLASH_NAME
+#undef JAX_FLASH_FEATURE
 #undef JAX_FLASH_NOTHING
   m.attr("OPERANDS") = nb::tuple(operands);
 
@@ -336,20 +427,25 @@ NB_MODULE(_core, m) {
 
   m.def(
       "backward_scratch",
-      [](const std::string& platform, const std::string& dtype, int batch, int q_length, int kv_length, int q_heads,
-         int kv_heads, int head_dim) -> int64_t {
+      [](const std::string& platform, const std::string& dtype, const nb::dict& options, int batch, int q_length,
+         int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,
+         const std::vector<int64_t>& bias_shape) -> int64_t {
         Problem p{};
+        p.options = named_options(options);
         p.batch = batch;
         p.q_length = q_length;
         p.kv_length = kv_length;
         p.q_heads = q_heads;
         p.kv_heads = kv_heads;
         p.head_dim = head_dim;
-        if (platform == "cuda") return cuda::backward_scratch(p);
+        p.value_head_dim = value_head_dim;
+        if (!bias_shape.empty()) p.bias_strides = strides(bias_shape);
+        if (platform == "cuda") return cuda::backward_scratch(named_dtype(dtype), p);
         return cpu::backward_scratch(named_dtype(dtype), p);
       },
-      nb::kw_only(), nb::arg("platform"), nb::arg("dtype"), nb::arg("batch"), nb::arg("q_length"), nb::arg("kv_length"),
-      nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"));
+      nb::kw_only(), nb::arg("platform"), nb::arg("dtype"), nb::arg("options"), nb::arg("batch"), nb::arg("q_length"),
+      nb::arg("kv_length"), nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_head_dim"),
+      nb::arg("bias_shape"));
 
   m.def("cpu_isa", &cpu::isa);
 
@@ -383,13 +479,15 @@ NB_MODULE(_core, m) {
   m.def(
       "build_kernels",
       [](int arch, const std::string& out_dir, const std::vector<std::string>& dtypes,
-         const std::vector<int>& head_dims) {
+         const std::vector<std::pair<int, int>>& head_dims, const std::vector<nb::dict>& options) {
         std::vector<DType> types;
         for (const std::string& dtype : dtypes) types.push_back(named_dtype(dtype));
+        std::vector<Options> records;
+        for (const nb::dict& attributes : options) records.push_back(named_options(attributes));
         std::vector<cuda::Kernel> kernels;
         {
           nb::gil_scoped_release release;
-          kernels = cuda::build_common(arch, types, head_dims, out_dir);
+          kernels = cuda::build(arch, types, head_dims, records, out_dir);
         }
         nb::list rows;
         for (const cuda::Kernel& k : kernels) {
@@ -405,17 +503,16 @@ NB_MODULE(_core, m) {
         }
         return rows;
       },
-      nb::kw_only(), nb::arg("arch"), nb::arg("out_dir"),
-      nb::arg("dtypes") = std::vector<std::string>{"float16", "bfloat16"},
-      nb::arg("head_dims") = std::vector<int>{64, 96, 128, 256});
+      nb::kw_only(), nb::arg("arch"), nb::arg("out_dir"), nb::arg("dtypes"), nb::arg("head_dims"), nb::arg("options"));
 
   m.def(
       "fetch_kernel",
-      [](int arch, const std::string& pass, const std::string& dtype, int head_dim, bool causal) {
-        Options options{};
-        options.causal = causal;
+      [](int arch, const std::string& pass, const std::string& dtype, int head_dim, int value_head_dim,
+         const nb::dict& attributes) {
+        Options options = named_options(attributes);
         nb::gil_scoped_release release;
-        return cuda::fetch(arch, named_pass(pass), named_dtype(dtype), head_dim, options);
+        return cuda::fetch(arch, named_pass(pass), named_dtype(dtype), head_dim, value_head_dim, options);
       },
-      nb::kw_only(), nb::arg("arch"), nb::arg("pass_"), nb::arg("dtype"), nb::arg("head_dim"), nb::arg("causal"));
+      nb::kw_only(), nb::arg("arch"), nb::arg("pass_"), nb::arg("dtype"), nb::arg("head_dim"),
+      nb::arg("value_head_dim"), nb::arg("options"));
 }

@@ -1,306 +1,524 @@
-"""attention(): checks its arguments, makes the option record, and owns the derivative rule."""
+"""attention() and attention_varlen(): they check their arguments, make the option record, and own the derivative."""
 
-import dataclasses
 import functools
 import math
-import numbers
-from collections.abc import Mapping
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
-from jax_flash import _chunked, _dtypes, _explain, _primitive, _reference, _varying
+from jax_flash import _checks, _chunked, _dropout, _dtypes, _explain, _primitive, _reference, _varlen, _varying
+from jax_flash._options import OPERANDS, SEGMENT_BLOCK, UNLIMITED, Options
 
-MAX_HEAD_DIM = 256
+ArrayLike = jax.typing.ArrayLike
+Window = int | tuple[int | None, int | None] | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What is known of a call when it is traced. One field an option; the names are those of csrc/options.h."""
+class _Shared(TypedDict, total=False):
+    """Keywords of both functions, for the overloads."""
 
     causal: bool
-    scale: float
+    q_offset: int | ArrayLike
+    window: Window
+    scale: float | None
+    softcap: float | None
+    alibi_slopes: ArrayLike | None
+    sinks: ArrayLike | None
+    dropout_rate: float
+    dropout_key: ArrayLike | None
+    precision: str | jax.lax.Precision | None
+    implementation: str | None
 
 
-OPERANDS: dict[str, _primitive.Operand] = {
-    "q_offset": _primitive.Operand(dims="b", dtype="int32"),
-}
-"""Options that are arrays, each optional; the names are those of csrc/options.h."""
+class _Padded(_Shared, total=False):
+    q_segment_ids: ArrayLike | None
+    kv_segment_ids: ArrayLike | None
+    q_lengths: ArrayLike | None
+    kv_lengths: ArrayLike | None
 
 
 @overload
 def attention(
-    query: jax.typing.ArrayLike,
-    key: jax.typing.ArrayLike,
-    value: jax.typing.ArrayLike,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     *,
-    causal: bool = False,
-    q_offset: int | jax.typing.ArrayLike = 0,
-    scale: float | None = None,
     return_lse: Literal[False] = False,
-    implementation: str | None = None,
+    **options: Unpack[_Padded],
 ) -> jax.Array: ...
 
 
 @overload
 def attention(
-    query: jax.typing.ArrayLike,
-    key: jax.typing.ArrayLike,
-    value: jax.typing.ArrayLike,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     *,
-    causal: bool = False,
-    q_offset: int | jax.typing.ArrayLike = 0,
-    scale: float | None = None,
     return_lse: Literal[True],
-    implementation: str | None = None,
+    **options: Unpack[_Padded],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
 @overload
 def attention(
-    query: jax.typing.ArrayLike,
-    key: jax.typing.ArrayLike,
-    value: jax.typing.ArrayLike,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     *,
-    causal: bool = False,
-    q_offset: int | jax.typing.ArrayLike = 0,
-    scale: float | None = None,
     return_lse: bool,
-    implementation: str | None = None,
+    **options: Unpack[_Padded],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def attention(
-    query: jax.typing.ArrayLike,
-    key: jax.typing.ArrayLike,
-    value: jax.typing.ArrayLike,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     *,
     causal: bool = False,
-    q_offset: int | jax.typing.ArrayLike = 0,
+    q_offset: int | ArrayLike = 0,
+    window: Window = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: ArrayLike | None = None,
+    q_segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None,
+    q_lengths: ArrayLike | None = None,
+    kv_lengths: ArrayLike | None = None,
+    precision: str | jax.lax.Precision | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Exact attention, ``softmax(scale * query @ key.T) @ value``, in O(T + S) memory, forward and backward.
 
-    Query row t stands at position t + ``q_offset``. The algorithm is FlashAttention-2 (Dao 2023,
-    https://arxiv.org/abs/2307.08691, algorithms 1 and 2): tiles with an online softmax forward, recomputation from
-    lse backward. Differentiable in query, key and value, through both results; for derivatives of higher order or in
-    forward mode use ``implementation="xla"``.
+    Query row t stands at position t + ``q_offset``, key s at position s. The order of operations on the scores is
+    scale, softcap, bias and ALiBi, masks, softmax, dropout; docs/options.md has every formula. The algorithm is
+    FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691, algorithms 1 and 2): tiles with an online softmax
+    forward, recomputation from lse backward. Differentiable in query, key, value, bias, alibi_slopes and sinks, through
+    both results; for derivatives of higher order or in forward mode use ``implementation="xla"``.
 
-    A row that keeps no key gives out = 0, lse = -inf and zero gradients.
+    A row that keeps no key gives out = 0, lse = -inf (or its sink) and zero gradients.
 
     Args:
       query: ``[..., T, N, H]``, typically ``[B, T, N, H]``; any number of leading batch dimensions, also none.
         float16, bfloat16, float32 or float64.
       key: ``[..., S, K, H]``, same leading dimensions and dtype as ``query``; N is a multiple of K, and query head n
         attends to key head ``n // (N // K)`` (grouped-query attention; K = 1 is multi-query attention).
-      value: ``[..., S, K, H]``, same dtype.
+      value: ``[..., S, K, V]``, same dtype; V may differ from H.
+      bias: floats that broadcast to ``[..., N, T, S]``, added to the scaled scores. In the dtype of ``query`` or one
+        that float32 (float64 for float64 inputs) holds.
+      mask: booleans that broadcast to ``[..., N, T, S]``; keys are kept where it is True.
       causal: keep only keys with position s <= t + ``q_offset``.
       q_offset: position of query row 0; an int or an int32 array that broadcasts to the leading dimensions. 0 aligns
         the first query with the first key (as ``jax.nn.dot_product_attention``), S - T the last with the last (as
-        FlashAttention). It may be traced, as decoding with a cache wants. Without ``causal`` no result depends on it.
+        FlashAttention). It may be traced, as decoding with a cache wants. Of use to ``causal``, ``window`` and
+        ``alibi_slopes``; without them no result depends on it.
+      window: (left, right): keep keys with p - left <= s <= p + right, p = t + ``q_offset``; None on a side is no
+        limit, one int stands for both sides. Work is proportional to the window.
       scale: multiplies the scores; None means ``1 / sqrt(H)``.
+      softcap: positive; scores become ``softcap * tanh(scores / softcap)`` (Gemma 2, https://arxiv.org/abs/2408.00118).
+      alibi_slopes: floats ``[N]`` or ``[..., N]``; subtracts ``slope * |t + q_offset - s|`` from the scores (Press et
+        al. 2022, https://arxiv.org/abs/2108.12409).
+      sinks: floats ``[N]`` or ``[..., N]``; ``exp(sink)`` joins the softmax's denominator, and so lse (Xiao et al.
+        2023, https://arxiv.org/abs/2309.17453).
+      dropout_rate: probability in [0, 1) of dropping a weight, to a resolution of 1/65536; weights that are kept are
+        divided by 1 - rate. lse is that of the weights before dropout. `dropout_mask` returns the mask.
+      dropout_key: a key of jax.random; needed when ``dropout_rate`` is not 0.
+      q_segment_ids: int32 ``[..., T]``; with ``kv_segment_ids``. A query attends to keys of its own segment only.
+        Blocks that hold no such pair are skipped, which for ids in ascending order are all that can be.
+      kv_segment_ids: int32 ``[..., S]``.
+      q_lengths: int32 that broadcasts to the leading dimensions: rows from these on are padding, which is never read;
+        they get zeros, lse as of a row that keeps no key, and zero gradients. Clipped to [0, T].
+      kv_lengths: the same for keys, clipped to [0, S].
+      precision: of float32 products on GPUs: "default" and "high" are TF32's accuracy, "highest" float32's own; None
+        follows ``jax.default_matmul_precision``. Other dtypes and CPUs have their full accuracy always.
       return_lse: also return lse.
       implementation: None picks the best one that serves the call where it runs (``jax_flash.explain`` says which);
         or "cpu", "cuda" (the kernels of this package), "xla" (plain JAX in chunks, O(T + S) memory, any platform,
         differentiable to any order) or "reference" (plain quadratic attention).
 
     Returns:
-      out ``[..., T, N, H]`` in the dtype of ``query``; with ``return_lse`` also lse ``[..., N, T]``, the natural
-      logarithm of the sum of exponentials of the scaled and masked scores, in float32 (float64 for float64 inputs).
+      out ``[..., T, N, V]`` in the dtype of ``query``; with ``return_lse`` also lse ``[..., N, T]``, the natural
+      logarithm of the sum of exponentials of the final scores, in float32 (float64 for float64 inputs).
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
       ValueError: an argument has the wrong rank, shape or value, or ``implementation`` is unknown.
       NotImplementedError: the named ``implementation`` does not serve this call here.
     """
-    query, key, value = _arrays(query=query, key=key, value=value)
-    _check_shapes(query, key, value)
-    causal = _bool("causal", causal)
-    return_lse = _bool("return_lse", return_lse)
-    leading = query.shape[:-3]
-    offset = _q_offset(q_offset, leading)
-    scale = _scale(scale, query.shape[-1])
-    _explain.check_implementation(implementation, query.dtype)
+    query, key, value = _checks.inputs(query=query, key=key, value=value)
+    _checks.shapes(query, key, value)
+    leading, (q_length, q_heads), kv_length = query.shape[:-3], query.shape[-3:-1], key.shape[-3]
+    arguments = _Arguments(
+        causal, window, scale, softcap, q_offset, alibi_slopes, sinks, dropout_rate, dropout_key, precision
+    )
+    record = _record(arguments, query, leading, q_heads)
+    return_lse = _checks.boolean("return_lse", return_lse)
 
-    (q_length, q_heads, head_dim), (kv_length, kv_heads) = query.shape[-3:], key.shape[-3:-1]
+    operands = record.operands
+    wide = _dtypes.accumulation_dtype(query.dtype)
+    scores_shape = (*leading, q_heads, q_length, kv_length)
+    wide_bias = False
+    if bias is not None:
+        dtypes = [x for x in _dtypes.INPUTS if np.dtype(jnp.dtype(x)).itemsize <= wide.itemsize]
+        bias = _checks.scores("bias", bias, scores_shape, dtypes)
+        wide_bias = bias.dtype != query.dtype
+        operands["bias"] = bias.astype(wide) if wide_bias else bias
+    if mask is not None:
+        operands["mask"] = _checks.scores("mask", mask, scores_shape, ["bool"])
+    for name, other, ids, length in (
+        ("q_segment_ids", "kv_segment_ids", q_segment_ids, q_length),
+        ("kv_segment_ids", "q_segment_ids", kv_segment_ids, kv_length),
+    ):
+        if ids is not None:
+            operands[name] = _checks.segments(name, ids, (*leading, length)).reshape(-1, length)
+        elif (q_segment_ids is None) != (kv_segment_ids is None):
+            raise ValueError(f"{name} must be given with {other}, got None")
+    for name, lengths, limit in (("q_lengths", q_lengths, q_length), ("kv_lengths", kv_lengths, kv_length)):
+        if lengths is not None:
+            operands[name] = _checks.lengths(name, lengths, leading, limit).reshape(-1)
+    options = record.options(wide_bias=wide_bias)
+    _explain.check_implementation(implementation, query, value)
+
     if 0 in query.shape or kv_length == 0:
         # Nothing to attend from or to: every row keeps no key.
-        out, lse = (
-            jnp.zeros_like(query),
-            jnp.full((*leading, q_heads, q_length), -jnp.inf, _dtypes.accumulation_dtype(query.dtype)),
-        )
+        out = jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype)
+        lse = jnp.full((*leading, q_heads, q_length), -jnp.inf, wide)
+        if sinks is not None:
+            lse = jnp.broadcast_to(operands["sinks"].reshape(*leading, q_heads, 1), lse.shape)
         return (out, lse) if return_lse else out
 
-    if scale <= 0:
-        # The kernels take the maximum of the raw scores, which wants a scale > 0. The product has the right derivative.
-        query, scale = query * jnp.asarray(np.sign(scale), query.dtype), abs(scale) or 1.0
-    operands = {}
-    if causal and offset is not None:
-        operands["q_offset"] = jnp.broadcast_to(offset, leading).reshape(-1)
-    options = Options(causal=causal, scale=scale)
-    query, key, value, operands = _varying.vary_alike((query, key, value, operands))
-
+    for name in ("q_segment_ids", "kv_segment_ids"):
+        if name in operands:
+            operands[name.replace("_ids", "_ranges")] = _segment_ranges(operands[name])
     batch = math.prod(leading)
-    out, lse = _attend(
-        options,
-        implementation,
-        query.reshape(batch, q_length, q_heads, head_dim),
-        key.reshape(batch, kv_length, kv_heads, head_dim),
-        value.reshape(batch, kv_length, kv_heads, head_dim),
-        operands,
-    )
-    out = out.reshape(query.shape)
+    query4, key4, value4 = (x.reshape(batch, *x.shape[-3:]) for x in (record.query, key, value))
+    out, lse = _run(options, _Static(implementation, None), query4, key4, value4, operands)
+    out = out.reshape(*query.shape[:-1], value.shape[-1])
     return (out, lse.reshape(*leading, q_heads, q_length)) if return_lse else out
 
 
-def _attend(
-    options: Options,
-    implementation: str | None,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    operands: Mapping[str, jax.Array],
+@overload
+def attention_varlen(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_q_lengths: ArrayLike,
+    cu_kv_lengths: ArrayLike,
+    max_q_length: int,
+    max_kv_length: int,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[_Shared],
+) -> jax.Array: ...
+
+
+@overload
+def attention_varlen(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_q_lengths: ArrayLike,
+    cu_kv_lengths: ArrayLike,
+    max_q_length: int,
+    max_kv_length: int,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Shared],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def attention_varlen(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_q_lengths: ArrayLike,
+    cu_kv_lengths: ArrayLike,
+    max_q_length: int,
+    max_kv_length: int,
+    *,
+    return_lse: bool,
+    **options: Unpack[_Shared],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
+def attention_varlen(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_q_lengths: ArrayLike,
+    cu_kv_lengths: ArrayLike,
+    max_q_length: int,
+    max_kv_length: int,
+    *,
+    causal: bool = False,
+    q_offset: int | ArrayLike = 0,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: ArrayLike | None = None,
+    precision: str | jax.lax.Precision | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention inside each of D documents that lie packed behind each other, without padding.
+
+    Document d has the query rows ``[cu_q_lengths[d], cu_q_lengths[d + 1])`` and the keys likewise; positions,
+    ``causal``, ``window``, ALiBi and dropout count from its first row and key. The work is that of the documents alone.
+    Rows behind the last document are padding: never read, out = 0, lse = -inf (or their sink), zero gradients.
+
+    Args:
+      query: ``[tokens, N, H]``; float16, bfloat16, float32 or float64.
+      key: ``[key tokens, K, H]``, same dtype.
+      value: ``[key tokens, K, V]``, same dtype.
+      cu_q_lengths: int32 ``[D + 1]``, from 0 ascending to at most ``tokens``; documents may be empty. Values that are
+        traced can't be checked: they are clipped and made to ascend.
+      cu_kv_lengths: the same for keys.
+      max_q_length: no document has more query rows. The kernels don't need it; where plain JAX serves the call, a
+        longer document makes all results NaN.
+      max_kv_length: no document has more keys.
+      causal: see `attention`, as the other keywords.
+      q_offset: an int or int32 ``[D]``.
+      window: see `attention`.
+      scale: see `attention`.
+      softcap: see `attention`.
+      alibi_slopes: ``[N]`` or ``[D, N]``.
+      sinks: ``[N]``.
+      dropout_rate: see `attention`.
+      dropout_key: the mask is ``dropout_mask(dropout_key, dropout_rate, (D, N, max_q_length, max_kv_length))``.
+      precision: see `attention`.
+      return_lse: also return lse.
+      implementation: see `attention`.
+
+    Returns:
+      out ``[tokens, N, V]`` in the dtype of ``query``; with ``return_lse`` also lse ``[N, tokens]``.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `attention`.
+    """
+    query, key, value = _checks.inputs(query=query, key=key, value=value)
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if array.ndim != 3:
+            raise ValueError(f"{name} must have rank 3, [tokens, heads, head_dim], got {array.shape}")
+    _checks.heads(query, key, value)
+    limits = _checks.length("max_q_length", max_q_length), _checks.length("max_kv_length", max_kv_length)
+    (tokens, q_heads), kv_tokens = query.shape[:2], key.shape[0]
+    cu_q = _checks.cumulative("cu_q_lengths", cu_q_lengths, tokens, limits[0])
+    cu_kv = _checks.cumulative("cu_kv_lengths", cu_kv_lengths, kv_tokens, limits[1])
+    if cu_q.shape != cu_kv.shape:
+        raise ValueError(f"cu_kv_lengths must have the shape of cu_q_lengths, {cu_q.shape}, got {cu_kv.shape}")
+    documents = cu_q.shape[0] - 1
+    if sinks is not None and np.ndim(sinks) != 1:
+        raise ValueError(f"sinks must have shape [{q_heads}], one value per query head, got {np.shape(sinks)}")
+    arguments = _Arguments(
+        causal, window, scale, softcap, q_offset, alibi_slopes, sinks, dropout_rate, dropout_key, precision
+    )
+    record = _record(arguments, query, (documents,), q_heads)
+    return_lse = _checks.boolean("return_lse", return_lse)
+    _explain.check_implementation(implementation, query, value)
+
+    if 0 in query.shape or kv_tokens == 0:
+        out = jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype)
+        lse = jnp.full((q_heads, tokens), -jnp.inf, _dtypes.accumulation_dtype(query.dtype))
+        if sinks is not None:
+            lse = jnp.broadcast_to(record.operands["sinks"][0][:, None], lse.shape)
+        return (out, lse) if return_lse else out
+
+    # Made for a batch of documents; here the documents share one batch entry.
+    operands = {name: _of_documents(name, x) for name, x in record.operands.items()}
+    operands |= {"cu_q_lengths": cu_q[None], "cu_kv_lengths": cu_kv[None]}
+    options = record.options(documents=documents)
+    out, lse = _run(options, _Static(implementation, limits), record.query[None], key[None], value[None], operands)
+    return (out[0], lse[0]) if return_lse else out[0]
+
+
+def _of_documents(name: str, x: jax.Array) -> jax.Array:
+    if name == "sinks":
+        return x[:1]
+    return x.reshape(1, x.shape[0], *x.shape[2:]) if "d" in OPERANDS[name].dims else x
+
+
+class _Arguments(NamedTuple):
+    """What both functions take, as it was given."""
+
+    causal: object
+    window: object
+    scale: object
+    softcap: object
+    q_offset: object
+    alibi_slopes: object
+    sinks: object
+    dropout_rate: object
+    dropout_key: object
+    precision: object
+
+
+class _Record(NamedTuple):
+    query: jax.Array  # with the sign of the scale
+    fields: dict[str, Any]  # of Options
+    operands: dict[str, jax.Array]  # of a batch, with one document each
+
+    def options(self, **fields: Any) -> Options:
+        return Options(**self.fields, **fields)
+
+
+def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q_heads: int) -> _Record:
+    causal = _checks.boolean("causal", arguments.causal)
+    left, right = _checks.window(arguments.window)
+    offset = _checks.q_offset(arguments.q_offset, leading)
+    scale = _checks.scale(arguments.scale, query.shape[-1])
+    rate, dropout_key = _checks.dropout(arguments.dropout_rate, arguments.dropout_key)
+    fields = {
+        "causal": causal,
+        "softcap": _checks.softcap(arguments.softcap),
+        "window_left": left,
+        "window_right": UNLIMITED if causal else right,  # causal is the narrower
+        "dropout_rate": rate,
+        "highest_precision": _checks.highest_precision(arguments.precision, query.dtype),
+    }
+    wide = _dtypes.accumulation_dtype(query.dtype)
+    operands = {}
+    positions_matter = (
+        causal or left != UNLIMITED or fields["window_right"] != UNLIMITED or arguments.alibi_slopes is not None
+    )
+    if offset is not None and positions_matter:
+        operands["q_offset"] = offset.reshape(-1, 1)
+    if arguments.alibi_slopes is not None:
+        slopes = _checks.per_head("alibi_slopes", arguments.alibi_slopes, (*leading, q_heads), wide)
+        operands["alibi_slopes"] = slopes.reshape(-1, 1, q_heads)
+    if arguments.sinks is not None:
+        operands["sinks"] = _checks.per_head("sinks", arguments.sinks, (*leading, q_heads), wide).reshape(-1, q_heads)
+    if dropout_key is not None:
+        seeds = _dropout.seeds(dropout_key, leading, q_heads)
+        operands["dropout_seeds"] = seeds.reshape(-1, 1, q_heads, 2)
+    if scale <= 0:
+        # The kernels take the maximum of the raw scores, which wants a scale > 0. The product has the right derivative.
+        query, scale = query * jnp.asarray(np.sign(scale), query.dtype), abs(scale) or 1.0
+    return _Record(query, {**fields, "scale": scale}, operands)
+
+
+def _segment_ranges(ids: jax.Array) -> jax.Array:
+    """[B, blocks, 2]: the smallest and the largest of each block of [B, length]."""
+    batch, length = ids.shape
+    blocks = -(-length // SEGMENT_BLOCK)
+    padded = jnp.pad(ids, ((0, 0), (0, blocks * SEGMENT_BLOCK - length)), mode="edge")
+    grouped = padded.reshape(batch, blocks, SEGMENT_BLOCK)
+    return jnp.stack([grouped.min(axis=-1), grouped.max(axis=-1)], axis=-1)
+
+
+class _Static(NamedTuple):
+    """What is known of a call when it is traced, besides the record."""
+
+    implementation: str | None
+    limits: tuple[int, int] | None  # longest query and key document of a packed call
+
+
+Operands = dict[str, jax.Array]
+
+
+def _run(
+    options: Options, static: _Static, query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands
 ) -> tuple[jax.Array, jax.Array]:
-    if implementation == "reference":
-        return _reference.attention(query, key, value, operands, options)
-    if implementation == "xla":
-        return _chunked.attention(query, key, value, operands, options)
-    return _kernel_attention(options, implementation, query, key, value, operands)
+    query, key, value, operands = _varying.vary_alike((query, key, value, operands))
+    plain = {"reference": _reference.attention, "xla": _chunked.attention}.get(static.implementation or "")
+    if plain is None:
+        return _kernel_attention(options, static, query, key, value, operands)
+    if static.limits is not None:
+        return _varlen.attention(query, key, value, operands, options, *static.limits, plain)
+    return plain(query, key, value, operands, options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _kernel_attention(
-    options: Options,
-    implementation: str | None,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    operands: dict[str, jax.Array],
+    options: Options, static: _Static, query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands
 ) -> tuple[jax.Array, jax.Array]:
-    return _primitive.forward(query, key, value, operands, options=options, implementation=implementation)
+    return _forward(options, static, query, key, value, operands)
+
+
+def _forward(
+    options: Options, static: _Static, query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands
+) -> tuple[jax.Array, jax.Array]:
+    return _primitive.forward(
+        query, key, value, operands, options=options, implementation=static.implementation, limits=static.limits
+    )
+
+
+@jax.tree_util.register_static
+class _Wanted(frozenset[str]):
+    """The trainable operands whose gradients somebody asks for: part of the residuals, and known when traced."""
 
 
 def _forward_rule(
-    options: Options,
-    implementation: str | None,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    operands: dict[str, jax.Array],
+    options: Options, static: _Static, query: Any, key: Any, value: Any, operands: Any
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
-    out, lse = _primitive.forward(query, key, value, operands, options=options, implementation=implementation)
+    wanted = _Wanted(name for name, x in operands.items() if OPERANDS[name].trainable and x.perturbed)
+    query, key, value, operands = jax.tree.map(
+        lambda x: x.value, (query, key, value, operands), is_leaf=lambda x: hasattr(x, "perturbed")
+    )
+    out, lse = _forward(options, static, query, key, value, operands)
     # Named, so that remat policies can keep them (jax.checkpoint_policies.save_only_these_names).
     out, lse = checkpoint_name(out, "jax_flash_out"), checkpoint_name(lse, "jax_flash_lse")
-    return (out, lse), (query, key, value, out, lse, operands)
+    return (out, lse), (query, key, value, out, lse, operands, wanted)
 
 
-def _backward_rule(
-    options: Options, implementation: str | None, residuals: tuple[Any, ...], cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[Any, ...]:
-    query, key, value, out, lse, operands = residuals
-    dout, dlse = cotangents
+def _backward_rule(options: Options, static: _Static, residuals: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
+    query, key, value, out, lse, operands, wanted = residuals
+    results = zip(cotangents, (out, lse), strict=True)
+    dout, dlse = (jnp.zeros_like(result) if isinstance(x, SymbolicZero) else x for x, result in results)
     # d lse / d score is the softmax itself, so its cotangent joins the row sum of FlashAttention-2 (equation 4):
     # ds = p * (dp - delta) with delta = rowsum(dout * out) - dlse.
     delta = _primitive.row_sums(dout, out, lse.dtype) - dlse
-    dquery, dkey, dvalue = _primitive.backward(
-        query, key, value, dout, lse, delta, operands, options=options, implementation=implementation
+    dquery, dkey, dvalue, gradients = _primitive.backward(
+        query,
+        key,
+        value,
+        dout,
+        lse,
+        delta,
+        operands,
+        gradients=wanted,
+        options=options,
+        implementation=static.implementation,
+        limits=static.limits,
     )
-    return dquery, dkey, dvalue, dict.fromkeys(operands)
+    doperands = {name: gradients.get(name) for name in operands}
+    if "bias" in gradients:
+        doperands["bias"] = gradients["bias"].astype(operands["bias"].dtype)
+    if "sinks" in operands:
+        doperands["sinks"] = _sinks_gradient(operands, lse, delta)
+    return dquery, dkey, dvalue, doperands
 
 
 # Without optimize_remat, which hides the names from remat policies: the forward kernel would run twice.
-_kernel_attention.defvjp(_forward_rule, _backward_rule)
+_kernel_attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
-def _arrays(**arguments: jax.typing.ArrayLike) -> list[jax.Array]:
-    arrays = []
-    for name, argument in arguments.items():
-        if not isinstance(argument, (jax.Array, np.ndarray)):
-            raise TypeError(f"{name} must be an array, got {type(argument).__name__}")
-        if argument.dtype.name not in _dtypes.INPUTS:
-            raise TypeError(
-                f"{name} must have one of the dtypes {', '.join(_dtypes.INPUTS)}, got {argument.dtype.name}"
-            )
-        if jax.dtypes.canonicalize_dtype(argument.dtype) != argument.dtype:
-            raise TypeError(
-                f"{name} must have a dtype that JAX has enabled, got {argument.dtype.name} without jax_enable_x64"
-            )
-        arrays.append(jnp.asarray(argument))
-    first = next(iter(arguments))
-    for name, array in zip(arguments, arrays, strict=True):
-        if array.dtype != arrays[0].dtype:
-            raise TypeError(f"{name} must have the dtype of {first}, {arrays[0].dtype.name}, got {array.dtype.name}")
-    return arrays
-
-
-def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
-    for name, array in (("query", query), ("key", key), ("value", value)):
-        if array.ndim < 3:
-            raise ValueError(f"{name} must have at least rank 3, [..., length, heads, head_dim], got {array.shape}")
-    for name, array in (("key", key), ("value", value)):
-        if array.ndim != query.ndim:
-            raise ValueError(f"{name} must have the rank of query, {query.ndim}, got rank {array.ndim}: {array.shape}")
-        if array.shape[:-3] != query.shape[:-3]:
-            raise ValueError(
-                f"{name} must have the batch dimensions of query, {query.shape[:-3]}, got {array.shape[:-3]}"
-            )
-        if array.shape[-1] != query.shape[-1]:
-            raise ValueError(f"{name} must have the head_dim of query, {query.shape[-1]}, got {array.shape[-1]}")
-    if value.shape != key.shape:
-        raise ValueError(f"value must have the shape of key, {key.shape}, got {value.shape}")
-    q_heads, kv_heads = query.shape[-2], key.shape[-2]
-    if kv_heads == 0 or q_heads % kv_heads:
-        raise ValueError(
-            f"query must have a number of heads that is a multiple of key's, got {q_heads} and {kv_heads} heads"
-        )
-    if not 1 <= query.shape[-1] <= MAX_HEAD_DIM:
-        raise ValueError(f"query must have a head_dim of 1 to {MAX_HEAD_DIM}, got {query.shape[-1]}")
-
-
-def _bool(name: str, value: bool) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} must be a bool that is known when the call is traced, got {_describe(value)}")
-    return bool(value)
-
-
-def _scale(scale: object, head_dim: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-    if isinstance(scale, (bool, np.bool_)) or not isinstance(scale, (numbers.Real, np.number)):
-        raise TypeError(f"scale must be a real number that is known when the call is traced, got {_describe(scale)}")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
-    return float(scale)
-
-
-def _q_offset(q_offset: int | jax.typing.ArrayLike, leading: tuple[int, ...]) -> jax.Array | None:
-    """The offset as an int32 array that broadcasts to the leading dimensions, or None for a plain 0."""
-    if isinstance(q_offset, (bool, np.bool_)):
-        raise TypeError(f"q_offset must be an int or an int32 array, got {_describe(q_offset)}")
-    if isinstance(q_offset, (int, np.integer)):
-        limit = np.iinfo(np.int32)
-        if not limit.min <= q_offset <= limit.max:
-            raise ValueError(f"q_offset must be in the range of int32, got {q_offset}")
-        return jnp.asarray(q_offset, jnp.int32) if q_offset else None
-    if not isinstance(q_offset, (jax.Array, np.ndarray)):
-        raise TypeError(f"q_offset must be an int or an int32 array, got {_describe(q_offset)}")
-    if q_offset.dtype != jnp.int32:
-        raise TypeError(f"q_offset must be an int or an int32 array, got dtype {q_offset.dtype.name}")
-    try:
-        fits = np.broadcast_shapes(q_offset.shape, leading) == leading
-    except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError(f"q_offset must broadcast to the batch dimensions {leading}, got shape {q_offset.shape}")
-    return jnp.asarray(q_offset)
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, (jax.Array, np.ndarray)):
-        return f"an array of dtype {value.dtype.name} and shape {value.shape}"
-    return f"{value!r} of type {type(value).__name__}"
+def _sinks_gradient(operands: Operands, lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """[B, N]: a sink is a score without a value, so its ds is p * (0 - delta)."""
+    sinks = operands["sinks"][:, :, None]
+    weights = jnp.where(jnp.isneginf(sinks), 0.0, jnp.exp(sinks - jnp.where(jnp.isneginf(lse), 0.0, lse)))
+    rows = jnp.arange(lse.shape[-1], dtype=jnp.int32)
+    # In padding delta may be anything.
+    if "q_lengths" in operands:
+        delta = jnp.where(rows < operands["q_lengths"][:, None, None], delta, 0.0)
+    if "cu_q_lengths" in operands:
+        delta = jnp.where(rows < operands["cu_q_lengths"][:, -1, None, None], delta, 0.0)
+    return -(weights * delta).sum(axis=-1)

@@ -6,14 +6,25 @@ from typing import Any
 FFI_API_VERSION: tuple[int, int]
 """Of the headers that the library was built with."""
 
-OPERANDS: tuple[str, ...]
-"""Names of the options that are arrays, in the order in which the handlers take them."""
+OPERANDS: tuple[tuple[str, str], ...]
+"""(name, dims) of the options that are arrays, in the order in which the handlers take them."""
 
 def handlers() -> dict[str, dict[str, Any]]:
     """Platform -> custom call target -> handler, as ``jax.ffi.register_ffi_target`` takes it."""
 
 def backward_scratch(
-    *, platform: str, dtype: str, batch: int, q_length: int, kv_length: int, q_heads: int, kv_heads: int, head_dim: int
+    *,
+    platform: str,
+    dtype: str,
+    options: Mapping[str, Any],
+    batch: int,
+    q_length: int,
+    kv_length: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_head_dim: int,
+    bias_shape: Sequence[int],
 ) -> int:
     """Elements of float32 (float64 for float64 inputs) that the backward call wants as an extra result."""
 
@@ -27,12 +38,20 @@ def cuda_status() -> dict[str, Any]:
     """driver, driver_error, nvrtc, nvrtc_error, cache_dir and devices (name, compute_capability, family)."""
 
 def build_kernels(
-    *, arch: int, out_dir: str, dtypes: Sequence[str] = ..., head_dims: Sequence[int] = ...
+    *,
+    arch: int,
+    out_dir: str,
+    dtypes: Sequence[str],
+    head_dims: Sequence[tuple[int, int]],
+    options: Sequence[Mapping[str, Any]],
 ) -> list[Mapping[str, Any]]:
-    """Compiles the common variants for ``arch``, a compute capability such as 90, into ``out_dir``.
+    """Compiles both passes of every combination for ``arch``, a compute capability such as 90, into ``out_dir``.
 
+    ``head_dims`` are pairs of head_dim and value_head_dim; ``options`` are records by name, absent where not named.
     Raises RuntimeError with the compiler's log, ValueError for an architecture that no kernel family serves.
     """
 
-def fetch_kernel(*, arch: int, pass_: str, dtype: str, head_dim: int, causal: bool) -> str:
+def fetch_kernel(
+    *, arch: int, pass_: str, dtype: str, head_dim: int, value_head_dim: int, options: Mapping[str, Any]
+) -> str:
     """Fetches a kernel through the cache, without a GPU. Returns "prebuilt", "cached" or "compiled"."""

@@ -69,7 +69,7 @@ def examine() -> bool:
         problems.append(f"the CUDA kernels can't be used: {reason}")
 
     print("\nimplementation that serves a call")
-    served = [[name, *(_explain.choose(None, name, dtype) for dtype in _DTYPES)] for name in devices]
+    served = [[name, *(_explain.choose(None, name, _call(dtype)) for dtype in _DTYPES)] for name in devices]
     print(table([["platform", *_DTYPES], *served], indent="  "))
 
     print("\nforward and backward against the reference in float64; the largest error as a fraction of what is allowed")
@@ -145,12 +145,16 @@ def _kernels_missing(status: dict[str, Any]) -> str | None:
     """Why GPUs that have a family of kernels can't be given any; None for GPUs without one, which xla serves."""
     if not all(device["family"] for device in status["devices"]):
         return None
-    return _explain.obstacle("cuda", "cuda", jnp.bfloat16)
+    return _explain.obstacle("cuda", "cuda", _call("bfloat16"))
+
+
+def _call(dtype: str) -> _explain.Call:
+    return _explain.Call(dtype, _HEAD_DIM, _HEAD_DIM)
 
 
 def _check(device: jax.Device, platform_name: str, dtype: str) -> Check:
     name = f"{platform_name}:{device.id} {dtype}"
-    implementation = _explain.choose(None, platform_name, dtype)
+    implementation = _explain.choose(None, platform_name, _call(dtype))
     try:
         # float64 is off in JAX by default; the reference needs it, and so do the calls in float64. And by default JAX
         # multiplies float32 as TF32 on a GPU, which is no fault of the implementation that is checked here.

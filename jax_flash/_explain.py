@@ -5,6 +5,7 @@ Two places ask: the lowering of the primitives, which knows the platform, and `e
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,8 +16,53 @@ from jax_flash import _registration
 IMPLEMENTATIONS = ("cuda", "cpu", "xla", "reference")
 """Every implementation, in the order in which they are tried; the reference is never picked unasked."""
 
-_CUDA_DTYPES = ("float16", "bfloat16")
 _PLATFORM = {"cpu": "cpu", "cuda": "cuda"}  # the one platform of each kernel implementation
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What the choice of an implementation depends on."""
+
+    dtype: str
+    head_dim: int
+    value_head_dim: int
+
+    @classmethod
+    def of(cls, query: Any, value: Any) -> "Call":
+        return cls(np.dtype(query.dtype).name, query.shape[-1], value.shape[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A kind of call that an implementation does not serve."""
+
+    refuses: str
+    """What is refused, as docs/options.md has it."""
+    applies: Callable[[Call], bool]
+    reason: Callable[[Call], str]
+
+
+CUDA_DTYPES = ("float16", "bfloat16")
+CUDA_HEAD_DIM = 256
+
+RULES: dict[str, tuple[Rule, ...]] = {
+    "cuda": (
+        Rule(
+            "float64",
+            lambda call: call.dtype not in CUDA_DTYPES,
+            lambda call: f"its kernels take {', '.join(CUDA_DTYPES)}, query has dtype {call.dtype}",
+        ),
+        Rule(
+            f"a head_dim of query or value above {CUDA_HEAD_DIM}",
+            lambda call: max(call.head_dim, call.value_head_dim) > CUDA_HEAD_DIM,
+            lambda call: (
+                f"its kernels take a head_dim of at most {CUDA_HEAD_DIM}, query has {call.head_dim} and value "
+                f"{call.value_head_dim}"
+            ),
+        ),
+    ),
+}
+"""For each implementation, what it does not serve wherever it runs. Whatever else `attention` takes, it serves."""
 
 
 @functools.cache
@@ -44,33 +90,31 @@ def _cuda_unavailable() -> str | None:
     return None
 
 
-def obstacle(implementation: str, platform: str, dtype: jax.typing.DTypeLike) -> str | None:
-    """Why ``implementation`` can't serve a call of ``dtype`` lowered for ``platform``; None when it can."""
-    name = np.dtype(dtype).name
+def obstacle(implementation: str, platform: str, call: Call) -> str | None:
+    """Why ``implementation`` can't serve a call that is lowered for ``platform``; None when it can."""
     wanted = _PLATFORM.get(implementation)
     if wanted is not None and platform != wanted:
         return f"it runs on platform {wanted!r}, the call on {platform!r}"
-    if implementation == "cuda":
-        if name not in _CUDA_DTYPES:
-            return f"its kernels take {' and '.join(_CUDA_DTYPES)}, query has dtype {name}"
-        return _cuda_unavailable()
-    return None
+    for rule in RULES.get(implementation, ()):
+        if rule.applies(call):
+            return rule.reason(call)
+    return _cuda_unavailable() if implementation == "cuda" else None
 
 
-def choose(implementation: str | None, platform: str, dtype: jax.typing.DTypeLike) -> str:
+def choose(implementation: str | None, platform: str, call: Call) -> str:
     """The implementation that serves a call lowered for ``platform``.
 
     Raises:
       NotImplementedError: ``implementation`` is named and does not serve the call.
     """
     if implementation is None:
-        return next(name for name in IMPLEMENTATIONS if obstacle(name, platform, dtype) is None)
-    if reason := obstacle(implementation, platform, dtype):
+        return next(name for name in IMPLEMENTATIONS if obstacle(name, platform, call) is None)
+    if reason := obstacle(implementation, platform, call):
         raise NotImplementedError(f"implementation={implementation!r} does not serve this call: {reason}")
     return implementation
 
 
-def check_implementation(implementation: object, dtype: jax.typing.DTypeLike) -> None:
+def check_implementation(implementation: object, query: Any, value: Any) -> None:
     """Raises, when a call is traced, for an implementation that no platform of this process can serve it with."""
     if implementation is None:
         return
@@ -83,7 +127,7 @@ def check_implementation(implementation: object, dtype: jax.typing.DTypeLike) ->
             "implementation='cuda' does not serve this call: JAX has no CUDA device here "
             "(implementation=None can be lowered for CUDA anywhere)"
         )
-    choose(implementation, _PLATFORM.get(implementation, "any"), dtype)
+    choose(implementation, _PLATFORM.get(implementation, "any"), Call.of(query, value))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +184,6 @@ def explain(
         device = jax.config.jax_default_device  # type: ignore[attr-defined]
         platform = getattr(device, "platform", device) or jax.default_backend()
         platform = "cuda" if platform == "gpu" else platform
-    dtype = shapes[0].dtype
-    obstacles = {name: reason for name in IMPLEMENTATIONS if (reason := obstacle(name, platform, dtype))}
-    return Explanation(choose(implementation, platform, dtype), platform, obstacles)
+    call = Call.of(shapes[0], shapes[2])
+    obstacles = {name: reason for name in IMPLEMENTATIONS if (reason := obstacle(name, platform, call))}
+    return Explanation(choose(implementation, platform, call), platform, obstacles)

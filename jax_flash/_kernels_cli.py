@@ -12,6 +12,13 @@ from jax_flash._table import table
 ARCHES = {"sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90": 90, "sm_90a": 90}
 """What --arch takes, and the compute capability that it stands for."""
 
+COMMON: dict[str, Any] = {
+    "dtypes": ("float16", "bfloat16"),
+    "head_dims": ((64, 64), (96, 96), (128, 128), (256, 256)),
+    "options": ({"causal": False}, {"causal": True}),
+}
+"""The variants that are built ahead of time: every combination, forward and backward."""
+
 _COLUMNS = {
     "registers": "registers",
     "shared_bytes": "shared",
@@ -44,7 +51,7 @@ def _compile(arches: Iterable[int], out_dir: pathlib.Path) -> list[tuple[int, Ma
     for arch in dict.fromkeys(arches):
         print(f"compiling for sm_{arch} ...", file=sys.stderr, flush=True)
         try:
-            kernels += [(arch, kernel) for kernel in _core.build_kernels(arch=arch, out_dir=str(out_dir))]
+            kernels += [(arch, kernel) for kernel in _core.build_kernels(arch=arch, out_dir=str(out_dir), **COMMON)]
         except (RuntimeError, ValueError) as error:
             raise RuntimeError(f"sm_{arch}: {error}") from error
     return kernels

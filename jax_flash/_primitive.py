@@ -1,44 +1,35 @@
 """The forward and backward primitives: shapes, lowering per platform, batching, sharding.
 
     forward:  (q, k, v, *operands) -> (out, lse)
-    backward: (q, k, v, dout, lse, delta, *operands) -> (dq, dk, dv)
+    backward: (q, k, v, dout, lse, delta, *operands) -> (dq, dk, dv, *gradients of operands)
 
-q, out, dout, dq are [B, T, N, H]; k, v, dk, dv are [B, S, K, H]; lse and delta are [B, N, T]. The option record and
-the operands pass through without a look at what is in them.
+q, dq are [B, T, N, H]; k, dk [B, S, K, H]; v, dv [B, S, K, V]; out, dout [B, T, N, V]; lse and delta [B, N, T]. The
+option record and the operands pass through without a look at what is in them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_flash import _chunked, _core, _dtypes, _explain, _registration
+from jax_flash import _chunked, _core, _dtypes, _explain, _registration, _varlen
+from jax_flash._options import OPERANDS, Options
 
-if TYPE_CHECKING:
-    from jax_flash._attention import Options
-
-
-@dataclasses.dataclass(frozen=True)
-class Operand:
-    """An option that is an array: its dimensions, by the letters of `_DIMS`, the first of them b, and its dtype."""
-
-    dims: str
-    dtype: str
-
-
-# Dimensions of every fixed argument and result: b batch, t and s lengths, n and k heads, h head_dim.
-_DIMS = {"forward": (("btnh", "bskh", "bskh"), ("btnh", "bnt")),
-         "backward": (("btnh", "bskh", "bskh", "btnh", "bnt", "bnt"), ("btnh", "bskh", "bskh"))}  # fmt: skip
+# Dimensions of every fixed argument and result: b batch, t and s lengths, n and k heads, h and v head dims. Operands
+# have their letters in _options.py; a dimension of size 1 that is broadcast is written 1.
+_DIMS = {"forward": (("btnh", "bskh", "bskv"), ("btnv", "bnt")),
+         "backward": (("btnh", "bskh", "bskv", "btnv", "bnt", "bnt"), ("btnh", "bskh", "bskv"))}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +38,15 @@ class Params:
 
     options: Options
     operands: tuple[tuple[str, str], ...]  # (name, dims) of the operands that are there, in the library's order
+    gradients: tuple[str, ...]  # the operands whose gradients are results, in the same order; backward only
     implementation: str | None
+    limits: tuple[int, int] | None  # longest query and key document of a packed call
+
+    def argument_dims(self, pass_: str) -> tuple[str, ...]:
+        return _DIMS[pass_][0] + tuple(dims for _, dims in self.operands)
+
+    def result_dims(self, pass_: str) -> tuple[str, ...]:
+        return _DIMS[pass_][1] + tuple(dict(self.operands)[name] for name in self.gradients)
 
 
 def forward(
@@ -58,8 +57,9 @@ def forward(
     *,
     options: Options,
     implementation: str | None,
+    limits: tuple[int, int] | None,
 ) -> tuple[jax.Array, jax.Array]:
-    params, arrays = _params(options, operands, implementation)
+    params, arrays = _params(options, operands, (), implementation, limits)
     out, lse = _forward_p.bind(query, key, value, *arrays, params=params)
     return out, lse
 
@@ -73,12 +73,15 @@ def backward(
     delta: jax.Array,
     operands: Mapping[str, jax.Array],
     *,
+    gradients: Collection[str],
     options: Options,
     implementation: str | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    params, arrays = _params(options, operands, implementation)
-    dquery, dkey, dvalue = _backward_p.bind(query, key, value, dout, lse, delta, *arrays, params=params)
-    return dquery, dkey, dvalue
+    limits: tuple[int, int] | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]:
+    """dq, dk, dv, and the gradients of the operands named in ``gradients``, in the accumulation dtype."""
+    params, arrays = _params(options, operands, gradients, implementation, limits)
+    dquery, dkey, dvalue, *rest = _backward_p.bind(query, key, value, dout, lse, delta, *arrays, params=params)
+    return dquery, dkey, dvalue, dict(zip(params.gradients, rest, strict=True))
 
 
 def row_sums(dout: jax.Array, out: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -87,30 +90,50 @@ def row_sums(dout: jax.Array, out: jax.Array, dtype: jax.typing.DTypeLike) -> ja
 
 
 def _params(
-    options: Options, operands: Mapping[str, jax.Array], implementation: str | None
+    options: Options,
+    operands: Mapping[str, jax.Array],
+    gradients: Collection[str],
+    implementation: str | None,
+    limits: tuple[int, int] | None,
 ) -> tuple[Params, list[jax.Array]]:
-    from jax_flash._attention import OPERANDS  # the declarations stand with the public signature
+    def dims(name: str) -> str:
+        declared = OPERANDS[name]
+        if not declared.broadcast:
+            return declared.dims
+        return "".join("1" if n == 1 else d for d, n in zip(declared.dims, operands[name].shape, strict=True))
 
-    names = [name for name in _core.OPERANDS if name in operands]
-    return (
-        Params(options, tuple((name, OPERANDS[name].dims) for name in names), implementation),
-        [operands[name] for name in names],
+    names = [name for name, _ in _core.OPERANDS if name in operands]
+    params = Params(
+        options,
+        tuple((name, dims(name)) for name in names),
+        tuple(name for name in names if name in gradients),
+        implementation,
+        limits,
     )
+    return params, [operands[name] for name in names]
 
 
 # Shapes
 
 
-def _result_shapes(pass_: str, avals: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+def _result_shapes(pass_: str, params: Params, avals: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
     query, key, value = avals[:3]
+    wide = _dtypes.accumulation_dtype(query.dtype)
     if pass_ == "backward":
-        return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value))
+        operands = dict(zip(_names(params), avals[len(_DIMS[pass_][0]) :], strict=True))
+        return (
+            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)),
+            *(jax.ShapeDtypeStruct(operands[name].shape, wide) for name in params.gradients),
+        )
     batch, q_length, q_heads, _ = query.shape
-    lse_dtype = _dtypes.accumulation_dtype(query.dtype)
     return (
-        jax.ShapeDtypeStruct(query.shape, query.dtype),
-        jax.ShapeDtypeStruct((batch, q_heads, q_length), lse_dtype),
+        jax.ShapeDtypeStruct((batch, q_length, q_heads, value.shape[-1]), query.dtype),
+        jax.ShapeDtypeStruct((batch, q_heads, q_length), wide),
     )
+
+
+def _names(params: Params) -> list[str]:
+    return [name for name, _ in params.operands]
 
 
 def _abstract_eval(pass_: str, *avals: Any, params: Params) -> tuple[Any, ...]:
@@ -122,7 +145,7 @@ def _abstract_eval(pass_: str, *avals: Any, params: Params) -> tuple[Any, ...]:
         sharding = query.sharding.update(spec=PartitionSpec(*(axes.get(dim) for dim in dims)))
         return query.update(shape=x.shape, dtype=x.dtype, sharding=sharding, weak_type=False)
 
-    return tuple(map(result, _result_shapes(pass_, avals), _DIMS[pass_][1]))
+    return tuple(map(result, _result_shapes(pass_, params, avals), params.result_dims(pass_)))
 
 
 # Lowering
@@ -131,77 +154,99 @@ def _abstract_eval(pass_: str, *avals: Any, params: Params) -> tuple[Any, ...]:
 def _call(pass_: str, platform: str, params: Params, *args: jax.Array) -> tuple[jax.Array, ...]:
     """What one device runs: a custom call, or plain JAX where no kernel serves the call."""
     if 0 in args[0].shape:  # vmap over an axis of size 0; the kernels want one problem at least
-        return tuple(jnp.zeros(x.shape, x.dtype) for x in _result_shapes(pass_, args))
-    chosen = _explain.choose(params.implementation, platform, args[0].dtype)
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in _result_shapes(pass_, params, args))
+    chosen = _explain.choose(params.implementation, platform, _explain.Call.of(args[0], args[2]))
     if chosen == "cuda":
-        return _aligned(functools.partial(_custom_call, pass_, chosen, params), *args)
+        return _aligned(pass_, params, functools.partial(_custom_call, pass_, chosen, params), *args)
     if chosen == "cpu":
         return _custom_call(pass_, chosen, params, *args)
     return _plain(pass_, params, *args)
 
 
 def _custom_call(pass_: str, platform: str, params: Params, *args: jax.Array) -> tuple[jax.Array, ...]:
-    results = _result_shapes(pass_, args)
-    if pass_ == "backward" and (scratch := _scratch(platform, *args[:2])):
+    results = _result_shapes(pass_, params, args)
+    returned = len(results)
+    attributes = _attributes(params)
+    if pass_ == "backward" and (scratch := _scratch(platform, params, attributes, *args)):
         results = (*results, jax.ShapeDtypeStruct((scratch,), args[4].dtype))
-    names = [name for name, _ in params.operands]
-    attributes: dict[str, Any] = dataclasses.asdict(params.options)
-    attributes.update({f"has_{name}": name in names for name in _core.OPERANDS})
     target = _registration.FORWARD_TARGET if pass_ == "forward" else _registration.BACKWARD_TARGET
     called = jax.ffi.ffi_call(target, results)(*args, **attributes)
-    return tuple(called[: 2 if pass_ == "forward" else 3])
+    return tuple(called[:returned])
 
 
-def _scratch(platform: str, query: jax.Array, key: jax.Array) -> int:
+def _attributes(params: Params) -> dict[str, Any]:
+    """The record by name, as the handlers decode it: int32 for ints."""
+    attributes: dict[str, Any] = {
+        name: np.int32(x) if type(x) is int else x for name, x in dataclasses.asdict(params.options).items()
+    }
+    attributes.update({f"has_{name}": name in _names(params) for name in OPERANDS})
+    attributes.update({f"has_d{name}": name in params.gradients for name, x in OPERANDS.items() if x.trainable})
+    return attributes
+
+
+def _scratch(platform: str, params: Params, attributes: Mapping[str, Any], *args: jax.Array) -> int:
+    query, key, value = args[:3]
     batch, q_length, q_heads, head_dim = query.shape
+    operands = dict(zip(_names(params), args[len(_DIMS["backward"][0]) :], strict=True))
     elements: int = _core.backward_scratch(
         platform=platform,
         dtype=query.dtype.name,
+        options={name: int(x) if isinstance(x, np.int32) else x for name, x in attributes.items()},
         batch=batch,
         q_length=q_length,
         kv_length=key.shape[1],
         q_heads=q_heads,
         kv_heads=key.shape[2],
         head_dim=head_dim,
+        value_head_dim=value.shape[3],
+        bias_shape=operands["bias"].shape if "bias" in operands else (),
     )
     return elements
 
 
-def _aligned(call: Callable[..., tuple[jax.Array, ...]], *args: jax.Array) -> tuple[jax.Array, ...]:
-    """Calls with head_dim padded by zeros to the next multiple of 8, so that every row starts on 16 bytes."""
-    head_dim = args[0].shape[-1]
-    if head_dim % 8 == 0:
-        return call(*args)
+def _aligned(
+    pass_: str, params: Params, call: Callable[..., tuple[jax.Array, ...]], *args: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Calls with head dims padded by zeros to the next multiple of 8, so that every row starts on 16 bytes."""
+    sizes = {"h": args[0].shape[-1], "v": args[2].shape[-1]}
 
-    def pad(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, ((0, 0),) * 3 + ((0, -head_dim % 8),)) if x.ndim == 4 and x.shape[-1] == head_dim else x
+    def pad(x: jax.Array, dims: str) -> jax.Array:
+        size = sizes.get(dims[-1], 0)
+        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -size % 8),)) if size % 8 else x
 
-    # The arrays with a head_dim are the first three and, backward, dout.
-    padded = call(*map(pad, args[:4]), *args[4:])
-    return tuple(x[..., :head_dim] if x.ndim == 4 else x for x in padded)
+    results = call(*map(pad, args, params.argument_dims(pass_)))
+    return tuple(
+        x[..., : sizes[dims[-1]]] if dims[-1] in sizes else x
+        for x, dims in zip(results, params.result_dims(pass_), strict=True)
+    )
 
 
 def _plain(pass_: str, params: Params, *args: jax.Array) -> tuple[jax.Array, ...]:
     """The primitive in plain JAX; the backward is JAX's own derivative of the forward."""
-    names = [name for name, _ in params.operands]
-    operands = dict(zip(names, args[len(_DIMS[pass_][0]) :], strict=True))
+    operands = dict(zip(_names(params), args[len(_DIMS[pass_][0]) :], strict=True))
+    trained = {name: operands[name] for name in params.gradients}
+
+    def attend(
+        query: jax.Array, key: jax.Array, value: jax.Array, trained: dict[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        everything = {**operands, **trained}
+        if params.limits is None:
+            return _chunked.attention(query, key, value, everything, params.options)
+        return _varlen.attention(query, key, value, everything, params.options, *params.limits, _chunked.attention)
+
     query, key, value = args[:3]
     if pass_ == "forward":
-        return _chunked.attention(query, key, value, operands, params.options)
+        return attend(query, key, value, trained)
     dout, lse, delta = args[3:6]
-
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return _chunked.attention(query, key, value, operands, params.options)
-
-    (out, _), pullback = jax.vjp(attend, query, key, value)
-    return pullback((dout, row_sums(dout, out, lse.dtype) - delta))
+    (out, _), pullback = jax.vjp(attend, query, key, value, trained)
+    *gradients, dtrained = pullback((dout, row_sums(dout, out, lse.dtype) - delta))
+    return (*gradients, *(dtrained[name].astype(lse.dtype) for name in params.gradients))
 
 
 @functools.cache
 def _partitioned(pass_: str, platform: str, params: Params) -> Callable[..., Any]:
-    """The call, split over devices along batch and heads; lengths and head_dim are gathered."""
-    argument_dims, result_dims = _DIMS[pass_]
-    argument_dims += tuple(dims for _, dims in params.operands)
+    """The call, split over devices along batch and heads; lengths and head dims are gathered."""
+    argument_dims, result_dims = params.argument_dims(pass_), params.result_dims(pass_)
 
     @custom_partitioning
     def attend(*args: jax.Array) -> tuple[jax.Array, ...]:
@@ -221,24 +266,34 @@ def _partitioned(pass_: str, platform: str, params: Params) -> Callable[..., Any
         def sharding(dims: str) -> NamedSharding:
             return NamedSharding(mesh, PartitionSpec(*(axes.get(dim) for dim in dims)))
 
-        return (
-            mesh,
-            call,
-            tuple(map(sharding, result_dims)),
-            tuple(map(sharding, argument_dims)),
-        )
+        def summed(*args: jax.Array) -> tuple[jax.Array, ...]:
+            """The gradient of an operand that several devices share is the sum over them."""
+            results = list(call(*args))
+            for i, dims in enumerate(result_dims[len(_DIMS[pass_][1]) :], len(_DIMS[pass_][1])):
+                shared = _mesh_axes(*(axes[dim] for dim in "bn" if dim not in dims))
+                results[i] = jax.lax.psum(results[i], shared) if shared else results[i]
+            return tuple(results)
+
+        return mesh, summed, tuple(map(sharding, result_dims)), tuple(map(sharding, argument_dims))
 
     def rule(mesh: Mesh, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[str, dict[str, Any]]:
         q_heads, kv_heads = arguments[0].shape[2], arguments[1].shape[2]
         # Two factors, not a compound one: that could split a key head, which `partition` has no sharding for, and it
         # must not have a part of size 1, as a single key head would make it.
-        factors = {"n": "k"} if q_heads == kv_heads else {}
+        letters = {"2": "pair"} | ({"n": "k"} if q_heads == kv_heads else {})
+        order: dict[str, None] = {}
 
-        def dims(names: Sequence[str]) -> str:
-            return ", ".join(" ".join(factors.get(dim, dim) for dim in name) for name in names)
+        def factors(dims: str, name: str) -> str:
+            found = [f"{name}{i}" if dim == "1" else letters.get(dim, dim) for i, dim in enumerate(dims)]
+            order.update(dict.fromkeys(found))
+            return " ".join(found)
 
-        text = f"{dims(argument_dims)} -> {dims(result_dims)}"
-        return text, {"need_replication_factors": tuple(sorted("tsh", key=text.index))}
+        fixed_arguments, fixed_results = _DIMS[pass_]
+        names = ["x"] * len(fixed_arguments) + [f"{name}_" for name in _names(params)]
+        left = ", ".join(map(factors, argument_dims, names))
+        names = ["x"] * len(fixed_results) + [f"{name}_" for name in params.gradients]
+        right = ", ".join(map(factors, result_dims, names))
+        return f"{left} -> {right}", {"need_replication_factors": tuple(x for x in order if x not in "bnk")}
 
     attend.def_partition(partition=partition, sharding_rule=rule)
     return attend
@@ -249,17 +304,21 @@ def _spec(arg: Any) -> tuple[Any, ...]:
     return spec + (None,) * (len(arg.shape) - len(spec))
 
 
-def _devices(mesh: Mesh, axes: Any) -> int:
-    names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+def _mesh_axes(*specs: Any) -> tuple[Any, ...]:
+    """The names in entries of a PartitionSpec."""
+    return tuple(name for spec in specs if spec is not None for name in (spec if isinstance(spec, tuple) else (spec,)))
+
+
+def _devices(mesh: Mesh, spec: Any) -> int:
     count = 1
-    for name in names:
+    for name in _mesh_axes(spec):
         count *= mesh.shape[name]
     return count
 
 
 def _lowering(pass_: str, platform: str, ctx: Any, *args: Any, params: Params) -> Any:
     # Errors belong to the lowering of this call, not to a callback of the partitioner.
-    _explain.choose(params.implementation, platform, ctx.avals_in[0].dtype)
+    _explain.choose(params.implementation, platform, _explain.Call.of(ctx.avals_in[0], ctx.avals_in[2]))
     return mlir.lower_fun(_partitioned(pass_, platform, params), multiple_results=True)(ctx, *args)
 
 
@@ -281,28 +340,46 @@ def _batch(
     primitive: Primitive, pass_: str, args: Sequence[Any], axes: Sequence[int | None], *, params: Params
 ) -> tuple[Any, Any]:
     size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
-    results = _result_shapes(pass_, [_unmapped(x, axis) for x, axis in zip(args, axes, strict=True)])
+    results = _result_shapes(pass_, params, [_unmapped(x, axis) for x, axis in zip(args, axes, strict=True)])
     mapped = [axis is not None for axis in axes]
+    per_head = any("n" in dims for _, dims in params.operands)
 
-    if pass_ == "forward" and axes[0] is not None and not any(mapped[1:]):
+    if pass_ == "forward" and axes[0] is not None and not any(mapped[1:]) and not per_head:
         # Only the queries are mapped: they join the query heads of each key head, and no key is copied.
         query, key = jnp.moveaxis(args[0], axes[0], 0), args[1]
         batch, q_length, q_heads, head_dim = query.shape[1:]
         kv_heads, group = key.shape[2], q_heads // key.shape[2]
         query = query.reshape(size, batch, q_length, kv_heads, group, head_dim).transpose(1, 2, 3, 0, 4, 5)
         out, lse = primitive.bind(query.reshape(batch, q_length, size * q_heads, head_dim), *args[1:], params=params)
-        out = out.reshape(batch, q_length, kv_heads, size, group, head_dim).transpose(3, 0, 1, 2, 4, 5)
+        out = out.reshape(batch, q_length, kv_heads, size, group, args[2].shape[3]).transpose(3, 0, 1, 2, 4, 5)
         lse = lse.reshape(batch, kv_heads, size, group, q_length).transpose(2, 0, 1, 3, 4)
         return (out.reshape(size, *results[0].shape), lse.reshape(size, *results[1].shape)), (0, 0)
 
-    # Otherwise the mapped axis joins the batch, the first dimension of every argument that has one.
-    def merge(x: Any, axis: int | None) -> Any:
-        x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-        return x.reshape(size * x.shape[1], *x.shape[2:])
+    # Otherwise the mapped axis joins the batch, the first dimension of every argument. An operand that the batch
+    # shares stays so, unless it is mapped or has a gradient, which each of the mapped calls has for itself.
+    batch = _unmapped(args[0], axes[0]).shape[0]
+    stays = {name for (name, dims), axis in zip(params.operands, axes[len(_DIMS[pass_][0]) :], strict=True)
+             if dims[0] == "1" and axis is None and name not in params.gradients}  # fmt: skip
 
-    merged = primitive.bind(*map(merge, args, axes), params=params)
-    split = tuple(x.reshape(size, *shape.shape) for x, shape in zip(merged, results, strict=True))
-    return split, (0,) * len(split)
+    def merge(x: Any, axis: int | None, name: str | None) -> Any:
+        if name in stays:
+            return x
+        x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+        if x.shape[1] != batch:
+            x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
+        return x.reshape(size * batch, *x.shape[2:])
+
+    merged_params = dataclasses.replace(
+        params, operands=tuple((name, dims if name in stays else "b" + dims[1:]) for name, dims in params.operands)
+    )
+    names = [None] * len(_DIMS[pass_][0]) + _names(params)
+    merged = primitive.bind(*map(merge, args, axes, names), params=merged_params)
+    split = []
+    for x, shape in zip(merged, results, strict=True):
+        x = x.reshape(size, batch, *x.shape[1:])
+        # The gradient of what the batch shared is the sum over it.
+        split.append(x.sum(axis=1, keepdims=True) if shape.shape[0] != batch else x)
+    return tuple(split), (0,) * len(split)
 
 
 def _unmapped(x: Any, axis: int | None) -> jax.ShapeDtypeStruct:

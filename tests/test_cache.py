@@ -15,7 +15,9 @@ pytestmark = pytest.mark.skipif(
     not _registration.cuda_status()["nvrtc"], reason="no NVRTC here (the [test] extra installs it on Linux)"
 )
 
-KERNEL = {"arch": 80, "pass_": "forward", "dtype": "bfloat16", "head_dim": 16, "causal": False}
+KERNEL = {
+    "arch": 80, "pass_": "forward", "dtype": "bfloat16", "head_dim": 16, "value_head_dim": 16, "options": {}
+}  # fmt: skip
 
 FETCH = f"""
 import jax_flash
@@ -137,7 +139,7 @@ def test_default_folder(tmp_path: pathlib.Path) -> None:
 
 def test_prebuilt_comes_first(tmp_path: pathlib.Path) -> None:
     prebuilt, cache = tmp_path / "prebuilt", tmp_path / "cache"
-    _core.build_kernels(arch=80, out_dir=str(prebuilt), dtypes=["bfloat16"], head_dims=[16])
+    _core.build_kernels(arch=80, out_dir=str(prebuilt), dtypes=["bfloat16"], head_dims=[(16, 16)], options=[{}])
     assert fetch(cache, JAX_FLASH_PREBUILT_DIR=str(prebuilt)) == "prebuilt"
     assert not cache.exists()
     assert fetch(cache, FETCH.replace("'arch': 80", "'arch': 90"), JAX_FLASH_PREBUILT_DIR=str(prebuilt)) == "compiled"

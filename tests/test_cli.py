@@ -193,7 +193,7 @@ def built(monkeypatch):
     """What _core.build_kernels was asked for; it answers with one kernel each time."""
     asked = []
 
-    def build_kernels(*, arch, out_dir):
+    def build_kernels(*, arch, out_dir, **variants):
         asked.append((arch, out_dir))
         return [KERNEL]
 
@@ -228,7 +228,7 @@ def test_kernels_list_of_one_architecture(built):
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError])
 def test_kernels_says_why_it_failed(monkeypatch, tmp_path, capsys, error):
-    def build_kernels(*, arch, out_dir):
+    def build_kernels(*, arch, out_dir, **variants):
         raise error("no NVRTC: libnvrtc.so is not here")
 
     monkeypatch.setattr(_core, "build_kernels", build_kernels)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jax_flash import _core, _registration
+from jax_flash import _core, _kernels_cli, _registration
 
 pytestmark = pytest.mark.skipif(
     not _registration.cuda_status()["nvrtc"], reason="no NVRTC here (the [test] extra installs it on Linux)"
@@ -35,7 +35,13 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
         dtypes = ["float16", "bfloat16"] if arch == 80 else ["bfloat16"]
         head_dims = [40, 64, 128, 256] if arch in (80, 90) else [64, 128, 256]
         folder: pathlib.Path = tmp_path_factory.mktemp(f"sm_{arch}")
-        rows = _core.build_kernels(arch=arch, out_dir=str(folder), dtypes=dtypes, head_dims=head_dims)
+        rows = _core.build_kernels(
+            arch=arch,
+            out_dir=str(folder),
+            dtypes=dtypes,
+            head_dims=[(h, h) for h in head_dims],
+            options=_kernels_cli.COMMON["options"],
+        )
         assert len(list(folder.iterdir())) == len(rows) == 4 * len(dtypes) * len(head_dims)
         return rows
 
@@ -70,4 +76,4 @@ def test_every_tile_row_is_compiled(kernels: Any) -> None:
 
 def test_an_architecture_without_kernels_is_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match=r"no kernels for compute capability 7\.5"):
-        _core.build_kernels(arch=75, out_dir=str(tmp_path))
+        _core.build_kernels(arch=75, out_dir=str(tmp_path), **_kernels_cli.COMMON)

@@ -8,57 +8,76 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import _attention, _core, _primitive
+from jax_flash import _core, _primitive
+from jax_flash._options import OPERANDS, SEGMENT_BLOCK, Options
 
 HEADER = pathlib.Path(__file__).parent.parent / "csrc" / "options.h"
 
 
-def entries() -> list[tuple[str, str, str]]:
-    """(kind, type, name) of the field list, in its order."""
+def entries() -> list[tuple[str, str, str, str]]:
+    """(kind, type, name, third argument or nothing) of the field list, in its order."""
     text = HEADER.read_text(encoding="utf-8")
     body = text[text.index("#define JAX_FLASH_OPTIONS(") :].split("\n\n")[0].split("\n", 1)[1]
-    return re.findall(r"\b(CONSTANT|VALUE|OPERAND)\((\w+), (\w+)\)", body)
+    kinds = "CONSTANT|VALUE|FEATURE|OPERAND|TRAINABLE"
+    return re.findall(rf'\b({kinds})\((\w+), (\w+)(?:, "?(\w+)"?)?\)', body)
 
 
 def test_the_header_is_read() -> None:
-    assert ("CONSTANT", "bool", "causal") in entries()
-    assert ("VALUE", "double", "scale") in entries()
-    assert ("OPERAND", "int", "q_offset") in entries()
+    assert ("CONSTANT", "bool", "causal", "") in entries()
+    assert ("VALUE", "double", "scale", "") in entries()
+    assert ("FEATURE", "int", "window_left", "2147483647") in entries()
+    assert ("OPERAND", "int", "q_offset", "bd") in entries()
+    assert ("TRAINABLE", "void", "bias", "bnts") in entries()
 
 
 def test_fields_agree() -> None:
     types = {bool: "bool", float: "double", int: "int"}
-    fields = {field.name: types[field.type] for field in dataclasses.fields(_attention.Options)}
-    assert fields == {name: type_ for kind, type_, name in entries() if kind != "OPERAND"}
+    fields = {field.name: types[field.type] for field in dataclasses.fields(Options)}
+    assert fields == {name: type_ for kind, type_, name, _ in entries() if kind in ("CONSTANT", "VALUE", "FEATURE")}
+
+
+def test_absent_features_agree() -> None:
+    """What a kernel takes as absent is what the record has by default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(Options)}
+    features = {name: float(absent) for kind, _, name, absent in entries() if kind == "FEATURE"}
+    assert features == {name: defaults[name] for name in features}
 
 
 def test_operands_agree() -> None:
-    operands = [(name, type_) for kind, type_, name in entries() if kind == "OPERAND"]
-    assert tuple(name for name, _ in operands) == _core.OPERANDS
-    assert set(_attention.OPERANDS) == set(_core.OPERANDS)
-    dtypes = {"int": "int32", "float": "float32"}
-    for name, type_ in operands:
-        assert _attention.OPERANDS[name].dtype == dtypes[type_]
+    operands = {name: (kind, type_, dims) for kind, type_, name, dims in entries() if kind in ("OPERAND", "TRAINABLE")}
+    assert tuple((name, dims) for name, (_, _, dims) in operands.items()) == _core.OPERANDS
+    assert tuple(OPERANDS) == tuple(operands), "in one order"
+    dtypes = {"int": {"int32"}, "unsigned": {"uint32"}, "bool": {"bool"}}
+    for name, (kind, type_, dims) in operands.items():
+        assert OPERANDS[name].dims == dims
+        assert OPERANDS[name].trainable == (kind == "TRAINABLE")
+        assert set(OPERANDS[name].dtypes) == dtypes.get(type_, set(OPERANDS[name].dtypes))
+
+
+def test_segment_blocks_agree() -> None:
+    assert f"kSegmentBlock = {SEGMENT_BLOCK};" in HEADER.read_text(encoding="utf-8")
 
 
 def test_options_are_hashable_and_frozen() -> None:
     """They are static parameters of jit-compiled calls."""
-    options = _attention.Options(causal=True, scale=0.5)
+    options = Options(causal=True, scale=0.5)
     assert hash(options) == hash(dataclasses.replace(options))
-    assert _attention.Options.__dataclass_params__.frozen
+    assert Options.__dataclass_params__.frozen
 
 
 def test_every_field_reaches_the_call() -> None:
     """By its name, as an attribute of the custom call; and the presence of every operand."""
     x = jnp.ones((2, 3, 1, 8), jnp.float32)
-    options = _attention.Options(causal=True, scale=0.375)
+    options = Options(causal=True, scale=0.375)
 
     def run(x: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return _primitive.forward(x, x, x, {"q_offset": offset}, options=options, implementation="cpu")
+        return _primitive.forward(x, x, x, {"q_offset": offset}, options=options, implementation="cpu", limits=None)
 
-    text = jax.jit(run).lower(x, np.zeros(2, np.int32)).as_text()
+    text = jax.jit(run).lower(x, np.zeros((2, 1), np.int32)).as_text()
     (line,) = [line for line in text.splitlines() if "@jax_flash_forward" in line]
-    for fragment in ("causal = true", "scale = 3.750000e-01", "has_q_offset = true"):
+    for fragment in ("causal = true", "scale = 3.750000e-01", "has_q_offset = true", "has_bias = false"):
         assert fragment in line
-    for field in dataclasses.fields(_attention.Options):
+    for field in dataclasses.fields(Options):
         assert f"{field.name} = " in line
+    for name, _ in _core.OPERANDS:
+        assert f"has_{name} = " in line

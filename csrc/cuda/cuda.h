@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../problem.h"
@@ -27,7 +28,7 @@ void prepare(int device, Pass pass, DType dtype, const Problem& problem);
 void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem);
 
 // Elements of float that backward wants in Problem::scratch; a function of the shape alone.
-int64_t backward_scratch(const Problem& problem);
+int64_t backward_scratch(DType dtype, const Problem& problem);
 
 // What the command line shows.
 struct Device {
@@ -54,13 +55,14 @@ struct Kernel {
   int local_bytes;   // stack frame
   int64_t cubin_bytes;
 };
-// Compiles the common variants for an architecture such as 80 or 90 into a folder for Settings::prebuilt_dirs, without
-// a driver or a GPU. Throws std::invalid_argument for an architecture that no family serves.
-std::vector<Kernel> build_common(int arch, const std::vector<DType>& dtypes, const std::vector<int>& head_dims,
-                                 const std::string& out_dir);
+// Compiles both passes of every combination for an architecture such as 80 or 90 into a folder for
+// Settings::prebuilt_dirs, without a driver or a GPU. Head dims are pairs of head_dim and value_head_dim. Throws
+// std::invalid_argument for an architecture that no family serves.
+std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std::vector<std::pair<int, int>>& head_dims,
+                          const std::vector<Options>& options, const std::string& out_dir);
 
 // Fetches the kernels of one call for an architecture through the cache, without a driver; returns where they came
 // from: "prebuilt", "cached" or "compiled".
-std::string fetch(int arch, Pass pass, DType dtype, int head_dim, const Options& options);
+std::string fetch(int arch, Pass pass, DType dtype, int head_dim, int value_head_dim, const Options& options);
 
 }  // namespace jax_flash::cuda

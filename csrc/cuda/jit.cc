@@ -229,14 +229,22 @@ const std::vector<Nvrtc>& nvrtcs(std::string* error) { return Nvrtc::all(setting
 
 std::string Variant::name() const {
   std::string name = family + "-" + pass_name(pass) + "-" + dtype_name(dtype) + "-d" + std::to_string(head_dim);
+  if (value_head_dim != head_dim) name += "-v" + std::to_string(value_head_dim);
 #define JAX_FLASH_CONSTANT(type, option) \
-  if (options.option)                    \
-    name += "-" #option + (sizeof(type) == sizeof(bool) ? std::string() : std::to_string(options.option));
+  if (options.option) name += "-" #option;
 #define JAX_FLASH_NOTHING(type, option)
-#define JAX_FLASH_OPERAND(type, option) \
+#define JAX_FLASH_FEATURE(type, option, absent) \
+  if (options.option != absent) name += "-" #option;
+#define JAX_FLASH_OPERAND(type, option, dims) \
   if (options.has_##option) name += "-" #option;
-  JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_NOTHING, JAX_FLASH_OPERAND)
+#define JAX_FLASH_TRAINABLE(type, option, dims) \
+  JAX_FLASH_OPERAND(type, option, dims)         \
+  if (options.has_d##option) name += "-d" #option;
+  JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_NOTHING, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND, JAX_FLASH_TRAINABLE)
+#undef JAX_FLASH_TRAINABLE
 #undef JAX_FLASH_OPERAND
+#undef JAX_FLASH_FEATURE
+#undef JAX_FLASH_NOTHING
 #undef JAX_FLASH_CONSTANT
   return name + "-sm_" + std::to_string(arch);
 }
@@ -246,11 +254,21 @@ std::string Variant::source() const {
   out << "#include \"problem.h\"\nnamespace jax_flash {\n"
       << "constexpr DType dtype = DType::" << dtype_name(dtype) << ";\n"
       << "constexpr int head_dim = " << head_dim << ";\n"
+      << "constexpr int value_head_dim = " << value_head_dim << ";\n"
       << std::boolalpha;
 #define JAX_FLASH_CONSTANT(type, option) out << "constexpr " #type " option_" #option " = " << options.option << ";\n";
-#define JAX_FLASH_OPERAND(type, option) out << "constexpr bool has_" #option " = " << options.has_##option << ";\n";
-  JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_NOTHING, JAX_FLASH_OPERAND)
+#define JAX_FLASH_NOTHING(type, option)
+#define JAX_FLASH_FEATURE(type, option, absent) \
+  out << "constexpr bool with_" #option " = " << (options.option != absent) << ";\n";
+#define JAX_FLASH_OPERAND(type, option, dims) \
+  out << "constexpr bool has_" #option " = " << options.has_##option << ";\n";
+#define JAX_FLASH_TRAINABLE(type, option, dims) \
+  JAX_FLASH_OPERAND(type, option, dims)         \
+  out << "constexpr bool has_d" #option " = " << options.has_d##option << ";\n";
+  JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_NOTHING, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND, JAX_FLASH_TRAINABLE)
+#undef JAX_FLASH_TRAINABLE
 #undef JAX_FLASH_OPERAND
+#undef JAX_FLASH_FEATURE
 #undef JAX_FLASH_NOTHING
 #undef JAX_FLASH_CONSTANT
 #define JAX_FLASH_FIELD(field) out << "constexpr int " #field " = " << tile.field << ";\n";

@@ -17,8 +17,9 @@ struct Variant {
   int arch;            // compute capability of the device, 90
   Pass pass;
   DType dtype;
-  int head_dim;     // a multiple of 8
-  Options options;  // the constants and the presence of operands count
+  int head_dim;        // a multiple of 8
+  int value_head_dim;  // a multiple of 8
+  Options options;     // the constants, and which features and operands there are
   TileRow tile;
 
   std::string name() const;    // readable and unique, apart from the tile row
@@ -30,6 +31,7 @@ struct LaunchFacts {
   int threads;
   int block_rows;
   int shared_bytes;
+  int dq_warps;
 };
 
 struct Loaded {

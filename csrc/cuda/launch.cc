@@ -19,10 +19,12 @@
 namespace jax_flash::cuda {
 namespace {
 
-constexpr int kDqWarps = 4;  // of jax_flash_backward_dq, a block
+int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
-int tile_head_dim(int head_dim) { return (head_dim + 15) / 16 * 16; }
-int64_t row_tiles(const Problem& p) { return (static_cast<int64_t>(p.q_length) + 15) / 16; }
+// Blocks of `size` rows in a batch entry, as csrc/cuda/shared/part.cuh counts them.
+int64_t blocks_of(const Problem& p, int length, int size) {
+  return p.options.has_cu_q_lengths ? int64_t{length} / size + p.options.documents + 1 : divide_up(length, size);
+}
 
 // The kernel family that serves a compute capability, or "" for none. JAX_FLASH_CUDA_FAMILY forces another one, so
 // that a newer GPU can run the kernels of an older one.
@@ -54,8 +56,10 @@ std::string served_family(int arch) {
   return family;
 }
 
-Variant variant_of(const std::string& family, int arch, Pass pass, DType dtype, int head_dim, const Options& options) {
-  return Variant{family, arch, pass, dtype, head_dim, options, tile_row(family, pass, head_dim, arch)};
+Variant variant_of(const std::string& family, int arch, Pass pass, DType dtype, int head_dim, int value_head_dim,
+                   const Options& options) {
+  return Variant{family,   arch,           pass,    dtype,
+                 head_dim, value_head_dim, options, tile_row(family, pass, std::max(head_dim, value_head_dim), arch)};
 }
 
 int arch_of(int device) {
@@ -68,7 +72,7 @@ int arch_of(int device) {
 }
 
 // What tells the kernels of one call from another's: the values of the option record that are compiled in.
-using Key = std::array<int64_t, 24>;
+using Key = std::array<int64_t, 48>;
 Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
   Key key{};
   size_t next = 0;
@@ -76,11 +80,18 @@ Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
   key[next++] = static_cast<int64_t>(pass);
   key[next++] = static_cast<int64_t>(dtype);
   key[next++] = problem.head_dim;
+  key[next++] = problem.value_head_dim;
 #define JAX_FLASH_CONSTANT(type, name) key.at(next++) = static_cast<int64_t>(problem.options.name);
 #define JAX_FLASH_NOTHING(type, name)
-#define JAX_FLASH_OPERAND(type, name) key.at(next++) = problem.options.has_##name;
-  JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_NOTHING, JAX_FLASH_OPERAND)
+#define JAX_FLASH_FEATURE(type, name, absent) key.at(next++) = problem.options.name != absent;
+#define JAX_FLASH_OPERAND(type, name, dims) key.at(next++) = problem.options.has_##name;
+#define JAX_FLASH_TRAINABLE(type, name, dims)  \
+  key.at(next++) = problem.options.has_##name; \
+  key.at(next++) = problem.options.has_d##name;
+  JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_NOTHING, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND, JAX_FLASH_TRAINABLE)
+#undef JAX_FLASH_TRAINABLE
 #undef JAX_FLASH_OPERAND
+#undef JAX_FLASH_FEATURE
 #undef JAX_FLASH_NOTHING
 #undef JAX_FLASH_CONSTANT
   return key;
@@ -96,14 +107,24 @@ Loaded find(int device, Pass pass, DType dtype, const Problem& problem) {
     auto entry = found.find(key);
     if (entry != found.end()) return entry->second;
   }
-  if (dtype != DType::f16 && dtype != DType::bf16) throw std::invalid_argument("query must be float16 or bfloat16");
-  if (problem.head_dim % 8) throw std::invalid_argument("head_dim must be a multiple of 8");
+  if (dtype == DType::f64) throw std::invalid_argument("query must be float16, bfloat16 or float32");
+  if (problem.head_dim % 8 || problem.value_head_dim % 8) {
+    throw std::invalid_argument("head_dim and value_head_dim must be multiples of 8");
+  }
   const int arch = arch_of(device);
-  const Loaded loaded =
-      kernels_of(variant_of(served_family(arch), arch, pass, dtype, problem.head_dim, problem.options), device);
+  const Loaded loaded = kernels_of(
+      variant_of(served_family(arch), arch, pass, dtype, problem.head_dim, problem.value_head_dim, problem.options),
+      device);
   std::lock_guard<std::mutex> lock(mutex);
   found.emplace(key, loaded);
   return loaded;
+}
+
+int64_t bias_elements(const Problem& p) {
+  auto extent = [](int64_t stride, int64_t size) { return stride ? size : 1; };
+  const Strides& s = p.bias_strides;
+  return extent(s.batch, p.batch) * extent(s.head, p.q_heads) * extent(s.row, p.q_length) *
+         extent(s.column, p.kv_length);
 }
 
 unsigned grid(int64_t blocks) {
@@ -120,20 +141,27 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& pr
   const Driver& driver = Driver::get();
   const CuStream on = static_cast<CuStream>(stream);
   const bool forward = pass == Pass::forward;
-  const int64_t length = forward ? problem.q_length : problem.kv_length;
+  const int length = forward ? problem.q_length : problem.kv_length;
   const int64_t heads = forward ? problem.q_heads : problem.kv_heads;
-  const int64_t blocks = (length + loaded.facts.block_rows - 1) / loaded.facts.block_rows * heads * problem.batch;
-  if (!forward) driver.zero(problem.scratch, backward_scratch(problem), on);
+  const int64_t blocks = blocks_of(problem, length, loaded.facts.block_rows) * heads * problem.batch;
+  if (!forward) {
+    driver.zero(problem.scratch, backward_scratch(dtype, problem), on);
+    if (problem.dbias) driver.zero(problem.dbias, bias_elements(problem), on);
+    if (problem.dalibi_slopes) {
+      driver.zero(problem.dalibi_slopes, int64_t{problem.batch} * problem.options.documents * problem.q_heads, on);
+    }
+  }
   driver.launch(loaded.main, grid(blocks), loaded.facts.threads, loaded.facts.shared_bytes, on, &problem);
   if (!forward) {
-    const int64_t items = static_cast<int64_t>(problem.batch) * problem.q_heads * row_tiles(problem);
-    driver.launch(loaded.dq, grid((items + kDqWarps - 1) / kDqWarps), 32 * kDqWarps, 0, on, &problem);
+    const int64_t items = problem.batch * problem.q_heads * blocks_of(problem, problem.q_length, 16);
+    const int warps = loaded.facts.dq_warps;
+    driver.launch(loaded.dq, grid(divide_up(items, warps)), 32 * warps, 0, on, &problem);
   }
 }
 
-// One float accumulator for dQ, in whole tiles of 16 rows.
-int64_t backward_scratch(const Problem& p) {
-  return static_cast<int64_t>(p.batch) * p.q_heads * row_tiles(p) * 16 * tile_head_dim((p.head_dim + 7) / 8 * 8);
+// One float accumulator for dQ, in whole tiles of 16 rows and of up to 32 columns.
+int64_t backward_scratch(DType, const Problem& p) {
+  return int64_t{p.batch} * p.q_heads * blocks_of(p, p.q_length, 16) * 16 * divide_up(p.head_dim, 32) * 32;
 }
 
 Status status() {
@@ -156,21 +184,19 @@ Status status() {
   return status;
 }
 
-std::string fetch(int arch, Pass pass, DType dtype, int head_dim, const Options& options) {
-  return fetch(variant_of(served_family(arch), arch, pass, dtype, head_dim, options)).origin;
+std::string fetch(int arch, Pass pass, DType dtype, int head_dim, int value_head_dim, const Options& options) {
+  return fetch(variant_of(served_family(arch), arch, pass, dtype, head_dim, value_head_dim, options)).origin;
 }
 
-std::vector<Kernel> build_common(int arch, const std::vector<DType>& dtypes, const std::vector<int>& head_dims,
-                                 const std::string& out_dir) {
+std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std::vector<std::pair<int, int>>& head_dims,
+                          const std::vector<Options>& options, const std::string& out_dir) {
   const std::string family = served_family(arch);
   std::vector<Variant> variants;
   for (Pass pass : {Pass::forward, Pass::backward}) {
     for (DType dtype : dtypes) {
-      for (int head_dim : head_dims) {
-        for (bool causal : {false, true}) {
-          Options options{};
-          options.causal = causal;
-          variants.push_back(variant_of(family, arch, pass, dtype, head_dim, options));
+      for (auto [head_dim, value_head_dim] : head_dims) {
+        for (const Options& record : options) {
+          variants.push_back(variant_of(family, arch, pass, dtype, head_dim, value_head_dim, record));
         }
       }
     }

@@ -1,50 +1,170 @@
-// Which pairs of query and key are kept, as ranges of tiles: a bare range, where every pair is kept and no test is
-// made, and a masked range beside it.
+// Which pairs of query and key are kept: as ranges of tiles, so that tiles without a pair are skipped and tiles that
+// keep every pair are not tested; and pair by pair for the tiles between.
 #pragma once
 
-#include "cuda/shared/prelude.cuh"
+#include "cuda/shared/part.cuh"
 
 namespace jax_flash {
 
-// Query row t of this batch keeps key s when s <= t + offset; without causal the offset is of no account. Beyond
-// [-q_length, kv_length] it changes nothing more, so it is clamped there, where sums with indices fit an int.
-JAX_FLASH_DEVICE int offset_of(const Problem& problem, int batch) {
-  if (!has_q_offset) return 0;
-  return at_most(at_least(problem.q_offset[batch], -problem.q_length), problem.kv_length);
-}
+constexpr bool bounded_right = option_causal || with_window_right;
+constexpr bool bounded_left = with_window_left;
+// Whether results depend on the positions of queries, and on which pairs are kept by more than the band and the ends.
+constexpr bool positions_matter = bounded_left || bounded_right || has_alibi_slopes;
+constexpr bool in_segments = has_q_segment_ids;
 
-JAX_FLASH_DEVICE bool kept(int offset, int row, int column, int kv_length) {
-  return column < kv_length && (!option_causal || column <= row + offset);
-}
-
-// For rows [row, row + rows): keys [0, bare) are tiles kept whole, [bare, end) tiles to mask.
-struct KeyTiles {
-  int bare;
-  int end;
+// Row t keeps keys s with t + low <= s <= t + high.
+struct Band {
+  int low;
+  int high;
 };
-template <int tile>
-JAX_FLASH_DEVICE KeyTiles key_tiles(int offset, int row, int rows, int q_length, int kv_length) {
-  if (!option_causal) return {kv_length / tile, ceil_div(kv_length, tile)};
-  const int kept_by_all = at_least(0, at_most(kv_length, row + offset + 1));
-  const int kept_by_any = at_least(0, at_most(kv_length, at_most(row + rows, q_length) + offset));
-  return {kept_by_all / tile, ceil_div(kept_by_any, tile)};
+
+// Beyond [-q_length, kv_length] a bound changes nothing more, so they are clamped there, where sums with indices fit an
+// int.
+JAX_FLASH_DEVICE int clamped(i64 bound, const Problem& problem) {
+  return static_cast<int>(at_most<i64>(at_least<i64>(bound, -problem.q_length), problem.kv_length));
 }
 
-// For keys [column, column + columns): tiles of rows [begin, bare) are to mask, [bare, end) kept whole.
-struct RowTiles {
+JAX_FLASH_DEVICE Band band_of(const Problem& problem, const Part& part) {
+  if constexpr (!bounded_left && !bounded_right) return {0, 0};
+  const i64 offset = has_q_offset ? problem.q_offset[part.index] : 0;
+  i64 right = with_window_right ? problem.options.window_right : 0;
+  if (option_causal) right = 0;
+  return {bounded_left ? clamped(offset - problem.options.window_left, problem) : 0, clamped(offset + right, problem)};
+}
+
+JAX_FLASH_DEVICE bool in_band(const Band& band, int row, int column) {
+  return (!bounded_left || column >= row + band.low) && (!bounded_right || column <= row + band.high);
+}
+
+// Tiles [begin, end) hold all pairs that are kept; those of [bare_begin, bare_end) keep all their pairs.
+struct TileRange {
   int begin;
-  int bare;
   int end;
+  int bare_begin;
+  int bare_end;
+
+  __device__ __forceinline__ bool bare(int tile) const { return tile >= bare_begin && tile < bare_end; }
 };
+
+// Tiles of the positions [first_any, last_any], the bare ones inside [first_all, last_all], all in [0, length).
 template <int tile>
-JAX_FLASH_DEVICE RowTiles row_tiles_of(int offset, int column, int columns, int q_length, int kv_length) {
-  const int end = ceil_div(q_length, tile);
-  const bool ragged = column + columns > kv_length;  // keys beyond the end are masked against every row
-  if (!option_causal) return {0, ragged ? end : 0, end};
-  const int first = at_least(0, column - offset);                // the first row that keeps any of the keys
-  const int whole = at_least(0, column + columns - 1 - offset);  // the first row that keeps all of them
-  const int begin = at_most(first / tile, end);
-  return {begin, ragged ? end : at_most(at_least(begin, ceil_div(whole, tile)), end), end};
+JAX_FLASH_DEVICE TileRange tile_range(int first_any, int last_any, int first_all, int last_all, int length) {
+  const int begin = at_least(0, first_any) / tile;
+  const int end = ceil_div(at_least(0, at_most(length, last_any + 1)), tile);
+  if (has_mask) return {begin, end, end, end};
+  const int bare_begin = ceil_div(at_least(0, first_all), tile);
+  const int bare_end = at_least(0, at_most(length, last_all + 1)) / tile;
+  return {begin, end, bare_begin, bare_end};
 }
+
+// For rows [row, row + rows).
+template <int tile>
+JAX_FLASH_DEVICE TileRange key_tiles_of(const Band& band, const Part& part, int row, int rows) {
+  const int last_row = at_most(row + rows, part.q.length) - 1;
+  if (last_row < row) return {0, 0, 0, 0};
+  const int length = part.kv.length;
+  return tile_range<tile>(bounded_left ? row + band.low : 0, bounded_right ? last_row + band.high : length - 1,
+                          bounded_left ? last_row + band.low : 0, bounded_right ? row + band.high : length - 1, length);
+}
+
+// For keys [column, column + columns). Keys beyond the end are masked against every row.
+template <int tile>
+JAX_FLASH_DEVICE TileRange row_tiles_of(const Band& band, const Part& part, int column, int columns) {
+  const int length = part.q.length;
+  const int last_column = at_most(column + columns, part.kv.length) - 1;
+  if (last_column < column) return {0, 0, 0, 0};
+  const int end = column + columns - 1;
+  TileRange range =
+      tile_range<tile>(bounded_right ? column - band.high : 0, bounded_left ? last_column - band.low : length - 1,
+                       bounded_right ? end - band.high : 0, bounded_left ? column - band.low : length - 1, length);
+  // Rows beyond the end add nothing to any sum.
+  if (!bounded_left && !has_mask) range.bare_end = range.end;
+  if (end >= part.kv.length) range.bare_begin = range.bare_end = range.end;
+  return range;
+}
+
+// Smallest and largest segment of some rows or keys.
+struct SegmentRange {
+  int first;
+  int last;
+
+  __device__ __forceinline__ bool meets(const SegmentRange& other) const {
+    return first <= other.last && other.first <= last;
+  }
+};
+
+// Of the blocks of kSegmentBlock that hold the rows [first, first + rows); `rows` divides that number, or it `rows`.
+template <int rows>
+JAX_FLASH_DEVICE SegmentRange segment_range(const int* ranges, int batch, int length, int first) {
+  const int blocks = ceil_div(length, kSegmentBlock);
+  const int2* from = reinterpret_cast<const int2*>(ranges) + static_cast<i64>(batch) * blocks;
+  SegmentRange range{0x7fffffff, -0x7fffffff - 1};
+#pragma unroll
+  for (int i = 0; i < ceil_div(rows, kSegmentBlock); ++i) {
+    const int block = first / kSegmentBlock + i;
+    if (block < blocks) {
+      const int2 next = from[block];
+      range = {at_most(range.first, next.x), at_least(range.last, next.y)};
+    }
+  }
+  return range;
+}
+
+// The tiles of `range` that a block whose segments are `own` has to visit, given the ranges of the other side.
+template <int tile>
+struct SegmentTiles {
+  const int* ranges;
+  int batch;
+  int length;
+  SegmentRange own;
+
+  __device__ __forceinline__ SegmentRange of(int i) const {
+    return segment_range<tile>(ranges, batch, length, i * tile);
+  }
+  __device__ __forceinline__ bool visits(int i) const { return !in_segments || own.meets(of(i)); }
+  // Whether all pairs of the tile are in one segment.
+  __device__ __forceinline__ bool uniform(int i) const {
+    if (!in_segments) return true;
+    const SegmentRange other = of(i);
+    return own.first == own.last && other.first == other.last && own.first == other.first;
+  }
+
+  // Leaves off what need not be visited at both ends. Every lane looks at its own share of the tiles, so that their
+  // loads fly together.
+  __device__ __forceinline__ void trim(TileRange& range, int lane) const {
+    if constexpr (!in_segments) return;
+    int begin = range.end, end = range.begin;
+#pragma unroll 4
+    for (int i = range.begin + lane; i < range.end; i += 32) {
+      if (!visits(i)) continue;
+      begin = at_most(begin, i);
+      end = at_least(end, i + 1);
+    }
+#pragma unroll
+    for (int other = 1; other < 32; other *= 2) {
+      begin = at_most(begin, __shfl_xor_sync(0xffffffffu, begin, other));
+      end = at_least(end, __shfl_xor_sync(0xffffffffu, end, other));
+    }
+    range.begin = begin;
+    range.end = at_least(begin, end);
+  }
+};
+
+// The test of single pairs but for `mask`; row and column count within the part.
+struct Keep {
+  const Problem& problem;
+  const Part& part;
+  Band band;
+
+  __device__ __forceinline__ bool operator()(int row, int column) const {
+    bool kept = column < part.kv.length && in_band(band, row, column);
+    if constexpr (in_segments) {
+      const int q_rows = at_most(row, problem.q_length - 1), keys = at_most(column, problem.kv_length - 1);
+      kept &= problem.q_segment_ids[static_cast<i64>(part.batch) * problem.q_length + q_rows] ==
+              problem.kv_segment_ids[static_cast<i64>(part.batch) * problem.kv_length + keys];
+    }
+    return kept;
+  }
+};
 
 }  // namespace jax_flash

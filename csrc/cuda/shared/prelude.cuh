@@ -42,11 +42,15 @@ struct Select<false, A, B> {
 using Element = Select<dtype == DType::f32, float, u16>::type;
 constexpr int chunk_elements = 16 / sizeof(Element);  // in 16 bytes
 
+// Whether something happens to the scores between product and softmax (scores.cuh).
+constexpr bool modifies_scores = with_softcap || has_bias || has_alibi_slopes;
+
 // Host and kernel must agree on these; the kernel states them, the host reads them out of the cubin.
 struct LaunchFacts {
   int threads;       // per block
   int block_rows;    // rows of query (forward) or key (backward) that a block owns
   int shared_bytes;  // dynamic shared memory
+  int dq_warps;      // per block of jax_flash_backward_dq; 0 forward
 };
 
 JAX_FLASH_DEVICE float exp2_approx(float x) {
@@ -58,6 +62,12 @@ JAX_FLASH_DEVICE float exp2_approx(float x) {
 JAX_FLASH_DEVICE float log2_approx(float x) {
   float y;
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+JAX_FLASH_DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
@@ -82,9 +92,9 @@ JAX_FLASH_DEVICE float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// Base address of one head of a [batch, length, heads, head_dim] array.
-JAX_FLASH_DEVICE Element* head_of(const Tensor& t, int batch, int head) {
-  return static_cast<Element*>(t.data) + batch * t.batch_stride + head * t.head_stride;
+// Address of row `row` of one head of a [batch, length, heads, head_dim] array.
+JAX_FLASH_DEVICE Element* head_of(const Tensor& t, int batch, int head, int row) {
+  return static_cast<Element*>(t.data) + batch * t.batch_stride + row * t.row_stride + head * t.head_stride;
 }
 
 }  // namespace jax_flash

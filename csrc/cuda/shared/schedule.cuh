@@ -1,12 +1,12 @@
 // Which block of which head a thread block takes, in a flat grid.
 #pragma once
 
-#include "cuda/shared/prelude.cuh"
+#include "cuda/shared/part.cuh"
 
 namespace jax_flash {
 
 struct Work {
-  int block;  // of rows or keys, in its head
+  int block;  // of rows or keys, in its batch entry
   int head;
   int batch;
 };

@@ -12,6 +12,13 @@ struct RowStatistics {
 
   __device__ __forceinline__ RowStatistics() : maximum(-JAX_FLASH_INFINITY), total(0.f) {}
 
+  // Begins with a sink, a logit in units of log2 that has no value; one lane of a row's takes its share of the total.
+  __device__ __forceinline__ void begin_with(float sink_log2, float scale_log2, bool has_share) {
+    if (sink_log2 == -JAX_FLASH_INFINITY) return;
+    maximum = sink_log2 / scale_log2;
+    total = has_share ? exp2_approx(sink_log2 - anchor(scale_log2)) : 0.f;
+  }
+
   // What is subtracted from scaled scores before exp2. The scale is positive, so it commutes with the maximum. It is
   // rounded once and used for the exponentials and for lse alike, so its rounding cancels however large the scores.
   __device__ __forceinline__ float anchor(float scale_log2) const {

@@ -4,8 +4,10 @@
 // in registers. K and V tiles come in by cp.async, one buffer each: V flies while Q K^T is computed, the next K while
 // softmax and P V are. Keys are walked from the last to the first, so that the tiles to mask come first and the bare
 // loop has no test in it.
+#include "cuda/shared/dropout.cuh"
 #include "cuda/shared/mask.cuh"
 #include "cuda/shared/schedule.cuh"
+#include "cuda/shared/scores.cuh"
 #include "cuda/shared/softmax.cuh"
 #include "cuda/sm80/mma.cuh"
 
@@ -19,24 +21,32 @@ using VTile = Tile<block_kv, tile_value_head_dim>;
 using OutTile = Tile<block_q, tile_value_head_dim>;
 constexpr int group = Mma::group(tile_value_head_dim, 1);  // of columns of out
 using VReader = Mma::ColumnReader<VTile, group>;
+// With these the tiles to visit, or the bare ones among them, are not one range up to the end.
+constexpr bool irregular = bounded_left || has_mask || in_segments;
 
 struct SharedStorage {
-  char q[QTile::bytes];  // and out, at the end, unless it is stored from registers
+  // And out, at the end, unless it is stored from registers.
+  char q[QTile::bytes > OutTile::bytes || Mma::direct_stores ? QTile::bytes : OutTile::bytes];
   char k[KTile::bytes];
   char v[VTile::bytes];
 };
 
-extern "C" __constant__ LaunchFacts jax_flash_forward_facts = {threads, block_q, sizeof(SharedStorage)};
+extern "C" __constant__ LaunchFacts jax_flash_forward_facts = {threads, block_q, sizeof(SharedStorage), 0};
 
 struct Forward {
   const Problem& problem;
   SharedStorage& shared;
+  const Part& part;
   const Element* k;
   const Element* v;
-  int offset;
+  Keep keep;
+  Scores modified;
+  Plane<Bias> biases;
+  Plane<bool> masks;
+  Dropout dropout;
   int first_row;  // of the block
   int warp, lane;
-  float scale_log2;
+  float scale_log2;  // from what the softmax sees to units of log2
   LaneReader<QTile> q_reader;
   LaneReader<KTile> k_reader;
   VReader v_reader;
@@ -45,15 +55,20 @@ struct Forward {
 
   __device__ __forceinline__ void load_k(int tile) const {
     load_tile<KTile, head_dim, threads>(shared_address(shared.k), k, problem.k.row_stride, tile * block_kv,
-                                        problem.kv_length, threadIdx.x);
+                                        part.kv.length, threadIdx.x);
   }
   __device__ __forceinline__ void load_v(int tile) const {
     load_tile<VTile, value_head_dim, threads>(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv,
-                                              problem.kv_length, threadIdx.x);
+                                              part.kv.length, threadIdx.x);
   }
 
+  __device__ __forceinline__ int row_of(int m, int half) const {
+    return first_row + (warp * row_tiles + m) * 16 + lane / 4 + half * 8;
+  }
+
+  // One tile of keys. The next one is brought meanwhile; `next` is negative when there is none.
   template <bool masked>
-  __device__ __forceinline__ void step(int tile) {
+  __device__ __forceinline__ void step(int tile, int next) {
     FragmentC scores[row_tiles][block_kv / 8] = {};
 
     copies_wait<0>();
@@ -65,21 +80,14 @@ struct Forward {
 
     copies_wait<0>();
     __syncthreads();  // V has landed; everybody is done with K
-    if (tile > 0) load_k(tile - 1);
+    if (next >= 0) load_k(next);
     copies_commit();
 
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
-      if constexpr (masked) {
+      if constexpr (masked || modifies_scores) {
 #pragma unroll
-        for (int n = 0; n < block_kv / 8; ++n) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const int row = first_row + (warp * row_tiles + m) * 16 + lane / 4 + e / 2 * 8;
-            const int column = tile * block_kv + n * 8 + lane % 4 * 2 + e % 2;
-            if (!kept(offset, row, column, problem.kv_length)) scores[m][n].x[e] = -JAX_FLASH_INFINITY;
-          }
-        }
+        for (int half = 0; half < 2; ++half) modify<masked>(scores[m], m, half, tile);
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -105,13 +113,68 @@ struct Forward {
           }
         }
       }
+      if constexpr (with_dropout_rate) drop(scores[m], m, tile);
     }
 
     Mma::multiply_columns<block_kv>(out, [&](int m, int kk) { return Mma::operand(scores[m], kk); }, v_reader);
   }
 
-  __device__ __forceinline__ void finish(Element* out_head, float* lse) {
+  // Scores of one row become logits; those that are not kept, -inf.
+  template <bool masked>
+  __device__ __forceinline__ void modify(FragmentC (&scores)[block_kv / 8], int m, int half, int tile) const {
+    const int row = row_of(m, half), first = tile * block_kv + lane % 4 * 2;
+    const Bias* bias = nullptr;
+    const bool* mask = nullptr;
+    if constexpr (has_bias) bias = biases.row(row, part) + (masked ? 0 : first * biases.column_stride);
+    if constexpr (has_mask) mask = masks.row(row, part);
+#pragma unroll
+    for (int n = 0; n < block_kv / 8; ++n) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        float& score = scores[n].x[2 * half + odd];
+        const int column = first + n * 8 + odd;
+        if constexpr (modifies_scores) {
+          float b = 0.f, derivative;
+          // Without a mask all columns are there, at constant distances.
+          if constexpr (has_bias) {
+            b = as_float(masked ? biases.at(bias, column, part) : biases.column_stride ? bias[n * 8 + odd] : bias[0]);
+          }
+          score = modified.logit(score, b, row, column, derivative);
+        }
+        if constexpr (masked) {
+          bool kept = keep(row, column);
+          if constexpr (has_mask) kept &= masks.at(mask, column, part);
+          if (!kept) score = -JAX_FLASH_INFINITY;
+        }
+      }
+    }
+  }
+
+  // Weights that are dropped become 0; those that are kept get their factor at the end.
+  __device__ __forceinline__ void drop(FragmentC (&weights)[block_kv / 8], int m, int tile) const {
+#pragma unroll
+    for (int n = 0; n < block_kv / 8; n += 4) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const uint4 bits = dropout.bits(row_of(m, 0), tile * block_kv + n * 8 + lane % 4 * 2 + odd);
+        const bool second = block_kv == 16 && tile % 2 != 0;  // of the 32 keys that a call serves
+        const u32 words[4] = {second ? bits.z : bits.x, second ? bits.w : bits.y, bits.z, bits.w};
+#pragma unroll
+        for (int i = 0; i < (block_kv == 16 ? 2 : 4); ++i) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            if (!dropout.keeps(words[i], half)) weights[n + i].x[2 * half + odd] = 0.f;
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish(Element* out_head, float* lse, float sink) {
     const int warp_row = warp * row_tiles * 16;
+    if constexpr (!Mma::direct_stores && tile_head_dim != tile_value_head_dim) {
+      __syncthreads();  // rows of out lie elsewhere than those of Q
+    }
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
       float inverse[2];
@@ -119,14 +182,18 @@ struct Forward {
       for (int half = 0; half < 2; ++half) {
         RowStatistics& row = statistics[m][half];
         row.total = quad_sum(row.total);
-        inverse[half] = row.total == 0.f ? 0.f : 1.f / row.total;
-        const int t = first_row + warp_row + m * 16 + lane / 4 + half * 8;
-        if (lane % 4 == 0 && t < problem.q_length) lse[t] = row.lse(scale_log2);
+        inverse[half] = row.total == 0.f ? 0.f : dropout.factor / row.total;
+        const int t = row_of(m, half);
+        float row_lse = row.lse(scale_log2);
+        if (has_q_lengths && t >= part.q.length) {
+          inverse[half] = 0.f;
+          row_lse = sink;
+        }
+        if (lane % 4 == 0 && t < part.q.stored) lse[t] = row_lse;
       }
       if constexpr (Mma::direct_stores) {
         Mma::store_fragments<value_head_dim, group, 1>(out[m], inverse[0], inverse[1], out_head, problem.out.row_stride,
-                                                       first_row + warp_row + m * 16 + lane / 4, problem.q_length, 0,
-                                                       lane);
+                                                       row_of(m, 0), part.q.stored, 0, lane);
       } else {
         // A warp's rows of Q are read by that warp alone, so they can take its rows of out.
         put_accumulators<OutTile, 1>(shared.q, warp_row + m * 16, 0, out[m], inverse[0], inverse[1], lane);
@@ -134,8 +201,8 @@ struct Forward {
     }
     if constexpr (!Mma::direct_stores) {
       __syncwarp();
-      store_rows<OutTile, value_head_dim, 16 * row_tiles>(
-          shared.q, warp_row, out_head, problem.out.row_stride, first_row + warp_row, problem.q_length, lane);
+      store_rows<OutTile, value_head_dim, 16 * row_tiles>(shared.q, warp_row, out_head, problem.out.row_stride,
+                                                          first_row + warp_row, part.q.stored, lane);
     }
   }
 };
@@ -146,42 +213,83 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
 
   // Under causal the last rows have the most keys, and go first.
-  const int row_blocks = ceil_div(problem.q_length, block_q);
+  const int row_blocks = blocks_of(problem, problem.q_length, block_q);
   const Work work = work_of(row_blocks, problem.q_heads, problem.batch, problem.kv_length);
-  const int row_block = option_causal ? row_blocks - 1 - work.block : work.block;
+  int row_block = option_causal ? row_blocks - 1 - work.block : work.block;
   const int head = work.head, batch = work.batch;
+  const Part part = part_of(problem, batch, document_of(problem, problem.cu_q_lengths, batch, block_q, row_block));
+  const int first_row = row_block * block_q;
+  if (packed && first_row >= part.q.stored) return;
   const int kv_head = head / (problem.q_heads / problem.kv_heads);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   Forward forward{
       problem,
       shared,
-      head_of(problem.k, batch, kv_head),
-      head_of(problem.v, batch, kv_head),
-      offset_of(problem, batch),
-      row_block * block_q,
+      part,
+      head_of(problem.k, batch, kv_head, part.kv.first),
+      head_of(problem.v, batch, kv_head, part.kv.first),
+      {problem, part, band_of(problem, part)},
+      {problem, part, head},
+      {static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, head},
+      {problem.mask, problem.mask_strides, batch, head},
+      {problem, part, head},
+      first_row,
       warp,
       lane,
-      static_cast<float>(problem.options.scale) * kLog2e,
+      modifies_scores ? 1.f : static_cast<float>(problem.options.scale) * kLog2e,
       tall_reader<QTile>(shared_address(shared.q), warp * row_tiles * 16, lane),
       wide_reader<KTile>(shared_address(shared.k), 0, lane),
       VReader(shared_address(shared.v), lane),
   };
-  const KeyTiles tiles =
-      key_tiles<block_kv>(forward.offset, forward.first_row, block_q, problem.q_length, problem.kv_length);
-  int tile = tiles.end - 1;
-  if (tile >= 0) {
-    load_tile<QTile, head_dim, threads>(shared_address(shared.q), head_of(problem.q, batch, head), problem.q.row_stride,
-                                        forward.first_row, problem.q_length, threadIdx.x);
-    forward.load_k(tile);
-    copies_commit();
+  float sink = -JAX_FLASH_INFINITY;
+  if constexpr (has_sinks) {
+    sink = static_cast<const float*>(problem.sinks)[batch * problem.q_heads + head];
+#pragma unroll
+    for (int m = 0; m < row_tiles; ++m) {
+      forward.statistics[m][0].begin_with(sink * kLog2e, forward.scale_log2, lane % 4 == 0);
+      forward.statistics[m][1].begin_with(sink * kLog2e, forward.scale_log2, lane % 4 == 0);
+    }
   }
-  for (; tile >= tiles.bare; --tile) forward.step<true>(tile);
-  for (; tile >= 0; --tile) forward.step<false>(tile);
 
-  forward.finish(
-      head_of(problem.out, batch, head),
-      static_cast<float*>(problem.lse) + (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length);
+  TileRange tiles = key_tiles_of<block_kv>(forward.keep.band, part, first_row, block_q);
+  if (tiles.begin < tiles.end) {
+    load_tile<QTile, head_dim, threads>(shared_address(shared.q), head_of(problem.q, batch, head, part.q.first),
+                                        problem.q.row_stride, first_row, part.q.length, threadIdx.x);
+  }
+  const SegmentTiles<block_kv> segments{
+      problem.kv_segment_ranges, batch, problem.kv_length,
+      in_segments ? segment_range<block_q>(problem.q_segment_ranges, batch, problem.q_length, first_row)
+                  : SegmentRange{0, 0}};
+  segments.trim(tiles, lane);
+  int tile = tiles.end - 1;
+  if (tile >= tiles.begin) forward.load_k(tile);
+  copies_commit();
+  if (in_segments && tile < tiles.begin) {
+    copies_wait<0>();
+    __syncthreads();  // Q has landed before out takes its place
+  }
+  if constexpr (irregular) {
+    while (tile >= tiles.begin) {
+      int next = tile - 1;
+      while (next >= tiles.begin && !segments.visits(next)) --next;
+      const bool bare = tiles.bare(tile) && segments.uniform(tile);
+      const int wanted = next >= tiles.begin ? next : -1;
+      if (bare) {
+        forward.step<false>(tile, wanted);
+      } else {
+        forward.step<true>(tile, wanted);
+      }
+      tile = next;
+    }
+  } else {
+    for (; tile >= tiles.bare_end; --tile) forward.step<true>(tile, tile - 1);
+    for (; tile >= 0; --tile) forward.step<false>(tile, tile - 1);
+  }
+
+  const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length + part.q.first;
+  forward.finish(head_of(problem.out, batch, head, part.q.first), static_cast<float*>(problem.lse) + first_statistic,
+                 sink);
 }
 
 }  // namespace jax_flash

@@ -1,0 +1,247 @@
+"""Checks of attention()'s arguments: each returns its argument in the form that the implementations take, or raises."""
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash import _dtypes
+from jax_flash._options import UNLIMITED
+
+_LIMIT = np.iinfo(np.int32)
+
+
+def describe(value: object) -> str:
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return f"an array of dtype {value.dtype.name} and shape {value.shape}"
+    return f"{value!r} of type {type(value).__name__}"
+
+
+def inputs(**arguments: jax.typing.ArrayLike) -> list[jax.Array]:
+    arrays = []
+    for name, argument in arguments.items():
+        if not isinstance(argument, (jax.Array, np.ndarray)):
+            raise TypeError(f"{name} must be an array, got {type(argument).__name__}")
+        if argument.dtype.name not in _dtypes.INPUTS:
+            raise TypeError(
+                f"{name} must have one of the dtypes {', '.join(_dtypes.INPUTS)}, got {argument.dtype.name}"
+            )
+        if jax.dtypes.canonicalize_dtype(argument.dtype) != argument.dtype:
+            raise TypeError(
+                f"{name} must have a dtype that JAX has enabled, got {argument.dtype.name} without jax_enable_x64"
+            )
+        arrays.append(jnp.asarray(argument))
+    first = next(iter(arguments))
+    for name, array in zip(arguments, arrays, strict=True):
+        if array.dtype != arrays[0].dtype:
+            raise TypeError(f"{name} must have the dtype of {first}, {arrays[0].dtype.name}, got {array.dtype.name}")
+    return arrays
+
+
+def shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
+    """Of [..., length, heads, head_dim] arrays with the same batch dimensions."""
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if array.ndim < 3:
+            raise ValueError(f"{name} must have at least rank 3, [..., length, heads, head_dim], got {array.shape}")
+    for name, array in (("key", key), ("value", value)):
+        if array.ndim != query.ndim:
+            raise ValueError(f"{name} must have the rank of query, {query.ndim}, got rank {array.ndim}: {array.shape}")
+        if array.shape[:-3] != query.shape[:-3]:
+            raise ValueError(
+                f"{name} must have the batch dimensions of query, {query.shape[:-3]}, got {array.shape[:-3]}"
+            )
+    heads(query, key, value)
+
+
+def heads(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(f"key must have the head_dim of query, {query.shape[-1]}, got {key.shape[-1]}")
+    if value.shape[:-1] != key.shape[:-1]:
+        raise ValueError(f"value must have the length and heads of key, {key.shape[-3:-1]}, got {value.shape[-3:-1]}")
+    q_heads, kv_heads = query.shape[-2], key.shape[-2]
+    if kv_heads == 0 or q_heads % kv_heads:
+        raise ValueError(
+            f"query must have a number of heads that is a multiple of key's, got {q_heads} and {kv_heads} heads"
+        )
+    for name, array in (("query", query), ("value", value)):
+        if array.shape[-1] < 1:
+            raise ValueError(f"{name} must have a head_dim of at least 1, got {array.shape[-1]}")
+
+
+def boolean(name: str, value: object) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be a bool that is known when the call is traced, got {describe(value)}")
+    return bool(value)
+
+
+def real(name: str, value: object) -> float:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (numbers.Real, np.number)):
+        raise TypeError(f"{name} must be a real number that is known when the call is traced, got {describe(value)}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+    return float(value)
+
+
+def scale(value: object, head_dim: int) -> float:
+    return 1.0 / math.sqrt(head_dim) if value is None else real("scale", value)
+
+
+def softcap(value: object) -> float:
+    """0 for none."""
+    if value is None:
+        return 0.0
+    cap = real("softcap", value)
+    if cap <= 0:
+        raise ValueError(f"softcap must be positive, or None for none, got {cap}")
+    return cap
+
+
+def window(value: object) -> tuple[int, int]:
+    """(left, right), each `UNLIMITED` where it has no limit."""
+    if value is None:
+        return UNLIMITED, UNLIMITED
+    sides = (value, value) if _is_int(value) else value
+    if not isinstance(sides, (tuple, list)) or len(sides) != 2 or not all(s is None or _is_int(s) for s in sides):
+        raise TypeError(
+            f"window must be None, an int, or a pair (left, right) of ints or None that are known when the call is "
+            f"traced, got {describe(value)}"
+        )
+    for side in sides:
+        if side is not None and side < 0:
+            raise ValueError(f"window must have sides of at least 0, got {value!r}")
+    left, right = (UNLIMITED if side is None else min(int(side), UNLIMITED) for side in sides)
+    return left, right
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
+
+
+def length(name: str, value: object) -> int:
+    if not _is_int(value):
+        raise TypeError(f"{name} must be an int that is known when the call is traced, got {describe(value)}")
+    if not 0 <= value <= _LIMIT.max:  # type: ignore[operator]
+        raise ValueError(f"{name} must be in the range of int32 and not negative, got {value}")
+    return int(value)  # type: ignore[call-overload]
+
+
+def q_offset(value: object, leading: tuple[int, ...]) -> jax.Array | None:
+    """As an int32 array of the leading dimensions, or None for a plain 0."""
+    if _is_int(value):
+        if not _LIMIT.min <= value <= _LIMIT.max:  # type: ignore[operator]
+            raise ValueError(f"q_offset must be in the range of int32, got {value}")
+        return jnp.full(leading, int(value), jnp.int32) if value else None  # type: ignore[call-overload]
+    return integers("q_offset", value, leading, "an int or an int32 array")
+
+
+def integers(name: str, value: object, shape: tuple[int, ...], expected: str = "an int32 array") -> jax.Array:
+    """An int32 array that broadcasts to ``shape``, broadcast to it."""
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        raise TypeError(f"{name} must be {expected}, got {describe(value)}")
+    if value.dtype != jnp.int32:
+        raise TypeError(f"{name} must be {expected}, got dtype {value.dtype.name}")
+    return jnp.broadcast_to(_fitting(name, value, shape), shape)
+
+
+def lengths(name: str, value: object, leading: tuple[int, ...], limit: int) -> jax.Array:
+    """In [0, limit], which the kernels rely on: they read and write nothing beyond."""
+    return jnp.clip(integers(name, value, leading), 0, limit)
+
+
+def segments(name: str, value: object, shape: tuple[int, ...]) -> jax.Array:
+    return integers(name, value, shape)
+
+
+def cumulative(name: str, value: object, tokens: int, longest: int) -> jax.Array:
+    """[documents + 1] int32 from 0 to at most ``tokens``, ascending.
+
+    Values that are known are checked; values that are traced are made so, for the kernels rely on it.
+    """
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        raise TypeError(f"{name} must be an int32 array, got {describe(value)}")
+    if value.dtype != jnp.int32:
+        raise TypeError(f"{name} must be an int32 array, got dtype {value.dtype.name}")
+    if value.ndim != 1 or value.shape[0] < 2:
+        raise ValueError(f"{name} must have shape [documents + 1] with at least one document, got {value.shape}")
+    if not isinstance(value, jax.core.Tracer):
+        known = np.asarray(value).astype(np.int64)
+        if known[0] != 0 or (np.diff(known) < 0).any() or known[-1] > tokens:
+            raise ValueError(
+                f"{name} must ascend from 0 to at most the {tokens} tokens there are, got {known.tolist()}"
+            )
+        if (np.diff(known) > longest).any():
+            raise ValueError(f"{name} must have no document longer than the {longest} that max_{name[3:-1]} says, "
+                             f"got one of {np.diff(known).max()}")  # fmt: skip
+    ascending = jax.lax.cummax(jnp.clip(jnp.asarray(value), 0, tokens))
+    return ascending.at[0].set(0)
+
+
+def scores(name: str, value: object, shape: tuple[int, ...], dtypes: Sequence[str]) -> jax.Array:
+    """An array that broadcasts to ``[..., N, T, S]`` as [B or 1, N or 1, T or 1, S or 1]."""
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        raise TypeError(f"{name} must be an array, got {describe(value)}")
+    if value.dtype.name not in dtypes:
+        raise TypeError(f"{name} must have one of the dtypes {', '.join(dtypes)}, got {value.dtype.name}")
+    array = _fitting(name, value, shape)
+    array = array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
+    leading = shape[:-3]
+    if any(size != 1 for size in array.shape[:-3]):
+        array = jnp.broadcast_to(array, (*leading, *array.shape[-3:]))
+    return array.reshape(-1, *array.shape[-3:])
+
+
+def per_head(name: str, value: object, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Floats [N], or what else broadcasts to ``[..., N]``, in the accumulation dtype."""
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        raise TypeError(f"{name} must be an array, got {describe(value)}")
+    if value.dtype.name not in _dtypes.INPUTS or np.dtype(value.dtype).itemsize > np.dtype(dtype).itemsize:
+        raise TypeError(f"{name} must have a floating dtype of at most {np.dtype(dtype).name}, got {value.dtype.name}")
+    if value.ndim == 0 or value.shape[-1] != shape[-1]:
+        raise ValueError(f"{name} must have shape [..., {shape[-1]}], one value per query head, got {value.shape}")
+    return jnp.broadcast_to(_fitting(name, value, shape), shape).astype(dtype)
+
+
+def _fitting(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
+    try:
+        fits = np.broadcast_shapes(value.shape, shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{name} must broadcast to shape {shape}, got shape {value.shape}")
+    return jnp.asarray(value)
+
+
+def dropout(rate: object, key: object) -> tuple[float, jax.Array | None]:
+    """The rate, and the key where the rate is not 0."""
+    rate = real("dropout_rate", rate)
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout_rate must be in [0, 1), got {rate}")
+    if rate == 0:
+        return 0.0, None
+    if key is None:
+        raise ValueError(f"dropout_key must be given with dropout_rate = {rate}, got None")
+    is_typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    is_raw = isinstance(key, (jax.Array, np.ndarray)) and key.dtype == jnp.uint32
+    if not (is_typed or is_raw):
+        raise TypeError(f"dropout_key must be a key of jax.random, got {describe(key)}")
+    if key.shape != (() if is_typed else (2,)):  # type: ignore[attr-defined]
+        raise ValueError(f"dropout_key must be a single key, got shape {key.shape}")  # type: ignore[attr-defined]
+    return rate, jnp.asarray(key) if is_raw else key  # type: ignore[return-value]
+
+
+def highest_precision(precision: object, dtype: Any) -> bool:
+    """Whether float32 products are to have float32's accuracy; None follows jax.default_matmul_precision."""
+    names = ("default", "high", "highest")
+    if isinstance(precision, jax.lax.Precision):
+        precision = precision.name.lower()
+    if precision is not None and precision not in names:
+        raise ValueError(f"precision must be None or one of {', '.join(names)}, got {describe(precision)}")
+    if np.dtype(dtype) != np.float32:
+        return False
+    if precision is None:
+        return jax.config.jax_default_matmul_precision in ("highest", "float32")  # type: ignore[attr-defined]
+    return precision == "highest"

@@ -1,0 +1,188 @@
+"""dot_product_attention(): `attention` by the arguments of jax.nn.dot_product_attention."""
+
+import operator
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash import _checks, _dtypes
+from jax_flash._attention import attention
+
+_IMPLEMENTATIONS = {"cudnn": "cuda"}
+"""What jax.nn calls otherwise. Its "cudnn" asks for fused kernels on an NVIDIA GPU, or an exception: so does "cuda"."""
+
+
+@overload
+def dot_product_attention(
+    query: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike,
+    bias: jax.typing.ArrayLike | None = None,
+    mask: jax.typing.ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.typing.ArrayLike | None = None,
+    key_value_seq_lengths: jax.typing.ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: Literal[False] = ...,
+) -> jax.Array: ...
+
+
+@overload
+def dot_product_attention(
+    query: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike,
+    bias: jax.typing.ArrayLike | None = None,
+    mask: jax.typing.ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.typing.ArrayLike | None = None,
+    key_value_seq_lengths: jax.typing.ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def dot_product_attention(
+    query: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike,
+    bias: jax.typing.ArrayLike | None = None,
+    mask: jax.typing.ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.typing.ArrayLike | None = None,
+    key_value_seq_lengths: jax.typing.ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`attention` by the arguments of ``jax.nn.dot_product_attention``, so that an import is all that changes.
+
+    What differs from ``jax.nn`` (its "xla" implementation, which is the one it picks):
+
+    - A row that keeps no key, also one from ``query_seq_lengths`` on, gives zeros with a residual of -inf. ``jax.nn``
+      gives the mean of ``value`` (zeros from ``query_seq_lengths`` on) and a residual of about -2e38.
+    - The residual is float32 (float64 for float64 inputs) and has a gradient. ``jax.nn`` rounds it to the dtype of
+      ``key`` and stops its gradient.
+    - Memory grows with T + S, unless ``bias`` or ``mask`` is itself [T, S].
+    - What lies in padding, also NaN, reaches no result and no gradient.
+    - ``scale`` is known when the call is traced; a learned one multiplies ``query``.
+    - A window has no negative side, and a wrong dtype raises TypeError rather than ValueError.
+
+    Args:
+      query: ``[B, T, N, H]`` or ``[T, N, H]``. float16, bfloat16, float32 or float64.
+      key: ``[B, S, K, H]`` or ``[S, K, H]``, same dtype; N is a multiple of K.
+      value: as ``key``; its head_dim may be another one, V.
+      bias: added to the scores; up to 4 dimensions, broadcastable to ``[B, N, T, S]``; differentiable. Floats
+        wider than the scores and integers are made float32 (float64 for float64 inputs).
+      mask: pairs where it is True are kept; boolean, up to 4 dimensions, broadcastable to ``[B, N, T, S]``.
+      scale: multiplies the scores; None means ``1 / sqrt(H)``.
+      is_causal: keep keys s <= t only: the first query and the first key are aligned.
+      query_seq_lengths: int32 ``[B]``; rows of ``query`` from these on are padding.
+      key_value_seq_lengths: int32 ``[B]``; rows of ``key`` and ``value`` from these on are padding.
+      local_window_size: ``(left, right)``: keep keys t - left <= s <= t + right only; an int stands for both sides.
+      implementation: as for `attention`: None, "cpu", "cuda", "xla" or "reference". Code written for ``jax.nn`` keeps
+        its meaning: "xla" is plain JAX, here in chunks, and "cudnn" means "cuda", because what it asks for is fused
+        kernels on an NVIDIA GPU, or an exception; here they are this package's, never cuDNN's.
+      return_residual: also return the residual.
+
+    Returns:
+      out ``[B, T, N, V]`` or ``[T, N, V]`` in the dtype of ``query``; with ``return_residual`` also the residual
+      ``[B, T, N]`` or ``[T, N]`` (`attention`'s lse is ``[B, N, T]``), the natural logarithm of the sum of exponentials
+      of the scores.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: an argument has the wrong rank, shape or value, or ``implementation`` is unknown.
+      NotImplementedError: the named ``implementation`` does not serve this call here.
+    """
+    query = jnp.asarray(query)
+    shape = query.shape
+    query, key, value = (_batched(name, array) for name, array in (("query", query), ("key", key), ("value", value)))
+    is_causal, return_residual = (
+        _checks.boolean(name, value) for name, value in (("is_causal", is_causal), ("return_residual", return_residual))
+    )
+    batch = query.shape[0]
+    out, lse = attention(
+        query,
+        key,
+        value,
+        None if bias is None else takeable_bias(_pairs("bias", bias), query.dtype),
+        None if mask is None else _pairs("mask", mask),
+        causal=is_causal,
+        window=_window(local_window_size),
+        scale=_scale(scale),
+        q_lengths=_lengths("query_seq_lengths", query_seq_lengths, batch),
+        kv_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
+        return_lse=True,
+        implementation=_implementation(implementation),
+    )
+    out = out.reshape(*shape[:-1], value.shape[-1])
+    return (out, lse.swapaxes(-1, -2).reshape(shape[:-1])) if return_residual else out
+
+
+def _batched(name: str, array: jax.typing.ArrayLike) -> jax.Array:
+    array = jnp.asarray(array)
+    if array.ndim not in (3, 4):
+        raise ValueError(
+            f"{name} must have rank 4, [batch, length, heads, head_dim], or 3 without batch, got {array.shape}"
+        )
+    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+
+
+def _pairs(name: str, array: jax.typing.ArrayLike) -> jax.Array:
+    array = jnp.asarray(array)
+    if array.ndim > 4:
+        raise ValueError(f"{name} must have at most rank 4, [batch, heads, q_length, kv_length], got {array.shape}")
+    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+
+
+def takeable_bias(bias: jax.typing.ArrayLike, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """``bias``, made floats that `attention` takes with inputs of ``dtype`` where it is integers or wider ones."""
+    bias, wide = jnp.asarray(bias), _dtypes.accumulation_dtype(dtype)
+    is_wider = jnp.issubdtype(bias.dtype, jnp.floating) and bias.dtype.itemsize > wide.itemsize
+    return bias.astype(wide) if is_wider or jnp.issubdtype(bias.dtype, jnp.integer) else bias
+
+
+def _scale(scale: Any) -> Any:
+    """A concrete 0-d array counts as a number, as for jax.nn; `attention` checks the rest."""
+    if isinstance(scale, (jax.Array, np.ndarray)) and not isinstance(scale, jax.core.Tracer) and scale.ndim == 0:
+        return scale.item()
+    return scale
+
+
+def _window(size: Any) -> tuple[int, int] | None:
+    if size is None:
+        return None
+    expected = "local_window_size must be None, an int or a pair (left, right) of ints"
+    try:
+        left, right = map(operator.index, size if isinstance(size, (tuple, list)) else (size, size))
+    except (TypeError, ValueError):
+        raise TypeError(f"{expected}, got {_checks.describe(size)}") from None
+    if left < 0 or right < 0:
+        raise ValueError(f"{expected} that are at least 0, got {size}")
+    return left, right
+
+
+def _lengths(name: str, lengths: jax.typing.ArrayLike | None, batch: int) -> jax.Array | None:
+    if lengths is None:
+        return None
+    lengths = jnp.asarray(lengths)
+    if lengths.dtype != jnp.int32:
+        raise TypeError(f"{name} must be an int32 array, got dtype {lengths.dtype.name}")
+    if lengths.shape != (batch,):
+        raise ValueError(f"{name} must have the shape [batch], {(batch,)}, got {lengths.shape}")
+    return lengths
+
+
+def _implementation(implementation: Any) -> Any:
+    return _IMPLEMENTATIONS.get(implementation, implementation) if isinstance(implementation, str) else implementation
