@@ -22,8 +22,17 @@ struct TileRow {
 #undef JAX_FLASH_TILE_FIELD
 };
 
+// How products are made, which decides what a tile costs.
+enum class Products { f16, tf32, f32 };
+
+inline Products products_of(DType dtype, bool highest_precision) {
+  if (dtype != DType::f32) return Products::f16;
+  return highest_precision ? Products::f32 : Products::tf32;
+}
+
 struct TileRule {
   const char* family;
+  Products products;
   Pass pass;
   int max_head_dim;  // serves head dims up to this
   int shared_kb;     // needs so much dynamic shared memory a block
@@ -34,17 +43,17 @@ struct TileRule {
 // N * H = 2048, on an H200, in TFLOP/s, and behind "first:" those of the first working version, where others lost.
 inline constexpr TileRule kTileRules[] = {
     // family, pass, head_dim, shared KB, {block_q, block_kv, warps, stages, min_blocks}
-    {"sm80", Pass::forward, 64, 32, {128, 64, 4, 1, 2}},     // 318; first: 287, 64x64 253, 128x128 with 8 warps 249
-    {"sm80", Pass::forward, 128, 128, {128, 64, 4, 1, 2}},   // 369; room for two blocks
-    {"sm80", Pass::forward, 128, 48, {128, 32, 4, 1, 2}},    // 350; first: 312, 128x128 with 8 warps 295, 128x64 276
-    {"sm80", Pass::forward, 256, 128, {128, 64, 8, 1, 1}},   // 321; first: 287
-    {"sm80", Pass::forward, 256, 96, {128, 32, 8, 1, 1}},    // first: 267, 64x64 with 4 warps 222
-    {"sm80", Pass::backward, 64, 130, {128, 128, 8, 2, 1}},  // 264; first: 264, 64x64 with 4 warps 245
-    {"sm80", Pass::backward, 64, 82, {64, 128, 8, 2, 1}},    // first: 242
-    {"sm80", Pass::backward, 128, 146, {64, 128, 8, 2, 1}},  // 286, with one stage 277; first: 270 and 279
-    {"sm80", Pass::backward, 128, 73, {64, 64, 4, 1, 1}},    // first: 256
-    {"sm80", Pass::backward, 256, 145, {64, 64, 8, 1, 1}},   // 220; first: 207, two stages 205, 32x64 187
-    {"sm80", Pass::backward, 256, 70, {32, 32, 4, 1, 1}},    // first: 176
+    {"sm80", Products::f16, Pass::forward, 64, 32, {128, 64, 4, 1, 2}},     // 318; first: 287, 64x64 253, 128x128 with 8 warps 249
+    {"sm80", Products::f16, Pass::forward, 128, 128, {128, 64, 4, 1, 2}},   // 369; room for two blocks
+    {"sm80", Products::f16, Pass::forward, 128, 48, {128, 32, 4, 1, 2}},    // 350; first: 312, 128x128 with 8 warps 295, 128x64 276
+    {"sm80", Products::f16, Pass::forward, 256, 128, {128, 64, 8, 1, 1}},   // 321; first: 287
+    {"sm80", Products::f16, Pass::forward, 256, 96, {128, 32, 8, 1, 1}},    // first: 267, 64x64 with 4 warps 222
+    {"sm80", Products::f16, Pass::backward, 64, 130, {128, 128, 8, 2, 1}},  // 264; first: 264, 64x64 with 4 warps 245
+    {"sm80", Products::f16, Pass::backward, 64, 82, {64, 128, 8, 2, 1}},    // first: 242
+    {"sm80", Products::f16, Pass::backward, 128, 146, {64, 128, 8, 2, 1}},  // 286, with one stage 277; first: 270 and 279
+    {"sm80", Products::f16, Pass::backward, 128, 73, {64, 64, 4, 1, 1}},    // first: 256
+    {"sm80", Products::f16, Pass::backward, 256, 145, {64, 64, 8, 1, 1}},   // 220; first: 207, two stages 205, 32x64 187
+    {"sm80", Products::f16, Pass::backward, 256, 70, {32, 32, 4, 1, 1}},    // first: 176
 };
 
 // Dynamic shared memory that a block may have, in KB, by compute capability.

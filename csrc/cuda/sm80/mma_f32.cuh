@@ -57,6 +57,10 @@ struct MmaF32 {
     return operand;
   }
 
+  static __device__ __forceinline__ void load_two_matrices(u32 (&x)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(address));
+  }
+
   // c += A B, or c = A B.
   static __device__ __forceinline__ void multiply(FragmentC& c, const u32 (&a)[4], u32 b0, u32 b1, bool fresh) {
     if (fresh) {
@@ -109,8 +113,12 @@ struct MmaF32 {
       }
 #pragma unroll
       for (int n = 0; n < n_tiles; n += 2) {
-        u32 raw[4];
-        load_matrices(raw, y.address(8 * n, kk));
+        u32 raw[4] = {};
+        if (n + 1 < n_tiles) {
+          load_matrices(raw, y.address(8 * n, kk));
+        } else {
+          load_two_matrices(raw, y.address(8 * n, kk));
+        }
         const Operand<4> b = prepare(raw);
 #pragma unroll
         for (int m = 0; m < m_tiles; ++m) {
