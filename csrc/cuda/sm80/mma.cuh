@@ -28,9 +28,6 @@ JAX_FLASH_DEVICE void copies_wait() {
 struct FragmentA {
   u32 x[4];
 };
-struct FragmentB {
-  u32 x[2];
-};
 struct FragmentC {
   float x[4];
 };
@@ -41,8 +38,8 @@ JAX_FLASH_DEVICE void load_matrices(u32 (&x)[4], u32 address) {
                : "r"(address));
 }
 
-// The two ways in which the four 8 x 8 matrices of one ldmatrix can be spread over a 16 x 16 piece of a tile: which
-// row, and which chunk of the pair, a lane addresses. `Tall`: rows first; `Wide`: chunks first.
+// The two ways in which the four 8 x 8 matrices of one ldmatrix can be spread over a piece of 16 rows and two chunks of
+// a tile: which row, and which chunk of the pair, a lane addresses. `Tall`: rows first; `Wide`: chunks first.
 //
 //   tile holds           operand          load          order
 //   [m, k]               A                plain         Tall
@@ -66,22 +63,28 @@ template <typename T, int columns, int threads>
 JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, int first, int length, int thread) {
   constexpr int filled = columns / chunk_elements;
   constexpr int pieces = T::rows * T::chunks;
-  // Where a pass of all threads covers whole groups of 8 rows, each thread keeps its chunk and its swizzle: one pointer
-  // moves on, and the shared addresses differ by constants.
+  // Where a pass of all threads covers whole rows, each thread keeps its chunk, and its swizzle changes with the row
+  // modulo 8 alone: one pointer moves on, and shared addresses of the same phase differ by constants.
   constexpr int rows_a_pass = threads / T::chunks;
-  if constexpr (threads % T::chunks == 0 && rows_a_pass % 8 == 0 && pieces % threads == 0 && filled == T::chunks) {
+  constexpr bool regular = threads % T::chunks == 0 && (rows_a_pass % 8 == 0 || 8 % rows_a_pass == 0);
+  if constexpr (regular && pieces % threads == 0 && filled == T::chunks) {
+    constexpr int phases = rows_a_pass % 8 == 0 ? 1 : 8 / rows_a_pass;
     const int row = thread / T::chunks, chunk = thread % T::chunks;
-    const u32 to = tile + T::offset(row, chunk);
+    u32 to[phases];
+#pragma unroll
+    for (int phase = 0; phase < phases; ++phase) to[phase] = tile + T::offset(row + phase * rows_a_pass, chunk);
     const Element* from = head + (first + row) * row_stride + chunk * chunk_elements;
     const i64 step = rows_a_pass * row_stride;
     if (first + T::rows <= length) {
 #pragma unroll
-      for (int i = 0; i < pieces / threads; ++i, from += step) copy_async(to + i * rows_a_pass * T::row_bytes, from);
+      for (int i = 0; i < pieces / threads; ++i, from += step) {
+        copy_async(to[i % phases] + i / phases * phases * rows_a_pass * T::row_bytes, from);
+      }
     } else {
 #pragma unroll
       for (int i = 0; i < pieces / threads; ++i, from += step) {
         const bool valid = first + row + i * rows_a_pass < length;
-        copy_async(to + i * rows_a_pass * T::row_bytes, valid ? from : head, valid);
+        copy_async(to[i % phases] + i / phases * phases * rows_a_pass * T::row_bytes, valid ? from : head, valid);
       }
     }
   } else {
@@ -91,7 +94,8 @@ JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, i
       if (pieces % threads != 0 && piece >= pieces) break;
       const int row = piece / T::chunks, chunk = piece % T::chunks;
       const bool valid = first + row < length && chunk < filled;
-      copy_async(tile + T::offset(row, chunk), valid ? head + (first + row) * row_stride + chunk * chunk_elements : head, valid);
+      const Element* from = head + (first + row) * row_stride + chunk * chunk_elements;
+      copy_async(tile + T::offset(row, chunk), valid ? from : head, valid);
     }
   }
 }
