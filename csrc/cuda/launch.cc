@@ -58,8 +58,9 @@ std::string served_family(int arch) {
 
 Variant variant_of(const std::string& family, int arch, Pass pass, DType dtype, int head_dim, int value_head_dim,
                    const Options& options) {
-  return Variant{family,   arch,           pass,    dtype,
-                 head_dim, value_head_dim, options, tile_row(family, pass, std::max(head_dim, value_head_dim), arch)};
+  const Products products = products_of(dtype, options.highest_precision);
+  const TileRow& tile = tile_row(family, products, pass, std::max(head_dim, value_head_dim), arch);
+  return Variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile};
 }
 
 int arch_of(int device) {

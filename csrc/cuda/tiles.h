@@ -22,30 +22,74 @@ struct TileRow {
 #undef JAX_FLASH_TILE_FIELD
 };
 
+// How products are made, which decides what a tile costs.
+enum class Products { f16, tf32, f32 };
+
+inline Products products_of(DType dtype, bool highest_precision) {
+  if (dtype != DType::f32) return Products::f16;
+  return highest_precision ? Products::f32 : Products::tf32;
+}
+
 struct TileRule {
   const char* family;
+  Products products;
   Pass pass;
   int max_head_dim;  // serves head dims up to this
   int shared_kb;     // needs so much dynamic shared memory a block
   TileRow row;
 };
 
-// The first rule that fits is taken. Beside each the forward or backward rate that put it there: bf16, full, B4 S4096,
-// N * H = 2048, on an H200, in TFLOP/s, and behind "first:" those of the first working version, where others lost.
-inline constexpr TileRule kTileRules[] = {
-    // family, pass, head_dim, shared KB, {block_q, block_kv, warps, stages, min_blocks}
-    {"sm80", Pass::forward, 64, 32, {128, 64, 4, 1, 2}},     // 318; first: 287, 64x64 253, 128x128 with 8 warps 249
-    {"sm80", Pass::forward, 128, 128, {128, 64, 4, 1, 2}},   // 369; room for two blocks
-    {"sm80", Pass::forward, 128, 48, {128, 32, 4, 1, 2}},    // 350; first: 312, 128x128 with 8 warps 295, 128x64 276
-    {"sm80", Pass::forward, 256, 128, {128, 64, 8, 1, 1}},   // 321; first: 287
-    {"sm80", Pass::forward, 256, 96, {128, 32, 8, 1, 1}},    // first: 267, 64x64 with 4 warps 222
-    {"sm80", Pass::backward, 64, 130, {128, 128, 8, 2, 1}},  // 264; first: 264, 64x64 with 4 warps 245
-    {"sm80", Pass::backward, 64, 82, {64, 128, 8, 2, 1}},    // first: 242
-    {"sm80", Pass::backward, 128, 146, {64, 128, 8, 2, 1}},  // 286, with one stage 277; first: 270 and 279
-    {"sm80", Pass::backward, 128, 73, {64, 64, 4, 1, 1}},    // first: 256
-    {"sm80", Pass::backward, 256, 145, {64, 64, 8, 1, 1}},   // 220; first: 207, two stages 205, 32x64 187
-    {"sm80", Pass::backward, 256, 70, {32, 32, 4, 1, 1}},    // first: 176
+namespace rules {
+
+constexpr Pass forward = Pass::forward, backward = Pass::backward;
+constexpr Products f16 = Products::f16, tf32 = Products::tf32, f32 = Products::f32;
+
+// The first rule that fits is taken. Beside each the forward or backward rate that put it there: full, B4 S4096,
+// N * H = 2048, on an H200, in TFLOP/s, of bf16 for f16; and behind "first:" those of the first working version, where
+// others lost. Rules that an H200 has no need of were timed on one all the same.
+inline constexpr TileRule all[] = {
+    // family, products, pass, head_dim, shared KB, {block_q, block_kv, warps, stages, min_blocks}
+    {"sm80", f16, forward, 64, 32, {128, 64, 4, 1, 2}},     // 318; first: 287, 64x64 253, 128x128 with 8 warps 249
+    {"sm80", f16, forward, 128, 128, {128, 64, 4, 1, 2}},   // 369; room for two blocks
+    {"sm80", f16, forward, 128, 48, {128, 32, 4, 1, 2}},    // 350; first: 312, 128x128 with 8 warps 295, 128x64 276
+    {"sm80", f16, forward, 256, 128, {128, 64, 8, 1, 1}},   // 321; first: 287
+    {"sm80", f16, forward, 256, 96, {128, 32, 8, 1, 1}},    // first: 267, 64x64 with 4 warps 222
+    {"sm80", f16, backward, 64, 130, {128, 128, 8, 2, 1}},  // 264; first: 264, 64x64 with 4 warps 245
+    {"sm80", f16, backward, 64, 82, {64, 128, 8, 2, 1}},    // first: 242
+    {"sm80", f16, backward, 128, 146, {64, 128, 8, 2, 1}},  // 286, with one stage 277; first: 270 and 279
+    {"sm80", f16, backward, 128, 73, {64, 64, 4, 1, 1}},    // first: 256
+    {"sm80", f16, backward, 256, 145, {64, 64, 8, 1, 1}},   // 220; first: 207, two stages 205, 32x64 187
+    {"sm80", f16, backward, 256, 70, {32, 32, 4, 1, 1}},    // first: 176
+    {"sm80", tf32, forward, 64, 64, {128, 64, 4, 1, 2}},     // 190
+    {"sm80", tf32, forward, 128, 192, {256, 64, 8, 1, 1}},   // 198
+    {"sm80", tf32, forward, 128, 160, {256, 32, 8, 1, 1}},   // 185
+    {"sm80", tf32, forward, 128, 96, {128, 32, 4, 1, 2}},    // 170
+    {"sm80", tf32, forward, 256, 192, {128, 32, 8, 1, 1}},   // 134
+    {"sm80", tf32, forward, 256, 160, {128, 16, 8, 1, 1}},   // 113
+    {"sm80", tf32, forward, 256, 96, {64, 16, 4, 1, 2}},     // 113
+    {"sm80", tf32, backward, 64, 81, {64, 64, 4, 1, 2}},     // 153; 128x128, 8 warps 155, at S 1024 134, not 139
+    {"sm80", tf32, backward, 128, 225, {64, 128, 8, 1, 1}},  // 151
+    {"sm80", tf32, backward, 128, 161, {64, 64, 8, 1, 1}},   // 125
+    {"sm80", tf32, backward, 128, 73, {32, 32, 4, 1, 2}},
+    {"sm80", tf32, backward, 256, 209, {32, 64, 8, 1, 1}},   // 111
+    {"sm80", tf32, backward, 256, 137, {32, 32, 4, 1, 1}},   // 72
+    {"sm80", tf32, backward, 224, 89, {16, 32, 4, 1, 2}},
+    {"sm80", tf32, backward, 256, 67, {16, 16, 2, 1, 1}},
+    {"sm80", f32, forward, 64, 48, {64, 64, 4, 1, 2}},       // 66
+    {"sm80", f32, forward, 128, 96, {128, 32, 8, 1, 1}},     // 60
+    {"sm80", f32, forward, 256, 192, {128, 32, 8, 1, 1}},    // 55
+    {"sm80", f32, forward, 256, 160, {128, 16, 8, 1, 1}},    // 50
+    {"sm80", f32, forward, 256, 96, {64, 16, 4, 1, 1}},      // 49
+    {"sm80", f32, backward, 64, 81, {64, 64, 4, 1, 1}},      // 63
+    {"sm80", f32, backward, 128, 161, {64, 64, 8, 1, 1}},    // 60
+    {"sm80", f32, backward, 128, 73, {32, 32, 4, 1, 2}},     // 54
+    {"sm80", f32, backward, 256, 209, {32, 64, 8, 1, 1}},    // 51
+    {"sm80", f32, backward, 256, 137, {32, 32, 4, 1, 1}},    // 36
+    {"sm80", f32, backward, 224, 89, {16, 32, 4, 1, 2}},
+    {"sm80", f32, backward, 256, 67, {16, 16, 2, 1, 1}},
 };
+
+}  // namespace rules
 
 // Dynamic shared memory that a block may have, in KB, by compute capability.
 inline int shared_kb_of(int arch) {
@@ -60,9 +104,9 @@ inline int shared_kb_of(int arch) {
   }
 }
 
-inline const TileRow& tile_row(const std::string& family, Pass pass, int head_dim, int arch) {
-  for (const TileRule& rule : kTileRules) {
-    if (family == rule.family && pass == rule.pass && head_dim <= rule.max_head_dim &&
+inline const TileRow& tile_row(const std::string& family, Products products, Pass pass, int head_dim, int arch) {
+  for (const TileRule& rule : rules::all) {
+    if (family == rule.family && products == rule.products && pass == rule.pass && head_dim <= rule.max_head_dim &&
         rule.shared_kb <= shared_kb_of(arch)) {
       return rule.row;
     }

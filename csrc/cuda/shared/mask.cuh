@@ -93,14 +93,14 @@ struct SegmentRange {
   }
 };
 
-// Of the rows [first, first + rows), which begin at a multiple of kSegmentBlock.
+// Of the blocks of kSegmentBlock that hold the rows [first, first + rows); `rows` divides that number, or it `rows`.
 template <int rows>
 JAX_FLASH_DEVICE SegmentRange segment_range(const int* ranges, int batch, int length, int first) {
   const int blocks = ceil_div(length, kSegmentBlock);
   const int2* from = reinterpret_cast<const int2*>(ranges) + static_cast<i64>(batch) * blocks;
   SegmentRange range{0x7fffffff, -0x7fffffff - 1};
 #pragma unroll
-  for (int i = 0; i < rows / kSegmentBlock; ++i) {
+  for (int i = 0; i < ceil_div(rows, kSegmentBlock); ++i) {
     const int block = first / kSegmentBlock + i;
     if (block < blocks) {
       const int2 next = from[block];

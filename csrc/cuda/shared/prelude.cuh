@@ -29,6 +29,19 @@ __host__ __device__ constexpr int ceil_div(int x, int y) { return (x + y - 1) / 
 constexpr int tile_head_dim = round_up(head_dim, 16);
 constexpr int tile_value_head_dim = round_up(value_head_dim, 16);
 
+template <bool condition, typename A, typename B>
+struct Select {
+  using type = A;
+};
+template <typename A, typename B>
+struct Select<false, A, B> {
+  using type = B;
+};
+
+// What arrays and tiles are made of; f16 and bf16 are told apart only where they are computed with.
+using Element = Select<dtype == DType::f32, float, u16>::type;
+constexpr int chunk_elements = 16 / sizeof(Element);  // in 16 bytes
+
 // Whether something happens to the scores between product and softmax (scores.cuh).
 constexpr bool modifies_scores = with_softcap || has_bias || has_alibi_slopes;
 
@@ -79,9 +92,9 @@ JAX_FLASH_DEVICE float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// Address of row `row` of one head of a [batch, length, heads, head_dim] array of 16-bit elements.
-JAX_FLASH_DEVICE u16* head_of(const Tensor& t, int batch, int head, int row) {
-  return static_cast<u16*>(t.data) + batch * t.batch_stride + row * t.row_stride + head * t.head_stride;
+// Address of row `row` of one head of a [batch, length, heads, head_dim] array.
+JAX_FLASH_DEVICE Element* head_of(const Tensor& t, int batch, int head, int row) {
+  return static_cast<Element*>(t.data) + batch * t.batch_stride + row * t.row_stride + head * t.head_stride;
 }
 
 }  // namespace jax_flash

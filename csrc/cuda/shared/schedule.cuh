@@ -25,7 +25,7 @@ JAX_FLASH_DEVICE Work work_of(int blocks, int heads, int batch, int length) {
   int head = index / blocks;
   if (option_causal) {
     const int all = heads * batch;
-    const i64 bytes = static_cast<i64>(length) * (head_dim + value_head_dim) * 2;
+    const i64 bytes = static_cast<i64>(length) * (head_dim + value_head_dim) * sizeof(Element);
     const int group = static_cast<int>(at_least<i64>(1, at_most<i64>(all, room / bytes)));
     const int first = index / (group * blocks) * group;
     const int members = at_most(group, all - first);

@@ -29,7 +29,9 @@ struct RowStatistics {
   __device__ __forceinline__ float update(float new_maximum, float scale_log2) {
     float before = maximum;
     maximum = fmaxf(maximum, new_maximum);
-    float shrink = exp2_approx(before * scale_log2 - anchor(scale_log2));
+    // Rounded as the anchor is, not fused with the subtraction: else a maximum that stays would shrink by its rounding
+    // error again and again, and lse would be off by 1e-7 for every tile.
+    float shrink = exp2_approx(__fmul_rn(before, scale_log2) - anchor(scale_log2));
     total *= shrink;
     return shrink;
   }

@@ -1,5 +1,5 @@
-// A tile of 16-bit elements in shared memory, in chunks of 8 elements (16 bytes), laid out so that the eight rows
-// that one phase of ldmatrix reads at the same chunk fall into different banks.
+// A tile of elements in shared memory, in chunks of 16 bytes, laid out so that the eight rows that one phase of
+// ldmatrix reads at the same chunk fall into different banks.
 #pragma once
 
 #include "cuda/shared/prelude.cuh"
@@ -10,13 +10,13 @@ template <int rows_, int columns_>
 struct Tile {
   static constexpr int rows = rows_;
   static constexpr int columns = columns_;
-  static constexpr int chunks = columns / 8;
+  static constexpr int chunks = columns / chunk_elements;
   // Rows of whole 128-byte lines are swizzled: chunk c of row r lies at c ^ (r % 8). Others get an odd number of
   // chunks a row, which spreads eight rows over all banks by itself.
   static constexpr bool swizzled = chunks % 8 == 0;
   static constexpr int row_bytes = 16 * (swizzled ? chunks : chunks | 1);
   static constexpr int bytes = rows * row_bytes;
-  static_assert(columns % 16 == 0 && rows % 8 == 0, "a tile is made of 8 x 16 pieces");
+  static_assert(columns % 16 == 0 && rows % 8 == 0, "a tile is made of whole 8 x 16 pieces");
 
   static __device__ __forceinline__ u32 offset(int row, int chunk) {
     return row * row_bytes + 16 * (swizzled ? chunk ^ (row & 7) : chunk);

@@ -27,18 +27,22 @@ using KTile = Tile<block_kv, tile_head_dim>;
 using VTile = Tile<block_kv, tile_value_head_dim>;
 using QTile = Tile<block_q, tile_head_dim>;
 using OutTile = Tile<block_q, tile_value_head_dim>;
-using ScoreTile = Tile<block_kv, block_q>;  // [keys, rows]
+using ScoreTile = Mma::Scores<block_kv, block_q>;
 
-constexpr int pairs = tile_head_dim / 16;                       // of n8 tiles, in the columns of dQ and dK
-constexpr int value_pairs = tile_value_head_dim / 16;           // in those of dV
-constexpr int score_columns = block_q / split;                  // rows of query in one warp's S^T
-constexpr int grad_pairs = ceil_div(pairs, split);              // in one warp's dK, taken in turn by the pair of warps
-constexpr int grad_value_pairs = ceil_div(value_pairs, split);  // in one warp's dV
-constexpr int dq_warps = 4;                                     // of jax_flash_backward_dq, a block
-constexpr int dq_column_warps = warps == 8 && pairs % 4 == 0 ? 4 : 2;
+constexpr int score_columns = block_q / split;  // rows of query in one warp's S^T
+// Groups of columns of dK, dV and dQ, and how many of them a warp has: warps that share columns take groups in turn.
+constexpr int dk_group = Mma::group(tile_head_dim, split);
+constexpr int dv_group = Mma::group(tile_value_head_dim, split);
+constexpr int dk_groups = ceil_div(tile_head_dim / dk_group, split);
+constexpr int dv_groups = ceil_div(tile_value_head_dim / dv_group, split);
+constexpr int dq_warps = 4;  // of jax_flash_backward_dq, a block
+constexpr int dq_most_row_warps = warps == 8 && tile_head_dim % 64 == 0 ? warps / 4 : warps / 2;
+constexpr int dq_column_warps = warps / (dq_most_row_warps < block_q / 16 ? dq_most_row_warps : block_q / 16);
 constexpr int dq_row_warps = warps / dq_column_warps;
 constexpr int dq_row_tiles = block_q / 16 / dq_row_warps;
-constexpr int dq_pairs = ceil_div(pairs, dq_column_warps);
+constexpr int dq_group = Mma::group(tile_head_dim, dq_column_warps);
+constexpr int dq_groups = ceil_div(tile_head_dim / dq_group, dq_column_warps);
+constexpr int dq_groups_at_once = Mma::precise ? 1 : dq_groups;
 static_assert(dq_row_tiles * dq_row_warps * 16 == block_q, "the warps share the rows of dQ evenly");
 
 struct QueryRows {
@@ -49,8 +53,8 @@ struct QueryRows {
 };
 
 struct SharedStorage {
-  char k[KTile::bytes];  // and dK, at the end
-  char v[VTile::bytes];  // and dV, at the end
+  char k[KTile::bytes];  // and dK, at the end, unless it is stored from registers
+  char v[VTile::bytes];  // and dV, likewise
   QueryRows rows[stages];
   char ds[ScoreTile::bytes];
   char p[split == 1 ? 16 : ScoreTile::bytes];
@@ -140,6 +144,11 @@ struct OperandGradients {
   }
 };
 
+template <int n>
+JAX_FLASH_DEVICE FragmentC (&as_matrix(FragmentC (&c)[n]))[1][n] {
+  return *reinterpret_cast<FragmentC(*)[1][n]>(&c);
+}
+
 struct Backward {
   const Problem& problem;
   SharedStorage& shared;
@@ -156,7 +165,7 @@ struct Backward {
   int key_row;  // of the warp, in the block
   int half;     // which of a pair of warps; 0 when split is 1
   float scale_log2;
-  FragmentC dk[2 * grad_pairs], dv[2 * grad_value_pairs];
+  FragmentC dk[dk_groups * dk_group / 8], dv[dv_groups * dv_group / 8];
   OperandGradients gradients;
 
   // Starts to bring one tile of rows of one query head.
@@ -179,87 +188,48 @@ struct Backward {
     copies_commit();
   }
 
-  // c += X Y^T, for the warp's 16 keys in X and its rows in Y.
-  template <typename X, typename Y>
+  // c = X Y^T, for the warp's 16 keys in X and its rows in Y.
+  template <int k, typename X, typename Y>
   __device__ __forceinline__ void score_product(FragmentC (&c)[score_columns / 8], const char* x, const char* y) const {
-    const LaneReader<X> x_reader = tall_reader<X>(shared_address(x), key_row, lane);
-    const LaneReader<Y> y_reader = wide_reader<Y>(shared_address(y), half * score_columns, lane);
-#pragma unroll
-    for (int kk = 0; kk < X::columns / 16; ++kk) {
-      FragmentA a;
-      load_matrices(a.x, x_reader.address(0, kk));
-#pragma unroll
-      for (int n = 0; n < score_columns / 16; ++n) {
-        FragmentB2 b;
-        load_matrices(b.x, y_reader.address(16 * n, kk));
-        multiply(c[2 * n], a, b.x[0], b.x[1]);
-        multiply(c[2 * n + 1], a, b.x[2], b.x[3]);
-      }
-    }
+    Mma::multiply_rows<k>(as_matrix(c), tall_reader<X>(shared_address(x), key_row, lane),
+                          wide_reader<Y>(shared_address(y), half * score_columns, lane));
   }
 
   // c += A Y, where A [16 keys, block_q] is P^T or dS^T: the warp's own fragments, or rows of a score tile.
-  template <typename Y, int n_tiles>
-  __device__ __forceinline__ void grad_product(FragmentC (&c)[n_tiles], const FragmentC (&own)[score_columns / 8],
+  template <typename Y, int group, int n>
+  __device__ __forceinline__ void grad_product(FragmentC (&c)[n], const FragmentC (&own)[score_columns / 8],
                                                const char* score_tile, const char* y) const {
-    constexpr int all_pairs = Y::columns / 16, own_pairs = n_tiles / 2;
-    const LaneReader<Y> y_reader = tall_reader<Y>(shared_address(y), 0, lane, half);
-    const LaneReader<ScoreTile> a_reader = tall_reader<ScoreTile>(shared_address(score_tile), key_row, lane);
-#pragma unroll
-    for (int kk = 0; kk < block_q / 16; ++kk) {
-      FragmentA a;
-      if constexpr (split == 1) {
-        a = as_operand(own[2 * kk], own[2 * kk + 1]);
-      } else {
-        load_matrices(a.x, a_reader.address(0, kk));
-      }
-#pragma unroll
-      for (int n = 0; n < own_pairs; ++n) {
-        if (own_pairs * split != all_pairs && n * split + half >= all_pairs) continue;
-        FragmentB2 b;
-        load_matrices_transposed(b.x, y_reader.address(16 * kk, n * split));
-        multiply(c[2 * n], a, b.x[0], b.x[1]);
-        multiply(c[2 * n + 1], a, b.x[2], b.x[3]);
-      }
+    const Mma::ColumnReader<Y, group> reader(shared_address(y), lane, half);
+    if constexpr (split == 1) {
+      Mma::multiply_columns<block_q>(as_matrix(c), [&](int m, int kk) { return Mma::operand(own, kk); }, reader);
+    } else {
+      Mma::multiply_columns<block_q, split>(as_matrix(c), ScoreTile::ByKey(score_tile, key_row, lane), reader);
     }
   }
 
   // dQ += dS K, all keys of the block.
   __device__ __forceinline__ void add_dq(int head, int tile) const {
+    constexpr int wide = dq_group / 8, all = tile_head_dim / dq_group;
     const int row_warp = warp % dq_row_warps, column_warp = warp / dq_row_warps;
-    const LaneReader<ScoreTile> ds_reader = wide_reader<ScoreTile>(shared_address(shared.ds), 0, lane, row_warp);
-    const LaneReader<KTile> k_reader = tall_reader<KTile>(shared_address(shared.k), 0, lane, column_warp);
-    FragmentC dq[dq_row_tiles][2 * dq_pairs] = {};
+    const ScoreTile::ByRow<dq_row_warps> ds(shared.ds, row_warp, lane);
 #pragma unroll
-    for (int kk = 0; kk < block_kv / 16; ++kk) {
-      FragmentA a[dq_row_tiles];
+    for (int first = 0; first < dq_groups; first += dq_groups_at_once) {
+      const int first_group = first * dq_column_warps + column_warp;
+      FragmentC dq[dq_row_tiles][dq_groups_at_once * wide] = {};
+      Mma::multiply_columns<block_kv, dq_column_warps>(
+          dq, ds, Mma::ColumnReader<KTile, dq_group>(shared_address(shared.k), lane, first_group));
 #pragma unroll
       for (int m = 0; m < dq_row_tiles; ++m) {
-        load_matrices_transposed(a[m].x, ds_reader.address(16 * kk, m * dq_row_warps));
-      }
+        const int row_tile = tile * (block_q / 16) + m * dq_row_warps + row_warp;
+        if (row_tile * 16 >= part.q.length) continue;
+        float* to = dq_fragment(problem, batch, head, first_dq + row_tile, wide * first_group) + lane;
 #pragma unroll
-      for (int n = 0; n < dq_pairs; ++n) {
-        if (dq_pairs * dq_column_warps != pairs && n * dq_column_warps + column_warp >= pairs) continue;
-        FragmentB2 b;
-        load_matrices_transposed(b.x, k_reader.address(16 * kk, n * dq_column_warps));
+        for (int n = 0; n < dq_groups_at_once * wide; ++n) {
+          if (dq_groups * dq_column_warps != all && n / wide * dq_column_warps + first_group >= all) continue;
 #pragma unroll
-        for (int m = 0; m < dq_row_tiles; ++m) {
-          multiply(dq[m][2 * n], a[m], b.x[0], b.x[1]);
-          multiply(dq[m][2 * n + 1], a[m], b.x[2], b.x[3]);
-        }
-      }
-    }
-#pragma unroll
-    for (int m = 0; m < dq_row_tiles; ++m) {
-      const int row_tile = tile * (block_q / 16) + m * dq_row_warps + row_warp;
-      if (row_tile * 16 >= part.q.length) continue;
-      float* to = dq_fragment(problem, batch, head, first_dq + row_tile, 2 * column_warp) + lane;
-#pragma unroll
-      for (int n = 0; n < 2 * dq_pairs; ++n) {
-        if (dq_pairs * dq_column_warps != pairs && n / 2 * dq_column_warps + column_warp >= pairs) continue;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          atomicAdd(to + (n / 2 * dq_column_warps * 2 + n % 2) * 128 + e * 32, dq[m][n].x[e]);
+          for (int e = 0; e < 4; ++e) {
+            atomicAdd(to + (n / wide * dq_column_warps * wide + n % wide) * 128 + e * 32, dq[m][n].x[e]);
+          }
         }
       }
     }
@@ -276,7 +246,7 @@ struct Backward {
 
     FragmentC p[score_columns / 8] = {};
     FragmentC derivative[with_softcap ? score_columns / 8 : 1];
-    score_product<KTile, QTile>(p, shared.k, rows.q);
+    score_product<head_dim, KTile, QTile>(p, shared.k, rows.q);
 #pragma unroll
     for (int n = 0; n < score_columns / 8; ++n) {
       const int column = half * score_columns + 8 * n + lane % 4 * 2;
@@ -321,7 +291,7 @@ struct Backward {
     }
 
     FragmentC ds[score_columns / 8] = {};
-    score_product<VTile, OutTile>(ds, shared.v, rows.dout);
+    score_product<value_head_dim, VTile, OutTile>(ds, shared.v, rows.dout);
 #pragma unroll
     for (int n = 0; n < score_columns / 8; ++n) {
       const int column = half * score_columns + 8 * n + lane % 4 * 2;
@@ -341,13 +311,13 @@ struct Backward {
         for (int e = 0; e < 4; ++e) ds[n].x[e] *= derivative[n].x[e];
       }
     }
-    put_accumulators<ScoreTile, 1>(shared.ds, key_row, half * (score_columns / 16), ds, 1.f, 1.f, lane);
-    if constexpr (split == 1) grad_product<QTile>(dk, ds, shared.ds, rows.q);
+    ScoreTile::put(shared.ds, key_row, half * score_columns, ds, lane);
+    if constexpr (split == 1) grad_product<QTile, dk_group>(dk, ds, shared.ds, rows.q);
 
     __syncthreads();  // dS, and with split = 2 P, are complete
     if constexpr (split == 2) {
-      grad_product<OutTile>(dv, p, shared.p, rows.dout);
-      grad_product<QTile>(dk, ds, shared.ds, rows.q);
+      grad_product<OutTile, dv_group>(dv, p, shared.p, rows.dout);
+      grad_product<QTile, dk_group>(dk, ds, shared.ds, rows.q);
     }
     if constexpr (stages == 1) {
       if (next_tile >= 0) {
@@ -388,8 +358,9 @@ struct Backward {
         const u32 words[2] = {second ? bits.z : bits.x, second ? bits.w : bits.y};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
+          if (score_columns == 8 && i % 2 != 0) continue;
           float& weight = p[n + i % 2].x[i / 2 * 2 + odd];
-          if (!dropout.keeps(words[i / 2], i % 2)) weight = -weight;
+          if (!dropout.keeps(words[i / 2], score_columns == 8 ? half : i % 2)) weight = -weight;
         }
       }
     }
@@ -409,9 +380,9 @@ struct Backward {
 #pragma unroll
       for (int n = 0; n < score_columns / 8; ++n) kept[n] = p[n];
       remove_dropped(kept);
-      grad_product<OutTile>(dv, kept, shared.p, dout);
+      grad_product<OutTile, dv_group>(dv, kept, shared.p, dout);
     } else {
-      grad_product<OutTile>(dv, p, shared.p, dout);
+      grad_product<OutTile, dv_group>(dv, p, shared.p, dout);
     }
   }
 
@@ -420,7 +391,7 @@ struct Backward {
 #pragma unroll
     for (int n = 0; n < score_columns / 8; ++n) kept[n] = p[n];
     if constexpr (with_dropout_rate) remove_dropped(kept);
-    put_accumulators<ScoreTile, 1>(shared.p, key_row, half * (score_columns / 16), kept, 1.f, 1.f, lane);
+    ScoreTile::put(shared.p, key_row, half * score_columns, kept, lane);
   }
 };
 
@@ -496,17 +467,25 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   }
 
   const float scale = static_cast<float>(problem.options.scale), factor = backward.dropout.factor;
-  put_accumulators<KTile, split>(shared.k, backward.key_row, backward.half, backward.dk, scale, scale, lane);
-  put_accumulators<VTile, split>(shared.v, backward.key_row, backward.half, backward.dv, factor, factor, lane);
-  __syncthreads();
-  constexpr int rows_of_warp = block_kv / warps;
-  const int first = first_key + warp * rows_of_warp;
-  store_rows<KTile, head_dim, rows_of_warp>(shared.k, warp * rows_of_warp,
-                                            head_of(problem.dk, batch, kv_head, part.kv.first), problem.dk.row_stride,
-                                            first, part.kv.stored, lane);
-  store_rows<VTile, value_head_dim, rows_of_warp>(shared.v, warp * rows_of_warp,
-                                                  head_of(problem.dv, batch, kv_head, part.kv.first),
-                                                  problem.dv.row_stride, first, part.kv.stored, lane);
+  Element* dk = head_of(problem.dk, batch, kv_head, part.kv.first);
+  Element* dv = head_of(problem.dv, batch, kv_head, part.kv.first);
+  if constexpr (Mma::direct_stores) {
+    const int key = first_key + backward.key_row + lane / 4;
+    Mma::store_fragments<head_dim, dk_group, split>(backward.dk, scale, scale, dk, problem.dk.row_stride, key,
+                                                    part.kv.stored, backward.half, lane);
+    Mma::store_fragments<value_head_dim, dv_group, split>(backward.dv, factor, factor, dv, problem.dv.row_stride, key,
+                                                          part.kv.stored, backward.half, lane);
+  } else {
+    put_accumulators<KTile, split>(shared.k, backward.key_row, backward.half, backward.dk, scale, scale, lane);
+    put_accumulators<VTile, split>(shared.v, backward.key_row, backward.half, backward.dv, factor, factor, lane);
+    __syncthreads();
+    constexpr int rows_of_warp = block_kv / warps;
+    const int first = first_key + warp * rows_of_warp;
+    store_rows<KTile, head_dim, rows_of_warp>(shared.k, warp * rows_of_warp, dk, problem.dk.row_stride, first,
+                                              part.kv.stored, lane);
+    store_rows<VTile, value_head_dim, rows_of_warp>(shared.v, warp * rows_of_warp, dv, problem.dv.row_stride, first,
+                                                    part.kv.stored, lane);
+  }
 }
 
 // dq = scale * (the sum in scratch). One warp turns 16 rows of one head.
@@ -523,15 +502,17 @@ extern "C" __global__ void __launch_bounds__(32 * dq_warps)
   const Part part = part_of(problem, batch, document_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
   const float scale = static_cast<float>(problem.options.scale);
   const float* from = dq_fragment(problem, batch, head, tile, 0) + lane;
-  const int row = row_tile * 16 + lane / 4;
-  u16* to = head_of(problem.dq, batch, head, part.q.first) + row * problem.dq.row_stride + lane % 4 * 2;
+  Element* to = head_of(problem.dq, batch, head, part.q.first);
 #pragma unroll
-  for (int n = 0; n < head_dim / 8; ++n) {
-    const float x0 = from[n * 128], x1 = from[n * 128 + 32], x2 = from[n * 128 + 64], x3 = from[n * 128 + 96];
-    if (row < part.q.stored) *reinterpret_cast<u32*>(to + n * 8) = pack(x0 * scale, x1 * scale);
-    if (row + 8 < part.q.stored) {
-      *reinterpret_cast<u32*>(to + n * 8 + 8 * problem.dq.row_stride) = pack(x2 * scale, x3 * scale);
+  for (int i = 0; i < ceil_div(head_dim, dq_group); ++i) {
+    FragmentC dq[dq_group / 8];
+#pragma unroll
+    for (int n = 0; n < dq_group / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dq[n].x[e] = from[((i * dq_group / 8 + n) * 4 + e) * 32];
     }
+    Mma::store_fragments<head_dim, dq_group, 1>(dq, scale, scale, to, problem.dq.row_stride, row_tile * 16 + lane / 4,
+                                                part.q.stored, i, lane);
   }
 }
 

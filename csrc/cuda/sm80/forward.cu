@@ -19,11 +19,14 @@ using QTile = Tile<block_q, tile_head_dim>;
 using KTile = Tile<block_kv, tile_head_dim>;
 using VTile = Tile<block_kv, tile_value_head_dim>;
 using OutTile = Tile<block_q, tile_value_head_dim>;
+constexpr int group = Mma::group(tile_value_head_dim, 1);  // of columns of out
+using VReader = Mma::ColumnReader<VTile, group>;
 // With these the tiles to visit, or the bare ones among them, are not one range up to the end.
 constexpr bool irregular = bounded_left || in_segments;
 
 struct SharedStorage {
-  char q[QTile::bytes > OutTile::bytes ? QTile::bytes : OutTile::bytes];  // and out, at the end
+  // And out, at the end, unless it is stored from registers.
+  char q[QTile::bytes > OutTile::bytes || Mma::direct_stores ? QTile::bytes : OutTile::bytes];
   char k[KTile::bytes];
   char v[VTile::bytes];
 };
@@ -34,8 +37,8 @@ struct Forward {
   const Problem& problem;
   SharedStorage& shared;
   const Part& part;
-  const u16* k;
-  const u16* v;
+  const Element* k;
+  const Element* v;
   Keep keep;
   Scores modified;
   Plane<Bias> biases;
@@ -46,7 +49,7 @@ struct Forward {
   float scale_log2;  // from what the softmax sees to units of log2
   LaneReader<QTile> q_reader;
   LaneReader<KTile> k_reader;
-  LaneReader<VTile> v_reader;
+  VReader v_reader;
   FragmentC out[row_tiles][tile_value_head_dim / 8];
   RowStatistics statistics[row_tiles][2];
 
@@ -73,22 +76,7 @@ struct Forward {
     load_v(tile);
     copies_commit();
 
-#pragma unroll
-    for (int kk = 0; kk < tile_head_dim / 16; ++kk) {
-      FragmentA a[row_tiles];
-#pragma unroll
-      for (int m = 0; m < row_tiles; ++m) load_matrices(a[m].x, q_reader.address(16 * m, kk));
-#pragma unroll
-      for (int n = 0; n < block_kv / 16; ++n) {
-        FragmentB2 b;
-        load_matrices(b.x, k_reader.address(16 * n, kk));
-#pragma unroll
-        for (int m = 0; m < row_tiles; ++m) {
-          multiply(scores[m][2 * n], a[m], b.x[0], b.x[1]);
-          multiply(scores[m][2 * n + 1], a[m], b.x[2], b.x[3]);
-        }
-      }
-    }
+    Mma::multiply_rows<head_dim>(scores, q_reader, k_reader);
 
     copies_wait<0>();
     __syncthreads();  // V has landed; everybody is done with K
@@ -128,22 +116,7 @@ struct Forward {
       if constexpr (with_dropout_rate) drop(scores[m], m, tile);
     }
 
-#pragma unroll
-    for (int kk = 0; kk < block_kv / 16; ++kk) {
-      FragmentA p[row_tiles];
-#pragma unroll
-      for (int m = 0; m < row_tiles; ++m) p[m] = as_operand(scores[m][2 * kk], scores[m][2 * kk + 1]);
-#pragma unroll
-      for (int n = 0; n < tile_value_head_dim / 16; ++n) {
-        FragmentB2 b;
-        load_matrices_transposed(b.x, v_reader.address(16 * kk, n));
-#pragma unroll
-        for (int m = 0; m < row_tiles; ++m) {
-          multiply(out[m][2 * n], p[m], b.x[0], b.x[1]);
-          multiply(out[m][2 * n + 1], p[m], b.x[2], b.x[3]);
-        }
-      }
-    }
+    Mma::multiply_columns<block_kv>(out, [&](int m, int kk) { return Mma::operand(scores[m], kk); }, v_reader);
   }
 
   // Scores of one row become logits; those that are not kept, -inf.
@@ -195,9 +168,10 @@ struct Forward {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const uint4 bits = dropout.bits(row_of(m, 0), tile * block_kv + n * 8 + lane % 4 * 2 + odd);
-        const u32 words[4] = {bits.x, bits.y, bits.z, bits.w};
+        const bool second = block_kv == 16 && tile % 2 != 0;  // of the 32 keys that a call serves
+        const u32 words[4] = {second ? bits.z : bits.x, second ? bits.w : bits.y, bits.z, bits.w};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < (block_kv == 16 ? 2 : 4); ++i) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             if (!dropout.keeps(words[i], half)) weights[n + i].x[2 * half + odd] = 0.f;
@@ -207,9 +181,11 @@ struct Forward {
     }
   }
 
-  __device__ __forceinline__ void finish(u16* out_head, float* lse, float sink) {
+  __device__ __forceinline__ void finish(Element* out_head, float* lse, float sink) {
     const int warp_row = warp * row_tiles * 16;
-    if constexpr (tile_head_dim != tile_value_head_dim) __syncthreads();  // rows of out lie elsewhere than those of Q
+    if constexpr (!Mma::direct_stores && tile_head_dim != tile_value_head_dim) {
+      __syncthreads();  // rows of out lie elsewhere than those of Q
+    }
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
       float inverse[2];
@@ -226,12 +202,19 @@ struct Forward {
         }
         if (lane % 4 == 0 && t < part.q.stored) lse[t] = row_lse;
       }
-      // A warp's rows of Q are read by that warp alone, so they can take its rows of out.
-      put_accumulators<OutTile, 1>(shared.q, warp_row + m * 16, 0, out[m], inverse[0], inverse[1], lane);
+      if constexpr (Mma::direct_stores) {
+        Mma::store_fragments<value_head_dim, group, 1>(out[m], inverse[0], inverse[1], out_head, problem.out.row_stride,
+                                                       row_of(m, 0), part.q.stored, 0, lane);
+      } else {
+        // A warp's rows of Q are read by that warp alone, so they can take its rows of out.
+        put_accumulators<OutTile, 1>(shared.q, warp_row + m * 16, 0, out[m], inverse[0], inverse[1], lane);
+      }
     }
-    __syncwarp();
-    store_rows<OutTile, value_head_dim, 16 * row_tiles>(shared.q, warp_row, out_head, problem.out.row_stride,
-                                                        first_row + warp_row, part.q.stored, lane);
+    if constexpr (!Mma::direct_stores) {
+      __syncwarp();
+      store_rows<OutTile, value_head_dim, 16 * row_tiles>(shared.q, warp_row, out_head, problem.out.row_stride,
+                                                          first_row + warp_row, part.q.stored, lane);
+    }
   }
 };
 
@@ -268,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       modifies_scores ? 1.f : static_cast<float>(problem.options.scale) * kLog2e,
       tall_reader<QTile>(shared_address(shared.q), warp * row_tiles * 16, lane),
       wide_reader<KTile>(shared_address(shared.k), 0, lane),
-      tall_reader<VTile>(shared_address(shared.v), 0, lane),
+      VReader(shared_address(shared.v), lane),
   };
   float sink = -JAX_FLASH_INFINITY;
   if constexpr (has_sinks) {

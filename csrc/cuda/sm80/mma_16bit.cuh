@@ -1,0 +1,219 @@
+// Products of 16-bit elements: mma.m16n8k16.
+#pragma once
+
+#include "cuda/shared/prelude.cuh"
+#include "cuda/shared/tile.cuh"
+
+namespace jax_flash {
+
+// Puts accumulators of 16 rows, scaled per row half, into a tile: n8 tiles 2 * i and 2 * i + 1 are pair
+// i * pair_step + first_pair of chunks.
+template <typename T, int pair_step, int n>
+JAX_FLASH_DEVICE void put_accumulators(char* tile, int tile_row, int first_pair, const FragmentC (&c)[n], float scale0,
+                                       float scale1, int lane);
+
+// Fragments of m16n8k16, in pairs of adjacent k:
+//
+//   A (16 x 16)                B (16 x 8), by columns
+//   a0: row g,     k 2t        b0: k 2t,     column g
+//   a1: row g + 8, k 2t        b1: k 2t + 8, column g
+//   a2: row g,     k 2t + 8
+//   a3: row g + 8, k 2t + 8
+//
+// so two neighbouring accumulators, rounded to 16 bits, are one A fragment: P needs no trip through shared memory.
+struct Mma16Bit {
+  static constexpr int depth = 16;              // of k, in one instruction
+  static constexpr bool precise = false;        // whether a product takes registers beside its operands
+  static constexpr bool direct_stores = false;  // results pass through shared memory, for stores of 16 bytes
+
+  // How many columns of a tile [k, n] one load brings. The accumulators of a warp are whole groups of columns.
+  static __host__ __device__ constexpr int group(int columns, int warps_that_share) { return 16; }
+
+  static __device__ __forceinline__ void load_transposed(u32 (&x)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address));
+  }
+
+  static __device__ __forceinline__ void multiply(FragmentC& c, const FragmentA& a, u32 b0, u32 b1) {
+    if constexpr (dtype == DType::bf16) {
+      asm volatile(
+          "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(c.x[0]), "+f"(c.x[1]), "+f"(c.x[2]), "+f"(c.x[3])
+          : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b0), "r"(b1));
+    } else {
+      asm volatile(
+          "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(c.x[0]), "+f"(c.x[1]), "+f"(c.x[2]), "+f"(c.x[3])
+          : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b0), "r"(b1));
+    }
+  }
+
+  // Two floats to two 16-bit elements, the first in the low half.
+  static __device__ __forceinline__ u32 pack(float low, float high) {
+    u32 packed;
+    if constexpr (dtype == DType::bf16) {
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    } else {
+      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    }
+    return packed;
+  }
+
+  // c = X Y^T, of a tile [m, k] and a tile [n, k]; c is zero before.
+  template <int k, int m_tiles, int n_tiles, typename X, typename Y>
+  static __device__ __forceinline__ void multiply_rows(FragmentC (&c)[m_tiles][n_tiles], const LaneReader<X>& x,
+                                                       const LaneReader<Y>& y) {
+#pragma unroll
+    for (int kk = 0; kk < ceil_div(k, depth); ++kk) {
+      FragmentA a[m_tiles];
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m) load_matrices(a[m].x, x.address(16 * m, kk));
+#pragma unroll
+      for (int n = 0; n < n_tiles / 2; ++n) {
+        u32 b[4];
+        load_matrices(b, y.address(16 * n, kk));
+#pragma unroll
+        for (int m = 0; m < m_tiles; ++m) {
+          multiply(c[m][2 * n], a[m], b[0], b[1]);
+          multiply(c[m][2 * n + 1], a[m], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  // One lane's part in reading a tile [k, n] as B, from group `first_group` on.
+  template <typename T, int group>
+  struct ColumnReader {
+    LaneReader<T> reader;
+    int first_group;
+    __device__ __forceinline__ ColumnReader(u32 tile, int lane, int first_group = 0)
+        : reader(tall_reader<T>(tile, 0, lane, first_group)), first_group(first_group) {}
+  };
+
+  // c += A Y, of A in fragments and a tile [k, n]. `a(m, kk)` returns the fragment of rows 16 * m and k depth * kk. A
+  // warp takes every `step`-th group of columns.
+  template <int k, int step = 1, int m_tiles, int n_tiles, typename A, typename T, int group>
+  static __device__ __forceinline__ void multiply_columns(FragmentC (&c)[m_tiles][n_tiles], const A& a_of,
+                                                          const ColumnReader<T, group>& y) {
+    constexpr int groups = T::columns / group, own_groups = n_tiles * 8 / group;
+#pragma unroll
+    for (int kk = 0; kk < k / depth; ++kk) {
+      FragmentA a[m_tiles];
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m) a[m] = a_of(m, kk);
+#pragma unroll
+      for (int n = 0; n < own_groups; ++n) {
+        if (own_groups * step != groups && n * step + y.first_group >= groups) continue;
+        u32 b[4];
+        load_transposed(b, y.reader.address(16 * kk, n * step));
+#pragma unroll
+        for (int m = 0; m < m_tiles; ++m) {
+          multiply(c[m][2 * n], a[m], b[0], b[1]);
+          multiply(c[m][2 * n + 1], a[m], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  // The fragment A of k depth * kk of accumulators.
+  template <int n>
+  static __device__ __forceinline__ FragmentA operand(const FragmentC (&c)[n], int kk) {
+    const FragmentC &left = c[2 * kk], &right = c[2 * kk + 1];
+    return {{pack(left.x[0], left.x[1]), pack(left.x[2], left.x[3]), pack(right.x[0], right.x[1]),
+             pack(right.x[2], right.x[3])}};
+  }
+
+  // P^T or dS^T of a block, in shared memory.
+  template <int keys, int rows>
+  struct Scores {
+    using T = Tile<keys, rows>;
+    static constexpr int bytes = T::bytes;
+
+    // The accumulators of 16 keys and of the rows from `row` on.
+    template <int n>
+    static __device__ __forceinline__ void put(char* tile, int key, int row, const FragmentC (&c)[n], int lane) {
+      put_accumulators<T, 1>(tile, key, row / 16, c, 1.f, 1.f, lane);
+    }
+
+    // Reads [keys, rows] as A.
+    struct ByKey {
+      LaneReader<T> reader;
+      __device__ __forceinline__ ByKey(const char* tile, int key, int lane)
+          : reader(tall_reader<T>(shared_address(tile), key, lane)) {}
+      __device__ __forceinline__ FragmentA operator()(int m, int kk) const {
+        FragmentA a;
+        load_matrices(a.x, reader.address(16 * m, kk));
+        return a;
+      }
+    };
+
+    // Reads [rows, keys] as A: of the 16 rows `first` + m * `step`, counted in 16.
+    template <int step>
+    struct ByRow {
+      LaneReader<T> reader;
+      __device__ __forceinline__ ByRow(const char* tile, int first, int lane)
+          : reader(wide_reader<T>(shared_address(tile), 0, lane, first)) {}
+      __device__ __forceinline__ FragmentA operator()(int m, int kk) const {
+        FragmentA a;
+        load_transposed(a.x, reader.address(16 * kk, m * step));
+        return a;
+      }
+    };
+  };
+
+  // Writes accumulators of rows `row` and `row` + 8 of this lane to global memory: whole groups of columns, every
+  // `step`-th from `first_group` on.
+  template <int columns, int group, int step, int n>
+  static __device__ __forceinline__ void store_fragments(const FragmentC (&c)[n], float scale0, float scale1,
+                                                         Element* head, i64 row_stride, int row, int length,
+                                                         int first_group, int lane) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const int column = (i / 2 * step + first_group) * group + i % 2 * 8 + lane % 4 * 2;
+      if (column >= columns) continue;
+      Element* to = head + row * row_stride + column;
+      if (row < length) *reinterpret_cast<u32*>(to) = pack(c[i].x[0] * scale0, c[i].x[1] * scale0);
+      if (row + 8 < length) {
+        *reinterpret_cast<u32*>(to + 8 * row_stride) = pack(c[i].x[2] * scale1, c[i].x[3] * scale1);
+      }
+    }
+  }
+};
+
+  // Puts accumulators of 16 rows, scaled per row half, into a tile: n8 tiles 2 * i and 2 * i + 1 are pair
+  // i * pair_step + first_pair of chunks.
+  template <typename T, int pair_step, int n>
+  JAX_FLASH_DEVICE void put_accumulators(char* tile, int tile_row, int first_pair,
+                                                          const FragmentC (&c)[n], float scale0, float scale1,
+                                                          int lane) {
+    const int row = tile_row + lane / 4;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const int chunk = 2 * (i / 2 * pair_step + first_pair) + i % 2;
+      if (n / 2 * pair_step * 2 != T::chunks && chunk >= T::chunks) continue;
+      char* to = tile + 4 * (lane % 4);
+      *reinterpret_cast<u32*>(to + T::offset(row, chunk)) = Mma16Bit::pack(c[i].x[0] * scale0, c[i].x[1] * scale0);
+      *reinterpret_cast<u32*>(to + T::offset(row + 8, chunk)) = Mma16Bit::pack(c[i].x[2] * scale1, c[i].x[3] * scale1);
+    }
+  }
+
+  // Writes rows of a tile that these lanes' own warp has filled to global memory, 16 bytes a lane.
+  template <typename T, int columns, int rows>
+  JAX_FLASH_DEVICE void store_rows(const char* tile, int tile_row, Element* head, i64 row_stride,
+                                                    int first, int length, int lane) {
+    constexpr int filled = columns / 8;
+#pragma unroll
+    for (int i = 0; i < ceil_div(rows * filled, 32); ++i) {
+      const int piece = i * 32 + lane;
+      const int row = piece / filled, chunk = piece % filled;
+      if (row < rows && first + row < length) {
+        *reinterpret_cast<uint4*>(head + (first + row) * row_stride + chunk * 8) =
+            *reinterpret_cast<const uint4*>(tile + T::offset(tile_row + row, chunk));
+      }
+    }
+  }
+
+}  // namespace jax_flash
