@@ -42,7 +42,7 @@ class Rule:
     reason: Callable[[Call], str]
 
 
-CUDA_DTYPES = ("float16", "bfloat16")
+CUDA_DTYPES = ("float16", "bfloat16", "float32")
 CUDA_HEAD_DIM = 256
 
 RULES: dict[str, tuple[Rule, ...]] = {

@@ -357,11 +357,20 @@ def test_float64_without_x64() -> None:
         jax_flash.attention(*arrays)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_dtypes_that_cuda_does_not_serve(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("shape", "value_head_dim", "dtype", "text"),
+    [
+        (8, 8, "float64", "its kernels take float16, bfloat16, float32, query has dtype float64"),
+        (257, 64, "float32", "head_dim of at most 256, query has 257 and value 64"),
+        (64, 512, "bfloat16", "head_dim of at most 256, query has 64 and value 512"),
+    ],
+)
+def test_what_cuda_does_not_serve(
+    shape: int, value_head_dim: int, dtype: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("jax_flash._explain._cuda_devices", lambda: ("a device",))
-    arrays = [array(shape, dtype) for shape in GOOD.values()]
-    with pytest.raises(NotImplementedError, match=f"implementation='cuda'.*float16, bfloat16.*query.*{dtype}"):
+    arrays = [array((2, 5, 4, shape), dtype)] * 2 + [array((2, 5, 4, value_head_dim), dtype)]
+    with pytest.raises(NotImplementedError, match=f"implementation='cuda'.*{text}"):
         jax.eval_shape(functools.partial(jax_flash.attention, implementation="cuda"), *arrays)
 
 

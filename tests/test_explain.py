@@ -20,7 +20,7 @@ def shapes(dtype: str = "float32", head_dim: int = 64) -> tuple[jax.ShapeDtypeSt
         ("cpu", "float64", "cpu"),
         ("cuda", "float16", "cuda"),
         ("cuda", "bfloat16", "cuda"),
-        ("cuda", "float32", "xla"),
+        ("cuda", "float32", "cuda"),
         ("cuda", "float64", "xla"),
         ("tpu", "bfloat16", "xla"),
     ],
@@ -34,10 +34,10 @@ def test_who_serves(platform: str, dtype: str, server: str) -> None:
 
 
 def test_why_not() -> None:
-    obstacles = jax_flash.explain(*shapes(), platform="cuda").obstacles
+    obstacles = jax_flash.explain(*shapes("float64"), platform="cuda").obstacles
     assert set(obstacles) == {"cuda", "cpu"}
-    assert "float32" in obstacles["cuda"]
-    assert "float16, bfloat16" in obstacles["cuda"]
+    assert "float64" in obstacles["cuda"]
+    assert "float16, bfloat16, float32" in obstacles["cuda"]
     assert "'cpu'" in obstacles["cpu"]
     assert "'cuda'" in obstacles["cpu"]
 

@@ -82,8 +82,8 @@ def test_plain_jax_holds_none(implementation: str) -> None:
 
 
 def test_what_cuda_does_not_serve_is_plain_jax_there() -> None:
-    """float32 on CUDA: the chunked implementation, in the same program that has the kernel on CPUs."""
-    problem = cases.problem(CASE, "float32")
+    """float64 on CUDA: the chunked implementation, in the same program that has the kernel on CPUs."""
+    problem = cases.problem(CASE, "float64")
     attend = functools.partial(jax_flash.attention, causal=True, return_lse=True)
     gradient = jax.jit(jax.grad(functools.partial(loss, attend), (0, 1, 2))).trace(*problem.inputs)
     text = gradient.lower(lowering_platforms=("cuda",)).as_text()
