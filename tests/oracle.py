@@ -141,7 +141,7 @@ def attention(
     """out, lse and all gradients in float64, and what says how well they can be known.
 
     "attended_rows" [..., T, N] and "attended_keys" [..., S, K] are those with a weight, "largest_score" is that, and
-    "squares" of a gradient by an option are the sums of the squares of the terms that it is the sum of. The shapes are
+    "squares" of a gradient are sums of the squares of the terms that it is the sum of. The shapes are
     those of attention(); ``dropout_factors`` [..., N, T, S] replace the ones made of ``dropout_key``.
     """
     q, k, v, dout, dlse = (np.asarray(x).astype(np.float64) for x in (query, key, value, dout, dlse))
@@ -223,20 +223,30 @@ def attention(
             attended.any(axis=-2).reshape(*leading, kv_heads, group, kv_length).any(axis=-2), -2, -1
         ),
         "largest_score": np.abs(scores[attended]).max(initial=0.0),
-        "squares": {},
+    }
+    # Each with what its terms were before they cancelled: p * (dp - delta) where one key has all the weight.
+    rounding = p * (np.abs(dp) + np.abs(delta))
+    squares = (scale * slope_of_cap * rounding) ** 2
+    results["squares"] = {
+        "dq": np.moveaxis(squares @ k**2, -3, -2),
+        "dk": of_keys(squares.swapaxes(-1, -2) @ q**2),
     }
     terms = {}
     if bias is not None:
-        terms["dbias"] = ds, np.shape(bias)
+        terms["dbias"] = ds, rounding, np.shape(bias)
     if alibi_slopes is not None:
-        terms["dalibi_slopes"] = -ds * distance, (*np.shape(alibi_slopes), 1, 1)
+        terms["dalibi_slopes"] = -ds * distance, rounding * distance, (*np.shape(alibi_slopes), 1, 1)
     if sinks is not None:
         # The lse of padding is its sink, but no result.
-        terms["dsinks"] = np.where(rows[..., None, :, None], -p_of_sink * delta, 0), (*np.shape(sinks), 1, 1)
-    for name, (x, shape) in terms.items():
+        dsink = np.where(rows[..., None, :, None], -p_of_sink * delta, 0)
+        rounding = np.where(
+            rows[..., None, :, None], p_of_sink * (np.abs(delta + dlse[..., None]) + np.abs(dlse[..., None])), 0
+        )
+        terms["dsinks"] = dsink, rounding, (*np.shape(sinks), 1, 1)
+    for name, (x, rounding, shape) in terms.items():
         final = shape if name == "dbias" else shape[:-2]
         results[name] = reduced(x, shape).reshape(final)
-        results["squares"][name] = reduced(x**2, shape).reshape(final)
+        results["squares"][name] = reduced(rounding**2, shape).reshape(final)
     return results
 
 
@@ -381,7 +391,7 @@ def attention_packed(
         "attended_rows": np.zeros(query.shape[:2], bool),
         "attended_keys": np.zeros(key.shape[:2], bool),
         "largest_score": 0.0,
-        "squares": {},
+        "squares": {"dq": np.zeros(query.shape), "dk": np.zeros(key.shape)},
     }
     if options.get("sinks") is not None:
         results["lse"][:] = np.asarray(options["sinks"], np.float64)[:, None]
@@ -397,7 +407,8 @@ def attention_packed(
             results[name][keys] = part[name]
         results["lse"][:, rows] = part["lse"]
         results["largest_score"] = max(results["largest_score"], part["largest_score"])
-        for name in part["squares"]:
+        results["squares"]["dq"][rows], results["squares"]["dk"][keys] = part["squares"]["dq"], part["squares"]["dk"]
+        for name in part["squares"].keys() - {"dq", "dk"}:
             for total, x in ((results[name], part[name]), (results["squares"][name], part["squares"][name])):
                 (total if total.ndim == 1 else total[d])[:] += x
     return results
