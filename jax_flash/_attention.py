@@ -137,7 +137,8 @@ def attention(
         2023, https://arxiv.org/abs/2309.17453).
       dropout_rate: probability in [0, 1) of dropping a weight, to a resolution of 1/65536; weights that are kept are
         divided by 1 - rate. lse is that of the weights before dropout. `dropout_mask` returns the mask.
-      dropout_key: a key of jax.random; needed when ``dropout_rate`` is not 0.
+      dropout_key: a key of jax.random; needed when ``dropout_rate`` is not 0. Keys that broadcast to ``[..., N]`` are
+        one for each head: with equal ones, as ``key[None]`` is, heads drop the same weights.
       q_segment_ids: int32 ``[..., T]``; with ``kv_segment_ids``. A query attends to keys of its own segment only.
         Blocks that hold no such pair are skipped, which for ids in ascending order are all that can be.
       kv_segment_ids: int32 ``[..., S]``.
@@ -385,7 +386,7 @@ def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q
     left, right = _checks.window(arguments.window)
     offset = _checks.q_offset(arguments.q_offset, leading)
     scale = _checks.scale(arguments.scale, query.shape[-1])
-    rate, dropout_key = _checks.dropout(arguments.dropout_rate, arguments.dropout_key)
+    rate, dropout_key = _checks.dropout(arguments.dropout_rate, arguments.dropout_key, (*leading, q_heads))
     fields = {
         "causal": causal,
         "softcap": _checks.softcap(arguments.softcap),

@@ -212,11 +212,11 @@ def _fitting(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
         fits = False
     if not fits:
         raise ValueError(f"{name} must broadcast to shape {shape}, got shape {value.shape}")
-    return jnp.asarray(value)
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
-def dropout(rate: object, key: object) -> tuple[float, jax.Array | None]:
-    """The rate, and the key where the rate is not 0."""
+def dropout(rate: object, key: object, shape: tuple[int, ...]) -> tuple[float, jax.Array | None]:
+    """The rate, and the key, or the keys for heads of ``shape`` [..., N], where the rate is not 0."""
     rate = real("dropout_rate", rate)
     if not 0 <= rate < 1:
         raise ValueError(f"dropout_rate must be in [0, 1), got {rate}")
@@ -224,13 +224,13 @@ def dropout(rate: object, key: object) -> tuple[float, jax.Array | None]:
         return 0.0, None
     if key is None:
         raise ValueError(f"dropout_key must be given with dropout_rate = {rate}, got None")
-    is_typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    is_raw = isinstance(key, (jax.Array, np.ndarray)) and key.dtype == jnp.uint32
-    if not (is_typed or is_raw):
+    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return rate, key if key.ndim == 0 else _fitting("dropout_key", key, shape)
+    if not isinstance(key, (jax.Array, np.ndarray)) or key.dtype != jnp.uint32:
         raise TypeError(f"dropout_key must be a key of jax.random, got {describe(key)}")
-    if key.shape != (() if is_typed else (2,)):  # type: ignore[attr-defined]
-        raise ValueError(f"dropout_key must be a single key, got shape {key.shape}")  # type: ignore[attr-defined]
-    return rate, jnp.asarray(key) if is_raw else key  # type: ignore[return-value]
+    if key.shape != (2,):
+        raise ValueError(f"dropout_key must be a single key where it is a raw one, got shape {key.shape}")
+    return rate, jnp.asarray(key)
 
 
 def highest_precision(precision: object, dtype: Any) -> bool:

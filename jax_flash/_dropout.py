@@ -33,8 +33,12 @@ def factor(rate: float) -> float:
 
 
 def seeds(key: jax.Array, leading: Sequence[int], q_heads: int) -> jax.Array:
-    """The seeds of ``key``, uint32 [*leading, N, 2]."""
-    return jax.random.bits(key, (*leading, q_heads, 2), jnp.uint32)
+    """The seeds of ``key``, uint32 [*leading, N, 2]; of keys that broadcast to [*leading, N], those of each head's."""
+    shape = (*leading, q_heads, 2)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.ndim == 0:
+        return jax.random.bits(key, shape, jnp.uint32)
+    words = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))(key.reshape(-1))
+    return jnp.broadcast_to(words.reshape(*key.shape, 2), shape)
 
 
 def keep(
@@ -96,7 +100,8 @@ def dropout_mask(dropout_key: jax.Array, dropout_rate: float, shape: Sequence[in
     mask of longer sequences begins with that of shorter ones.
 
     Args:
-      dropout_key: a JAX key, as made by ``jax.random.key`` (or a raw one by ``jax.random.PRNGKey``).
+      dropout_key: a JAX key, as made by ``jax.random.key`` (or a raw one by ``jax.random.PRNGKey``), or keys as
+        `attention` takes them.
       dropout_rate: 0 <= rate < 1, rounded to a multiple of 1 / 65536 (at most 65535 / 65536).
       shape: ``(*leading, N, T, S)``, where ``query`` is ``[*leading, T, N, H]`` and ``key`` ``[*leading, S, K, H]``.
 
@@ -105,16 +110,16 @@ def dropout_mask(dropout_key: jax.Array, dropout_rate: float, shape: Sequence[in
 
     Raises:
       TypeError: an argument has the wrong type.
-      ValueError: ``dropout_rate`` is out of range, ``dropout_key`` is not a single key, or ``shape`` has fewer than
-        three dimensions or a negative one.
+      ValueError: ``dropout_rate`` is out of range, ``dropout_key`` is not one key nor one for each head, or ``shape``
+        has fewer than three dimensions or a negative one.
     """
-    rate, key = _checks.dropout(dropout_rate, dropout_key)
     try:
         sizes = tuple(int(size) for size in shape)
     except TypeError:
         raise TypeError(f"shape must be a sequence of ints, (*leading, N, T, S), got {shape!r}") from None
     if len(sizes) < 3 or min(sizes) < 0:
         raise ValueError(f"shape must be (*leading, N, T, S), three or more sizes that are not negative, got {sizes}")
+    rate, key = _checks.dropout(dropout_rate, dropout_key, sizes[:-2])
     if key is None:
         return jnp.ones(sizes, bool)
     return _mask(key, rate, sizes)

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.random import define_prng_impl
 
 from jax_flash import _dtypes
 from jax_flash._attention import attention
@@ -23,17 +22,6 @@ from jax_flash._drop_in import takeable_bias
 
 _ACCURATE = {"F32_F32_F32", "F64_F64_F64", "TF32_TF32_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9"}
 """The presets of jax.lax.DotAlgorithmPreset that are more accurate than TF32."""
-
-
-_SHARED = define_prng_impl(
-    key_shape=(2,),
-    seed=lambda seed: jnp.stack([seed, seed]).astype(jnp.uint32),
-    split=lambda key, shape: jnp.broadcast_to(key, (*shape, 2)),
-    fold_in=lambda key, data: key ^ data,
-    random_bits=lambda key, bit_width, shape: jnp.broadcast_to(key, shape),
-    name="jax_flash_shared",
-)
-"""A kind of key whose bits are the two words of the key, over and over: all heads get the same seed from it."""
 
 
 def attention_fn(
@@ -125,7 +113,7 @@ def attention_fn(
         if dropout_rng is None:
             raise ValueError(f"dropout_rng must be a JAX key where dropout_rate is {dropout_rate}, got None")
         given["dropout_rate"] = dropout_rate
-        given["dropout_key"] = _shared(dropout_rng) if broadcast_dropout else dropout_rng
+        given["dropout_key"] = _of_all_heads(dropout_rng) if broadcast_dropout else dropout_rng
     out: jax.Array = attention(query, key, value, **given, **options)
     return out.astype(wide) if force_fp32_for_softmax else out
 
@@ -169,6 +157,7 @@ def _weights(query: jax.Array, key: jax.Array, given: dict[str, Any], options: d
     return weights.swapaxes(-2, -3)
 
 
-def _shared(dropout_rng: jax.Array) -> jax.Array:
-    """A key by which `attention` drops the same pairs in every batch entry and head."""
-    return jax.random.wrap_key_data(jax.random.bits(dropout_rng, (2,), jnp.uint32), impl=_SHARED)
+def _of_all_heads(dropout_rng: jax.Array) -> jax.Array:
+    """The key by which `attention` drops the same pairs in every batch entry and head."""
+    is_typed = jnp.issubdtype(dropout_rng.dtype, jax.dtypes.prng_key)
+    return (dropout_rng if is_typed else jax.random.wrap_key_data(dropout_rng))[None]

@@ -4,6 +4,7 @@ What is right is a loop over the mapped calls, or the call on one device.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,21 @@ def test_vmap(target: Target, name: str, mapped: str) -> None:
         for i in range(SIZE)
     ]
     assert_close(jax.jit(jax.vmap(run, axes))(*arguments, option), [np.stack(x) for x in zip(*loop, strict=True)])
+
+
+@pytest.mark.parametrize("shape", [(1,), (Q_HEADS,), (BATCH, 1), (BATCH, Q_HEADS)], ids=str)
+def test_dropout_keys_of_heads(shape: tuple[int, ...]) -> None:
+    """Heads with one key drop the same weights, and dropout_mask says which."""
+    keys = jax.random.split(jax.random.key(2), shape)
+    mask = np.asarray(jax_flash.dropout_mask(keys, 0.5, (BATCH, Q_HEADS, Q_LENGTH, KV_LENGTH)))
+    of_heads = np.broadcast_to(np.arange(np.prod(shape)).reshape(shape), (BATCH, Q_HEADS))
+    for a, b in itertools.combinations(np.ndindex(BATCH, Q_HEADS), 2):
+        assert (mask[a] == mask[b]).all() == (of_heads[a] == of_heads[b])
+    query, key, _, _, _ = inputs(np.random.default_rng(0), "float32")
+    value = np.broadcast_to(np.eye(KV_LENGTH, dtype=np.float32)[:, None], (BATCH, KV_LENGTH, KV_HEADS, KV_LENGTH))
+    options = {"dropout_rate": 0.5, "dropout_key": keys, "implementation": "cpu"}
+    weights = np.asarray(jax_flash.attention(query, key, value, **options))  # [B, T, N, S]
+    np.testing.assert_array_equal(weights != 0, mask.swapaxes(1, 2))
 
 
 @pytest.mark.parametrize("mapped", ["key", "inputs"])

@@ -1,0 +1,93 @@
+"""What is refused is refused by rule, and docs/options.md states every rule."""
+
+import pathlib
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+from jax_flash import _explain
+
+DOCUMENT = pathlib.Path(__file__).parent.parent / "docs" / "options.md"
+
+REFUSED = {
+    ("cuda", "float64"): {"dtype": "float64"},
+    ("cuda", "a head_dim of query or value above 256"): {"head_dim": 257, "value_head_dim": 8},
+}
+"""A call for each rule of _explain.RULES."""
+
+SERVED = [
+    {"dtype": dtype, "head_dim": head_dim, "value_head_dim": value_head_dim}
+    for dtype in ("float16", "bfloat16", "float32", "float64")
+    for head_dim, value_head_dim in ((1, 1), (59, 111), (256, 256), (192, 128), (576, 512))
+]
+
+
+def section() -> str:
+    if not DOCUMENT.exists():
+        pytest.skip("the documents are not where the tests are")
+    return DOCUMENT.read_text(encoding="utf-8").split("## What is refused")[1]
+
+
+def rows(header: str) -> list[list[str]]:
+    """Cells of the table with this header."""
+    body = section().split(header)[1].strip().split("\n\n")[0].splitlines()[1:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in body]
+
+
+def arrays(dtype: str = "float32", head_dim: int = 8, value_head_dim: int | None = None) -> list[jax.ShapeDtypeStruct]:
+    query, key = jax.ShapeDtypeStruct((2, 5, 4, head_dim), dtype), jax.ShapeDtypeStruct((2, 7, 2, head_dim), dtype)
+    return [query, key, jax.ShapeDtypeStruct((2, 7, 2, value_head_dim or head_dim), dtype)]
+
+
+def test_every_rule_is_documented() -> None:
+    documented = {
+        (name, what) for names, what in rows("| Implementation | Refuses |") for name in re.findall(r"`(\w+)`", names)
+    }
+    derivatives = "derivatives of second order, and forward mode"  # tests/test_gradients.py sees to these
+    rules = {(name, rule.refuses) for name, all_ in _explain.RULES.items() for rule in all_}
+    assert documented == rules | {("cpu", derivatives), ("cuda", derivatives)}
+    assert rules == set(REFUSED)
+
+
+@pytest.mark.parametrize(("implementation", "what"), REFUSED)
+def test_rules_apply(implementation: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name: NotImplementedError with the reason; unasked: the next in line, and explain() has the reason."""
+    monkeypatch.setattr(_explain, "_cuda_devices", lambda: ("a device",))
+    monkeypatch.setattr(_explain, "_cuda_unavailable", lambda: None)
+    shapes = arrays(**REFUSED[implementation, what])
+    explanation = jax_flash.explain(*shapes, platform=implementation)
+    assert explanation.implementation == "xla"
+    with pytest.raises(NotImplementedError, match=re.escape(explanation.obstacles[implementation])):
+        jax_flash.explain(*shapes, platform=implementation, implementation=implementation)
+
+
+@pytest.mark.parametrize("call", SERVED, ids=lambda call: "-".join(map(str, call.values())))
+def test_nothing_else_is_refused(call: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_explain, "_cuda_unavailable", lambda: None)
+    assert jax_flash.explain(*arrays(**call), platform="cpu").implementation == "cpu"
+    refused = call["dtype"] == "float64" or max(call["head_dim"], call["value_head_dim"]) > 256
+    assert jax_flash.explain(*arrays(**call), platform="cuda").implementation == ("xla" if refused else "cuda")
+
+
+OPTIONS = {
+    "q_segment_ids": np.zeros((2, 5), np.int32),
+    "kv_segment_ids": np.zeros((2, 7), np.int32),
+    "dropout_rate": 0.5,
+    "dropout_key": np.zeros(2, np.uint32),
+}
+
+
+def test_options_that_want_each_other() -> None:
+    inputs = [jnp.ones(x.shape, x.dtype) for x in arrays()]
+    for given, wants in rows("| Given | Wants |"):
+        names = re.findall(r"`(\w+)`", given)[:1] + re.findall(r"`(\w+)`", wants)[:1]
+        pairs = [names, names[::-1]] if "the other way round" in wants else [names]
+        for name, missing in pairs:
+            with pytest.raises(ValueError, match=f"{missing} must be given with {name}"):
+                jax_flash.attention(*inputs, **{name: OPTIONS[name]})
+            jax_flash.attention(*inputs, **{name: OPTIONS[name], missing: OPTIONS[missing]})
