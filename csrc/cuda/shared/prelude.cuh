@@ -74,11 +74,11 @@ JAX_FLASH_DEVICE float reciprocal_approx(float x) {
 JAX_FLASH_DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
 template <typename T>
-JAX_FLASH_DEVICE T at_most(T a, T b) {
+__host__ __device__ constexpr T at_most(T a, T b) {
   return a < b ? a : b;
 }
 template <typename T>
-JAX_FLASH_DEVICE T at_least(T a, T b) {
+__host__ __device__ constexpr T at_least(T a, T b) {
   return a > b ? a : b;
 }
 

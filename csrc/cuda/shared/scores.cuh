@@ -41,28 +41,36 @@ struct Plane {
     return row[at_most(column, part.kv.length - 1) * column_stride];
   }
 
-  // The values of columns first + 8 * i and first + 8 * i + 1, `first` even: two at a time where they lie so.
-  template <int n>
-  __device__ __forceinline__ void pairs(Element (&values)[n][2], const Element* row, int first) const {
+  // The values of row `r`, columns first + 8 * i and first + 8 * i + 1, `first` even. When not `masked` all columns are
+  // there, and two are read at a time where they lie so.
+  template <bool masked, int n>
+  __device__ __forceinline__ void read(Element (&values)[n][2], int r, int first, const Part& part) const {
     struct alignas(2 * sizeof(Element)) Pair {
       Element x, y;
     };
-    if (column_stride == 0) {
-      const Element all = row[0];
-#pragma unroll
-      for (int i = 0; i < n; ++i) values[i][0] = values[i][1] = all;
-    } else if (reinterpret_cast<u64>(row) % sizeof(Pair) == 0) {
+    const Element* from = row(r, part);
+    if constexpr (masked) {
 #pragma unroll
       for (int i = 0; i < n; ++i) {
-        const Pair pair = *reinterpret_cast<const Pair*>(row + first + 8 * i);
+        values[i][0] = at(from, first + 8 * i, part);
+        values[i][1] = at(from, first + 8 * i + 1, part);
+      }
+    } else if (column_stride == 0) {
+      const Element all = from[0];
+#pragma unroll
+      for (int i = 0; i < n; ++i) values[i][0] = values[i][1] = all;
+    } else if (reinterpret_cast<u64>(from) % sizeof(Pair) == 0) {
+#pragma unroll
+      for (int i = 0; i < n; ++i) {
+        const Pair pair = *reinterpret_cast<const Pair*>(from + first + 8 * i);
         values[i][0] = pair.x;
         values[i][1] = pair.y;
       }
     } else {
 #pragma unroll
       for (int i = 0; i < n; ++i) {
-        values[i][0] = row[first + 8 * i];
-        values[i][1] = row[first + 8 * i + 1];
+        values[i][0] = from[first + 8 * i];
+        values[i][1] = from[first + 8 * i + 1];
       }
     }
   }

@@ -119,44 +119,35 @@ struct Forward {
     Mma::multiply_columns<block_kv>(out, [&](int m, int kk) { return Mma::operand(scores[m], kk); }, v_reader);
   }
 
-  // Scores of one row become logits; those that are not kept, -inf.
+  // Scores of one row become logits; those that are not kept, -inf. Four n8 tiles at a time, or what is read for all of
+  // them crowds out the accumulators.
   template <bool masked>
   __device__ __forceinline__ void modify(FragmentC (&scores)[block_kv / 8], int m, int half, int tile) const {
-    const int row = row_of(m, half), first = tile * block_kv + lane % 4 * 2;
-    Bias bias[block_kv / 8][2];
-    bool mask[block_kv / 8][2];
-    if constexpr (has_bias) read<masked>(bias, biases, row, first);
-    if constexpr (has_mask) read<masked>(mask, masks, row, first);
+    constexpr int together = at_most(4, block_kv / 8);
+    const int row = row_of(m, half);
 #pragma unroll
-    for (int n = 0; n < block_kv / 8; ++n) {
+    for (int first_n = 0; first_n < block_kv / 8; first_n += together) {
+      const int first = tile * block_kv + first_n * 8 + lane % 4 * 2;
+      Bias bias[together][2];
+      bool mask[together][2];
+      if constexpr (has_bias) biases.read<masked>(bias, row, first, part);
+      if constexpr (has_mask) masks.read<masked>(mask, row, first, part);
 #pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        float& score = scores[n].x[2 * half + odd];
-        const int column = first + n * 8 + odd;
-        if constexpr (modifies_scores) {
-          float b = 0.f, derivative;
-          if constexpr (has_bias) b = as_float(bias[n][odd]);
-          score = modified.logit(score, b, row, column, derivative);
+      for (int n = 0; n < together; ++n) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          float& score = scores[first_n + n].x[2 * half + odd];
+          const int column = first + n * 8 + odd;
+          if constexpr (modifies_scores) {
+            float b = 0.f, derivative;
+            if constexpr (has_bias) b = as_float(bias[n][odd]);
+            score = modified.logit(score, b, row, column, derivative);
+          }
+          bool kept = true;
+          if constexpr (masked) kept = keep(row, column);
+          if constexpr (has_mask) kept &= mask[n][odd];
+          if constexpr (masked || has_mask) score = kept ? score : -JAX_FLASH_INFINITY;
         }
-        bool kept = true;
-        if constexpr (masked) kept = keep(row, column);
-        if constexpr (has_mask) kept &= mask[n][odd];
-        if constexpr (masked || has_mask) score = kept ? score : -JAX_FLASH_INFINITY;
-      }
-    }
-  }
-
-  // Without `masked` all columns are there.
-  template <bool masked, typename E>
-  __device__ __forceinline__ void read(E (&values)[block_kv / 8][2], const Plane<E>& plane, int row, int first) const {
-    const E* from = plane.row(row, part);
-    if constexpr (!masked) {
-      plane.pairs(values, from, first);
-    } else {
-#pragma unroll
-      for (int n = 0; n < block_kv / 8; ++n) {
-        values[n][0] = plane.at(from, first + n * 8, part);
-        values[n][1] = plane.at(from, first + n * 8 + 1, part);
       }
     }
   }
