@@ -1,32 +1,84 @@
 // THE field list: every option of attention() once, with its type.
 //
-// The Python side passes the record by name (`Options` and `OPERANDS` in jax_flash/_attention.py), the FFI handlers
+// The Python side passes the record by name (`Options` and `OPERANDS` in jax_flash/_options.py), the FFI handlers
 // decode it by name, and the CUDA side prints it as named constants into the kernel's source.
 //
-//   CONSTANT(type, name)   known when the call is traced; compiled into a CUDA kernel as `option_<name>`
-//   VALUE(type, name)      known when the call is traced; read at run time as `problem.options.<name>`
-//   OPERAND(type, name)    an optional array: `problem.<name>`, null when absent; a CUDA kernel is compiled with
-//                          `has_<name>`. Shape and meaning stand beside the entry.
+//   CONSTANT(type, name)         known when the call is traced; compiled into a CUDA kernel as `option_<name>`
+//   VALUE(type, name)            known when the call is traced; read at run time as `problem.options.<name>`
+//   FEATURE(type, name, absent)  a VALUE that may be absent, which it is when it equals `absent`; a CUDA kernel is
+//                                compiled with `with_<name>`
+//   OPERAND(type, name, dims)    an optional array: `problem.<name>`, null when absent; a CUDA kernel is compiled with
+//                                `has_<name>`
+//   TRAINABLE(type, name, dims)  an OPERAND with a gradient: the backward pass adds it to `problem.d<name>`, null when
+//                                nobody asks for it; a CUDA kernel is compiled with `has_d<name>`
+//
+// `dims` has a letter for each dimension: b batch, d documents, e documents + 1, n query heads, t and s lengths,
+// i and j lengths in blocks of kSegmentBlock, 2 a pair. Arrays are dense and row-major. Those marked * may have size 1
+// in any dimension, which is then broadcast: their strides stand in Problem.
+//
+// A *document* is a part of the packed rows of one batch entry that attends to itself alone (attention_varlen); there
+// is one per batch entry, the whole of it, unless cu_q_lengths and cu_kv_lengths say otherwise.
 //
 // This header is compiled by the host compiler and by NVRTC, so it includes nothing.
 #pragma once
 
-#define JAX_FLASH_OPTIONS(CONSTANT, VALUE, OPERAND)                                       \
-  /* keep key position <= query position + q_offset */                                    \
-  CONSTANT(bool, causal)                                                                  \
-  /* multiplies the scores; finite and > 0 (Python folds sign and zero into the query) */ \
-  VALUE(double, scale)                                                                    \
-  /* [batch] int32: position of query row 0; absent means 0 */                            \
-  OPERAND(int, q_offset)
+#define JAX_FLASH_OPTIONS(CONSTANT, VALUE, FEATURE, OPERAND, TRAINABLE)                                   \
+  /* keep key position <= query position */                                                               \
+  CONSTANT(bool, causal)                                                                                  \
+  /* float32 products at float32 accuracy rather than TF32's; false for other dtypes */                   \
+  CONSTANT(bool, highest_precision)                                                                       \
+  /* bias is float32 (float64 for float64 inputs) whatever the query's dtype; else it has that one */     \
+  CONSTANT(bool, wide_bias)                                                                               \
+  /* multiplies the scores; finite and > 0 (Python folds sign and zero into the query) */                 \
+  VALUE(double, scale)                                                                                    \
+  /* of a batch entry, >= 1 */                                                                            \
+  VALUE(int, documents)                                                                                   \
+  /* keep key position >= query position - window_left and <= query position + window_right; >= 0 */      \
+  FEATURE(int, window_left, 2147483647)                                                                   \
+  FEATURE(int, window_right, 2147483647)                                                                  \
+  /* scores become softcap * tanh(scores / softcap) */                                                    \
+  FEATURE(double, softcap, 0)                                                                             \
+  /* weights are dropped with probability round(65536 * dropout_rate) / 65536: see dropout_seeds */       \
+  FEATURE(double, dropout_rate, 0)                                                                        \
+  /* position of query row 0 of a document, whose keys begin at position 0; absent means 0 */             \
+  OPERAND(int, q_offset, "bd")                                                                            \
+  /* rows from these on are padding: never read, results 0, lse as of a row that keeps no key; >= 0 */    \
+  OPERAND(int, q_lengths, "b")                                                                            \
+  OPERAND(int, kv_lengths, "b")                                                                           \
+  /* document d has rows [cu[d], cu[d + 1]); rows from cu[documents] on are in none, and are padding */   \
+  OPERAND(int, cu_q_lengths, "be")                                                                        \
+  OPERAND(int, cu_kv_lengths, "be")                                                                       \
+  /* keep pairs of equal segments */                                                                      \
+  OPERAND(int, q_segment_ids, "bt")                                                                       \
+  OPERAND(int, kv_segment_ids, "bs")                                                                      \
+  /* smallest and largest segment in each block of kSegmentBlock rows; there with the segment ids */      \
+  OPERAND(int, q_segment_ranges, "bi2")                                                                   \
+  OPERAND(int, kv_segment_ranges, "bj2")                                                                  \
+  /* * keep pairs where true */                                                                           \
+  OPERAND(bool, mask, "bnts")                                                                             \
+  /* the key of the counter-based generator, one per head; there with dropout_rate */                     \
+  OPERAND(unsigned, dropout_seeds, "bdn2")                                                                \
+  /* float32 (float64 for float64 inputs): exp(sink) joins the sum of exponentials */                     \
+  OPERAND(void, sinks, "bn")                                                                              \
+  /* float32 (float64 for float64 inputs): scores become scores - slope * |query position - key position| */ \
+  TRAINABLE(void, alibi_slopes, "bdn")                                                                    \
+  /* * added to the scores; dtype: see wide_bias */                                                       \
+  TRAINABLE(void, bias, "bnts")
 
 namespace jax_flash {
 
+constexpr int kSegmentBlock = 32;
+
 #define JAX_FLASH_FIELD(type, name) type name;
-#define JAX_FLASH_PRESENCE(type, name) bool has_##name;
+#define JAX_FLASH_FEATURE(type, name, absent) type name = absent;
+#define JAX_FLASH_PRESENCE(type, name, dims) bool has_##name;
+#define JAX_FLASH_PRESENCES(type, name, dims) bool has_##name, has_d##name;
 struct Options {
-  JAX_FLASH_OPTIONS(JAX_FLASH_FIELD, JAX_FLASH_FIELD, JAX_FLASH_PRESENCE)
+  JAX_FLASH_OPTIONS(JAX_FLASH_FIELD, JAX_FLASH_FIELD, JAX_FLASH_FEATURE, JAX_FLASH_PRESENCE, JAX_FLASH_PRESENCES)
 };
+#undef JAX_FLASH_PRESENCES
 #undef JAX_FLASH_PRESENCE
+#undef JAX_FLASH_FEATURE
 #undef JAX_FLASH_FIELD
 
 }  // namespace jax_flash

@@ -17,36 +17,55 @@ struct Tensor {
   long long head_stride;
 };
 
+// Strides in elements of a [batch, heads, rows, columns] array; 0 where a dimension is broadcast.
+struct Strides {
+  long long batch;
+  long long head;
+  long long row;
+  long long column;
+};
+
 struct Problem {
   Options options;
 
-  int batch;      // B >= 1
-  int q_length;   // T >= 1
-  int kv_length;  // S >= 1
-  int q_heads;    // N, a multiple of kv_heads
-  int kv_heads;   // K >= 1
-  int head_dim;   // H in 1..256
+  int batch;           // B >= 1
+  int q_length;        // T >= 1, of a batch entry, with all its documents
+  int kv_length;       // S >= 1
+  int q_heads;         // N, a multiple of kv_heads
+  int kv_heads;        // K >= 1
+  int head_dim;        // H >= 1, of query and key
+  int value_head_dim;  // V >= 1, of value and out
 
   Tensor q;    // [B, T, N, H]
   Tensor k;    // [B, S, K, H]
-  Tensor v;    // [B, S, K, H]
-  Tensor out;  // [B, T, N, H], forward only
+  Tensor v;    // [B, S, K, V]
+  Tensor out;  // [B, T, N, V], forward only
 
   // Statistics are float, or double for float64 inputs, contiguous.
   void* lse;    // [B, N, T] natural logarithm; written by forward, read by backward
   void* delta;  // [B, N, T] rowsum(dout * out) - dlse; backward only
 
-  Tensor dout;    // [B, T, N, H], backward only
+  Tensor dout;    // [B, T, N, V], backward only
   Tensor dq;      // [B, T, N, H], backward only
   Tensor dk;      // [B, S, K, H], backward only
-  Tensor dv;      // [B, S, K, H], backward only
+  Tensor dv;      // [B, S, K, V], backward only
   void* scratch;  // backward only: see the kernel that uses it; null when it asks for none
 
-#define JAX_FLASH_NOTHING(type, name)
-#define JAX_FLASH_POINTER(type, name) const type* name;
-  JAX_FLASH_OPTIONS(JAX_FLASH_NOTHING, JAX_FLASH_NOTHING, JAX_FLASH_POINTER)
+  Strides bias_strides;  // of bias and of dbias
+  Strides mask_strides;
+
+  // The operands, and the gradients of the trainable ones: float, or double for float64 inputs, to be zeroed first.
+#define JAX_FLASH_CONSTANT(type, name)
+#define JAX_FLASH_FEATURE(type, name, absent)
+#define JAX_FLASH_POINTER(type, name, dims) const type* name;
+#define JAX_FLASH_POINTERS(type, name, dims) \
+  const type* name;                          \
+  void* d##name;
+  JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_CONSTANT, JAX_FLASH_FEATURE, JAX_FLASH_POINTER, JAX_FLASH_POINTERS)
+#undef JAX_FLASH_POINTERS
 #undef JAX_FLASH_POINTER
-#undef JAX_FLASH_NOTHING
+#undef JAX_FLASH_FEATURE
+#undef JAX_FLASH_CONSTANT
 };
 
 }  // namespace jax_flash
