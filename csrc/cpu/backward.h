@@ -5,193 +5,453 @@
 // depends on the threads. That is 5 products, and runs at 75% of the processor's peak (AVX-512, head_dim 64 to 256)
 // with the sums of dQ included; passes apart for dQ and for dK, dV need no scratch but 7 products, and would be slower
 // even at the peak.
+//
+// Heads, batch entries and chunks that share elements of dbias are one item, so its sums need no scratch.
 #pragma once
 
 #include <algorithm>
 
 #include "forward.h"
 #include "isa.h"
-#include "pack.h"
+#include "scores.h"
 
 namespace jax_flash::cpu::JAX_FLASH_ISA {
 
-constexpr int kQueries = 64;  // of a tile
+constexpr int kQueries = kReduceRows;  // of a tile
+constexpr int kKeys = 96;              // of a block
+static_assert(kKeys % kPanel<float> == 0 && kKeys % kPanel<double> == 0);
+static_assert(kKeys % kDropoutKeys == 0 && kKeys % kSegmentBlock == 0);
 
 template <typename E>
 class BackwardItem {
   using T = Compute<E>;
 
  public:
-  BackwardItem(const Problem& p, void* workspace)
-      : p_(p), stride_(padded_head_dim<T>(p.head_dim)), keys_(round_up(96, kPanel<T>)) {
+  BackwardItem(const Problem& p, const BackwardPlan& plan, void* workspace)
+      : p_(p),
+        plan_(plan),
+        options_(p),
+        band_(p.options),
+        dropout_(p.options.dropout_rate),
+        k_stride_(padded_head_dim<T>(p.head_dim)),
+        v_stride_(padded_head_dim<T>(p.value_head_dim)) {
     Arena arena(workspace);
-    int64_t key_elements = static_cast<int64_t>(keys_) * stride_, query_elements = int64_t{kQueries} * stride_;
-    int64_t tile = int64_t{kQueries} * keys_;
-    k_panels_ = arena.take<T>(key_elements);
-    v_panels_ = arena.take<T>(key_elements);
-    k_ = arena.take<T>(key_elements);
-    dk_ = arena.take<T>(key_elements);
-    dv_ = arena.take<T>(key_elements);
-    q_ = arena.take<T>(query_elements);
-    dout_ = arena.take<T>(query_elements);
+    int64_t k_rows = int64_t{kKeys} * k_stride_, v_rows = int64_t{kKeys} * v_stride_;
+    int64_t tile = int64_t{kQueries} * kKeys;
+    k_panels_ = arena.take<T>(k_rows);
+    v_panels_ = arena.take<T>(v_rows);
+    k_ = arena.take<T>(k_rows);
+    dk_ = arena.take<T>(k_rows);
+    dv_ = arena.take<T>(v_rows);
+    q_ = arena.take<T>(int64_t{kQueries} * k_stride_);
+    dout_ = arena.take<T>(int64_t{kQueries} * v_stride_);
     weights_ = arena.take<T>(tile);
     dscores_ = arena.take<T>(tile);
     lse_ = arena.take<T>(kQueries);
     delta_ = arena.take<T>(kQueries);
-    kept_ = arena.take<T>(kQueries);
+    kept_begin_ = arena.take<T>(kQueries);
+    kept_end_ = arena.take<T>(kQueries);
+    if (options_.has_segments) segments_ = arena.take<Int<T>>(kKeys);
+    if (dropout_.active()) key_bits_ = arena.take<uint32_t>((kQueries + 2 * kDropoutRows) * (kKeys / kDropoutKeys));
+    if (p.options.has_dbias) dbias_ = arena.take<T>(kKeys);
     workspace_ = arena.used();
   }
 
   size_t workspace() const { return workspace_; }
 
-  void run(const BackwardPlan& plan, int64_t item) {
-    int64_t chunk = item % plan.chunks, kv_head = item / plan.chunks % p_.kv_heads;
-    int64_t batch = item / plan.chunks / p_.kv_heads;
-    int group = p_.q_heads / p_.kv_heads;
-    int64_t offset = p_.q_offset ? p_.q_offset[batch] : 0;
-    int64_t head_size = plan.padded_q_length * plan.padded_head_dim;
-    T* dq = static_cast<T*>(p_.scratch) + ((chunk * p_.batch + batch) * p_.q_heads + kv_head * group) * head_size;
-    std::memset(dq, 0, sizeof(T) * head_size * group);
-
-    // Every chunk takes every chunks-th block: that shares a causal triangle out evenly.
-    for (int64_t first = chunk * keys_; first < p_.kv_length; first += int64_t{plan.chunks} * keys_) {
-      int keys = static_cast<int>(std::min<int64_t>(keys_, p_.kv_length - first));
-      load_keys(batch, kv_head, first, keys);
-      // The first query that keeps the first key, and so any of the block.
-      int64_t begin = p_.options.causal ? std::clamp<int64_t>(first - offset, 0, p_.q_length) : 0;
-      begin -= begin % kRowPadding;  // so that padded rows end inside the padded sum of dq
-      for (int member = 0; member < group; ++member) {
-        int64_t head = kv_head * group + member;
-        for (int64_t t = begin; t < p_.q_length; t += kQueries) {
-          int rows = static_cast<int>(std::min<int64_t>(kQueries, p_.q_length - t));
-          int kept = load_queries(batch, head, t, rows, first, keys, offset);
-          tile(round_up(rows, kRowPadding), kept, dq + member * head_size + t * plan.padded_head_dim,
-               plan.padded_head_dim);
-        }
-      }
-      for (int j = 0; j < keys; ++j) {
-        store_row(dk_ + j * stride_, p_.head_dim, static_cast<T>(p_.options.scale),
-                  row_of<E>(p_.dk, batch, first + j, kv_head));
-        store_row(dv_ + j * stride_, p_.head_dim, T(1), row_of<E>(p_.dv, batch, first + j, kv_head));
+  void run(int64_t item) {
+    auto [chunk_begin, chunk_end] = share(item, plan_.chunk_items, plan_.chunks);
+    auto [head_begin, head_end] = share(item / plan_.chunk_items, plan_.head_items, p_.kv_heads);
+    auto [batch_begin, batch_end] = share(item / plan_.chunk_items / plan_.head_items, plan_.batch_items, p_.batch);
+    for (batch_ = batch_begin; batch_ < batch_end; ++batch_) {
+      for (kv_head_ = head_begin; kv_head_ < head_end; ++kv_head_) {
+        for (chunk_ = chunk_begin; chunk_ < chunk_end; ++chunk_) attend_chunk();
       }
     }
   }
 
-  void reduce(const BackwardPlan& plan, int64_t item) {
-    int64_t block = item % plan.row_blocks, head = item / plan.row_blocks % p_.q_heads;
-    int64_t batch = item / plan.row_blocks / p_.q_heads;
-    int64_t head_size = plan.padded_q_length * plan.padded_head_dim;
-    int64_t chunk_size = head_size * p_.q_heads * p_.batch;
-    int64_t end = std::min<int64_t>(p_.q_length, (block + 1) * kReduceRows);
-    const T* sums = static_cast<const T*>(p_.scratch) + (batch * p_.q_heads + head) * head_size;
-    for (int64_t t = block * kReduceRows; t < end; ++t) {
-      const T* row = sums + t * plan.padded_head_dim;
-      for (int h = 0; h < p_.head_dim; h += kWidth<T>) {
-        Vec<T> sum = load(row + h);
-        for (int chunk = 1; chunk < plan.chunks; ++chunk) sum += load(row + chunk * chunk_size + h);
-        store(q_ + h, sum);
+  // Adds up the chunks' sums of a block of rows.
+  void reduce(int64_t item) {
+    int64_t block = item % plan_.row_blocks, head = item / plan_.row_blocks % p_.q_heads;
+    batch_ = item / plan_.row_blocks / p_.q_heads;
+    kv_head_ = head / group();
+    if (block == 0 && p_.dalibi_slopes) reduce_slopes(head);
+    int64_t index = is_packed(p_) ? document_of_block(p_, batch_, block, 1, kReduceRows) : 0;
+    go_to_document(index);
+    int64_t t = (block - first_block_) * kReduceRows;
+    int64_t end = std::min(t + kReduceRows, document_.all_rows);
+    for (; t < end; ++t) {
+      T* sum = q_;
+      std::memset(sum, 0, sizeof(T) * k_stride_);
+      for (chunk_ = 0; chunk_ < plan_.chunks && t < document_.rows; ++chunk_) {
+        if (touched()[block] == 0) continue;
+        const T* row = dq(head, t);
+        for (int h = 0; h < p_.head_dim; h += kWidth<T>) store<T>(sum + h, load(sum + h) + load(row + h));
       }
-      store_row(q_, p_.head_dim, static_cast<T>(p_.options.scale), row_of<E>(p_.dq, batch, t, head));
+      store_row(sum, p_.head_dim, static_cast<T>(p_.options.scale),
+                row_of<E>(p_.dq, batch_, document_.first_row + t, head));
     }
   }
 
  private:
-  void load_keys(int64_t batch, int64_t kv_head, int64_t first, int keys) {
-    int lanes = round_up(keys, kPanel<T>);
-    // dk_ is free until the block's first product.
-    copy_rows(row_of<const E>(p_.v, batch, first, kv_head), p_.v.row_stride, keys, p_.head_dim, lanes, stride_, dk_);
-    transpose_to_panels(dk_, stride_, lanes, p_.head_dim, v_panels_);
-    copy_rows(row_of<const E>(p_.k, batch, first, kv_head), p_.k.row_stride, keys, p_.head_dim, lanes, stride_, k_);
-    transpose_to_panels(k_, stride_, lanes, p_.head_dim, k_panels_);
-    std::memset(dk_, 0, sizeof(T) * lanes * stride_);
-    std::memset(dv_, 0, sizeof(T) * lanes * stride_);
+  int group() const { return p_.q_heads / p_.kv_heads; }
+
+  struct Share {
+    int64_t begin, end;
+  };
+  // One of `all`, or all of them when they are one item.
+  static Share share(int64_t item, int64_t items, int64_t all) {
+    return items == all ? Share{item % items, item % items + 1} : Share{0, all};
   }
 
-  // Returns how many of the block's keys some row keeps.
-  int load_queries(int64_t batch, int64_t head, int64_t t, int rows, int64_t first, int keys, int64_t offset) {
+  void go_to_document(int64_t index) {
+    document_index_ = index;
+    document_ = document(p_, batch_, index);
+    first_block_ = is_packed(p_) ? first_block(p_, batch_, index, 1, kReduceRows) : 0;
+    // Whole groups of rows: a tile may end in rows of zeros behind the document's.
+    first_sum_ = round_up(document_.first_row, int64_t{kRowPadding}) + kRowPadding * index;
+  }
+
+  // Parts of the scratch, of the chunk at hand: the sums of dq of a head from row t of the document on; for each
+  // block of rows, whether they are there; the head's sums of the slopes' gradients.
+  T* dq(int64_t head, int64_t t) const {
+    int64_t row = ((chunk_ * p_.batch + batch_) * p_.q_heads + head) * plan_.padded_q_length + first_sum_ + t;
+    return static_cast<T*>(p_.scratch) + row * plan_.padded_head_dim;
+  }
+  T* touched() const {
+    int64_t at = ((chunk_ * p_.batch + batch_) * p_.kv_heads + kv_head_) * plan_.row_blocks;
+    return static_cast<T*>(p_.scratch) + plan_.touched + at;
+  }
+  T& dslope(int64_t chunk, int64_t head, int64_t document) const {
+    int64_t at = ((chunk * p_.batch + batch_) * p_.q_heads + head) * p_.options.documents + document;
+    return static_cast<T*>(p_.scratch)[plan_.dslopes + at];
+  }
+
+  void reduce_slopes(int64_t head) const {
+    for (int64_t index = 0; index < p_.options.documents; ++index) {
+      double sum = 0;
+      for (int chunk = 0; chunk < plan_.chunks; ++chunk) sum += dslope(chunk, head, index);
+      static_cast<T*>(p_.dalibi_slopes)[(batch_ * p_.options.documents + index) * p_.q_heads + head] =
+          static_cast<T>(-sum);
+    }
+  }
+
+  void attend_chunk() {
+    std::memset(touched(), 0, sizeof(T) * plan_.row_blocks);
+    if (p_.dalibi_slopes) {
+      for (int member = 0; member < group(); ++member) {
+        std::memset(&dslope(chunk_, kv_head_ * group() + member, 0), 0, sizeof(T) * p_.options.documents);
+      }
+    }
+    int64_t documents = document_count(p_), blocks = 0;
+    auto blocks_of = [&](const Document& d) { return (d.keys + kKeys - 1) / kKeys; };
+    for (int64_t index = 0; index < documents; ++index) blocks += blocks_of(document(p_, batch_, index));
+    int64_t run = (blocks + plan_.chunks - 1) / plan_.chunks;
+    // Where a key block meets some rows only, chunks of blocks in a row share few rows, and few sums of dq. Else
+    // every chunk takes every chunks-th block: that shares a causal triangle out evenly.
+    bool in_a_row = is_packed(p_) || options_.has_segments || band_.limited_on_both_sides();
+    int64_t block = 0;
+    for (int64_t index = 0; index < documents; ++index) {
+      go_to_document(index);
+      for (int64_t first = 0; first < document_.keys; first += kKeys, ++block) {
+        if ((in_a_row ? block / run : block % plan_.chunks) == chunk_) attend_block(first);
+      }
+      if (chunk_ == 0) clear_padding();
+    }
+  }
+
+  void clear_padding() const {
+    for (int64_t s = document_.first_key + document_.keys; s < document_.first_key + document_.all_keys; ++s) {
+      std::memset(row_of<E>(p_.dk, batch_, s, kv_head_), 0, sizeof(E) * p_.head_dim);
+      std::memset(row_of<E>(p_.dv, batch_, s, kv_head_), 0, sizeof(E) * p_.value_head_dim);
+    }
+  }
+
+  void attend_block(int64_t first) {
+    first_ = first;
+    count_ = static_cast<int>(std::min<int64_t>(kKeys, document_.keys - first));
+    load_keys();
+    int64_t begin = round_down(band_.row_begin(document_, first), kRowPadding);
+    int64_t end = band_.row_end(document_, first + count_ - 1);
+    SegmentRange segments{};
+    if (options_.has_segments) segments = key_segments(p_, batch_, first, first + count_);
+    for (int member = 0; member < group(); ++member) {
+      head_ = kv_head_ * group() + member;
+      if (options_.has_slope) slope_ = options_.slope(batch_, document_index_, head_);
+      if (dropout_.active() && document_.rows > 0) dropout_.seed(options_.seed(batch_, document_index_, head_));
+      for (int64_t t = begin, next; t < end; t = next) {
+        // Tiles end where blocks of backward_reduce do.
+        next = std::min(end, round_down(t, kQueries) + kQueries);
+        compare_segments_ = false;
+        if (options_.has_segments) {
+          SegmentRange rows = row_segments(p_, batch_, t, next);
+          if (!segments.meets(rows)) continue;
+          compare_segments_ = !segments.is_only(rows);
+        }
+        int rows = static_cast<int>(next - t);
+        load_queries(t, rows);
+        if (most_ == 0) continue;
+        touch(t);
+        tile(t, rows);
+      }
+    }
+    for (int j = 0; j < count_; ++j) {
+      int64_t s = document_.first_key + first + j;
+      store_row(dk_ + j * k_stride_, p_.head_dim, static_cast<T>(p_.options.scale),
+                row_of<E>(p_.dk, batch_, s, kv_head_));
+      store_row(dv_ + j * v_stride_, p_.value_head_dim, static_cast<T>(dropout_.factor()),
+                row_of<E>(p_.dv, batch_, s, kv_head_));
+    }
+  }
+
+  // The chunk's sums begin with zeros where the first tile comes.
+  void touch(int64_t t) {
+    T& flag = touched()[first_block_ + t / kQueries];
+    if (flag != 0) return;
+    flag = 1;
+    int64_t begin = round_down(t, kQueries);
+    int64_t rows = std::min<int64_t>(kQueries, round_up(document_.rows, int64_t{kRowPadding}) - begin);
+    for (int member = 0; member < group(); ++member) {
+      std::memset(dq(kv_head_ * group() + member, begin), 0, sizeof(T) * rows * plan_.padded_head_dim);
+    }
+  }
+
+  void load_keys() {
+    int lanes = round_up(count_, kPanel<T>);
+    const E* k = row_of<const E>(p_.k, batch_, document_.first_key + first_, kv_head_);
+    const E* v = row_of<const E>(p_.v, batch_, document_.first_key + first_, kv_head_);
+    // dv_ is free until the block's first product.
+    copy_rows(v, p_.v.row_stride, count_, p_.value_head_dim, lanes, v_stride_, dv_);
+    transpose_to_panels(dv_, v_stride_, lanes, p_.value_head_dim, v_panels_);
+    copy_rows(k, p_.k.row_stride, count_, p_.head_dim, lanes, k_stride_, k_);
+    transpose_to_panels(k_, k_stride_, lanes, p_.head_dim, k_panels_);
+    std::memset(dk_, 0, sizeof(T) * lanes * k_stride_);
+    std::memset(dv_, 0, sizeof(T) * lanes * v_stride_);
+    if (options_.has_segments) {
+      const int* segments = p_.kv_segment_ids + batch_ * p_.kv_length + first_;
+      for (int j = 0; j < kKeys; ++j) segments_[j] = segments[std::min(j, count_ - 1)];
+    }
+  }
+
+  void load_queries(int64_t t, int rows) {
     int padded = round_up(rows, kRowPadding);
-    copy_rows(row_of<const E>(p_.q, batch, t, head), p_.q.row_stride, rows, p_.head_dim, padded, stride_, q_);
-    copy_rows(row_of<const E>(p_.dout, batch, t, head), p_.dout.row_stride, rows, p_.head_dim, padded, stride_, dout_);
-    const T* lse = static_cast<const T*>(p_.lse) + (batch * p_.q_heads + head) * p_.q_length + t;
-    const T* delta = static_cast<const T*>(p_.delta) + (batch * p_.q_heads + head) * p_.q_length + t;
-    int most = 0;
-    masked_ = false;
+    int64_t row = document_.first_row + t;
+    copy_rows(row_of<const E>(p_.q, batch_, row, head_), p_.q.row_stride, rows, p_.head_dim, padded, k_stride_, q_);
+    copy_rows(row_of<const E>(p_.dout, batch_, row, head_), p_.dout.row_stride, rows, p_.value_head_dim, padded,
+              v_stride_, dout_);
+    const T* lse = static_cast<const T*>(p_.lse) + (batch_ * p_.q_heads + head_) * p_.q_length + row;
+    const T* delta = static_cast<const T*>(p_.delta) + (batch_ * p_.q_heads + head_) * p_.q_length + row;
+    constexpr T kLargest = std::numeric_limits<T>::max();
+    most_ = 0;
+    masked_ = count_ < kKeys;
     for (int i = 0; i < padded; ++i) {
       // A row that keeps no key, or that is padding, has weights exp2(-inf) = 0 whatever its gradients are.
       bool none = i >= rows || lse[i] == -kInfinity<T>;
-      lse_[i] = none ? kInfinity<T> : static_cast<T>(lse[i] * kLog2E);
+      // What is finite stays so.
+      lse_[i] = none ? kInfinity<T> : static_cast<T>(std::max<double>(lse[i] * kLog2E, -kLargest));
       delta_[i] = none ? 0 : delta[i];
-      int64_t kept = keys;
-      if (p_.options.causal && i < rows) kept = std::clamp<int64_t>(t + i + offset + 1 - first, 0, keys);
-      kept_[i] = static_cast<T>(kept);
-      most = std::max(most, static_cast<int>(kept));
-      masked_ |= kept < keys;
+      int begin = 0, end = count_;
+      if (band_.limited() && i < rows) {
+        begin = static_cast<int>(std::clamp<int64_t>(band_.begin(document_, t + i) - first_, 0, count_));
+        end = static_cast<int>(std::clamp<int64_t>(band_.end(document_, t + i) - first_, begin, count_));
+      }
+      kept_begin_[i] = static_cast<T>(begin);
+      kept_end_[i] = static_cast<T>(end);
+      most_ = std::max(most_, end);
+      masked_ |= begin > 0 || end < count_;
     }
-    masked_ |= keys < keys_;
-    return most;
   }
 
-  // One tile of `rows` queries (a multiple of kRowPadding) and the first `keys` keys of the block.
-  void tile(int rows, int keys, T* dq, int64_t dq_stride) {
-    int key_rows = round_up(keys, kRowPadding);
+  // What becomes of the sums of a tile's first two products.
+  enum class Finish {
+    bare,    // weights and dscores
+    masked,  // the same, weights cleared that the band does not keep
+    later,   // apply_options() makes them of scores and dweights
+  };
+
+  // One tile of `rows` queries and the first `most_` keys of the block.
+  void tile(int64_t t, int rows) {
+    int padded = round_up(rows, kRowPadding), key_rows = round_up(most_, kRowPadding);
+    bool later = options_.any() || dropout_.active() || compare_segments_;
     for (int lane = 0; lane < key_rows; lane += kPanel<T>) {
       int lanes = std::min(kPanel<T>, key_rows - lane);
       with_vectors((lanes + kWidth<T> - 1) / kWidth<T>, [&](auto nv) __attribute__((always_inline)) {
-        if (masked_) {
-          scores<nv.value, true>(rows, lane);
+        if (later) {
+          scores<nv.value, Finish::later>(padded, lane);
+        } else if (masked_) {
+          scores<nv.value, Finish::masked>(padded, lane);
         } else {
-          scores<nv.value, false>(rows, lane);
+          scores<nv.value, Finish::bare>(padded, lane);
         }
       });
     }
-    int columns = round_up(p_.head_dim, kWidth<T>);
-    accumulate<Layout::column_major>(key_rows, columns, rows, weights_, keys_, dout_, stride_, dv_, stride_);
-    accumulate<Layout::column_major>(key_rows, columns, rows, dscores_, keys_, q_, stride_, dk_, stride_);
-    accumulate<Layout::row_major>(rows, columns, keys, dscores_, keys_, k_, stride_, dq, dq_stride);
+    if (later) apply_options(t, rows, round_up(key_rows, kWidth<T>));
+    int k_columns = round_up(p_.head_dim, kWidth<T>), v_columns = round_up(p_.value_head_dim, kWidth<T>);
+    accumulate<Layout::column_major>(key_rows, v_columns, padded, weights_, kKeys, dout_, v_stride_, dv_, v_stride_);
+    accumulate<Layout::column_major>(key_rows, k_columns, padded, dscores_, kKeys, q_, k_stride_, dk_, k_stride_);
+    accumulate<Layout::row_major>(padded, k_columns, most_, dscores_, kKeys, k_, k_stride_, dq(head_, t),
+                                  plan_.padded_head_dim);
   }
 
-  template <int NV, bool masked>
+  template <int NV, Finish finish>
   void scores(int rows, int lane) {
     const T* k = k_panels_ + static_cast<int64_t>(lane) * p_.head_dim;
-    const T* v = v_panels_ + static_cast<int64_t>(lane) * p_.head_dim;
+    const T* v = v_panels_ + static_cast<int64_t>(lane) * p_.value_head_dim;
     Vec<T> scale = static_cast<T>(p_.options.scale * kLog2E);
     for (int i = 0; i < rows; i += kRows) {
-      T* weights = weights_ + i * keys_ + lane;
-      T* dscores = dscores_ + i * keys_ + lane;
-      dot_kernel<NV>(p_.head_dim, q_ + i * stride_, stride_, k, kPanel<T>,
+      T* weights = weights_ + i * kKeys + lane;
+      T* dscores = dscores_ + i * kKeys + lane;
+      dot_kernel<NV>(p_.head_dim, q_ + i * k_stride_, k_stride_, k, kPanel<T>,
                      [&](int r, int vector, const Vec<T>& score) __attribute__((always_inline)) {
-                       Vec<T> weight = exp2(score * scale - lse_[i + r]);
-                       if constexpr (masked) {
-                         stdx::where(iota<T>() + static_cast<T>(lane + vector * kWidth<T>) >= kept_[i + r], weight) =
-                             T(0);
+                       Vec<T> weight = score * scale;
+                       if constexpr (finish != Finish::later) weight = exp2(score * scale - lse_[i + r]);
+                       if constexpr (finish == Finish::masked) {
+                         Vec<T> key = iota<T>() + static_cast<T>(lane + vector * kWidth<T>);
+                         stdx::where(key < kept_begin_[i + r] || key >= kept_end_[i + r], weight) = T(0);
                        }
-                       store(weights + r * keys_ + vector * kWidth<T>, weight);
+                       store(weights + r * kKeys + vector * kWidth<T>, weight);
                      });
-      dot_kernel<NV>(p_.head_dim, dout_ + i * stride_, stride_, v, kPanel<T>,
+      dot_kernel<NV>(p_.value_head_dim, dout_ + i * v_stride_, v_stride_, v, kPanel<T>,
                      [&](int r, int vector, const Vec<T>& sum) __attribute__((always_inline)) {
-                       ptrdiff_t at = r * keys_ + vector * kWidth<T>;
-                       store<T>(dscores + at, load(weights + at) * (sum - delta_[i + r]));
+                       ptrdiff_t at = r * kKeys + vector * kWidth<T>;
+                       Vec<T> dscore = sum;
+                       if constexpr (finish != Finish::later) dscore = load(weights + at) * (sum - delta_[i + r]);
+                       store<T>(dscores + at, dscore);
                      });
     }
   }
 
+  // Makes weights and dscores of scores and dweights, and adds to the gradients of bias and slopes.
+  __attribute__((noinline)) void apply_options(int64_t t, int rows, int lanes) {
+    constexpr int W = kWidth<T>;
+    T keep_factor = static_cast<T>(dropout_.factor());
+    const uint32_t* bits = dropout_.active() ? fill_key_bits(t, rows) : nullptr;
+    bool sums_bias = p_.dbias, sums_rows_of_bias = sums_bias && p_.bias_strides.row == 0 && rows > 1;
+    if (sums_rows_of_bias) std::memset(dbias_, 0, sizeof(T) * kKeys);
+    double dslope_sum = 0;
+    for (int i = 0; i < rows; ++i) {
+      typename Scores<E>::Row row{};
+      if (options_.has_addend) row = options_.row(batch_, head_, t + i);
+      T position = static_cast<T>(t + i + document_.offset - first_);
+      Int<T> segment = compare_segments_ ? p_.q_segment_ids[batch_ * p_.q_length + t + i] : 0;
+      Vec<T> dslope_row = T(0), dbias_row = T(0);
+      for (int lane = 0; lane < lanes; lane += W) {
+        T* weights = weights_ + i * kKeys + lane;
+        T* dscores = dscores_ + i * kKeys + lane;
+        Vec<T> key = iota<T>() + static_cast<T>(lane);
+        Vec<T> distance = stdx::abs(position - key);
+        Vec<T> score = load(weights), derivative = T(1);
+        if (options_.has_cap) {
+          Tanh<T> capped = options_.cap(score);
+          score = capped.value;
+          derivative = capped.derivative;
+        }
+        if (options_.has_addend) score = options_.add(score, options_.addend(row, first_ + lane));
+        if (options_.has_slope) score -= slope_ * distance;
+        score -= lse_[i];
+        if (compare_segments_) {
+          put_where<T>(IntVec<T>(segments_ + lane, stdx::element_aligned) != segment, score, -kInfinity<T>);
+        }
+        stdx::where(key < kept_begin_[i] || key >= kept_end_[i], score) = -kInfinity<T>;
+        // Rounding may lift a score above lse, by much where a bias is huge.
+        stdx::where(score > T(0), score) = T(0);
+        Vec<T> weight = exp2(score), used = weight, dweight = load(dscores);
+        if (bits) {
+          IntVec<T> kept =
+              spread_bits<T>(bits[i * (kKeys / kDropoutKeys) + lane / kDropoutKeys] >> lane % kDropoutKeys);
+          dweight *= keep_factor;
+          put_where<T>(kept == 0, dweight, T(0));
+          put_where<T>(kept == 0, used, T(0));
+        }
+        Vec<T> dscore = weight * (dweight - delta_[i]);
+        stdx::where(weight == T(0), dscore) = T(0);
+        store(weights, used);
+        store<T>(dscores, dscore * derivative);
+        dslope_row += dscore * distance;
+        if (!sums_bias) continue;
+        if (p_.bias_strides.column == 0) {
+          dbias_row += dscore;
+        } else if (sums_rows_of_bias) {
+          store<T>(dbias_ + lane, load(dbias_ + lane) + dscore);
+        } else {
+          add_to_bias(t + i, lane, dscore);
+        }
+      }
+      if (p_.dalibi_slopes) dslope_sum += stdx::reduce(dslope_row);
+      if (sums_bias && p_.bias_strides.column == 0) *dbias_at(t + i, 0) += stdx::reduce(dbias_row);
+    }
+    std::memset(weights_ + rows * kKeys, 0, sizeof(T) * (round_up(rows, kRowPadding) - rows) * kKeys);
+    std::memset(dscores_ + rows * kKeys, 0, sizeof(T) * (round_up(rows, kRowPadding) - rows) * kKeys);
+    if (p_.dalibi_slopes) dslope(chunk_, head_, document_index_) += static_cast<T>(dslope_sum);
+    if (sums_rows_of_bias && p_.bias_strides.column != 0) {
+      for (int lane = 0; lane < lanes; lane += W) add_to_bias(t, lane, load(dbias_ + lane));
+    }
+  }
+
+  T* dbias_at(int64_t t, int64_t s) const {
+    const Strides& strides = p_.bias_strides;
+    return static_cast<T*>(p_.dbias) + batch_ * strides.batch + head_ * strides.head + t * strides.row +
+           s * strides.column;
+  }
+
+  void add_to_bias(int64_t t, int lane, const Vec<T>& sum) const {
+    T* to = dbias_at(t, first_ + lane);
+    int count = count_ - lane;
+    if (count >= kWidth<T>) {
+      store<T>(to, load(to) + sum);
+    } else if (count > 0) {
+      store_some<T>(to, load_some(to, count) + sum, count);
+    }
+  }
+
+  // Returns the bits of row t: [row][kKeys / kDropoutKeys].
+  const uint32_t* fill_key_bits(int64_t t, int rows) {
+    constexpr int kStride = kKeys / kDropoutKeys;
+    int64_t begin = round_down(t, kDropoutRows);
+    for (int64_t first = begin; first < t + rows; first += kDropoutRows) {
+      for (int j = 0; j < most_; j += kDropoutKeys) {
+        uint32_t* bits = key_bits_ + (first - begin) * kStride + j / kDropoutKeys;
+        for (int i = 0; i < 8; ++i) dropout_.bits_of_keys(first, first_ + j, i, bits, kStride);
+      }
+    }
+    return key_bits_ + (t - begin) * kStride;
+  }
+
   const Problem& p_;
-  int stride_;   // of a row of head_dim elements in all tiles
-  int keys_;     // of a block, a multiple of kPanel<T>
-  T* k_panels_;  // [keys_ / kPanel][head_dim][kPanel]
-  T* v_panels_;  // [keys_ / kPanel][head_dim][kPanel]
-  T* k_;         // [keys_][stride_], and so dk_, dv_
+  const BackwardPlan& plan_;
+  const Scores<E> options_;
+  const Band band_;
+  Dropout dropout_;
+  int k_stride_;  // of a row of head_dim elements in all tiles
+  int v_stride_;  // of value_head_dim
+  T* k_panels_;   // [kKeys / kPanel][head_dim][kPanel]
+  T* v_panels_;   // [kKeys / kPanel][value_head_dim][kPanel]
+  T* k_;          // [kKeys][k_stride_], and so dk_
   T* dk_;
-  T* dv_;
-  T* q_;         // [kQueries][stride_]
-  T* dout_;      // [kQueries][stride_]
-  T* weights_;   // [kQueries][keys_]
-  T* dscores_;   // [kQueries][keys_]
-  T* lse_;       // [kQueries] in units of log2; +inf where a row keeps no key
-  T* delta_;     // [kQueries]
-  T* kept_;      // [kQueries] how many of the block's keys the row keeps
-  bool masked_;  // whether some weight of the tile has to be cleared
+  T* dv_;          // [kKeys][v_stride_]
+  T* q_;           // [kQueries][k_stride_]
+  T* dout_;        // [kQueries][v_stride_]
+  T* weights_;     // [kQueries][kKeys]
+  T* dscores_;     // [kQueries][kKeys]
+  T* lse_;         // [kQueries] in units of log2; +inf where a row keeps no key
+  T* delta_;       // [kQueries]
+  T* kept_begin_;  // [kQueries] the band's part of the block's keys
+  T* kept_end_;
+  Int<T>* segments_;    // [kKeys]
+  uint32_t* key_bits_;  // [rows][kKeys / kDropoutKeys]
+  T* dbias_;            // [kKeys] sums over the rows of a tile
   size_t workspace_;
+
+  int64_t batch_, kv_head_, head_, chunk_, document_index_;
+  Document document_;
+  int64_t first_block_;  // of backward_reduce
+  int64_t first_sum_;    // row of the sums of dq
+  int64_t first_;        // key of the block
+  int count_;            // keys of the block
+  int most_;             // of which some row of the tile keeps one of these first
+  bool masked_;          // whether the band clears some weight of the tile
+  bool compare_segments_;
+  T slope_;
 };
 
 }  // namespace jax_flash::cpu::JAX_FLASH_ISA

@@ -75,52 +75,88 @@ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Enough items that some tens of threads find work and a causal triangle's unequal items even out.
 constexpr int64_t kEnoughItems = 32;
 
+// Documents of a batch entry share its rows and keys as the arrays say, which a plan does not know: it reckons with
+// documents of equal lengths.
+bool is_packed(const Problem& p) { return p.options.has_cu_q_lengths; }
+int64_t average_length(const Problem& p, int length) {
+  return divide_up(length, is_packed(p) ? p.options.documents : 1);
+}
+
+// Blocks of a head of `rows` rows. See first_block() in ranges.h for the bound when packed.
+int64_t block_count(const Problem& p, int64_t rows, int64_t block_rows) {
+  return is_packed(p) ? rows / block_rows + p.options.documents + 1 : divide_up(rows, block_rows);
+}
+
 ForwardPlan plan_forward(const Problem& p) {
   ForwardPlan plan{};
   int group = p.q_heads / p.kv_heads;
   // Blocks of 48 fill whole panels with every instruction set. Longer ones read K and V less often.
   constexpr int kShort = 48;
-  plan.fold = p.q_length < kShort ? group : 1;
-  plan.rows = plan.fold * p.q_length;
+  int64_t rows = average_length(p, p.q_length);
+  // Not with dropout, whose bits are made for rows of one head.
+  plan.fold = rows < kShort && p.options.dropout_rate == 0 ? group : 1;
+  rows *= plan.fold;
   int64_t heads = int64_t{p.batch} * (p.q_heads / plan.fold);
+  int64_t documents = heads * (is_packed(p) ? p.options.documents : 1);
   plan.block_rows = kShort;
   for (int longer : {192, 96}) {
-    if (heads * divide_up(plan.rows, longer) >= kEnoughItems) {
+    if (documents * divide_up(rows, longer) >= kEnoughItems) {
       plan.block_rows = longer;
       break;
     }
   }
-  plan.block_rows = std::min(plan.block_rows, static_cast<int>(divide_up(plan.rows, 16) * 16));
-  plan.blocks = static_cast<int>(divide_up(plan.rows, plan.block_rows));
+  plan.block_rows = static_cast<int>(std::min<int64_t>(plan.block_rows, divide_up(rows, 16) * 16));
+  plan.blocks = static_cast<int>(block_count(p, int64_t{plan.fold} * p.q_length, plan.block_rows));
   int64_t blocks = heads * plan.blocks;
   // Few blocks and many keys, as in decoding: parts of at least 512 keys.
-  plan.splits = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(kEnoughItems / blocks, p.kv_length / 512)));
+  plan.splits = static_cast<int>(
+      std::max<int64_t>(1, std::min<int64_t>(kEnoughItems / blocks, average_length(p, p.kv_length) / 512)));
   plan.items = blocks * plan.splits;
   return plan;
 }
 
 BackwardPlan plan_backward(const Problem& p) {
   BackwardPlan plan{};
-  int64_t heads = int64_t{p.batch} * p.kv_heads;
+  auto shares_bias = [&](long long stride) { return p.options.has_dbias && stride == 0; };
+  plan.batch_items = shares_bias(p.bias_strides.batch) ? 1 : p.batch;
+  plan.head_items = shares_bias(p.bias_strides.head) ? 1 : p.kv_heads;
+  int64_t heads = int64_t{plan.batch_items} * plan.head_items;
   // At most 8 chunks, for each costs a sum of dq, and at least 192 keys in each.
   plan.chunks =
       static_cast<int>(std::clamp<int64_t>(std::min(divide_up(kEnoughItems, heads), int64_t{p.kv_length} / 192), 1, 8));
-  plan.items = heads * plan.chunks;
+  plan.chunk_items = shares_bias(p.bias_strides.column) ? 1 : plan.chunks;
+  plan.items = heads * plan.chunk_items;
   plan.padded_q_length = divide_up(p.q_length, 8) * 8;
+  if (is_packed(p)) plan.padded_q_length += int64_t{p.options.documents} * 8 + 8;
   plan.padded_head_dim = divide_up(p.head_dim, 16) * 16;
-  plan.row_blocks = static_cast<int>(divide_up(p.q_length, kReduceRows));
+  plan.row_blocks = static_cast<int>(block_count(p, p.q_length, kReduceRows));
   plan.reduce_items = int64_t{p.batch} * p.q_heads * plan.row_blocks;
+  int64_t parts = int64_t{plan.chunks} * p.batch;
+  plan.touched = parts * p.q_heads * plan.padded_q_length * plan.padded_head_dim;
+  plan.dslopes = plan.touched + parts * p.kv_heads * plan.row_blocks;
+  plan.scratch = plan.dslopes + (p.options.has_dalibi_slopes ? parts * p.q_heads * p.options.documents : 0);
   return plan;
+}
+
+// The gradient of bias is summed from zero on.
+void clear_dbias(DType dtype, const Problem& p, const ParallelFor& parallel_for) {
+  if (!p.dbias) return;
+  const Strides& s = p.bias_strides;
+  auto size = [](long long stride, int size) { return stride == 0 ? int64_t{1} : size; };
+  int64_t elements =
+      size(s.batch, p.batch) * size(s.head, p.q_heads) * size(s.row, p.q_length) * size(s.column, p.kv_length);
+  int64_t bytes = elements * static_cast<int64_t>(dtype == DType::f64 ? sizeof(double) : sizeof(float));
+  constexpr int64_t kPart = 1 << 20;
+  parallel_for(divide_up(bytes, kPart), [&](int64_t part) {
+    std::memset(static_cast<char*>(p.dbias) + part * kPart, 0, std::min(kPart, bytes - part * kPart));
+  });
 }
 
 }  // namespace
 
 std::string isa() { return kernels().name; }
 
-int64_t backward_scratch(DType, const Problem& problem) {
-  BackwardPlan plan = plan_backward(problem);
-  return plan.chunks * problem.batch * problem.q_heads * plan.padded_q_length * plan.padded_head_dim;
-}
+int64_t backward_scratch(DType, const Problem& problem) { return plan_backward(problem).scratch; }
 
 void forward(DType dtype, const Problem& problem, const ParallelFor& parallel_for) {
   const Kernels& k = kernels();
@@ -139,7 +175,8 @@ void forward(DType dtype, const Problem& problem, const ParallelFor& parallel_fo
 void backward(DType dtype, const Problem& problem, const ParallelFor& parallel_for) {
   const Kernels& k = kernels();
   BackwardPlan plan = plan_backward(problem);
-  size_t bytes = k.backward_workspace(dtype, problem);
+  size_t bytes = k.backward_workspace(dtype, problem, plan);
+  clear_dbias(dtype, problem, parallel_for);
   parallel_for(plan.items, [&](int64_t item) { k.backward(dtype, problem, plan, item, workspace(bytes)); });
   parallel_for(plan.reduce_items,
                [&](int64_t item) { k.backward_reduce(dtype, problem, plan, item, workspace(bytes)); });

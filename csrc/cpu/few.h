@@ -9,23 +9,32 @@ namespace jax_flash::cpu::JAX_FLASH_ISA {
 // One row of head_dim 64 takes 0.42 of the time of queries in the lanes, 4 rows of head_dim 128 0.6, 8 rows 1.07.
 constexpr int kFewRows = 4;
 
-// Adds `keys` keys to the running softmax and output of R rows. The rows of K and V have `columns`, a multiple of
-// kWidth, elements; a row of q and out has `stride`; scores[R][score_stride] is scratch. Row r keeps kept[r] keys.
-template <int R, typename E>
-void attend_few(int keys, int columns, const E* k, ptrdiff_t k_stride, const E* v, ptrdiff_t v_stride,
-                const Compute<E>* q, Compute<E>* out, ptrdiff_t stride, Compute<E> scale, const int* kept,
-                Compute<E>* scores, ptrdiff_t score_stride, Compute<E>* maximum, Compute<E>* sum) {
+// Rows of head_dim elements, in the caller's array or in ours. `columns` is a multiple of kWidth.
+template <typename E>
+struct Rows {
+  E* data;
+  ptrdiff_t stride;
+  int columns;
+};
+
+// Adds `keys` keys to the running softmax and output of R rows; scores[R][score_stride] is scratch. `finish(row,
+// scores)` gives the scores of a row their last form, -inf up to the next multiple of kWidth included, and
+// `drop(row, weights)` clears weights that have been counted in the sum but are not used.
+template <int R, typename E, typename Finish, typename Drop>
+void attend_few(int keys, const Rows<const E>& k, const Rows<const E>& v, const Rows<Compute<E>>& q,
+                const Rows<Compute<E>>& out, Compute<E> scale, Compute<E>* scores, ptrdiff_t score_stride,
+                Compute<E>* maximum, Compute<E>* sum, Finish finish, Drop drop) {
   using T = Compute<E>;
   constexpr int W = kWidth<T>;
   for (int j = 0; j < keys; ++j) {
-    const E* row = k + j * k_stride;
+    const E* row = k.data + j * k.stride;
     Vec<T> products[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) products[r] = T(0);
-    for (int h = 0; h < columns; h += W) {
+    for (int h = 0; h < k.columns; h += W) {
       Vec<T> key = load_as(row + h);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) products[r] = key * load(q + r * stride + h) + products[r];
+      for (int r = 0; r < R; ++r) products[r] = key * load(q.data + r * q.stride + h) + products[r];
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) scores[r * score_stride + j] = stdx::reduce(products[r]) * scale;
@@ -34,7 +43,7 @@ void attend_few(int keys, int columns, const E* k, ptrdiff_t k_stride, const E* 
   T decay[R];
   for (int r = 0; r < R; ++r) {
     T* s = scores + r * score_stride;
-    for (int j = kept[r]; j < round_up(keys, W); ++j) s[j] = -kInfinity<T>;
+    finish(r, s);
     Vec<T> highest = maximum[r];
     for (int j = 0; j < keys; j += W) highest = stdx::max(highest, load(s + j));
     T before = maximum[r];
@@ -48,6 +57,7 @@ void attend_few(int keys, int columns, const E* k, ptrdiff_t k_stride, const E* 
       total += weight;
     }
     sum[r] = sum[r] * decay[r] + stdx::reduce(total);
+    drop(r, s);
   }
 
   // Several vectors of a row of V at once: whole cache lines, and enough independent sums when R = 1.
@@ -58,12 +68,12 @@ void attend_few(int keys, int columns, const E* k, ptrdiff_t k_stride, const E* 
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-      for (int i = 0; i < NV; ++i) sums[r][i] = load(out + r * stride + h + i * W) * decay[r];
+      for (int i = 0; i < NV; ++i) sums[r][i] = load(out.data + r * out.stride + h + i * W) * decay[r];
     }
     for (int j = 0; j < keys; ++j) {
       Vec<T> value[NV];
 #pragma GCC unroll 8
-      for (int i = 0; i < NV; ++i) value[i] = load_as(v + j * v_stride + h + i * W);
+      for (int i = 0; i < NV; ++i) value[i] = load_as(v.data + j * v.stride + h + i * W);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         Vec<T> weight = scores[r * score_stride + j];
@@ -74,12 +84,12 @@ void attend_few(int keys, int columns, const E* k, ptrdiff_t k_stride, const E* 
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-      for (int i = 0; i < NV; ++i) store(out + r * stride + h + i * W, sums[r][i]);
+      for (int i = 0; i < NV; ++i) store(out.data + r * out.stride + h + i * W, sums[r][i]);
     }
   };
   int h = 0;
-  for (; h + kTogether * W <= columns; h += kTogether * W) add(h, std::integral_constant<int, kTogether>{});
-  for (; h < columns; h += W) add(h, std::integral_constant<int, 1>{});
+  for (; h + kTogether * W <= v.columns; h += kTogether * W) add(h, std::integral_constant<int, kTogether>{});
+  for (; h < v.columns; h += W) add(h, std::integral_constant<int, 1>{});
 }
 
 }  // namespace jax_flash::cpu::JAX_FLASH_ISA

@@ -8,18 +8,9 @@
 
 #include "few.h"
 #include "isa.h"
-#include "pack.h"
-#include "softmax.h"
+#include "scores.h"
 
 namespace jax_flash::cpu::JAX_FLASH_ISA {
-
-constexpr double kLog2E = 1.4426950408889634074;
-constexpr double kLn2 = 0.69314718055994530942;
-
-template <typename E>
-JAX_FLASH_INLINE E* row_of(const Tensor& x, int64_t batch, int64_t row, int64_t head) {
-  return static_cast<E*>(x.data) + batch * x.batch_stride + row * x.row_stride + head * x.head_stride;
-}
 
 // Elements of a row in our buffers: whole vectors, and whole row groups where head_dim stands in the rows of A.
 template <typename T>
@@ -27,7 +18,11 @@ int padded_head_dim(int head_dim) {
   return round_up(head_dim, std::max(kWidth<T>, kRowPadding));
 }
 
-constexpr int key_block(int head_dim) { return head_dim <= 64 ? 256 : head_dim <= 128 ? 192 : 128; }
+// K, V and the panels' own tiles have to stay in the second-level cache together. All are multiples of kSegmentBlock
+// and of kDropoutKeys.
+constexpr int key_block(int head_dim) {
+  return head_dim <= 64 ? 256 : head_dim <= 128 ? 192 : head_dim <= 256 ? 128 : 64;
+}
 
 template <typename E>
 class ForwardItem {
@@ -38,22 +33,36 @@ class ForwardItem {
   ForwardItem(const Problem& p, const ForwardPlan& plan, void* workspace)
       : p_(p),
         plan_(plan),
-        stride_(padded_head_dim<T>(p.head_dim)),
-        // K, V and the panels' own tiles have to stay in the second-level cache together.
-        keys_(key_block(p.head_dim)),
-        panels_((plan.block_rows + kPanel<T> - 1) / kPanel<T>) {
+        options_(p),
+        band_(p.options),
+        dropout_(p.options.dropout_rate),
+        k_stride_(padded_head_dim<T>(p.head_dim)),
+        v_stride_(padded_head_dim<T>(p.value_head_dim)),
+        keys_(key_block(std::max(p.head_dim, p.value_head_dim))),
+        panels_((plan.block_rows + kPanel<T> - 1) / kPanel<T>),
+        bit_rows_((plan.block_rows + kDropoutRows - 1) / kDropoutRows) {
     Arena arena(workspace);
-    int64_t lanes = static_cast<int64_t>(panels_) * kPanel<T>;
-    int64_t key_elements = static_cast<int64_t>(keys_) * stride_;
-    queries_ = arena.take<T>(lanes * stride_);
-    out_ = arena.take<T>(lanes * stride_);
-    k_ = arena.take<T>(key_elements);
-    v_ = arena.take<T>(key_elements);
-    scores_ = arena.take<T>(static_cast<int64_t>(keys_) * std::max(kPanel<T>, kFewRows));
+    int64_t lanes = static_cast<int64_t>(panels_) * kPanel<T>, keys = keys_;
+    queries_ = arena.take<T>(lanes * k_stride_);
+    out_ = arena.take<T>(lanes * std::max(k_stride_, v_stride_));
+    k_ = arena.take<T>(keys * k_stride_);
+    v_ = arena.take<T>(keys * v_stride_);
+    scores_ = arena.take<T>(keys * std::max(kPanel<T>, kFewRows));
     maximum_ = arena.take<T>(lanes);
     sum_ = arena.take<T>(lanes);
     position_ = arena.take<T>(lanes);
     decay_ = arena.take<T>(kPanel<T>);
+    panel_ = arena.take<Panel>(panels_);
+    if (options_.has_addend) {
+      addends_ = arena.take<T>((keys + kWidth<T>)*kPanel<T>);
+      rows_of_options_ = arena.take<typename Scores<E>::Row>(lanes);
+    }
+    if (options_.has_slope) slopes_ = arena.take<T>(lanes);
+    if (options_.has_segments) segments_ = arena.take<Int<T>>(lanes);
+    if (dropout_.active()) {
+      lane_bits_ = arena.take<uint16_t>(keys * bit_rows_);
+      key_bits_ = arena.take<uint32_t>(kDropoutRows * keys / kDropoutKeys);
+    }
     workspace_ = arena.used();
   }
 
@@ -62,43 +71,16 @@ class ForwardItem {
   void run(int64_t item, void* partials) {
     int64_t split = item % plan_.splits, block_item = item / plan_.splits;
     go_to(block_item);
-    // Positions are relative to this one, so that they are small and exact in T.
-    first_position_ = plan_.fold == 1 ? first_row_ : 0;
-    offset_ = p_.q_offset ? p_.q_offset[batch_] : 0;
-    load_queries();
-
-    int64_t limit = key_limit(0, rows_);
-    int64_t share = round_up((limit + plan_.splits - 1) / plan_.splits, int64_t{kRowPadding});
-    int64_t begin = std::min(limit, split * share), end = std::min(limit, begin + share);
-    for (int64_t first = begin; first < end; first += keys_) {
-      int count = static_cast<int>(std::min<int64_t>(keys_, end - first));
-      int64_t kv_head = first_head_ / (p_.q_heads / p_.kv_heads);
-      int padded = round_up(count, kRowPadding);
-      const E* k = row_of<const E>(p_.k, batch_, first, kv_head);
-      const E* v = row_of<const E>(p_.v, batch_, first, kv_head);
-      if (few() && p_.head_dim % kWidth<T> == 0) {
-        attend_few_rows(first, count, k, p_.k.row_stride, v, p_.v.row_stride);
-        continue;
-      }
-      copy_rows(k, p_.k.row_stride, count, p_.head_dim, padded, stride_, k_);
-      copy_rows(v, p_.v.row_stride, count, p_.head_dim, padded, stride_, v_);
-      if (few()) {
-        attend_few_rows<T>(first, count, k_, stride_, v_, stride_);
-        continue;
-      }
-      for (int row = 0; row < rows_; row += kPanel<T>) {
-        int lanes = std::min(kPanel<T>, rows_ - row);
-        int keys = static_cast<int>(std::clamp<int64_t>(key_limit(row, lanes) - first, 0, count));
-        if (keys == 0) continue;
-        with_vectors((lanes + kWidth<T> - 1) / kWidth<T>,
-                     [&](auto nv) __attribute__((always_inline)) { attend<nv.value>(row, lanes, first, keys); });
+    if (rows_ > 0) {
+      load_queries();
+      attend_keys(split);
+      if (plan_.splits == 1) {
+        store_rows();
+      } else {
+        store_partial(partials, block_item * plan_.splits + split);
       }
     }
-    if (plan_.splits == 1) {
-      store_rows();
-    } else {
-      store_partial(partials, block_item * plan_.splits + split);
-    }
+    if (plan_.splits == 1) store_padding();
   }
 
   // Rows of the blocks' splits, weighted by their shares of the softmax's denominator.
@@ -117,23 +99,30 @@ class ForwardItem {
         total += __builtin_exp2(lse_of(split) - highest);
       }
       T* sums = out_;
-      std::memset(sums, 0, sizeof(T) * stride_);
+      std::memset(sums, 0, sizeof(T) * v_stride_);
       for (int split = 0; split < plan_.splits && total != 0; ++split) {
         double weight = __builtin_exp2(lse_of(split) - highest);
         if (weight == 0) continue;
-        const T* part = records + split * record_size() + plan_.block_rows + static_cast<int64_t>(row) * stride_;
-        for (int h = 0; h < stride_; h += kWidth<T>) {
+        const T* part = records + split * record_size() + plan_.block_rows + static_cast<int64_t>(row) * v_stride_;
+        for (int h = 0; h < v_stride_; h += kWidth<T>) {
           store<T>(sums + h, load(sums + h) + Vec<T>(static_cast<T>(weight)) * load(part + h));
         }
       }
-      store_result(row, sums, total == 0 ? 0 : 1 / total, highest, total);
+      store_result(row, sums, highest, total);
     }
+    store_padding();
   }
 
   // Elements of what a split leaves to combine(): the log2-sum-exp2 of its rows, and their outputs.
-  int64_t record_size() const { return static_cast<int64_t>(plan_.block_rows) * (1 + stride_); }
+  int64_t record_size() const { return static_cast<int64_t>(plan_.block_rows) * (1 + v_stride_); }
 
  private:
+  // What the lanes of a panel keep: keys [begin, end) some of them, [bare_begin, bare_end) all of them.
+  struct Panel {
+    int64_t begin, end, bare_begin, bare_end;
+    SegmentRange segments;
+  };
+
   // The last blocks keep the most keys when causal: they go first, so that the threads end together.
   void go_to(int64_t block_item) {
     int heads = p_.q_heads / plan_.fold;
@@ -141,11 +130,20 @@ class ForwardItem {
     int64_t block = plan_.blocks - 1 - block_item / (static_cast<int64_t>(p_.batch) * heads);
     batch_ = head / heads;
     first_head_ = head % heads * plan_.fold;
+    document_index_ = is_packed(p_) ? document_of_block(p_, batch_, block, plan_.fold, plan_.block_rows) : 0;
+    document_ = document(p_, batch_, document_index_);
+    if (is_packed(p_)) block -= first_block(p_, batch_, document_index_, plan_.fold, plan_.block_rows);
     first_row_ = block * plan_.block_rows;
-    rows_ = static_cast<int>(std::min<int64_t>(plan_.block_rows, plan_.rows - first_row_));
+    int64_t rows = plan_.fold * document_.rows, all_rows = plan_.fold * document_.all_rows;
+    rows_ = static_cast<int>(std::clamp<int64_t>(rows - first_row_, 0, plan_.block_rows));
+    int64_t end = std::min(all_rows, first_row_ + plan_.block_rows);
+    padding_begin_ = std::max<int64_t>(first_row_ - rows, 0);
+    padding_end_ = end - rows;
+    // Positions are relative to this one, so that they are small and exact in T.
+    first_position_ = plan_.fold == 1 ? first_row_ : 0;
   }
 
-  bool few() const { return plan_.rows <= kFewRows; }
+  bool few() const { return rows_ <= kFewRows; }
 
   struct Place {
     int64_t t, head;
@@ -153,69 +151,129 @@ class ForwardItem {
   Place place(int row) const {
     int64_t r = first_row_ + row;
     if (plan_.fold == 1) return {r, first_head_};
-    return {r % p_.q_length, first_head_ + r / p_.q_length};
-  }
-
-  // Keys that some of the rows keep: those before the result.
-  int64_t key_limit(int row, int rows) const {
-    if (!p_.options.causal) return p_.kv_length;
-    const T* position = position_ + row;
-    int64_t last = static_cast<int64_t>(*std::max_element(position, position + rows));
-    return std::clamp<int64_t>(first_position_ + last + offset_ + 1, 0, p_.kv_length);
+    return {r % document_.rows, first_head_ + r / document_.rows};
   }
 
   void load_queries() {
+    int lanes = round_up(rows_, few() ? kFewRows : kWidth<T>);
     T* rows = few() ? queries_ : out_;
     // Queries that become lanes pass through out_, which is free until the first product.
-    for (int row = 0; row < rows_; ++row) {
-      Place at = place(row);
+    for (int row = 0; row < lanes; ++row) {
+      // Lanes without a row do as the last one does.
+      Place at = place(std::min(row, rows_ - 1));
       position_[row] = static_cast<T>(at.t - first_position_);
-      copy_row(row_of<const E>(p_.q, batch_, at.t, at.head), p_.head_dim, stride_, rows + row * stride_);
+      if (options_.has_addend) rows_of_options_[row] = options_.row(batch_, at.head, at.t);
+      if (options_.has_slope) slopes_[row] = options_.slope(batch_, document_index_, at.head);
+      if (options_.has_segments) segments_[row] = p_.q_segment_ids[batch_ * p_.q_length + at.t];
+      if (row >= rows_) continue;
+      copy_row(row_of<const E>(p_.q, batch_, document_.first_row + at.t, at.head), p_.head_dim, k_stride_,
+               rows + row * k_stride_);
     }
-    int lanes = round_up(rows_, few() ? kFewRows : kWidth<T>);
-    std::memset(rows + rows_ * stride_, 0, sizeof(T) * (lanes - rows_) * stride_);
-    std::fill(position_ + rows_, position_ + lanes, position_[rows_ - 1]);
-    if (!few()) transpose_to_panels(out_, stride_, lanes, p_.head_dim, queries_);
-    std::memset(out_, 0, sizeof(T) * panels_ * kPanel<T> * stride_);
+    std::memset(rows + rows_ * k_stride_, 0, sizeof(T) * (lanes - rows_) * k_stride_);
+    if (!few()) transpose_to_panels(out_, k_stride_, lanes, p_.head_dim, queries_);
+    std::memset(out_, 0, sizeof(T) * panels_ * kPanel<T> * v_stride_);
     std::fill(maximum_, maximum_ + lanes, -kInfinity<T>);
     std::memset(sum_, 0, sizeof(T) * lanes);
+    // The head's, for rows are folded only without dropout.
+    if (dropout_.active()) dropout_.seed(options_.seed(batch_, document_index_, first_head_));
   }
 
-  template <typename Element>
-  void attend_few_rows(int64_t first, int count, const Element* k, ptrdiff_t k_stride, const Element* v,
-                       ptrdiff_t v_stride) {
-    int kept[kFewRows] = {};
-    for (int row = 0; row < rows_; ++row) {
-      kept[row] = static_cast<int>(std::clamp<int64_t>(key_limit(row, 1) - first, 0, count));
+  // What `rows` rows from `row` on keep.
+  Panel panel_of(int row, int rows) const {
+    const T* position = position_ + row;
+    int64_t first = first_position_ + static_cast<int64_t>(*std::min_element(position, position + rows));
+    int64_t last = first_position_ + static_cast<int64_t>(*std::max_element(position, position + rows));
+    Panel panel{band_.begin(document_, first),
+                band_.end(document_, last),
+                band_.begin(document_, last),
+                band_.end(document_, first),
+                {}};
+    panel.end = std::max(panel.begin, panel.end);
+    if (options_.has_segments) {
+      panel.segments = row_segments(p_, batch_, first, last + 1);
+      panel.begin = round_down(panel.begin, kSegmentBlock);
+      KeyRange keys = trim(p_, batch_, panel.segments, {panel.begin, panel.end});
+      panel.begin = keys.begin;
+      panel.end = keys.end;
     }
-    T scale = static_cast<T>(p_.options.scale * kLog2E);
-    auto attend = [&](auto rows) {
-      attend_few<rows.value>(count, round_up(p_.head_dim, kWidth<T>), k, k_stride, v, v_stride, queries_, out_, stride_,
-                             scale, kept, scores_, keys_, maximum_, sum_);
-    };
-    if (rows_ == 1) return attend(std::integral_constant<int, 1>{});
-    if (rows_ == 2) return attend(std::integral_constant<int, 2>{});
-    attend(std::integral_constant<int, kFewRows>{});
+    return panel;
   }
 
+  void attend_keys(int64_t split) {
+    for (int row = 0; row < rows_; row += kPanel<T>) panel_[row / kPanel<T>] = panel_of(row, lanes_of(row));
+    Panel all = panel_of(0, rows_);
+    int64_t begin = round_down(all.begin, kSegmentBlock), end = all.end;
+    int64_t share = round_up((end - begin + plan_.splits - 1) / plan_.splits, int64_t{kSegmentBlock});
+    begin = std::min(end, begin + split * share);
+    end = std::min(end, begin + share);
+    while (begin < end) {
+      KeyRange block{begin, std::min<int64_t>(end, begin + keys_)};
+      if (options_.has_segments) {
+        // What holds no pair in the middle of the range is skipped here, block by block.
+        block = trim(p_, batch_, all.segments, {begin, end});
+        end = block.end;
+        block.end = std::min(end, block.begin + keys_);
+      }
+      if (block.begin >= block.end) break;
+      attend_block(block.begin, static_cast<int>(block.end - block.begin));
+      begin = block.begin + keys_;
+    }
+  }
+
+  int lanes_of(int row) const { return std::min(kPanel<T>, rows_ - row); }
+
+  // `first` is a multiple of kSegmentBlock.
+  void attend_block(int64_t first, int count) {
+    int64_t kv_head = first_head_ / (p_.q_heads / p_.kv_heads);
+    int padded = round_up(count, kRowPadding);
+    const E* k = row_of<const E>(p_.k, batch_, document_.first_key + first, kv_head);
+    const E* v = row_of<const E>(p_.v, batch_, document_.first_key + first, kv_head);
+    if (few() && p_.head_dim % kWidth<T> == 0 && p_.value_head_dim % kWidth<T> == 0) {
+      return attend_few_rows<E>(first, count, {k, p_.k.row_stride, p_.head_dim},
+                                {v, p_.v.row_stride, p_.value_head_dim});
+    }
+    copy_rows(k, p_.k.row_stride, count, p_.head_dim, padded, k_stride_, k_);
+    copy_rows(v, p_.v.row_stride, count, p_.value_head_dim, padded, v_stride_, v_);
+    if (few()) {
+      return attend_few_rows<T>(first, count, {k_, k_stride_, round_up(p_.head_dim, kWidth<T>)},
+                                {v_, v_stride_, round_up(p_.value_head_dim, kWidth<T>)});
+    }
+    if (dropout_.active()) fill_lane_bits(first, count);
+    for (int row = 0; row < rows_; row += kPanel<T>) {
+      const Panel& panel = panel_[row / kPanel<T>];
+      int64_t begin = round_down(std::clamp<int64_t>(panel.begin - first, 0, count), kRowPadding);
+      int keys = static_cast<int>(std::clamp<int64_t>(panel.end - first, begin, count) - begin);
+      if (keys == 0) continue;
+      with_vectors((lanes_of(row) + kWidth<T> - 1) / kWidth<T>, [&](auto nv) __attribute__((always_inline)) {
+        attend<nv.value>(row, panel, first, static_cast<int>(begin), keys);
+      });
+    }
+  }
+
+  // A panel against `keys` keys, the first of which is the block's key `begin`, a multiple of kRowPadding.
   template <int NV>
-  void attend(int row, int lanes, int64_t first, int keys) {
+  void attend(int row, const Panel& panel, int64_t block, int begin, int keys) {
     const T* queries = queries_ + static_cast<int64_t>(row) * p_.head_dim;
-    T* out = out_ + static_cast<int64_t>(row) * stride_;
+    const T* k = k_ + static_cast<int64_t>(begin) * k_stride_;
+    const T* v = v_ + static_cast<int64_t>(begin) * v_stride_;
+    T* out = out_ + static_cast<int64_t>(row) * v_stride_;
     T* scores = scores_;
     // Not folded into the queries: products of 16-bit numbers are exact, those of scaled ones are not.
     Vec<T> scale = static_cast<T>(p_.options.scale * kLog2E);
     for (int j = 0; j < keys; j += kRows) {
-      dot_kernel<NV>(p_.head_dim, k_ + j * stride_, stride_, queries, kPanel<T>,
+      dot_kernel<NV>(p_.head_dim, k + j * k_stride_, k_stride_, queries, kPanel<T>,
                      [&](int i, int v, const Vec<T>& sum) __attribute__((always_inline)) {
                        store<T>(scores + (j + i) * kPanel<T> + v * kWidth<T>, sum * scale);
                      });
     }
-    if (p_.options.causal) mask<NV>(row, lanes, first, keys);
+    if (options_.any()) apply_options<NV>(row, block + begin, keys);
+    if (options_.has_segments) compare_segments<NV>(row, panel, block + begin, keys);
+    if (band_.limited()) mask<NV>(row, panel, block + begin, keys);
     online_softmax<NV>(keys, scores, maximum_ + row, sum_ + row, decay_);
+    if (dropout_.active()) drop<NV>(row, begin, keys);
     const T* decay = decay_;
-    for (int h = 0; h < p_.head_dim; h += kRows) {
-      micro_kernel<NV, Layout::column_major>(keys, v_ + h, stride_, scores, kPanel<T>,
+    for (int h = 0; h < p_.value_head_dim; h += kRows) {
+      micro_kernel<NV, Layout::column_major>(keys, v + h, v_stride_, scores, kPanel<T>,
                                              [&](int i, int v, const Vec<T>& sum) __attribute__((always_inline)) {
                                                T* o = out + (h + i) * kPanel<T> + v * kWidth<T>;
                                                store<T>(o, load(o) * load(decay + v * kWidth<T>) + sum);
@@ -223,79 +281,261 @@ class ForwardItem {
     }
   }
 
-  template <int NV>
-  void mask(int row, int lanes, int64_t first, int keys) {
-    // Key s is kept by positions >= s - q_offset.
-    const T* position = position_ + row;
-    int64_t lowest = static_cast<int64_t>(*std::min_element(position, position + lanes));
-    int64_t needed = first - offset_ - first_position_;
-    for (int64_t j = std::max<int64_t>(0, lowest + 1 - needed); j < keys; ++j) {
-      T bound = static_cast<T>(needed + j);
+  // Changes the scores of the panel's tile: change(j, vector, score) for key j.
+  template <int NV, typename Change>
+  JAX_FLASH_INLINE void change_scores(int begin, int end, Change change) {
+    for (int j = begin; j < end; ++j) {
+#pragma GCC unroll 3
       for (int v = 0; v < NV; ++v) {
         T* s = scores_ + j * kPanel<T> + v * kWidth<T>;
         Vec<T> score = load(s);
-        stdx::where(load(position + v * kWidth<T>) < bound, score) = -kInfinity<T>;
+        change(j, v, score);
         store(s, score);
       }
+    }
+  }
+
+  // The distance of position row `row` from key `first`, as position_ counts.
+  int64_t relative(int64_t first) const { return first - document_.offset - first_position_; }
+
+  template <int NV>
+  __attribute__((noinline)) void mask(int row, const Panel& panel, int64_t first, int keys) {
+    // Key s is kept by positions from s - right to s + left.
+    const T* position = position_ + row;
+    int64_t key = relative(first);
+    auto clear = [&](int begin, int end) __attribute__((always_inline)) {
+      change_scores<NV>(begin, end, [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
+        Vec<T> at = load(position + v * kWidth<T>);
+        stdx::where(at < static_cast<T>(key + j - band_.right), score) = -kInfinity<T>;
+        stdx::where(at > static_cast<T>(key + j + band_.left), score) = -kInfinity<T>;
+      });
+    };
+    int bare_begin = static_cast<int>(std::clamp<int64_t>(panel.bare_begin - first, 0, keys));
+    int bare_end = static_cast<int>(std::clamp<int64_t>(panel.bare_end - first, bare_begin, keys));
+    clear(0, bare_begin);
+    clear(bare_end, keys);
+  }
+
+  template <int NV>
+  __attribute__((noinline)) void compare_segments(int row, const Panel& panel, int64_t first, int keys) {
+    if (panel.segments.is_only(key_segments(p_, batch_, first, first + keys))) return;
+    const int* segments = p_.kv_segment_ids + batch_ * p_.kv_length + first;
+    IntVec<T> own[NV];
+    for (int v = 0; v < NV; ++v) own[v] = IntVec<T>(segments_ + row + v * kWidth<T>, stdx::element_aligned);
+    change_scores<NV>(0, keys, [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
+      put_where<T>(own[v] != Int<T>{segments[j]}, score, -kInfinity<T>);
+    });
+  }
+
+  // Softcap, then bias and mask, then ALiBi.
+  template <int NV>
+  __attribute__((noinline)) void apply_options(int row, int64_t first, int keys) {
+    if (options_.has_cap) {
+      change_scores<NV>(
+          0, keys, [&](int, int, Vec<T>& score) __attribute__((always_inline)) { score = options_.cap(score).value; });
+    }
+    if (options_.has_addend) {
+      fill_addends<NV>(row, first, keys);
+      change_scores<NV>(0, keys, [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
+        score = options_.add(score, load(addends_ + j * kPanel<T> + v * kWidth<T>));
+      });
+    }
+    if (options_.has_slope) {
+      int64_t key = relative(first);
+      change_scores<NV>(0, keys, [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
+        Vec<T> distance = stdx::abs(load(position_ + row + v * kWidth<T>) - static_cast<T>(key + j));
+        score -= load(slopes_ + row + v * kWidth<T>) * distance;
+      });
+    }
+  }
+
+  // Bias and mask lie with keys in the lanes; here queries do.
+  template <int NV>
+  void fill_addends(int row, int64_t first, int keys) {
+    constexpr int W = kWidth<T>;
+    for (int v = 0; v < NV; ++v) {
+      const typename Scores<E>::Row* rows = rows_of_options_ + row + v * W;
+      for (int j = 0; j < keys; j += W) {
+        Vec<T> tile[W];
+        for (int i = 0; i < W; ++i) tile[i] = options_.addend(rows[i], first + j);
+        transpose<T>(tile);
+        for (int i = 0; i < W; ++i) store(addends_ + (j + i) * kPanel<T> + v * W, tile[i]);
+      }
+    }
+  }
+
+  // lane_bits_[j][row / 16], of the keys that the rows may keep.
+  void fill_lane_bits(int64_t first, int count) {
+    for (int row = 0; row < rows_; row += kDropoutRows) {
+      int64_t t = first_row_ + row;
+      int64_t begin = std::clamp<int64_t>(band_.begin(document_, t) - first, 0, count);
+      int64_t end = std::clamp<int64_t>(band_.end(document_, t + kDropoutRows - 1) - first, 0, count);
+      for (int64_t j = round_down(begin, kDropoutKeys); j < end; j += kDropoutKeys) {
+        dropout_.bits_of_rows(t, first + j, lane_bits_ + j * bit_rows_ + row / kDropoutRows, bit_rows_);
+      }
+    }
+  }
+
+  template <int NV>
+  __attribute__((noinline)) void drop(int row, int begin, int keys) {
+    change_scores<NV>(0, keys, [&](int j, int v, Vec<T>& weight) __attribute__((always_inline)) {
+      int lane = row + v * kWidth<T>;
+      uint32_t bits = lane_bits_[(begin + j) * bit_rows_ + lane / kDropoutRows] >> (lane % kDropoutRows);
+      put_where<T>(spread_bits<T>(bits) == 0, weight, T(0));
+    });
+  }
+
+  template <typename Element>
+  void attend_few_rows(int64_t first, int count, const Rows<const Element>& k, const Rows<const Element>& v) {
+    if (dropout_.active()) {
+      for (int row = 0; row < rows_; ++row) {
+        for (int j = 0; j < count; j += kDropoutKeys) {
+          dropout_.bits_of_keys(first_row_, first + j, row, key_bits_ + j / kDropoutKeys, keys_ / kDropoutKeys);
+        }
+      }
+    }
+    auto attend = [&](auto rows) {
+      attend_few<rows.value>(
+          count, k, v, {queries_, k_stride_, 0}, {out_, v_stride_, 0}, static_cast<T>(p_.options.scale * kLog2E),
+          scores_, keys_, maximum_, sum_, [&](int row, T* scores) { finish_few(row, first, count, scores); },
+          [&](int row, T* weights) {
+            if (dropout_.active()) drop_few(row, count, weights);
+          });
+    };
+    if (rows_ == 1) return attend(std::integral_constant<int, 1>{});
+    if (rows_ == 2) return attend(std::integral_constant<int, 2>{});
+    attend(std::integral_constant<int, kFewRows>{});
+  }
+
+  // The scores of a row with keys in the lanes.
+  void finish_few(int row, int64_t first, int count, T* scores) {
+    int64_t t = first_position_ + static_cast<int64_t>(position_[row]);
+    if (options_.any() || options_.has_segments) {
+      for (int j = 0; j < count; j += kWidth<T>) {
+        Vec<T> score = load(scores + j);
+        if (options_.has_cap) score = options_.cap(score).value;
+        if (options_.has_addend) score = options_.add(score, options_.addend(rows_of_options_[row], first + j));
+        if (options_.has_slope) {
+          score -= slopes_[row] * stdx::abs(static_cast<T>(t + document_.offset - first - j) - iota<T>());
+        }
+        store(scores + j, score);
+      }
+    }
+    if (options_.has_segments) {
+      const int* segments = p_.kv_segment_ids + batch_ * p_.kv_length + first;
+      for (int j = 0; j < count; ++j) {
+        if (segments[j] != segments_[row]) scores[j] = -kInfinity<T>;
+      }
+    }
+    int begin = static_cast<int>(std::clamp<int64_t>(band_.begin(document_, t) - first, 0, count));
+    int end = static_cast<int>(std::clamp<int64_t>(band_.end(document_, t) - first, begin, count));
+    std::fill(scores, scores + begin, -kInfinity<T>);
+    std::fill(scores + end, scores + round_up(count, kWidth<T>), -kInfinity<T>);
+  }
+
+  void drop_few(int row, int count, T* weights) {
+    for (int j = 0; j < count; j += kWidth<T>) {
+      uint32_t bits = key_bits_[row * (keys_ / kDropoutKeys) + j / kDropoutKeys] >> (j % kDropoutKeys);
+      Vec<T> weight = load(weights + j);
+      put_where<T>(spread_bits<T>(bits) == 0, weight, T(0));
+      store(weights + j, weight);
     }
   }
 
   // The row of out, apart from its normalisation.
   void gather(int row, T* to) const {
     if (few()) {
-      std::memcpy(to, out_ + row * stride_, sizeof(T) * stride_);
+      std::memcpy(to, out_ + row * v_stride_, sizeof(T) * v_stride_);
       return;
     }
-    const T* from = out_ + static_cast<int64_t>(row / kPanel<T> * kPanel<T>) * stride_ + row % kPanel<T>;
-    for (int h = 0; h < p_.head_dim; ++h) to[h] = from[h * kPanel<T>];
+    const T* from = out_ + static_cast<int64_t>(row / kPanel<T> * kPanel<T>) * v_stride_ + row % kPanel<T>;
+    for (int h = 0; h < p_.value_head_dim; ++h) to[h] = from[h * kPanel<T>];
   }
 
   void store_rows() {
-    T* buffer = k_;
+    T* buffer = v_;
     for (int row = 0; row < rows_; ++row) {
       gather(row, buffer);
-      T total = sum_[row];
-      store_result(row, buffer, total == 0 ? 0 : 1 / static_cast<double>(total), maximum_[row], total);
+      store_result(row, buffer, maximum_[row], sum_[row]);
     }
   }
 
   void store_partial(void* partials, int64_t record) {
     T* lse = static_cast<T*>(partials) + record * record_size();
     T* out = lse + plan_.block_rows;
-    for (int row = 0; row < rows_; ++row, out += stride_) {
+    for (int row = 0; row < rows_; ++row, out += v_stride_) {
       gather(row, out);
       T total = sum_[row];
       lse[row] = total == 0 ? -kInfinity<T> : static_cast<T>(double{maximum_[row]} + __builtin_log2(total));
       Vec<T> factor = total == 0 ? 0 : 1 / total;
-      for (int h = 0; h < stride_; h += kWidth<T>) store<T>(out + h, load(out + h) * factor);
+      for (int h = 0; h < v_stride_; h += kWidth<T>) store<T>(out + h, load(out + h) * factor);
     }
   }
 
-  // `highest` and `total` as in log2-sum-exp2 = highest + log2(total). A row that keeps no key has total = 0.
-  void store_result(int row, const T* sums, double factor, double highest, double total) {
+  // `sums` are the weights' products with V, the weights being exp2(score - highest), their sum `total`. A row that
+  // keeps no key has total = 0.
+  void store_result(int row, const T* sums, double highest, double total) {
     Place at = place(row);
-    store_row(sums, p_.head_dim, static_cast<T>(factor), row_of<E>(p_.out, batch_, at.t, at.head));
+    double share = 1;  // of the unsunk weights when a sink raises `highest`
+    if (p_.sinks) {
+      double sink = options_.sink(batch_, at.head) * kLog2E;
+      if (total == 0) highest = -kInfinity<double>;
+      double raised = sink > highest ? sink : highest;
+      if (raised != -kInfinity<double>) {
+        share = __builtin_exp2(highest - raised);
+        total = total * share + __builtin_exp2(sink - raised);
+        highest = raised;
+      }
+    }
+    double factor = total == 0 ? 0 : share / total * dropout_.factor();
+    int64_t t = document_.first_row + at.t;
+    store_row(sums, p_.value_head_dim, static_cast<T>(factor), row_of<E>(p_.out, batch_, t, at.head));
     double lse = total == 0 ? -kInfinity<double> : (highest + __builtin_log2(total)) * kLn2;
-    static_cast<T*>(p_.lse)[(batch_ * p_.q_heads + at.head) * p_.q_length + at.t] = static_cast<T>(lse);
+    lse_of(t, at.head) = static_cast<T>(lse);
   }
+
+  // Rows that are padding are numbered as rows that are not.
+  void store_padding() {
+    int64_t padding = document_.all_rows - document_.rows;
+    for (int64_t r = padding_begin_; r < padding_end_; ++r) {
+      int64_t t = document_.first_row + document_.rows + r % padding, head = first_head_ + r / padding;
+      std::memset(row_of<E>(p_.out, batch_, t, head), 0, sizeof(E) * p_.value_head_dim);
+      lse_of(t, head) = options_.sink(batch_, head);
+    }
+  }
+
+  T& lse_of(int64_t t, int64_t head) { return static_cast<T*>(p_.lse)[(batch_ * p_.q_heads + head) * p_.q_length + t]; }
 
   const Problem& p_;
   const ForwardPlan& plan_;
-  int stride_;  // of a row of k_ and v_; rows of a panel of out_
-  int keys_;    // of a block, a multiple of kRowPadding
+  const Scores<E> options_;
+  const Band band_;
+  Dropout dropout_;
+  int k_stride_;  // of a row of k_
+  int v_stride_;  // of a row of v_; rows of a panel of out_
+  int keys_;      // of a block
   int panels_;
-  T* queries_;  // [panel][head_dim][kPanel]; [row][stride_] when few
-  T* out_;      // [panel][stride_][kPanel], not normalised; [row][stride_] when few
-  T* k_;        // [keys_][stride_]
-  T* v_;        // [keys_][stride_]
-  T* scores_;   // [keys_][kPanel]; [row][keys_] when few
-  T* maximum_;  // [panel][kPanel], and so on
+  int bit_rows_;  // groups of kDropoutRows rows
+  T* queries_;    // [panel][head_dim][kPanel]; [row][k_stride_] when few
+  T* out_;        // [panel][v_stride_][kPanel], not normalised; [row][v_stride_] when few
+  T* k_;          // [keys_][k_stride_]
+  T* v_;          // [keys_][v_stride_]
+  T* scores_;     // [keys_][kPanel]; [row][keys_] when few
+  T* maximum_;    // [panel][kPanel], and so on
   T* sum_;
   T* position_;  // of the lanes' queries, less first_position_
   T* decay_;     // [kPanel]
+  Panel* panel_;
+  T* addends_;                                // [keys_][kPanel] what bias and mask add
+  typename Scores<E>::Row* rows_of_options_;  // [panel][kPanel], and so on
+  T* slopes_;
+  Int<T>* segments_;
+  uint16_t* lane_bits_;  // [keys_][bit_rows_]
+  uint32_t* key_bits_;   // [kDropoutRows][keys_ / kDropoutKeys]
   size_t workspace_;
 
-  int64_t batch_, first_head_, first_row_, first_position_, offset_;
+  int64_t batch_, first_head_, document_index_, first_row_, first_position_, padding_begin_, padding_end_;
+  Document document_;
   int rows_;
 };
 

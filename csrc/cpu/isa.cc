@@ -46,16 +46,16 @@ void forward_combine(DType dtype, const Problem& p, const ForwardPlan& plan, int
   with_element(dtype, [&](auto e) { ForwardItem<Element<decltype(e)>>(p, plan, workspace).combine(item, partials); });
 }
 
-size_t backward_workspace(DType dtype, const Problem& p) {
-  return with_element(dtype, [&](auto e) { return BackwardItem<Element<decltype(e)>>(p, nullptr).workspace(); });
+size_t backward_workspace(DType dtype, const Problem& p, const BackwardPlan& plan) {
+  return with_element(dtype, [&](auto e) { return BackwardItem<Element<decltype(e)>>(p, plan, nullptr).workspace(); });
 }
 
 void backward(DType dtype, const Problem& p, const BackwardPlan& plan, int64_t item, void* workspace) {
-  with_element(dtype, [&](auto e) { BackwardItem<Element<decltype(e)>>(p, workspace).run(plan, item); });
+  with_element(dtype, [&](auto e) { BackwardItem<Element<decltype(e)>>(p, plan, workspace).run(item); });
 }
 
 void backward_reduce(DType dtype, const Problem& p, const BackwardPlan& plan, int64_t item, void* workspace) {
-  with_element(dtype, [&](auto e) { BackwardItem<Element<decltype(e)>>(p, workspace).reduce(plan, item); });
+  with_element(dtype, [&](auto e) { BackwardItem<Element<decltype(e)>>(p, plan, workspace).reduce(item); });
 }
 
 }  // namespace

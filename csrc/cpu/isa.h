@@ -13,19 +13,25 @@ namespace jax_flash::cpu {
 
 struct ForwardPlan {
   int fold;        // query heads of one key head whose rows stand in one block: the group for short queries, else 1
-  int rows;        // rows of a folded head: fold * q_length
-  int block_rows;  // rows of a block
-  int blocks;      // blocks of a folded head
+  int block_rows;  // rows of a block, a multiple of 16
+  int blocks;      // blocks of a folded head; when packed a bound, which fits any lengths of the documents
   int splits;      // parts of the keys that are attended to apart, their results combined by forward_combine
   int64_t items;   // batch * q_heads / fold * blocks * splits
 };
 
+// The scratch holds sums of dq [chunks][batch][q_heads][padded_q_length][padded_head_dim], and what follows them.
 struct BackwardPlan {
   int chunks;               // parts of the key blocks, each with its own sum of dq
-  int64_t items;            // batch * kv_heads * chunks
-  int64_t padded_q_length;  // rows of a head in a sum of dq
+  int batch_items;          // batch; 1 when its entries share dbias, and so are one item
+  int head_items;           // kv_heads or 1, likewise
+  int chunk_items;          // chunks or 1, likewise
+  int64_t items;            // batch_items * head_items * chunk_items
+  int64_t padded_q_length;  // rows of a head in a sum of dq, with a padding for each document
   int64_t padded_head_dim;  // elements of such a row
-  int row_blocks;           // blocks of a head in backward_reduce
+  int64_t touched;          // where in the scratch it says which sums are there: [chunks][batch][kv_heads][row_blocks]
+  int64_t dslopes;          // and [chunks][batch][q_heads][documents]; only with the gradient of the slopes
+  int64_t scratch;          // elements in all
+  int row_blocks;           // blocks of a head in backward_reduce; when packed a bound, as above
   int64_t reduce_items;     // batch * q_heads * row_blocks
 };
 
@@ -35,7 +41,7 @@ struct Kernels {
   const char* name;
   // Bytes of the buffer, aligned to 64 bytes, that a thread lends to an item.
   size_t (*forward_workspace)(DType, const Problem&, const ForwardPlan&);
-  size_t (*backward_workspace)(DType, const Problem&);
+  size_t (*backward_workspace)(DType, const Problem&, const BackwardPlan&);
   // Bytes of a split's result, per item; only for splits > 1.
   size_t (*forward_partial)(DType, const Problem&, const ForwardPlan&);
 
@@ -44,9 +50,9 @@ struct Kernels {
   // Writes out and lse from the partial results; splits items make one of these.
   void (*forward_combine)(DType, const Problem&, const ForwardPlan&, int64_t item, void* workspace,
                           const void* partials);
-  // Writes dk and dv, and the chunk's sum of dq into Problem::scratch.
+  // Writes dk and dv, adds to dbias, and leaves sums of dq and of the slopes' gradients in Problem::scratch.
   void (*backward)(DType, const Problem&, const BackwardPlan&, int64_t item, void* workspace);
-  // Adds up the sums of the chunks and writes dq.
+  // Adds up the sums of the chunks; writes dq and dalibi_slopes.
   void (*backward_reduce)(DType, const Problem&, const BackwardPlan&, int64_t item, void* workspace);
 };
 

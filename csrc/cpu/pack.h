@@ -1,6 +1,8 @@
 // Copies between the caller's arrays and the tiles: converted to what is computed in, padded, transposed.
 #pragma once
 
+#include <utility>
+
 #include "gemm.h"
 
 namespace jax_flash::cpu::JAX_FLASH_ISA {
@@ -35,6 +37,35 @@ void transpose_to_panels(const T* from, ptrdiff_t stride, int rows, int columns,
     for (int c = 0; c < columns; ++c) {
       for (int lane = 0; lane < lanes; ++lane) to[c * N + lane] = from[(first + lane) * stride + c];
     }
+  }
+}
+
+// The first halves of a and b interleaved, or the second ones.
+template <typename T, bool second>
+JAX_FLASH_INLINE Vec<T> interleave(const Vec<T>& a, const Vec<T>& b) {
+  constexpr int W = kWidth<T>;
+  using V = Native<T, W>;
+  using I = Native<Int<T>, W>;
+  auto picks = []<int... i>(std::integer_sequence<int, i...>) {
+    return I{((i & 1) * W + i / 2 + (second ? W / 2 : 0))...};
+  };
+  return bits_as<Vec<T>>(__builtin_shuffle(bits_as<V>(a), bits_as<V>(b), picks(std::make_integer_sequence<int, W>{})));
+}
+
+// Rows become columns: one interleaving of rows i and i + W / 2 for each bit of the index.
+template <typename T>
+JAX_FLASH_INLINE void transpose(Vec<T> (&x)[kWidth<T>]) {
+  constexpr int W = kWidth<T>;
+#pragma GCC unroll 4
+  for (int stage = 1; stage < W; stage *= 2) {
+    Vec<T> y[W];
+#pragma GCC unroll 16
+    for (int i = 0; i < W / 2; ++i) {
+      y[2 * i] = interleave<T, false>(x[i], x[i + W / 2]);
+      y[2 * i + 1] = interleave<T, true>(x[i], x[i + W / 2]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) x[i] = y[i];
   }
 }
 

@@ -7,7 +7,7 @@
 #include <experimental/simd>
 #include <type_traits>
 
-#if defined(__F16C__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
@@ -25,6 +25,16 @@ template <typename T>
 using Int = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
 template <typename T>
 constexpr int kWidth = static_cast<int>(Vec<T>::size());
+template <typename T>
+using IntVec = stdx::rebind_simd_t<Int<T>, Vec<T>>;
+
+// The compiler's own vectors, for what std::experimental::simd has no words for, or makes poor code of.
+template <typename T, int lanes>
+struct NativeVector {
+  typedef T type __attribute__((vector_size(lanes * sizeof(T))));
+};
+template <typename T, int lanes>
+using Native = typename NativeVector<T, lanes>::type;
 
 // How elements lie in the caller's arrays; Compute<E> is what they are computed in.
 struct Half {
@@ -58,11 +68,25 @@ JAX_FLASH_INLINE Vec<T> iota() {
   return Vec<T>([](auto i) { return static_cast<T>(static_cast<int>(i)); });
 }
 
-// Conversions of 16-bit elements, kWidth<float> at a time. std::experimental::simd makes poor code of them, so they
-// are written on the compiler's vectors.
-typedef uint16_t U16 __attribute__((vector_size(2 * kWidth<float>)));
-typedef uint32_t U32 __attribute__((vector_size(4 * kWidth<float>)));
-typedef float F32 __attribute__((vector_size(4 * kWidth<float>)));
+// Puts `value` into the lanes of x where `condition`, a comparison of integers, holds.
+template <typename T>
+JAX_FLASH_INLINE void put_where(const typename IntVec<T>::mask_type& condition, Vec<T>& x, T value) {
+  IntVec<T> bits = bits_as<IntVec<T>>(x);
+  stdx::where(condition, bits) = bits_as<Int<T>>(value);
+  x = bits_as<Vec<T>>(bits);
+}
+
+// Lane i is not 0 where bit i of `bits` is set.
+template <typename T>
+JAX_FLASH_INLINE IntVec<T> spread_bits(uint32_t bits) {
+  IntVec<T> lane_bit([](auto i) { return Int<T>{1} << static_cast<int>(i); });
+  return IntVec<T>(static_cast<Int<T>>(bits)) & lane_bit;
+}
+
+// Conversions of 16-bit elements, kWidth<float> at a time.
+using U16 = Native<uint16_t, kWidth<float>>;
+using U32 = Native<uint32_t, kWidth<float>>;
+using F32 = Native<float, kWidth<float>>;
 
 JAX_FLASH_INLINE F32 widen(U16 x, BFloat16) { return bits_as<F32>(__builtin_convertvector(x, U32) << 16); }
 
@@ -157,6 +181,19 @@ JAX_FLASH_INLINE void store_some(E* p, const Vec<Compute<E>>& v, int count) {
   std::memcpy(p, buffer, count * sizeof(E));
 }
 
+// kWidth booleans, `count` of them read: lanes that are 0 or 1.
+template <typename T>
+JAX_FLASH_INLINE IntVec<T> load_bools(const bool* p, int64_t count) {
+  constexpr int W = kWidth<T>;
+  Native<uint8_t, W> bytes = {};
+  if (count >= W) {
+    std::memcpy(&bytes, p, W);
+  } else {
+    std::memcpy(&bytes, p, count);
+  }
+  return bits_as<IntVec<T>>(__builtin_convertvector(bytes, Native<Int<T>, W>));
+}
+
 // 2^x for x in [-inf, 128) (float) or [-inf, 1024) (double); NaN gives NaN. Below -126 (-1022) the result is 0: there
 // are no subnormal results. Above the range the result is meaningless.
 //
@@ -198,6 +235,56 @@ JAX_FLASH_INLINE Vec<double> exp2(const Vec<double>& x) {
   y = bits_as<Vec<double>>(bits_as<I>(y) + (bits_as<I>(shifted) << 52));
   stdx::where(x < -1022.0, y) = 0.0;
   return y;
+}
+
+// 2^f - 1 for |f| <= 0.5, with a small relative error near 0 too: f times a Taylor polynomial.
+JAX_FLASH_INLINE Vec<float> exp2_minus_1(const Vec<float>& f) {
+  Vec<float> y = 0x1.ffcbfcp-17f;
+  y = y * f + 0x1.430912p-13f;
+  y = y * f + 0x1.5d87fep-10f;
+  y = y * f + 0x1.3b2ab6p-7f;
+  y = y * f + 0x1.c6b08ep-5f;
+  y = y * f + 0x1.ebfbe0p-3f;
+  y = y * f + 0x1.62e430p-1f;
+  return y * f;
+}
+
+JAX_FLASH_INLINE Vec<double> exp2_minus_1(const Vec<double>& f) {
+  Vec<double> y = 0x1.314964d5878a9p-44;
+  y = y * f + 0x1.816193166d0f9p-40;
+  y = y * f + 0x1.c3bd650fc2986p-36;
+  y = y * f + 0x1.e8cac7351bb25p-32;
+  y = y * f + 0x1.e4cf5158b8ecap-28;
+  y = y * f + 0x1.b5253d395e7c4p-24;
+  y = y * f + 0x1.62c0223a5c824p-20;
+  y = y * f + 0x1.ffcbfc588b0c7p-17;
+  y = y * f + 0x1.430912f86c787p-13;
+  y = y * f + 0x1.5d87fe78a6731p-10;
+  y = y * f + 0x1.3b2ab6fba4e77p-7;
+  y = y * f + 0x1.c6b08d704a0c0p-5;
+  y = y * f + 0x1.ebfbdff82c58fp-3;
+  y = y * f + 0x1.62e42fefa39efp-1;
+  return y * f;
+}
+
+// tanh(u) and its derivative for y = 2 * u / ln2 >= 0, made of e = 2^y - 1 without cancellation.
+template <typename T>
+struct Tanh {
+  Vec<T> value, derivative;
+};
+template <typename T>
+JAX_FLASH_INLINE Tanh<T> tanh_of_log2(Vec<T> y) {
+  // From here on the value is 1; NaN stays.
+  stdx::where(y > T(64), y) = T(64);
+  constexpr T kShift = sizeof(T) == 4 ? T(0x1.8p23) : T(0x1.8p52);
+  constexpr int kMantissa = sizeof(T) == 4 ? 23 : 52;
+  Vec<T> shifted = y + kShift;
+  Vec<T> part = exp2_minus_1(Vec<T>(y - (shifted - kShift)));
+  Vec<T> power = bits_as<Vec<T>>(bits_as<IntVec<T>>(Vec<T>(T(1))) + (bits_as<IntVec<T>>(shifted) << kMantissa));
+  Vec<T> e = part * power + (power - T(1));
+  Vec<T> inverse = T(1) / (e + T(2));
+  Vec<T> value = e * inverse;
+  return {value, (T(1) + value) * (inverse + inverse)};
 }
 
 }  // namespace jax_flash::cpu::JAX_FLASH_ISA

@@ -1,0 +1,125 @@
+// What the options do to the scores of a tile. Scores are in units of log2 throughout, so that exp2 makes weights.
+#pragma once
+
+#include <limits>
+
+#include "dropout.h"
+#include "pack.h"
+#include "ranges.h"
+#include "softmax.h"
+
+namespace jax_flash::cpu::JAX_FLASH_ISA {
+
+constexpr double kLog2E = 1.4426950408889634074;
+constexpr double kLn2 = 0.69314718055994530942;
+
+template <typename E>
+JAX_FLASH_INLINE E* row_of(const Tensor& x, int64_t batch, int64_t row, int64_t head) {
+  return static_cast<E*>(x.data) + batch * x.batch_stride + row * x.row_stride + head * x.head_stride;
+}
+
+// The options of one call that act on scores whichever way the tile lies.
+template <typename E>
+class Scores {
+  using T = Compute<E>;
+
+ public:
+  explicit Scores(const Problem& p)
+      : p_(p),
+        has_cap(p.options.softcap != 0),
+        has_addend(p.bias || p.mask),
+        has_slope(p.alibi_slopes),
+        has_segments(p.q_segment_ids),
+        cap_(static_cast<T>(p.options.softcap * kLog2E)),
+        cap_rate_(static_cast<T>(has_cap ? 2 / p.options.softcap : 0)) {}
+
+  // Whether anything happens to scores besides the band and segments.
+  bool any() const { return has_cap || has_addend || has_slope; }
+
+  // The capped score, and the derivative there.
+  JAX_FLASH_INLINE Tanh<T> cap(const Vec<T>& x) const {
+    Tanh<T> tanh = tanh_of_log2<T>(stdx::abs(x) * cap_rate_);
+    IntVec<T> sign = std::numeric_limits<Int<T>>::min();
+    Vec<T> value = tanh.value * cap_;
+    return {bits_as<Vec<T>>(bits_as<IntVec<T>>(value) | (bits_as<IntVec<T>>(x) & sign)), tanh.derivative};
+  }
+
+  // Of one row; row 0 is the first of the array.
+  struct Row {
+    const char* bias;  // of key 0; null without bias
+    const bool* mask;
+  };
+  Row row(int64_t batch, int64_t head, int64_t t) const {
+    Row row{};
+    if (p_.bias) {
+      const Strides& s = p_.bias_strides;
+      int64_t element = p_.options.wide_bias ? sizeof(T) : sizeof(E);
+      row.bias = static_cast<const char*>(p_.bias) + (batch * s.batch + head * s.head + t * s.row) * element;
+    }
+    if (p_.mask) {
+      const Strides& s = p_.mask_strides;
+      row.mask = p_.mask + batch * s.batch + head * s.head + t * s.row;
+    }
+    return row;
+  }
+
+  // What bias and mask add to the scores of a row's keys s, s + 1, ...: -inf where the mask drops the pair. Nothing
+  // behind the row's last key is read; the lanes there are of no meaning.
+  JAX_FLASH_INLINE Vec<T> addend(const Row& row, int64_t s) const {
+    Vec<T> sum = T(0);
+    int64_t count = p_.kv_length - s;
+    if (count <= 0) return sum;
+    if (row.bias) {
+      Vec<T> bias = p_.options.wide_bias ? elements(reinterpret_cast<const T*>(row.bias), s, count)
+                                         : elements(reinterpret_cast<const E*>(row.bias), s, count);
+      constexpr T kLargest = std::numeric_limits<T>::max();
+      // What is finite stays so: a bias of the lowest float, which people use as a mask, is not -inf.
+      sum = bias * static_cast<T>(kLog2E);
+      stdx::where(sum > kLargest && bias <= kLargest, sum) = kLargest;
+      stdx::where(sum < -kLargest && bias >= -kLargest, sum) = -kLargest;
+    }
+    if (row.mask) {
+      bool whole = p_.mask_strides.column == 0;
+      IntVec<T> keep = whole ? IntVec<T>(Int<T>{*row.mask}) : load_bools<T>(row.mask + s, count);
+      put_where<T>(keep == 0, sum, -kInfinity<T>);
+    }
+    return sum;
+  }
+  // The mask is a select, not a sum: whatever stood there, be it NaN, is gone.
+  static JAX_FLASH_INLINE Vec<T> add(const Vec<T>& x, const Vec<T>& addend) {
+    Vec<T> sum = x + addend;
+    stdx::where(addend == -kInfinity<T>, sum) = -kInfinity<T>;
+    return sum;
+  }
+
+  T slope(int64_t batch, int64_t document, int64_t head) const {
+    if (!has_slope || document >= p_.options.documents) return 0;
+    int64_t at = (batch * p_.options.documents + document) * p_.q_heads + head;
+    return static_cast<T>(static_cast<const T*>(p_.alibi_slopes)[at] * kLog2E);
+  }
+
+  T sink(int64_t batch, int64_t head) const {
+    return p_.sinks ? static_cast<const T*>(p_.sinks)[batch * p_.q_heads + head] : -kInfinity<T>;
+  }
+
+  const unsigned* seed(int64_t batch, int64_t document, int64_t head) const {
+    return p_.dropout_seeds + ((batch * p_.options.documents + document) * p_.q_heads + head) * 2;
+  }
+
+ private:
+  template <typename B>
+  JAX_FLASH_INLINE Vec<T> elements(const B* bias, int64_t s, int64_t count) const {
+    if (p_.bias_strides.column == 0) return Vec<T>(load_some(bias, 1)[0]);
+    return count >= kWidth<T> ? load_as(bias + s) : load_some(bias + s, static_cast<int>(count));
+  }
+
+  const Problem& p_;
+
+ public:
+  const bool has_cap, has_addend, has_slope, has_segments;
+
+ private:
+  T cap_, cap_rate_;
+};
+
+}  // namespace jax_flash::cpu::JAX_FLASH_ISA
