@@ -78,18 +78,29 @@ class BackwardItem {
     if (block == 0 && p_.dalibi_slopes) reduce_slopes(head);
     int64_t index = is_packed(p_) ? document_of_block(p_, batch_, block, 1, kReduceRows) : 0;
     go_to_document(index);
-    int64_t t = (block - first_block_) * kReduceRows;
-    int64_t end = std::min(t + kReduceRows, document_.all_rows);
-    for (; t < end; ++t) {
-      T* sum = q_;
-      std::memset(sum, 0, sizeof(T) * k_stride_);
-      for (chunk_ = 0; chunk_ < plan_.chunks && t < document_.rows; ++chunk_) {
-        if (touched()[block] == 0) continue;
-        const T* row = dq(head, t);
-        for (int h = 0; h < p_.head_dim; h += kWidth<T>) store<T>(sum + h, load(sum + h) + load(row + h));
+    // The chunks that have sums of these rows, in their order.
+    const T* parts[kMaxChunks];
+    int count = 0;
+    int64_t t = (block - first_block_) * kReduceRows, stride = plan_.padded_head_dim;
+    for (chunk_ = 0; chunk_ < plan_.chunks; ++chunk_) {
+      if (touched()[block] != 0) parts[count++] = dq(head, t);
+    }
+    T* zeros = q_ + k_stride_;
+    std::memset(zeros, 0, sizeof(T) * k_stride_);
+    int64_t rows = std::min<int64_t>(kReduceRows, document_.all_rows - t);
+    for (int64_t row = 0; row < rows; ++row) {
+      bool summed = count > 0 && t + row < document_.rows;
+      const T* sum = summed ? parts[0] + row * stride : zeros;
+      if (summed && count > 1) {
+        for (int h = 0; h < p_.head_dim; h += kWidth<T>) {
+          Vec<T> total = load(parts[0] + row * stride + h);
+          for (int part = 1; part < count; ++part) total += load(parts[part] + row * stride + h);
+          store(q_ + h, total);
+        }
+        sum = q_;
       }
       store_row(sum, p_.head_dim, static_cast<T>(p_.options.scale),
-                row_of<E>(p_.dq, batch_, document_.first_row + t, head));
+                row_of<E>(p_.dq, batch_, document_.first_row + t + row, head));
     }
   }
 
@@ -143,9 +154,11 @@ class BackwardItem {
         std::memset(&dslope(chunk_, kv_head_ * group() + member, 0), 0, sizeof(T) * p_.options.documents);
       }
     }
+    // Counted with padding: batch entries that share dbias must give the same keys to the same chunk.
     int64_t documents = document_count(p_), blocks = 0;
-    auto blocks_of = [&](const Document& d) { return (d.keys + kKeys - 1) / kKeys; };
-    for (int64_t index = 0; index < documents; ++index) blocks += blocks_of(document(p_, batch_, index));
+    for (int64_t index = 0; index < documents; ++index) {
+      blocks += (document(p_, batch_, index).all_keys + kKeys - 1) / kKeys;
+    }
     int64_t run = (blocks + plan_.chunks - 1) / plan_.chunks;
     // Where a key block meets some rows only, chunks of blocks in a row share few rows, and few sums of dq. Else
     // every chunk takes every chunks-th block: that shares a causal triangle out evenly.

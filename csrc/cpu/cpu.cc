@@ -121,9 +121,9 @@ BackwardPlan plan_backward(const Problem& p) {
   plan.batch_items = shares_bias(p.bias_strides.batch) ? 1 : p.batch;
   plan.head_items = shares_bias(p.bias_strides.head) ? 1 : p.kv_heads;
   int64_t heads = int64_t{plan.batch_items} * plan.head_items;
-  // At most 8 chunks, for each costs a sum of dq, and at least 192 keys in each.
-  plan.chunks =
-      static_cast<int>(std::clamp<int64_t>(std::min(divide_up(kEnoughItems, heads), int64_t{p.kv_length} / 192), 1, 8));
+  // Not too many chunks, for each costs a sum of dq, and at least 192 keys in each.
+  plan.chunks = static_cast<int>(
+      std::clamp<int64_t>(std::min(divide_up(kEnoughItems, heads), int64_t{p.kv_length} / 192), 1, kMaxChunks));
   plan.chunk_items = shares_bias(p.bias_strides.column) ? 1 : plan.chunks;
   plan.items = heads * plan.chunk_items;
   plan.padded_q_length = divide_up(p.q_length, 8) * 8;

@@ -491,6 +491,8 @@ class ForwardItem {
     int64_t t = document_.first_row + at.t;
     store_row(sums, p_.value_head_dim, static_cast<T>(factor), row_of<E>(p_.out, batch_, t, at.head));
     double lse = total == 0 ? -kInfinity<double> : (highest + __builtin_log2(total)) * kLn2;
+    // A row of biases that are all the lowest number, which stayed that in units of log2: see Scores::addend().
+    if (highest == -std::numeric_limits<T>::max()) lse = highest;
     lse_of(t, at.head) = static_cast<T>(lse);
   }
 

@@ -36,6 +36,7 @@ struct BackwardPlan {
 };
 
 constexpr int kReduceRows = 64;
+constexpr int kMaxChunks = 8;
 
 struct Kernels {
   const char* name;
