@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowering
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -392,7 +392,7 @@ def _unmapped(x: Any, axis: int | None) -> jax.ShapeDtypeStruct:
 def _define(pass_: str) -> Primitive:
     primitive = Primitive(f"jax_flash_{pass_}")
     primitive.multiple_results = True
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames="params"))
+    primitive.def_impl(functools.partial(apply_primitive, primitive))
     primitive.def_abstract_eval(functools.partial(_abstract_eval, pass_))
     for platform in ("cpu", "cuda"):
         mlir.register_lowering(primitive, functools.partial(_lowering, pass_, platform), platform=platform)

@@ -60,6 +60,16 @@ def test_eager_calls_compile_once(caplog: pytest.LogCaptureFixture) -> None:
         assert [record for record in caplog.records if "Compiling" in record.getMessage()], "the log works"
 
 
+@pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
+def test_without_jit(target: Target) -> None:
+    problem = cases.problem(CASE, target.dtypes[0])
+    with jax.disable_jit():
+        results, pullback = jax.vjp(cases.call(target, problem), *map(jnp.asarray, problem.inputs))
+        gradients = pullback((problem.dout, problem.dlse))
+    names = ("out", "lse", "dq", "dk", "dv")
+    problem.check(target.platform, dict(zip(names, map(np.asarray, (*results, *gradients)), strict=True)))
+
+
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_lowered_module_holds_our_calls(platform: str, dtype: str) -> None:
