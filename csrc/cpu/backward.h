@@ -278,7 +278,8 @@ class BackwardItem {
   // What becomes of the sums of a tile's first two products.
   enum class Finish {
     bare,    // weights and dscores
-    masked,  // the same, weights cleared that the band does not keep
+    ended,   // the same, weights cleared from the end of the band on: half the comparisons of
+    masked,  // the same, weights cleared on both sides of the band
     later,   // apply_options() makes them of scores and dweights
   };
 
@@ -291,6 +292,8 @@ class BackwardItem {
       with_vectors((lanes + kWidth<T> - 1) / kWidth<T>, [&](auto nv) __attribute__((always_inline)) {
         if (later) {
           scores<nv.value, Finish::later>(padded, lane);
+        } else if (masked_ && band_.left == kUnlimited) {
+          scores<nv.value, Finish::ended>(padded, lane);
         } else if (masked_) {
           scores<nv.value, Finish::masked>(padded, lane);
         } else {
@@ -318,10 +321,11 @@ class BackwardItem {
                      [&](int r, int vector, const Vec<T>& score) __attribute__((always_inline)) {
                        Vec<T> weight = score * scale;
                        if constexpr (finish != Finish::later) weight = exp2(score * scale - lse_[i + r]);
-                       if constexpr (finish == Finish::masked) {
-                         Vec<T> key = iota<T>() + static_cast<T>(lane + vector * kWidth<T>);
-                         stdx::where(key < kept_begin_[i + r] || key >= kept_end_[i + r], weight) = T(0);
+                       Vec<T> key = iota<T>() + static_cast<T>(lane + vector * kWidth<T>);
+                       if constexpr (finish == Finish::ended || finish == Finish::masked) {
+                         stdx::where(key >= kept_end_[i + r], weight) = T(0);
                        }
+                       if constexpr (finish == Finish::masked) stdx::where(key < kept_begin_[i + r], weight) = T(0);
                        store(weights + r * kKeys + vector * kWidth<T>, weight);
                      });
       dot_kernel<NV>(p_.value_head_dim, dout_ + i * v_stride_, v_stride_, v, kPanel<T>,

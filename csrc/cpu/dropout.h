@@ -22,11 +22,12 @@ class Dropout {
 
  public:
   explicit Dropout(double rate)
-      : threshold_(rate > 0 ? static_cast<uint64_t>(std::min(65535.0, __builtin_floor(65536 * rate + 0.5))) : 0) {}
+      : threshold_(rate > 0 ? static_cast<uint64_t>(std::min(65535.0, __builtin_floor(65536 * rate + 0.5))) : 0),
+        factor_(65536.0 / static_cast<double>(65536 - threshold_)) {}
 
   bool active() const { return threshold_ != 0; }
   // What kept weights are multiplied by.
-  double factor() const { return 65536.0 / static_cast<double>(65536 - threshold_); }
+  double factor() const { return factor_; }
 
   // `seed` is the head's pair.
   void seed(const unsigned* seed) {
@@ -121,6 +122,7 @@ class Dropout {
   }
 
   uint64_t threshold_;
+  double factor_;
   uint64_t keys_[kPhiloxRounds][2];
 };
 

@@ -21,9 +21,9 @@ struct Rows {
 // scores)` gives the scores of a row their last form, -inf up to the next multiple of kWidth included, and
 // `drop(row, weights)` clears weights that have been counted in the sum but are not used.
 template <int R, typename E, typename Finish, typename Drop>
-void attend_few(int keys, const Rows<const E>& k, const Rows<const E>& v, const Rows<Compute<E>>& q,
-                const Rows<Compute<E>>& out, Compute<E> scale, Compute<E>* scores, ptrdiff_t score_stride,
-                Compute<E>* maximum, Compute<E>* sum, Finish finish, Drop drop) {
+void attend_few(int keys, Rows<const E> k, Rows<const E> v, Rows<Compute<E>> q, Rows<Compute<E>> out, Compute<E> scale,
+                Compute<E>* scores, ptrdiff_t score_stride, Compute<E>* maximum, Compute<E>* sum, Finish finish,
+                Drop drop) {
   using T = Compute<E>;
   constexpr int W = kWidth<T>;
   for (int j = 0; j < keys; ++j) {

@@ -158,16 +158,21 @@ class ForwardItem {
     int lanes = round_up(rows_, few() ? kFewRows : kWidth<T>);
     T* rows = few() ? queries_ : out_;
     // Queries that become lanes pass through out_, which is free until the first product.
-    for (int row = 0; row < lanes; ++row) {
-      // Lanes without a row do as the last one does.
-      Place at = place(std::min(row, rows_ - 1));
+    for (int row = 0; row < rows_; ++row) {
+      Place at = place(row);
       position_[row] = static_cast<T>(at.t - first_position_);
-      if (options_.has_addend) rows_of_options_[row] = options_.row(batch_, at.head, at.t);
-      if (options_.has_slope) slopes_[row] = options_.slope(batch_, document_index_, at.head);
-      if (options_.has_segments) segments_[row] = p_.q_segment_ids[batch_ * p_.q_length + at.t];
-      if (row >= rows_) continue;
       copy_row(row_of<const E>(p_.q, batch_, document_.first_row + at.t, at.head), p_.head_dim, k_stride_,
                rows + row * k_stride_);
+    }
+    // Lanes without a row do as the last one does.
+    std::fill(position_ + rows_, position_ + lanes, position_[rows_ - 1]);
+    if (options_.any() || options_.has_segments) {
+      for (int row = 0; row < lanes; ++row) {
+        Place at = place(std::min(row, rows_ - 1));
+        if (options_.has_addend) rows_of_options_[row] = options_.row(batch_, at.head, at.t);
+        if (options_.has_slope) slopes_[row] = options_.slope(batch_, document_index_, at.head);
+        if (options_.has_segments) segments_[row] = p_.q_segment_ids[batch_ * p_.q_length + at.t];
+      }
     }
     std::memset(rows + rows_ * k_stride_, 0, sizeof(T) * (lanes - rows_) * k_stride_);
     if (!few()) transpose_to_panels(out_, k_stride_, lanes, p_.head_dim, queries_);
@@ -180,9 +185,12 @@ class ForwardItem {
 
   // What `rows` rows from `row` on keep.
   Panel panel_of(int row, int rows) const {
-    const T* position = position_ + row;
-    int64_t first = first_position_ + static_cast<int64_t>(*std::min_element(position, position + rows));
-    int64_t last = first_position_ + static_cast<int64_t>(*std::max_element(position, position + rows));
+    int64_t first = first_row_ + row, last = first + rows - 1;
+    if (plan_.fold > 1) {
+      const T* position = position_ + row;
+      first = static_cast<int64_t>(*std::min_element(position, position + rows));
+      last = static_cast<int64_t>(*std::max_element(position, position + rows));
+    }
     Panel panel{band_.begin(document_, first),
                 band_.end(document_, last),
                 band_.begin(document_, last),
@@ -303,17 +311,17 @@ class ForwardItem {
     // Key s is kept by positions from s - right to s + left.
     const T* position = position_ + row;
     int64_t key = relative(first);
-    auto clear = [&](int begin, int end) __attribute__((always_inline)) {
-      change_scores<NV>(begin, end, [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
-        Vec<T> at = load(position + v * kWidth<T>);
-        stdx::where(at < static_cast<T>(key + j - band_.right), score) = -kInfinity<T>;
-        stdx::where(at > static_cast<T>(key + j + band_.left), score) = -kInfinity<T>;
-      });
-    };
     int bare_begin = static_cast<int>(std::clamp<int64_t>(panel.bare_begin - first, 0, keys));
     int bare_end = static_cast<int>(std::clamp<int64_t>(panel.bare_end - first, bare_begin, keys));
-    clear(0, bare_begin);
-    clear(bare_end, keys);
+    auto ends = [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
+      stdx::where(load(position + v * kWidth<T>) < static_cast<T>(key + j - band_.right), score) = -kInfinity<T>;
+    };
+    change_scores<NV>(0, bare_begin, [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
+      ends(j, v, score);
+      stdx::where(load(position + v * kWidth<T>) > static_cast<T>(key + j + band_.left), score) = -kInfinity<T>;
+    });
+    // From bare_begin on no band has yet to begin.
+    change_scores<NV>(bare_end, keys, ends);
   }
 
   template <int NV>
