@@ -19,12 +19,33 @@ SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 REGISTERS_PER_BLOCK = 65536
 
 SPILL_GATE = {"forward": 288, "backward": 128}
-"""Bytes of spill stores plus loads a thread, with NVRTC 12.9.
+"""Bytes of spill stores plus loads a thread, with NVRTC 12.9, of the 16-bit kernels without options.
 
-The forward at head_dim 128 holds 192 accumulators; with 64 keys it spills 244 bytes and makes 369 TFLOP/s on an H200,
-with 32 keys it spills nothing and makes 350. The backward at head_dim 64 and 128 spills a few addresses, 16 to 120
+The forward at head_dim 128 holds 192 accumulators; with 64 keys it spills 200 bytes and makes 369 TFLOP/s on an H200,
+with 32 keys it spills nothing and makes 350. The backward at head_dim 64 and 128 spills a few addresses, 16 to 80
 bytes. All other forward kernels spill nothing.
 """
+
+FLOAT32_GATE = {"default": 0, "highest": 288}
+"""Of the float32 kernels on sm_80 and sm_86: TF32 spills nothing there, split products hold twice the operands."""
+
+OPTION_GATE = {"forward": 1152, "backward": 256}
+"""With one option, at head_dim 128. `mask` takes most, 1128 bytes forward on sm_80: what it reads comes on top of the
+accumulators. The others take 32 to 400 bytes."""
+
+ON = {
+    "window": {"window_left": 5, "window_right": 7},
+    "softcap": {"softcap": 2.0},
+    "bias": {"has_bias": True, "has_dbias": True},
+    "alibi_slopes": {"has_alibi_slopes": True, "has_dalibi_slopes": True},
+    "sinks": {"has_sinks": True},
+    "dropout": {"dropout_rate": 0.1, "has_dropout_seeds": True},
+    "mask": {"has_mask": True},
+    "segments": {f"has_{side}_segment_{what}": True for side in ("q", "kv") for what in ("ids", "ranges")},
+    "lengths": {"has_q_lengths": True, "has_kv_lengths": True},
+    "documents": {"has_cu_q_lengths": True, "has_cu_kv_lengths": True},
+}
+"""Every option alone, as the kernels know it."""
 
 
 @pytest.fixture(scope="module")
@@ -33,35 +54,56 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def build(arch: int) -> list[Mapping[str, Any]]:
         # The two dtypes differ by one instruction's suffix, the architectures by their tile rows and by the assembler.
         dtypes = ["float16", "bfloat16"] if arch == 80 else ["bfloat16"]
-        head_dims = [40, 64, 128, 256] if arch in (80, 90) else [64, 128, 256]
+        head_dims = {80: [40, 64, 128, 256], 86: [64, 128, 256], 89: [128], 90: [40, 64, 128, 256]}[arch]
         folder: pathlib.Path = tmp_path_factory.mktemp(f"sm_{arch}")
-        rows = _core.build_kernels(
-            arch=arch,
-            out_dir=str(folder),
-            dtypes=dtypes,
-            head_dims=[(h, h) for h in head_dims],
-            options=_kernels_cli.COMMON["options"],
-        )
+        options = _kernels_cli.COMMON["options"]
+        rows = compiled(arch, folder, dtypes=dtypes, head_dims=head_dims, options=options)
         assert len(list(folder.iterdir())) == len(rows) == 4 * len(dtypes) * len(head_dims)
         return rows
 
     return build
 
 
-@pytest.mark.parametrize("arch", SHARED_LIMIT)
-def test_gates(kernels: Any, arch: int) -> None:
+def compiled(arch: int, folder: pathlib.Path, *, dtypes: Any, head_dims: Any, options: Any) -> list[Mapping[str, Any]]:
     print("\nvariant, registers, shared bytes, threads, spill bytes, local bytes, cubin bytes")
-    for kernel in kernels(arch):
+    head_dims = [(h, h) for h in head_dims]
+    rows = _core.build_kernels(arch=arch, out_dir=str(folder), dtypes=dtypes, head_dims=head_dims, options=options)
+    for kernel in rows:
         print(*kernel.values(), sep=", ")
-        pass_ = "forward" if "-forward-" in kernel["name"] else "backward"
         assert kernel["name"].endswith(f"-sm_{arch}")
         assert 32 < kernel["registers"] <= 255
         assert kernel["registers"] * kernel["threads"] <= REGISTERS_PER_BLOCK
         assert 0 < kernel["shared_bytes"] <= SHARED_LIMIT[arch]
-        gate = 0 if pass_ == "forward" and "-d128-" not in kernel["name"] else SPILL_GATE[pass_]
+        assert 0 < kernel["cubin_bytes"] < 1 << 18
+    return rows
+
+
+def pass_of(kernel: Mapping[str, Any]) -> str:
+    return "forward" if "-forward-" in kernel["name"] else "backward"
+
+
+@pytest.mark.parametrize("arch", SHARED_LIMIT)
+def test_gates(kernels: Any, arch: int) -> None:
+    for kernel in kernels(arch):
+        gate = 0 if pass_of(kernel) == "forward" and "-d128-" not in kernel["name"] else SPILL_GATE[pass_of(kernel)]
         assert kernel["spill_bytes"] <= gate, kernel["name"]
         assert kernel["local_bytes"] <= gate, kernel["name"]
-        assert 0 < kernel["cubin_bytes"] < 1 << 18
+
+
+@pytest.mark.parametrize("precision", FLOAT32_GATE)
+@pytest.mark.parametrize("arch", [80, 86])
+def test_gates_of_float32(arch: int, precision: str, tmp_path: pathlib.Path) -> None:
+    options = [{"highest_precision": precision == "highest"}]
+    head_dims = [64, 128, 256] if arch == 80 else [128, 256]
+    for kernel in compiled(arch, tmp_path, dtypes=["float32"], head_dims=head_dims, options=options):
+        assert kernel["spill_bytes"] <= FLOAT32_GATE[precision], kernel["name"]
+
+
+def test_gates_of_options(tmp_path: pathlib.Path) -> None:
+    rows = compiled(80, tmp_path, dtypes=["bfloat16"], head_dims=[128], options=list(ON.values()))
+    assert len(rows) == 2 * len(ON)
+    for kernel in rows:
+        assert kernel["spill_bytes"] <= OPTION_GATE[pass_of(kernel)], kernel["name"]
 
 
 def test_every_tile_row_is_compiled(kernels: Any) -> None:
