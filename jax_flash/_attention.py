@@ -186,7 +186,7 @@ def attention(
         ("kv_segment_ids", "q_segment_ids", kv_segment_ids, kv_length),
     ):
         if ids is not None:
-            operands[name] = _checks.segments(name, ids, (*leading, length)).reshape(-1, length)
+            operands[name] = _checks.integers(name, ids, (*leading, length)).reshape(-1, length)
         elif (q_segment_ids is None) != (kv_segment_ids is None):
             raise ValueError(f"{name} must be given with {other}, got None")
     for name, lengths, limit in (("q_lengths", q_lengths, q_length), ("kv_lengths", kv_lengths, kv_length)):

@@ -152,10 +152,6 @@ def lengths(name: str, value: object, leading: tuple[int, ...], limit: int) -> j
     return jnp.clip(integers(name, value, leading), 0, limit)
 
 
-def segments(name: str, value: object, shape: tuple[int, ...]) -> jax.Array:
-    return integers(name, value, shape)
-
-
 def cumulative(name: str, value: object, tokens: int, longest: int) -> jax.Array:
     """[documents + 1] int32 from 0 to at most ``tokens``, ascending.
 
