@@ -49,17 +49,17 @@ constexpr Products f16 = Products::f16, tf32 = Products::tf32, f32 = Products::f
 // others lost. Rules that an H200 has no need of were timed on one all the same.
 inline constexpr TileRule all[] = {
     // family, products, pass, head_dim, shared KB, {block_q, block_kv, warps, stages, min_blocks}
-    {"sm80", f16, forward, 64, 32, {128, 64, 4, 1, 2}},     // 318; first: 287, 64x64 253, 128x128 with 8 warps 249
-    {"sm80", f16, forward, 128, 128, {128, 64, 4, 1, 2}},   // 369; room for two blocks
-    {"sm80", f16, forward, 128, 48, {128, 32, 4, 1, 2}},    // 350; first: 312, 128x128 with 8 warps 295, 128x64 276
-    {"sm80", f16, forward, 256, 128, {128, 64, 8, 1, 1}},   // 321; first: 287
-    {"sm80", f16, forward, 256, 96, {128, 32, 8, 1, 1}},    // first: 267, 64x64 with 4 warps 222
-    {"sm80", f16, backward, 64, 130, {128, 128, 8, 2, 1}},  // 264; first: 264, 64x64 with 4 warps 245
-    {"sm80", f16, backward, 64, 82, {64, 128, 8, 2, 1}},    // first: 242
-    {"sm80", f16, backward, 128, 146, {64, 128, 8, 2, 1}},  // 286, with one stage 277; first: 270 and 279
-    {"sm80", f16, backward, 128, 73, {64, 64, 4, 1, 1}},    // first: 256
-    {"sm80", f16, backward, 256, 145, {64, 64, 8, 1, 1}},   // 220; first: 207, two stages 205, 32x64 187
-    {"sm80", f16, backward, 256, 70, {32, 32, 4, 1, 1}},    // first: 176
+    {"sm80", f16, forward, 64, 32, {128, 64, 4, 1, 2}},      // 318; first: 287, 64x64 253, 128x128 with 8 warps 249
+    {"sm80", f16, forward, 128, 128, {128, 64, 4, 1, 2}},    // 369; room for two blocks
+    {"sm80", f16, forward, 128, 48, {128, 32, 4, 1, 2}},     // 350; first: 312, 128x128 with 8 warps 295, 128x64 276
+    {"sm80", f16, forward, 256, 128, {128, 64, 8, 1, 1}},    // 321; first: 287
+    {"sm80", f16, forward, 256, 96, {128, 32, 8, 1, 1}},     // first: 267, 64x64 with 4 warps 222
+    {"sm80", f16, backward, 64, 130, {128, 128, 8, 2, 1}},   // 264; first: 264, 64x64 with 4 warps 245
+    {"sm80", f16, backward, 64, 82, {64, 128, 8, 2, 1}},     // first: 242
+    {"sm80", f16, backward, 128, 146, {64, 128, 8, 2, 1}},   // 286, with one stage 277; first: 270 and 279
+    {"sm80", f16, backward, 128, 73, {64, 64, 4, 1, 1}},     // first: 256
+    {"sm80", f16, backward, 256, 145, {64, 64, 8, 1, 1}},    // 220; first: 207, two stages 205, 32x64 187
+    {"sm80", f16, backward, 256, 70, {32, 32, 4, 1, 1}},     // first: 176
     {"sm80", tf32, forward, 64, 64, {128, 64, 4, 1, 2}},     // 181
     {"sm80", tf32, forward, 128, 192, {256, 64, 8, 1, 1}},   // 195; 192x64 with 6 warps 116
     {"sm80", tf32, forward, 128, 160, {256, 32, 8, 1, 1}},   // 183; 128x64 with 8 warps 156

@@ -183,37 +183,36 @@ struct Mma16Bit {
   }
 };
 
-  // Puts accumulators of 16 rows, scaled per row half, into a tile: n8 tiles 2 * i and 2 * i + 1 are pair
-  // i * pair_step + first_pair of chunks.
-  template <typename T, int pair_step, int n>
-  JAX_FLASH_DEVICE void put_accumulators(char* tile, int tile_row, int first_pair,
-                                                          const FragmentC (&c)[n], float scale0, float scale1,
-                                                          int lane) {
-    const int row = tile_row + lane / 4;
+// Puts accumulators of 16 rows, scaled per row half, into a tile: n8 tiles 2 * i and 2 * i + 1 are pair
+// i * pair_step + first_pair of chunks.
+template <typename T, int pair_step, int n>
+JAX_FLASH_DEVICE void put_accumulators(char* tile, int tile_row, int first_pair, const FragmentC (&c)[n], float scale0,
+                                       float scale1, int lane) {
+  const int row = tile_row + lane / 4;
 #pragma unroll
-    for (int i = 0; i < n; ++i) {
-      const int chunk = 2 * (i / 2 * pair_step + first_pair) + i % 2;
-      if (n / 2 * pair_step * 2 != T::chunks && chunk >= T::chunks) continue;
-      char* to = tile + 4 * (lane % 4);
-      *reinterpret_cast<u32*>(to + T::offset(row, chunk)) = Mma16Bit::pack(c[i].x[0] * scale0, c[i].x[1] * scale0);
-      *reinterpret_cast<u32*>(to + T::offset(row + 8, chunk)) = Mma16Bit::pack(c[i].x[2] * scale1, c[i].x[3] * scale1);
-    }
+  for (int i = 0; i < n; ++i) {
+    const int chunk = 2 * (i / 2 * pair_step + first_pair) + i % 2;
+    if (n / 2 * pair_step * 2 != T::chunks && chunk >= T::chunks) continue;
+    char* to = tile + 4 * (lane % 4);
+    *reinterpret_cast<u32*>(to + T::offset(row, chunk)) = Mma16Bit::pack(c[i].x[0] * scale0, c[i].x[1] * scale0);
+    *reinterpret_cast<u32*>(to + T::offset(row + 8, chunk)) = Mma16Bit::pack(c[i].x[2] * scale1, c[i].x[3] * scale1);
   }
+}
 
-  // Writes rows of a tile that these lanes' own warp has filled to global memory, 16 bytes a lane.
-  template <typename T, int columns, int rows>
-  JAX_FLASH_DEVICE void store_rows(const char* tile, int tile_row, Element* head, i64 row_stride,
-                                                    int first, int length, int lane) {
-    constexpr int filled = columns / 8;
+// Writes rows of a tile that these lanes' own warp has filled to global memory, 16 bytes a lane.
+template <typename T, int columns, int rows>
+JAX_FLASH_DEVICE void store_rows(const char* tile, int tile_row, Element* head, i64 row_stride, int first, int length,
+                                 int lane) {
+  constexpr int filled = columns / 8;
 #pragma unroll
-    for (int i = 0; i < ceil_div(rows * filled, 32); ++i) {
-      const int piece = i * 32 + lane;
-      const int row = piece / filled, chunk = piece % filled;
-      if (row < rows && first + row < length) {
-        *reinterpret_cast<uint4*>(head + (first + row) * row_stride + chunk * 8) =
-            *reinterpret_cast<const uint4*>(tile + T::offset(tile_row + row, chunk));
-      }
+  for (int i = 0; i < ceil_div(rows * filled, 32); ++i) {
+    const int piece = i * 32 + lane;
+    const int row = piece / filled, chunk = piece % filled;
+    if (row < rows && first + row < length) {
+      *reinterpret_cast<uint4*>(head + (first + row) * row_stride + chunk * 8) =
+          *reinterpret_cast<const uint4*>(tile + T::offset(tile_row + row, chunk));
     }
   }
+}
 
 }  // namespace jax_flash
