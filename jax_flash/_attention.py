@@ -438,6 +438,13 @@ Operands = dict[str, jax.Array]
 def _run(
     options: Options, static: _Static, query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands
 ) -> tuple[jax.Array, jax.Array]:
+    if jax.__version_info__ < (0, 10) and jax.sharding.AxisType.Explicit in jax.typeof(query).sharding.mesh.axis_types:
+        # There jax 0.9 can't sum up over devices inside the primitive: it states shardings in the reduction, which XLA
+        # does not take. So nothing trainable is shared by the batch or the heads.
+        full = (query.shape[0], query.shape[2])
+        operands = {
+            name: jnp.broadcast_to(x, (*full, *x.shape[2:])) if name == "bias" else x for name, x in operands.items()
+        }
     query, key, value, operands = _varying.vary_alike((query, key, value, operands))
     plain = {"reference": _reference.attention, "xla": _chunked.attention}.get(static.implementation or "")
     if plain is None:
