@@ -3,7 +3,7 @@
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -117,24 +117,24 @@ def window(value: object) -> tuple[int, int]:
     return left, right
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
 
 
 def length(name: str, value: object) -> int:
     if not _is_int(value):
         raise TypeError(f"{name} must be an int that is known when the call is traced, got {describe(value)}")
-    if not 0 <= value <= _LIMIT.max:  # type: ignore[operator]
+    if not 0 <= value <= _LIMIT.max:
         raise ValueError(f"{name} must be in the range of int32 and not negative, got {value}")
-    return int(value)  # type: ignore[call-overload]
+    return int(value)
 
 
 def q_offset(value: object, leading: tuple[int, ...]) -> jax.Array | None:
     """As an int32 array of the leading dimensions, or None for a plain 0."""
     if _is_int(value):
-        if not _LIMIT.min <= value <= _LIMIT.max:  # type: ignore[operator]
+        if not _LIMIT.min <= value <= _LIMIT.max:
             raise ValueError(f"q_offset must be in the range of int32, got {value}")
-        return jnp.full(leading, int(value), jnp.int32) if value else None  # type: ignore[call-overload]
+        return jnp.full(leading, int(value), jnp.int32) if value else None
     return integers("q_offset", value, leading, "an int or an int32 array")
 
 

@@ -8,8 +8,6 @@ namespace jax_flash {
 
 constexpr bool bounded_right = option_causal || with_window_right;
 constexpr bool bounded_left = with_window_left;
-// Whether results depend on the positions of queries, and on which pairs are kept by more than the band and the ends.
-constexpr bool positions_matter = bounded_left || bounded_right || has_alibi_slopes;
 constexpr bool in_segments = has_q_segment_ids;
 
 // Row t keeps keys s with t + low <= s <= t + high.

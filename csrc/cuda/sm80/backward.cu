@@ -153,7 +153,7 @@ struct Backward {
   const Problem& problem;
   SharedStorage& shared;
   const Part& part;
-  int batch, kv_head;
+  int batch;
   int first_dq;  // tile of the part
   Keep keep;
   Scores modified;
@@ -418,7 +418,6 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       shared,
       part,
       batch,
-      kv_head,
       first_dq_tile(problem, batch, document),
       {problem, part, band_of(problem, part)},
       {problem, part, first_head},
