@@ -103,6 +103,8 @@ int64_t extent(char dim, const Problem& p) {
     case 'd': return p.options.documents;
     case 'e': return int64_t{p.options.documents} + 1;
     case 'n': return p.q_heads;
+    case 'k': return p.kv_heads;
+    case '5': return 5;
     case 't': return p.q_length;
     case 's': return p.kv_length;
     case 'i': return blocks(p.q_length);
@@ -138,6 +140,7 @@ void* operand(const ffi::AnyBuffer& buffer, const Problem& p, const std::string&
 
 ffi::DataType type_of(const int*, ffi::DataType) { return ffi::DataType::S32; }
 ffi::DataType type_of(const unsigned*, ffi::DataType) { return ffi::DataType::U32; }
+ffi::DataType type_of(const float*, ffi::DataType) { return ffi::DataType::F32; }
 ffi::DataType type_of(const bool*, ffi::DataType) { return ffi::DataType::PRED; }
 ffi::DataType type_of(const void*, ffi::DataType element) { return wide(element); }
 
@@ -182,27 +185,28 @@ Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::Rem
           "query and key lengths must add up to less than 2^31");
   require(p.q_heads % p.kv_heads == 0, "query heads must be a multiple of key heads");
 
-  auto on_queries = [&](const ffi::AnyBuffer& buffer, int head_dim, const char* name) {
-    return tensor(buffer, p.batch, p.q_length, p.q_heads, head_dim, type, name);
+  const ffi::DataType result_type = options.has_unscales ? ffi::DataType::F32 : type;
+  auto on_queries = [&](const ffi::AnyBuffer& buffer, int head_dim, ffi::DataType element, const char* name) {
+    return tensor(buffer, p.batch, p.q_length, p.q_heads, head_dim, element, name);
   };
-  auto on_keys = [&](const ffi::AnyBuffer& buffer, int head_dim, const char* name) {
-    return tensor(buffer, p.batch, p.kv_length, p.kv_heads, head_dim, type, name);
+  auto on_keys = [&](const ffi::AnyBuffer& buffer, int head_dim, ffi::DataType element, const char* name) {
+    return tensor(buffer, p.batch, p.kv_length, p.kv_heads, head_dim, element, name);
   };
-  p.q = on_queries(q, p.head_dim, "query");
-  p.k = on_keys(k, p.head_dim, "key");
-  p.v = on_keys(v, p.value_head_dim, "value");
+  p.q = on_queries(q, p.head_dim, type, "query");
+  p.k = on_keys(k, p.head_dim, type, "key");
+  p.v = on_keys(v, p.value_head_dim, type, "value");
   size_t next = 3;
   size_t results = 2;
   if (pass == Pass::forward) {
-    p.out = on_queries(result(rets, 0), p.value_head_dim, "out");
+    p.out = on_queries(result(rets, 0), p.value_head_dim, result_type, "out");
     p.lse = statistic(result(rets, 1), p, type, "lse");
   } else {
-    p.dout = on_queries(argument(args, next++), p.value_head_dim, "dout");
+    p.dout = on_queries(argument(args, next++), p.value_head_dim, type, "dout");
     p.lse = statistic(argument(args, next++), p, type, "lse");
     p.delta = statistic(argument(args, next++), p, type, "delta");
-    p.dq = on_queries(result(rets, 0), p.head_dim, "dq");
-    p.dk = on_keys(result(rets, 1), p.head_dim, "dk");
-    p.dv = on_keys(result(rets, 2), p.value_head_dim, "dv");
+    p.dq = on_queries(result(rets, 0), p.head_dim, result_type, "dq");
+    p.dk = on_keys(result(rets, 1), p.head_dim, result_type, "dk");
+    p.dv = on_keys(result(rets, 2), p.value_head_dim, result_type, "dv");
     results = 3;
   }
   auto strides_of = [&](const std::string& name) {

@@ -58,6 +58,9 @@
   OPERAND(bool, mask, "bnts")                                                                                \
   /* the key of the counter-based generator, one per head; there with dropout_rate */                        \
   OPERAND(unsigned, dropout_seeds, "bdn2")                                                                   \
+  /* for float16 arrays that stand for float32 ones, scaled to float16's range: what undoes the scales of query,  */ \
+  /* key, value and dout, and what dS is to be scaled by; results are float32                                     */ \
+  OPERAND(float, unscales, "bk5")                                                                                    \
   /* float32 (float64 for float64 inputs): exp(sink) joins the sum of exponentials */                        \
   OPERAND(void, sinks, "bn")                                                                                 \
   /* float32 (float64 for float64 inputs): scores become scores - slope * |query position - key position| */ \

@@ -32,7 +32,7 @@ class Operand:
     """An option that is an array.
 
     ``dims`` has a letter for each dimension, as in csrc/options.h: b batch, d documents, e documents + 1, n query
-    heads, t and s lengths, i and j lengths in blocks of `SEGMENT_BLOCK`, 2 a pair.
+    heads, k key heads, t and s lengths, i and j lengths in blocks of `SEGMENT_BLOCK`, 2 a pair, 5 a record of five.
     """
 
     dims: str
@@ -53,10 +53,12 @@ OPERANDS: dict[str, Operand] = {
     "kv_segment_ranges": Operand("bj2", ("int32",)),
     "mask": Operand("bnts", ("bool",), broadcast=True),
     "dropout_seeds": Operand("bdn2", ("uint32",)),
+    "unscales": Operand("bk5", ("float32",)),
     "sinks": Operand("bn", ("float32", "float64")),
     "alibi_slopes": Operand("bdn", ("float32", "float64"), trainable=True),
     "bias": Operand("bnts", ("float16", "bfloat16", "float32", "float64"), trainable=True, broadcast=True),
 }
-"""Each optional; what each means stands in csrc/options.h. sinks has a gradient too, one that needs no kernel."""
+"""Each optional; what each means stands in csrc/options.h. sinks has a gradient too, one that needs no kernel; unscales
+is no option of attention() but comes with the float16 form of float32 arrays (_half.py)."""
 
 Operands = Mapping[str, jax.Array]

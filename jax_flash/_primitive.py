@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_flash import _chunked, _core, _dtypes, _explain, _registration, _varlen
+from jax_flash import _chunked, _core, _dtypes, _explain, _half, _registration, _varlen
 from jax_flash._options import OPERANDS, Options
 
 # Dimensions of every fixed argument and result: b batch, t and s lengths, n and k heads, h and v head dims. Operands
@@ -156,15 +156,35 @@ def _call(pass_: str, platform: str, params: Params, *args: jax.Array) -> tuple[
     if 0 in args[0].shape:  # vmap over an axis of size 0; the kernels want one problem at least
         return tuple(jnp.zeros(x.shape, x.dtype) for x in _result_shapes(pass_, params, args))
     chosen = _explain.choose(params.implementation, platform, _explain.Call.of(args[0], args[2]))
+    results = _result_shapes(pass_, params, args)
     if chosen == "cuda":
-        return _aligned(pass_, params, functools.partial(_custom_call, pass_, chosen, params), *args)
+        if args[0].dtype == jnp.float32 and not params.options.highest_precision:
+            params, args = _half_precision(pass_, params, *args)
+        return _aligned(pass_, params, results, functools.partial(_custom_call, pass_, chosen, params), *args)
     if chosen == "cpu":
-        return _custom_call(pass_, chosen, params, *args)
+        return _custom_call(pass_, chosen, params, results, *args)
     return _plain(pass_, params, *args)
 
 
-def _custom_call(pass_: str, platform: str, params: Params, *args: jax.Array) -> tuple[jax.Array, ...]:
-    results = _result_shapes(pass_, params, args)
+def _half_precision(pass_: str, params: Params, *args: jax.Array) -> tuple[Params, tuple[jax.Array, ...]]:
+    """The call on float16 arrays; its results are float32."""
+    fixed = len(_DIMS[pass_][0])
+    operands = dict(zip(_names(params), args[fixed:], strict=True))
+    gradients = (args[3], args[5]) if pass_ == "backward" else ()
+    halves, operands["unscales"] = _half.scaled(params.options, operands, *args[:3], *gradients)
+    dims = {**dict(params.operands), "unscales": OPERANDS["unscales"].dims}
+    names = [name for name, _ in _core.OPERANDS if name in operands]
+    params = dataclasses.replace(
+        params,
+        options=dataclasses.replace(params.options, wide_bias="bias" in operands),
+        operands=tuple((name, dims[name]) for name in names),
+    )
+    return params, (*halves, *args[len(halves) : fixed], *(operands[name] for name in names))
+
+
+def _custom_call(
+    pass_: str, platform: str, params: Params, results: Sequence[jax.ShapeDtypeStruct], *args: jax.Array
+) -> tuple[jax.Array, ...]:
     returned = len(results)
     attributes = _attributes(params)
     if pass_ == "backward" and (scratch := _scratch(platform, params, attributes, *args)):
@@ -205,20 +225,28 @@ def _scratch(platform: str, params: Params, attributes: Mapping[str, Any], *args
 
 
 def _aligned(
-    pass_: str, params: Params, call: Callable[..., tuple[jax.Array, ...]], *args: jax.Array
+    pass_: str,
+    params: Params,
+    results: Sequence[jax.ShapeDtypeStruct],
+    call: Callable[..., tuple[jax.Array, ...]],
+    *args: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """Calls with head dims padded by zeros to the next multiple of 8, so that every row starts on 16 bytes."""
     sizes = {"h": args[0].shape[-1], "v": args[2].shape[-1]}
 
-    def pad(x: jax.Array, dims: str) -> jax.Array:
-        size = sizes.get(dims[-1], 0)
-        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -size % 8),)) if size % 8 else x
+    def missing(dims: str) -> int:
+        return -sizes.get(dims[-1], 0) % 8
 
-    results = call(*map(pad, args, params.argument_dims(pass_)))
-    return tuple(
-        x[..., : sizes[dims[-1]]] if dims[-1] in sizes else x
-        for x, dims in zip(results, params.result_dims(pass_), strict=True)
-    )
+    def pad(x: jax.Array, dims: str) -> jax.Array:
+        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing(dims)),)) if missing(dims) else x
+
+    dims = params.result_dims(pass_)
+    padded = [
+        jax.ShapeDtypeStruct((*x.shape[:-1], x.shape[-1] + missing(d)), x.dtype)
+        for x, d in zip(results, dims, strict=True)
+    ]
+    called = call(padded, *map(pad, args, params.argument_dims(pass_)))
+    return tuple(x[..., : sizes[d[-1]]] if d[-1] in sizes else x for x, d in zip(called, dims, strict=True))
 
 
 def _plain(pass_: str, params: Params, *args: jax.Array) -> tuple[jax.Array, ...]:

@@ -41,6 +41,7 @@ struct Select<false, A, B> {
 // What arrays and tiles are made of; f16 and bf16 are told apart only where they are computed with.
 using Element = Select<dtype == DType::f32, float, u16>::type;
 constexpr int chunk_elements = 16 / sizeof(Element);  // in 16 bytes
+using Result = Select<has_unscales, float, Element>::type;
 
 // Whether something happens to the scores between product and softmax (scores.cuh).
 constexpr bool modifies_scores = with_softcap || has_bias || has_alibi_slopes;
@@ -96,5 +97,22 @@ JAX_FLASH_DEVICE float quad_max(float x) {
 JAX_FLASH_DEVICE Element* head_of(const Tensor& t, int batch, int head, int row) {
   return static_cast<Element*>(t.data) + batch * t.batch_stride + row * t.row_stride + head * t.head_stride;
 }
+
+JAX_FLASH_DEVICE Result* result_of(const Tensor& t, int batch, int head, int row) {
+  return static_cast<Result*>(t.data) + batch * t.batch_stride + row * t.row_stride + head * t.head_stride;
+}
+
+// What undoes the scales of arrays that stand for float32 ones, and the scale of dS; powers of two, of a key head.
+struct Unscales {
+  float query, key, value, dout, ds;
+};
+JAX_FLASH_DEVICE Unscales unscales_of(const Problem& problem, int batch, int kv_head) {
+  if constexpr (!has_unscales) return {1.f, 1.f, 1.f, 1.f, 1.f};
+  const float* x = problem.unscales + (static_cast<i64>(batch) * problem.kv_heads + kv_head) * 5;
+  return {x[0], x[1], x[2], x[3], x[4]};
+}
+
+// Weights are at most 2^weight_bits: in float16 those of many keys would else be too small to keep their digits.
+constexpr float weight_bits = has_unscales ? 15.f : 0.f;
 
 }  // namespace jax_flash

@@ -99,8 +99,8 @@ struct Scores {
   float slope;
   float offset;  // of row 0
 
-  __device__ __forceinline__ Scores(const Problem& problem, const Part& part, int head) : problem(problem), part(part) {
-    scale = static_cast<float>(problem.options.scale);
+  __device__ __forceinline__ Scores(const Problem& problem, const Part& part, int head, float scale)
+      : problem(problem), part(part), scale(scale) {
     if constexpr (with_softcap) {
       softcap = static_cast<float>(problem.options.softcap);
       inverse_softcap = 1.f / softcap;

@@ -8,7 +8,7 @@ namespace jax_flash {
 // The running statistics of one row.
 struct RowStatistics {
   float maximum;  // of the raw scores so far
-  float total;    // this lane's share of the sum of exponentials, relative to the maximum
+  float total;    // this lane's share of the sum of exponentials, relative to the maximum, times 2^weight_bits
 
   __device__ __forceinline__ RowStatistics() : maximum(-JAX_FLASH_INFINITY), total(0.f) {}
 
@@ -16,7 +16,7 @@ struct RowStatistics {
   __device__ __forceinline__ void begin_with(float sink_log2, float scale_log2, bool has_share) {
     if (sink_log2 == -JAX_FLASH_INFINITY) return;
     maximum = sink_log2 / scale_log2;
-    total = has_share ? exp2_approx(sink_log2 - anchor(scale_log2)) : 0.f;
+    total = has_share ? exp2_approx(sink_log2 - anchor(scale_log2) + weight_bits) : 0.f;
   }
 
   // What is subtracted from scaled scores before exp2. The scale is positive, so it commutes with the maximum. It is
@@ -38,7 +38,7 @@ struct RowStatistics {
 
   // The natural logarithm of the sum of exponentials of a row whose lanes' totals have been summed.
   __device__ __forceinline__ float lse(float scale_log2) const {
-    return total == 0.f ? -JAX_FLASH_INFINITY : (anchor(scale_log2) + log2_approx(total)) * kLn2;
+    return total == 0.f ? -JAX_FLASH_INFINITY : (anchor(scale_log2) + (log2_approx(total) - weight_bits)) * kLn2;
   }
 };
 

@@ -82,6 +82,7 @@ JAX_FLASH_DEVICE float* dq_fragment(const Problem& problem, int batch, int head,
 struct OperandGradients {
   float slope;
   float keys[2];  // of a bias that all rows share: keys lane / 4 and lane / 4 + 8
+  float unscale;  // of dS
 
   __device__ __forceinline__ void clear() { slope = keys[0] = keys[1] = 0.f; }
 
@@ -104,13 +105,13 @@ struct OperandGradients {
           float sum = ds.x[e] + ds.x[e + 2];
 #pragma unroll
           for (int other = 4; other < 32; other *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
-          if (lane < 4 && row + e < part.q.length) atomicAdd(to + (row + e) * s.row, sum);
+          if (lane < 4 && row + e < part.q.length) atomicAdd(to + (row + e) * s.row, sum * unscale);
         }
       } else {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int r = row + e % 2, c = key + e / 2 * 8;
-          if (r < part.q.length && c < part.kv.length) atomicAdd(to + r * s.row + c * s.column, ds.x[e]);
+          if (r < part.q.length && c < part.kv.length) atomicAdd(to + r * s.row + c * s.column, ds.x[e] * unscale);
         }
       }
     }
@@ -121,14 +122,14 @@ struct OperandGradients {
     if constexpr (has_dalibi_slopes) {
 #pragma unroll
       for (int other = 1; other < 32; other *= 2) slope += __shfl_xor_sync(0xffffffffu, slope, other);
-      if (lane == 0) atomicAdd(static_cast<float*>(problem.dalibi_slopes) + part.index * problem.q_heads + head, slope);
+      if (lane == 0) atomicAdd(static_cast<float*>(problem.dalibi_slopes) + part.index * problem.q_heads + head, slope * unscale);
     }
     if constexpr (has_dbias) {
       const Strides& s = problem.bias_strides;
       if (s.row == 0) {
         float* to = static_cast<float*>(problem.dbias) + part.batch * s.batch + head * s.head;
-        keys[0] = quad_sum(keys[0]);
-        keys[1] = quad_sum(keys[1]);
+        keys[0] = quad_sum(keys[0]) * unscale;
+        keys[1] = quad_sum(keys[1]) * unscale;
         if (s.column == 0) {
           float sum = keys[0] + keys[1];
 #pragma unroll
@@ -165,6 +166,7 @@ struct Backward {
   int key_row;  // of the warp, in the block
   int half;     // which of a pair of warps; 0 when split is 1
   float scale_log2;
+  float dp_factor, ds_factor;  // dS is their common multiple of what it stands for
   FragmentC dk[dk_groups * dk_group / 8], dv[dv_groups * dv_group / 8];
   OperandGradients gradients;
 
@@ -275,7 +277,7 @@ struct Backward {
             logit = modified.logit(p[n].x[e], b, row, key, with_softcap ? derivative[n].x[e] : unused);
           }
           // Without modifications an lse of -inf belongs to a row that keeps nothing here, which is masked below.
-          p[n].x[e] = exp2_approx(logit - (odd ? lse.y : lse.x) * kLog2e);
+          p[n].x[e] = exp2_approx(logit - ((odd ? lse.y : lse.x) * kLog2e - weight_bits));
           bool kept = true;
           if constexpr (masked) kept = keep(row, key);
           if constexpr (has_mask) kept &= masked ? masks.at(mask, key, part) : mask[key * masks.column_stride];
@@ -295,10 +297,11 @@ struct Backward {
 #pragma unroll
     for (int n = 0; n < score_columns / 8; ++n) {
       const int column = half * score_columns + 8 * n + lane % 4 * 2;
-      const float2 delta = *reinterpret_cast<const float2*>(&rows.delta[column]);
+      float2 delta = *reinterpret_cast<const float2*>(&rows.delta[column]);
+      if constexpr (has_unscales) delta = {delta.x * ds_factor, delta.y * ds_factor};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        float dp = ds[n].x[e];
+        float dp = has_unscales ? ds[n].x[e] * dp_factor : ds[n].x[e];
         if constexpr (with_dropout_rate) dp = is_dropped(p[n].x[e]) ? 0.f : dp * dropout.factor;
         ds[n].x[e] = weight_of(p[n].x[e]) * (dp - (e % 2 ? delta.y : delta.x));
       }
@@ -412,6 +415,11 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const int group = problem.q_heads / problem.kv_heads;
   const int first_head = kv_head * group, last_head = first_head + group - 1;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Unscales unscales = unscales_of(problem, batch, kv_head);
+  const float scale = static_cast<float>(problem.options.scale);
+  const float score_scale = scale * unscales.query * unscales.key;
+  // Weights are 2^weight_bits of themselves.
+  const float ds_factor = unscales.ds * (has_unscales ? 0x1p-15f : 1.f);
 
   Backward backward{
       problem,
@@ -420,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       batch,
       first_dq_tile(problem, batch, document),
       {problem, part, band_of(problem, part)},
-      {problem, part, first_head},
+      {problem, part, first_head, score_scale},
       {static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, first_head},
       {problem.mask, problem.mask_strides, batch, first_head},
       {problem, part, first_head},
@@ -429,8 +437,11 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       lane,
       (split == 1 ? warp : warp % key_warps) * 16,
       split == 1 ? 0 : warp / key_warps,
-      static_cast<float>(problem.options.scale) * kLog2e,
+      score_scale * kLog2e,
+      unscales.dout * unscales.value * ds_factor,
+      ds_factor,
   };
+  backward.gradients.unscale = 1.f / unscales.ds;
   if constexpr (has_dbias || has_dalibi_slopes) backward.gradients.clear();
   TileRange tiles = row_tiles_of<block_q>(backward.keep.band, part, first_key, block_kv);
   const SegmentTiles<block_q> segments{
@@ -465,17 +476,18 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     __syncthreads();  // everybody is done with K and V
   }
 
-  const float scale = static_cast<float>(problem.options.scale), factor = backward.dropout.factor;
-  Element* dk = head_of(problem.dk, batch, kv_head, part.kv.first);
-  Element* dv = head_of(problem.dv, batch, kv_head, part.kv.first);
+  const float dk_factor = scale * unscales.query / unscales.ds;
+  const float factor = backward.dropout.factor * unscales.dout * (has_unscales ? 0x1p-15f : 1.f);
+  Result* dk = result_of(problem.dk, batch, kv_head, part.kv.first);
+  Result* dv = result_of(problem.dv, batch, kv_head, part.kv.first);
   if constexpr (Mma::direct_stores) {
     const int key = first_key + backward.key_row + lane / 4;
-    Mma::store_fragments<head_dim, dk_group, split>(backward.dk, scale, scale, dk, problem.dk.row_stride, key,
+    Mma::store_fragments<head_dim, dk_group, split>(backward.dk, dk_factor, dk_factor, dk, problem.dk.row_stride, key,
                                                     part.kv.stored, backward.half, lane);
     Mma::store_fragments<value_head_dim, dv_group, split>(backward.dv, factor, factor, dv, problem.dv.row_stride, key,
                                                           part.kv.stored, backward.half, lane);
   } else {
-    put_accumulators<KTile, split>(shared.k, backward.key_row, backward.half, backward.dk, scale, scale, lane);
+    put_accumulators<KTile, split>(shared.k, backward.key_row, backward.half, backward.dk, dk_factor, dk_factor, lane);
     put_accumulators<VTile, split>(shared.v, backward.key_row, backward.half, backward.dv, factor, factor, lane);
     __syncthreads();
     constexpr int rows_of_warp = block_kv / warps;
@@ -499,9 +511,10 @@ extern "C" __global__ void __launch_bounds__(32 * dq_warps)
   const int batch = static_cast<int>(item / tiles / problem.q_heads);
   int row_tile = tile;
   const Part part = part_of(problem, batch, document_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
-  const float scale = static_cast<float>(problem.options.scale);
+  const Unscales unscales = unscales_of(problem, batch, head / (problem.q_heads / problem.kv_heads));
+  const float scale = static_cast<float>(problem.options.scale) * unscales.key / unscales.ds;
   const float* from = dq_fragment(problem, batch, head, tile, 0) + lane;
-  Element* to = head_of(problem.dq, batch, head, part.q.first);
+  Result* to = result_of(problem.dq, batch, head, part.q.first);
 #pragma unroll
   for (int i = 0; i < ceil_div(head_dim, dq_group); ++i) {
     FragmentC dq[dq_group / 8];

@@ -98,7 +98,7 @@ struct Forward {
         }
         RowStatistics& row = statistics[m][half];
         const float shrink = row.update(quad_max(maximum), scale_log2);
-        const float anchor = row.anchor(scale_log2);
+        const float anchor = row.anchor(scale_log2) - weight_bits;
 #pragma unroll
         for (int n = 0; n < tile_value_head_dim / 8; ++n) {
           out[m][n].x[2 * half] *= shrink;
@@ -172,7 +172,7 @@ struct Forward {
     }
   }
 
-  __device__ __forceinline__ void finish(Element* out_head, float* lse, float sink) {
+  __device__ __forceinline__ void finish(Result* out_head, float* lse, float sink, float unscale) {
     const int warp_row = warp * row_tiles * 16;
     if constexpr (!Mma::direct_stores && tile_head_dim != tile_value_head_dim) {
       __syncthreads();  // rows of out lie elsewhere than those of Q
@@ -184,7 +184,7 @@ struct Forward {
       for (int half = 0; half < 2; ++half) {
         RowStatistics& row = statistics[m][half];
         row.total = quad_sum(row.total);
-        inverse[half] = row.total == 0.f ? 0.f : dropout.factor / row.total;
+        inverse[half] = row.total == 0.f ? 0.f : dropout.factor * unscale / row.total;
         const int t = row_of(m, half);
         float row_lse = row.lse(scale_log2);
         if (has_q_lengths && t >= part.q.length) {
@@ -224,6 +224,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   if (packed && first_row >= part.q.stored) return;
   const int kv_head = head / (problem.q_heads / problem.kv_heads);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Unscales unscales = unscales_of(problem, batch, kv_head);
+  const float scale = static_cast<float>(problem.options.scale) * unscales.query * unscales.key;
 
   Forward forward{
       problem,
@@ -232,14 +234,14 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       head_of(problem.k, batch, kv_head, part.kv.first),
       head_of(problem.v, batch, kv_head, part.kv.first),
       {problem, part, band_of(problem, part)},
-      {problem, part, head},
+      {problem, part, head, scale},
       {static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, head},
       {problem.mask, problem.mask_strides, batch, head},
       {problem, part, head},
       first_row,
       warp,
       lane,
-      modifies_scores ? 1.f : static_cast<float>(problem.options.scale) * kLog2e,
+      modifies_scores ? 1.f : scale * kLog2e,
       tall_reader<QTile>(shared_address(shared.q), warp * row_tiles * 16, lane),
       wide_reader<KTile>(shared_address(shared.k), 0, lane),
       VReader(shared_address(shared.v), lane),
@@ -290,8 +292,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   }
 
   const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length + part.q.first;
-  forward.finish(head_of(problem.out, batch, head, part.q.first), static_cast<float*>(problem.lse) + first_statistic,
-                 sink);
+  forward.finish(result_of(problem.out, batch, head, part.q.first), static_cast<float*>(problem.lse) + first_statistic, sink,
+                 unscales.value);
 }
 
 }  // namespace jax_flash

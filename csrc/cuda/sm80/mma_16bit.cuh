@@ -24,7 +24,8 @@ JAX_FLASH_DEVICE void put_accumulators(char* tile, int tile_row, int first_pair,
 struct Mma16Bit {
   static constexpr int depth = 16;              // of k, in one instruction
   static constexpr bool precise = false;        // whether a product takes registers beside its operands
-  static constexpr bool direct_stores = false;  // results pass through shared memory, for stores of 16 bytes
+  // Results pass through shared memory, for stores of 16 bytes, unless they are float32.
+  static constexpr bool direct_stores = has_unscales;
 
   // How many columns of a tile [k, n] one load brings. The accumulators of a warp are whole groups of columns.
   static __host__ __device__ constexpr int group(int columns, int warps_that_share) { return 16; }
@@ -164,21 +165,27 @@ struct Mma16Bit {
     };
   };
 
+  static __device__ __forceinline__ void store_pair(Result* to, float x, float y) {
+    if constexpr (has_unscales) {
+      *reinterpret_cast<float2*>(to) = {x, y};
+    } else {
+      *reinterpret_cast<u32*>(to) = pack(x, y);
+    }
+  }
+
   // Writes accumulators of rows `row` and `row` + 8 of this lane to global memory: whole groups of columns, every
   // `step`-th from `first_group` on.
   template <int columns, int group, int step, int n>
   static __device__ __forceinline__ void store_fragments(const FragmentC (&c)[n], float scale0, float scale1,
-                                                         Element* head, i64 row_stride, int row, int length,
+                                                         Result* head, i64 row_stride, int row, int length,
                                                          int first_group, int lane) {
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       const int column = (i / 2 * step + first_group) * group + i % 2 * 8 + lane % 4 * 2;
       if (column >= columns) continue;
-      Element* to = head + row * row_stride + column;
-      if (row < length) *reinterpret_cast<u32*>(to) = pack(c[i].x[0] * scale0, c[i].x[1] * scale0);
-      if (row + 8 < length) {
-        *reinterpret_cast<u32*>(to + 8 * row_stride) = pack(c[i].x[2] * scale1, c[i].x[3] * scale1);
-      }
+      Result* to = head + row * row_stride + column;
+      if (row < length) store_pair(to, c[i].x[0] * scale0, c[i].x[1] * scale0);
+      if (row + 8 < length) store_pair(to + 8 * row_stride, c[i].x[2] * scale1, c[i].x[3] * scale1);
     }
   }
 };
@@ -201,7 +208,7 @@ JAX_FLASH_DEVICE void put_accumulators(char* tile, int tile_row, int first_pair,
 
 // Writes rows of a tile that these lanes' own warp has filled to global memory, 16 bytes a lane.
 template <typename T, int columns, int rows>
-JAX_FLASH_DEVICE void store_rows(const char* tile, int tile_row, Element* head, i64 row_stride, int first, int length,
+JAX_FLASH_DEVICE void store_rows(const char* tile, int tile_row, Result* head, i64 row_stride, int first, int length,
                                  int lane) {
   constexpr int filled = columns / 8;
 #pragma unroll

@@ -323,7 +323,7 @@ struct MmaF32 {
   // `step`-th from `first_group` on.
   template <int columns, int group, int step, int n>
   static __device__ __forceinline__ void store_fragments(const FragmentC (&c)[n], float scale0, float scale1,
-                                                         Element* head, i64 row_stride, int row, int length,
+                                                         Result* head, i64 row_stride, int row, int length,
                                                          int first_group, int lane) {
     constexpr int wide = group / 8;
 #pragma unroll

@@ -1,0 +1,70 @@
+"""float32 arrays as float16 ones, for products at TF32's accuracy at twice its rate.
+
+float16 keeps as many digits as TF32, 11, but of a smaller range. So every array is multiplied by a power of two, one for
+each key head and the query heads that attend to it, by which the largest of its values comes near float16's own. Values
+down to 2^-29 of the largest then have all their digits, and values below 2^-40 of it, which no sum with it would notice
+in float32, become 0.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash import _dropout
+from jax_flash._options import Operands, Options
+
+_BITS = 15  # the largest value lies in [2^14, 2^15)
+
+
+def scaled(
+    options: Options, operands: Operands, query: jax.Array, key: jax.Array, value: jax.Array, *gradients: jax.Array
+) -> tuple[list[jax.Array], jax.Array]:
+    """query, key, value in float16, with ``gradients`` = (dout, delta) also dout, and their unscales [B, K, 5]."""
+    kv_heads = key.shape[2]
+    rows, keys = (_valid(operands, side, x.shape[1]) for side, x in (("q", query), ("kv", key)))
+    arrays = [(query, rows), (key, keys), (value, keys)]
+    if gradients:
+        arrays.append((gradients[0], rows))
+    largest = [_largest(x, valid, kv_heads) for x, valid in arrays]
+    scales = [_power(x) for x in largest]
+    halves = [
+        (x * jnp.repeat(scale, x.shape[2] // kv_heads, axis=1)[:, None, :, None]).astype(jnp.float16)
+        for (x, _), scale in zip(arrays, scales, strict=True)
+    ]
+    unscales = [1 / scale for scale in scales]
+    if gradients:
+        # |dS| = P |dP - delta|, and |dP| is at most that of a row of ones.
+        delta = jnp.swapaxes(gradients[1], 1, 2)[..., None]
+        dp = value.shape[-1] * largest[3] * largest[2]
+        if options.dropout_rate:
+            dp = dp * _dropout.factor(options.dropout_rate)
+        unscales.append(_power(dp + _largest(delta, rows, kv_heads)))
+    else:
+        unscales += [jnp.ones_like(unscales[0])] * 2
+    return halves, jnp.stack(unscales, axis=-1)
+
+
+def _valid(operands: Operands, side: str, length: int) -> jax.Array | None:
+    """[B or 1, length] of rows that are not padding, which may hold anything; None where there is none."""
+    if f"{side}_lengths" in operands:
+        end = operands[f"{side}_lengths"][:, None]
+    elif f"cu_{side}_lengths" in operands:
+        end = operands[f"cu_{side}_lengths"][:, -1:]
+    else:
+        return None
+    return jnp.arange(length, dtype=jnp.int32) < end
+
+
+def _largest(x: jax.Array, valid: jax.Array | None, kv_heads: int) -> jax.Array:
+    """The largest finite magnitude in [B, length, heads, columns] for each key head, [B, K]."""
+    magnitude = jnp.abs(x)
+    keep = jnp.isfinite(x) if valid is None else jnp.isfinite(x) & valid[:, :, None, None]
+    of_heads = jnp.where(keep, magnitude, 0).max(axis=(1, 3))
+    return of_heads.reshape(x.shape[0], kv_heads, -1).max(axis=-1)
+
+
+def _power(largest: jax.Array) -> jax.Array:
+    """The power of two that brings ``largest`` below 2^15."""
+    _, exponent = jnp.frexp(jnp.minimum(largest, jnp.finfo(jnp.float32).max))
+    return jnp.ldexp(jnp.ones_like(largest), jnp.clip(_BITS - exponent, -125, 125))
