@@ -22,50 +22,50 @@
 // This header is compiled by the host compiler and by NVRTC, so it includes nothing.
 #pragma once
 
-#define JAX_FLASH_OPTIONS(CONSTANT, VALUE, FEATURE, OPERAND, TRAINABLE)                                      \
-  /* keep key position <= query position */                                                                  \
-  CONSTANT(bool, causal)                                                                                     \
-  /* float32 products at float32 accuracy rather than TF32's; false for other dtypes */                      \
-  CONSTANT(bool, highest_precision)                                                                          \
-  /* bias is float32 (float64 for float64 inputs) whatever the query's dtype; else it has that one */        \
-  CONSTANT(bool, wide_bias)                                                                                  \
-  /* multiplies the scores; finite and > 0 (Python folds sign and zero into the query) */                    \
-  VALUE(double, scale)                                                                                       \
-  /* of a batch entry, >= 1 */                                                                               \
-  VALUE(int, documents)                                                                                      \
-  /* keep key position >= query position - window_left and <= query position + window_right; >= 0 */         \
-  FEATURE(int, window_left, 2147483647)                                                                      \
-  FEATURE(int, window_right, 2147483647)                                                                     \
-  /* scores become softcap * tanh(scores / softcap) */                                                       \
-  FEATURE(double, softcap, 0)                                                                                \
-  /* weights are dropped with probability round(65536 * dropout_rate) / 65536: see dropout_seeds */          \
-  FEATURE(double, dropout_rate, 0)                                                                           \
-  /* position of query row 0 of a document, whose keys begin at position 0; absent means 0 */                \
-  OPERAND(int, q_offset, "bd")                                                                               \
-  /* rows from these on are padding: never read, results 0, lse as of a row that keeps no key; >= 0 */       \
-  OPERAND(int, q_lengths, "b")                                                                               \
-  OPERAND(int, kv_lengths, "b")                                                                              \
-  /* document d has rows [cu[d], cu[d + 1]); rows from cu[documents] on are in none, and are padding */      \
-  OPERAND(int, cu_q_lengths, "be")                                                                           \
-  OPERAND(int, cu_kv_lengths, "be")                                                                          \
-  /* keep pairs of equal segments */                                                                         \
-  OPERAND(int, q_segment_ids, "bt")                                                                          \
-  OPERAND(int, kv_segment_ids, "bs")                                                                         \
-  /* smallest and largest segment in each block of kSegmentBlock rows; there with the segment ids */         \
-  OPERAND(int, q_segment_ranges, "bi2")                                                                      \
-  OPERAND(int, kv_segment_ranges, "bj2")                                                                     \
-  /* * keep pairs where true */                                                                              \
-  OPERAND(bool, mask, "bnts")                                                                                \
-  /* the key of the counter-based generator, one per head; there with dropout_rate */                        \
-  OPERAND(unsigned, dropout_seeds, "bdn2")                                                                   \
-  /* for float16 arrays that stand for float32 ones, scaled to float16's range: what undoes the scales of query,  */ \
-  /* key, value and dout, and what dS is to be scaled by; results are float32                                     */ \
-  OPERAND(float, unscales, "bk5")                                                                                    \
-  /* float32 (float64 for float64 inputs): exp(sink) joins the sum of exponentials */                        \
-  OPERAND(void, sinks, "bn")                                                                                 \
-  /* float32 (float64 for float64 inputs): scores become scores - slope * |query position - key position| */ \
-  TRAINABLE(void, alibi_slopes, "bdn")                                                                       \
-  /* * added to the scores; dtype: see wide_bias */                                                          \
+#define JAX_FLASH_OPTIONS(CONSTANT, VALUE, FEATURE, OPERAND, TRAINABLE)                                             \
+  /* keep key position <= query position */                                                                         \
+  CONSTANT(bool, causal)                                                                                            \
+  /* float32 products at float32 accuracy rather than TF32's; false for other dtypes */                             \
+  CONSTANT(bool, highest_precision)                                                                                 \
+  /* bias is float32 (float64 for float64 inputs) whatever the query's dtype; else it has that one */               \
+  CONSTANT(bool, wide_bias)                                                                                         \
+  /* multiplies the scores; finite and > 0 (Python folds sign and zero into the query) */                           \
+  VALUE(double, scale)                                                                                              \
+  /* of a batch entry, >= 1 */                                                                                      \
+  VALUE(int, documents)                                                                                             \
+  /* keep key position >= query position - window_left and <= query position + window_right; >= 0 */                \
+  FEATURE(int, window_left, 2147483647)                                                                             \
+  FEATURE(int, window_right, 2147483647)                                                                            \
+  /* scores become softcap * tanh(scores / softcap) */                                                              \
+  FEATURE(double, softcap, 0)                                                                                       \
+  /* weights are dropped with probability round(65536 * dropout_rate) / 65536: see dropout_seeds */                 \
+  FEATURE(double, dropout_rate, 0)                                                                                  \
+  /* position of query row 0 of a document, whose keys begin at position 0; absent means 0 */                       \
+  OPERAND(int, q_offset, "bd")                                                                                      \
+  /* rows from these on are padding: never read, results 0, lse as of a row that keeps no key; >= 0 */              \
+  OPERAND(int, q_lengths, "b")                                                                                      \
+  OPERAND(int, kv_lengths, "b")                                                                                     \
+  /* document d has rows [cu[d], cu[d + 1]); rows from cu[documents] on are in none, and are padding */             \
+  OPERAND(int, cu_q_lengths, "be")                                                                                  \
+  OPERAND(int, cu_kv_lengths, "be")                                                                                 \
+  /* keep pairs of equal segments */                                                                                \
+  OPERAND(int, q_segment_ids, "bt")                                                                                 \
+  OPERAND(int, kv_segment_ids, "bs")                                                                                \
+  /* smallest and largest segment in each block of kSegmentBlock rows; there with the segment ids */                \
+  OPERAND(int, q_segment_ranges, "bi2")                                                                             \
+  OPERAND(int, kv_segment_ranges, "bj2")                                                                            \
+  /* keep pairs where true */                                                                                       \
+  OPERAND(bool, mask, "bnts")                                                                                       \
+  /* the key of the counter-based generator, one per head; there with dropout_rate */                               \
+  OPERAND(unsigned, dropout_seeds, "bdn2")                                                                          \
+  /* factors that undo the scales of query, key, value and dout, float16 arrays that stand for float32 ones, and */ \
+  /* the scale of dS; results are float32 then */                                                                   \
+  OPERAND(float, unscales, "bk5")                                                                                   \
+  /* float32 (float64 for float64 inputs): exp(sink) joins the sum of exponentials */                               \
+  OPERAND(void, sinks, "bn")                                                                                        \
+  /* float32 (float64 for float64 inputs): scores become scores - slope * |query position - key position| */        \
+  TRAINABLE(void, alibi_slopes, "bdn")                                                                              \
+  /* * added to the scores; dtype: see wide_bias */                                                                 \
   TRAINABLE(void, bias, "bnts")
 
 namespace jax_flash {

@@ -21,6 +21,22 @@ def test_values(target: Target, case: Case | PackedCase, dtype: str) -> None:
     problem.check(target.platform, cases.differentiate(cases.call(target, problem), problem))
 
 
+@pytest.mark.parametrize("precision", ["default", "highest"])
+@pytest.mark.parametrize("target", cases.targets(lambda target: "float32" in target.dtypes))
+def test_float32_of_any_magnitude(target: Target, precision: str) -> None:
+    """Kernels may take float32 apart, or bring it to the range of a narrower dtype."""
+    case = Case("magnitudes", 70, 130, q_heads=4, kv_heads=2, head_dim=24, precision=precision, scale=2.0**-22)
+    problem = cases.problem(case, "float32")
+    magnitudes = {"query": 2.0**-60, "key": 2.0**80, "value": 2.0**40, "dout": 2.0**-35}
+    # Of one key head unlike the other, and few values far from the rest.
+    scaled = {name: getattr(problem, name) * np.float32(size) for name, size in magnitudes.items()}
+    for x in scaled.values():
+        x[..., : x.shape[-2] // 2, :] *= np.float32(2.0**-30)
+        x[:, 3] *= np.float32(2.0**-9)
+    problem = dataclasses.replace(problem, **scaled)
+    problem.check(target.platform, cases.differentiate(cases.call(target, problem), problem))
+
+
 SMALL = Case("small", 5, 7, q_heads=4, kv_heads=2, head_dim=3, causal=True, q_offset=(-2, 1), scale=-0.7)
 
 

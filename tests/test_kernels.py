@@ -26,8 +26,9 @@ with 32 keys it spills nothing and makes 350. The backward at head_dim 64 and 12
 bytes. All other forward kernels spill nothing.
 """
 
-FLOAT32_GATE = {"default": 0, "highest": 288}
-"""Of the float32 kernels on sm_80 and sm_86: TF32 spills nothing there, split products hold twice the operands."""
+FLOAT32_GATE = {"default": SPILL_GATE, "highest": {"forward": 288, "backward": 288}}
+"""Of float32 on sm_80 and sm_86: "default" is float16 kernels with two factors more, "highest" holds two parts of every
+operand."""
 
 OPTION_GATE = {"forward": 1152, "backward": 256}
 """With one option, at head_dim 128. `mask` takes most, 1128 bytes forward on sm_80: what it reads comes on top of the
@@ -93,10 +94,15 @@ def test_gates(kernels: Any, arch: int) -> None:
 @pytest.mark.parametrize("precision", FLOAT32_GATE)
 @pytest.mark.parametrize("arch", [80, 86])
 def test_gates_of_float32(arch: int, precision: str, tmp_path: pathlib.Path) -> None:
-    options = [{"highest_precision": precision == "highest"}]
+    dtype, option = {"default": ("float16", "has_unscales"), "highest": ("float32", "highest_precision")}[precision]
     head_dims = [64, 128, 256] if arch == 80 else [128, 256]
-    for kernel in compiled(arch, tmp_path, dtypes=["float32"], head_dims=head_dims, options=options):
-        assert kernel["spill_bytes"] <= FLOAT32_GATE[precision], kernel["name"]
+    for kernel in compiled(arch, tmp_path, dtypes=[dtype], head_dims=head_dims, options=[{option: True}]):
+        assert kernel["spill_bytes"] <= FLOAT32_GATE[precision][pass_of(kernel)], kernel["name"]
+
+
+def test_float32_without_scales_or_highest_precision_is_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match="float32 kernels have highest_precision"):
+        _core.build_kernels(arch=80, out_dir=str(tmp_path), **{**_kernels_cli.COMMON, "dtypes": ["float32"]})
 
 
 def test_gates_of_options(tmp_path: pathlib.Path) -> None:

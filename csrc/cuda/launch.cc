@@ -58,7 +58,11 @@ std::string served_family(int arch) {
 
 Variant variant_of(const std::string& family, int arch, Pass pass, DType dtype, int head_dim, int value_head_dim,
                    const Options& options) {
-  const Products products = products_of(dtype, options.highest_precision);
+  if (dtype == DType::f32 && !options.highest_precision) {
+    throw std::invalid_argument(
+        "float32 kernels have highest_precision; without it float32 comes as float16 with unscales");
+  }
+  const Products products = products_of(dtype);
   const TileRow& tile = tile_row(family, products, pass, std::max(head_dim, value_head_dim), arch);
   return Variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile};
 }

@@ -23,12 +23,9 @@ struct TileRow {
 };
 
 // How products are made, which decides what a tile costs.
-enum class Products { f16, tf32, f32 };
+enum class Products { f16, f32 };
 
-inline Products products_of(DType dtype, bool highest_precision) {
-  if (dtype != DType::f32) return Products::f16;
-  return highest_precision ? Products::f32 : Products::tf32;
-}
+inline Products products_of(DType dtype) { return dtype == DType::f32 ? Products::f32 : Products::f16; }
 
 struct TileRule {
   const char* family;
@@ -42,65 +39,41 @@ struct TileRule {
 namespace rules {
 
 constexpr Pass forward = Pass::forward, backward = Pass::backward;
-constexpr Products f16 = Products::f16, tf32 = Products::tf32, f32 = Products::f32;
+constexpr Products f16 = Products::f16, f32 = Products::f32;
 
 // The first rule that fits is taken. Beside each the forward or backward rate that put it there: full, B4 S4096,
 // N * H = 2048, on an H200, in TFLOP/s, of bf16 for f16; and behind "first:" those of the first working version, where
 // others lost. Rules that an H200 has no need of were timed on one all the same.
 inline constexpr TileRule all[] = {
     // family, products, pass, head_dim, shared KB, {block_q, block_kv, warps, stages, min_blocks}
-    {"sm80", f16, forward, 64, 32, {128, 64, 4, 1, 2}},      // 318; first: 287, 64x64 253, 128x128 with 8 warps 249
-    {"sm80", f16, forward, 128, 128, {128, 64, 4, 1, 2}},    // 369; room for two blocks
-    {"sm80", f16, forward, 128, 48, {128, 32, 4, 1, 2}},     // 350; first: 312, 128x128 with 8 warps 295, 128x64 276
-    {"sm80", f16, forward, 256, 128, {128, 64, 8, 1, 1}},    // 321; first: 287
-    {"sm80", f16, forward, 256, 96, {128, 32, 8, 1, 1}},     // first: 267, 64x64 with 4 warps 222
-    {"sm80", f16, backward, 64, 130, {128, 128, 8, 2, 1}},   // 264; first: 264, 64x64 with 4 warps 245
-    {"sm80", f16, backward, 64, 82, {64, 128, 8, 2, 1}},     // first: 242
-    {"sm80", f16, backward, 128, 146, {64, 128, 8, 2, 1}},   // 286, with one stage 277; first: 270 and 279
-    {"sm80", f16, backward, 128, 73, {64, 64, 4, 1, 1}},     // first: 256
-    {"sm80", f16, backward, 256, 145, {64, 64, 8, 1, 1}},    // 220; first: 207, two stages 205, 32x64 187
-    {"sm80", f16, backward, 256, 70, {32, 32, 4, 1, 1}},     // first: 176
-    {"sm80", tf32, forward, 64, 64, {128, 64, 4, 1, 2}},     // 181
-    {"sm80", tf32, forward, 128, 192, {256, 64, 8, 1, 1}},   // 195; 192x64 with 6 warps 116
-    {"sm80", tf32, forward, 128, 160, {256, 32, 8, 1, 1}},   // 183; 128x64 with 8 warps 156
-    {"sm80", tf32, forward, 128, 96, {128, 32, 4, 1, 2}},    // 162; 64x32 134
-    {"sm80", tf32, forward, 160, 200, {256, 32, 8, 1, 1}},   // 161
-    {"sm80", tf32, forward, 160, 160, {128, 64, 8, 1, 1}},   // 149
-    {"sm80", tf32, forward, 192, 96, {64, 32, 4, 1, 2}},     // 132; 128x32 with 8 warps 130
-    {"sm80", tf32, forward, 256, 192, {128, 32, 8, 1, 1}},   // 133; 64x32 with 4 warps 96
-    {"sm80", tf32, forward, 256, 160, {128, 16, 8, 1, 1}},   // 112
-    {"sm80", tf32, forward, 256, 96, {64, 16, 4, 1, 2}},     // 109
-    {"sm80", tf32, backward, 32, 49, {64, 64, 4, 1, 3}},     // 136; two blocks 128
-    {"sm80", tf32, backward, 64, 81, {64, 64, 4, 1, 2}},     // 147; 128x128, 8 warps 151, but causal 144, not 148
-    {"sm80", tf32, backward, 96, 113, {64, 64, 4, 1, 2}},    // 148; 64x128 with 8 warps 143
-    {"sm80", tf32, backward, 96, 81, {32, 64, 4, 1, 2}},     // 138
-    {"sm80", tf32, backward, 128, 225, {64, 128, 8, 1, 1}},  // 152; 32x128, two stages 140
-    {"sm80", tf32, backward, 128, 161, {64, 64, 8, 1, 1}},   // 123; a single block of 64x64 with 4 warps 109
-    {"sm80", tf32, backward, 128, 73, {32, 32, 4, 1, 2}},    // 104
-    {"sm80", tf32, backward, 192, 225, {64, 64, 8, 1, 1}},   // 122; 32x64 108
-    {"sm80", tf32, backward, 160, 89, {32, 32, 4, 1, 1}},    // 105; 32x64 with 8 warps 88
-    {"sm80", tf32, backward, 192, 161, {32, 64, 8, 1, 1}},   // 108
-    {"sm80", tf32, backward, 256, 209, {32, 64, 8, 1, 1}},   // 110
-    {"sm80", tf32, backward, 256, 101, {16, 32, 4, 1, 2}},   // 90; 32x32 73
-    {"sm80", tf32, backward, 224, 89, {16, 32, 4, 1, 2}},    // 91
-    {"sm80", tf32, backward, 256, 67, {16, 16, 2, 1, 1}},    // 65
-    {"sm80", f32, forward, 32, 32, {128, 64, 4, 1, 2}},      // 68; 64x64 60
-    {"sm80", f32, forward, 64, 48, {64, 64, 4, 1, 2}},       // 65; 128x64 66, but it spills
-    {"sm80", f32, forward, 128, 96, {128, 32, 8, 1, 1}},     // 59; 64x32 with 4 warps 56
-    {"sm80", f32, forward, 256, 192, {128, 32, 8, 1, 1}},    // 54
-    {"sm80", f32, forward, 192, 144, {128, 32, 8, 1, 1}},    // 57
-    {"sm80", f32, forward, 256, 160, {128, 16, 8, 1, 1}},    // 50
-    {"sm80", f32, forward, 256, 96, {64, 16, 4, 1, 1}},      // 49
-    {"sm80", f32, backward, 64, 81, {64, 64, 4, 1, 1}},      // 63; with 8 warps 57
-    {"sm80", f32, backward, 128, 161, {64, 64, 8, 1, 1}},    // 60; 32x64 with 4 warps 55
-    {"sm80", f32, backward, 96, 81, {32, 64, 4, 1, 2}},      // 56
-    {"sm80", f32, backward, 128, 73, {32, 32, 4, 1, 2}},     // 52
-    {"sm80", f32, backward, 192, 161, {32, 64, 8, 1, 1}},    // 52
-    {"sm80", f32, backward, 160, 89, {32, 32, 4, 1, 2}},     // 49, at head_dim 192
-    {"sm80", f32, backward, 256, 209, {32, 64, 8, 1, 1}},    // 52
-    {"sm80", f32, backward, 256, 101, {16, 32, 4, 1, 1}},    // 41; 32x32 36
-    {"sm80", f32, backward, 224, 89, {16, 32, 4, 1, 2}},     // 42
-    {"sm80", f32, backward, 256, 67, {16, 16, 2, 1, 1}},     // 23
+    {"sm80", f16, forward, 64, 32, {128, 64, 4, 1, 2}},     // 318; first: 287, 64x64 253, 128x128 with 8 warps 249
+    {"sm80", f16, forward, 128, 128, {128, 64, 4, 1, 2}},   // 369; room for two blocks
+    {"sm80", f16, forward, 128, 48, {128, 32, 4, 1, 2}},    // 350; first: 312, 128x128 with 8 warps 295, 128x64 276
+    {"sm80", f16, forward, 256, 128, {128, 64, 8, 1, 1}},   // 321; first: 287
+    {"sm80", f16, forward, 256, 96, {128, 32, 8, 1, 1}},    // first: 267, 64x64 with 4 warps 222
+    {"sm80", f16, backward, 64, 130, {128, 128, 8, 2, 1}},  // 264; first: 264, 64x64 with 4 warps 245
+    {"sm80", f16, backward, 64, 82, {64, 128, 8, 2, 1}},    // first: 242
+    {"sm80", f16, backward, 128, 146, {64, 128, 8, 2, 1}},  // 286, with one stage 277; first: 270 and 279
+    {"sm80", f16, backward, 128, 73, {64, 64, 4, 1, 1}},    // first: 256
+    {"sm80", f16, backward, 256, 145, {64, 64, 8, 1, 1}},   // 220; first: 207, two stages 205, 32x64 187
+    {"sm80", f16, backward, 256, 70, {32, 32, 4, 1, 1}},    // first: 176
+    {"sm80", f32, forward, 32, 32, {128, 64, 4, 1, 2}},     // 68; 64x64 60
+    {"sm80", f32, forward, 64, 48, {64, 64, 4, 1, 2}},      // 65; 128x64 66, but it spills
+    {"sm80", f32, forward, 128, 96, {128, 32, 8, 1, 1}},    // 59; 64x32 with 4 warps 56
+    {"sm80", f32, forward, 256, 192, {128, 32, 8, 1, 1}},   // 54
+    {"sm80", f32, forward, 192, 144, {128, 32, 8, 1, 1}},   // 57
+    {"sm80", f32, forward, 256, 160, {128, 16, 8, 1, 1}},   // 50
+    {"sm80", f32, forward, 256, 96, {64, 16, 4, 1, 1}},     // 49
+    {"sm80", f32, backward, 64, 81, {64, 64, 4, 1, 1}},     // 63; with 8 warps 57
+    {"sm80", f32, backward, 128, 161, {64, 64, 8, 1, 1}},   // 60; 32x64 with 4 warps 55
+    {"sm80", f32, backward, 96, 81, {32, 64, 4, 1, 2}},     // 56
+    {"sm80", f32, backward, 128, 73, {32, 32, 4, 1, 2}},    // 52
+    {"sm80", f32, backward, 192, 161, {32, 64, 8, 1, 1}},   // 52
+    {"sm80", f32, backward, 160, 89, {32, 32, 4, 1, 2}},    // 49, at head_dim 192
+    {"sm80", f32, backward, 256, 209, {32, 64, 8, 1, 1}},   // 52
+    {"sm80", f32, backward, 256, 101, {16, 32, 4, 1, 1}},   // 41; 32x32 36
+    {"sm80", f32, backward, 224, 89, {16, 32, 4, 1, 2}},    // 42
+    {"sm80", f32, backward, 256, 67, {16, 16, 2, 1, 1}},    // 23
 };
 
 }  // namespace rules

@@ -122,7 +122,8 @@ struct OperandGradients {
     if constexpr (has_dalibi_slopes) {
 #pragma unroll
       for (int other = 1; other < 32; other *= 2) slope += __shfl_xor_sync(0xffffffffu, slope, other);
-      if (lane == 0) atomicAdd(static_cast<float*>(problem.dalibi_slopes) + part.index * problem.q_heads + head, slope * unscale);
+      if (lane == 0)
+        atomicAdd(static_cast<float*>(problem.dalibi_slopes) + part.index * problem.q_heads + head, slope * unscale);
     }
     if constexpr (has_dbias) {
       const Strides& s = problem.bias_strides;

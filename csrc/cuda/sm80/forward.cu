@@ -292,8 +292,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   }
 
   const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length + part.q.first;
-  forward.finish(result_of(problem.out, batch, head, part.q.first), static_cast<float*>(problem.lse) + first_statistic, sink,
-                 unscales.value);
+  forward.finish(result_of(problem.out, batch, head, part.q.first), static_cast<float*>(problem.lse) + first_statistic,
+                 sink, unscales.value);
 }
 
 }  // namespace jax_flash

@@ -22,8 +22,8 @@ JAX_FLASH_DEVICE void put_accumulators(char* tile, int tile_row, int first_pair,
 //
 // so two neighbouring accumulators, rounded to 16 bits, are one A fragment: P needs no trip through shared memory.
 struct Mma16Bit {
-  static constexpr int depth = 16;              // of k, in one instruction
-  static constexpr bool precise = false;        // whether a product takes registers beside its operands
+  static constexpr int depth = 16;        // of k, in one instruction
+  static constexpr bool precise = false;  // whether a product takes registers beside its operands
   // Results pass through shared memory, for stores of 16 bytes, unless they are float32.
   static constexpr bool direct_stores = has_unscales;
 

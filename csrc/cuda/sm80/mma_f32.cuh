@@ -1,4 +1,5 @@
-// Products of float32: mma.m16n8k8 on TF32 operands, which reads 19 bits of each float and leaves off the rest.
+// Products of float32 at float32's accuracy: mma.m16n8k8 on TF32 operands, which reads 19 bits of each float and leaves
+// off the rest, of every number split into a sum of two.
 #pragma once
 
 #include "cuda/shared/prelude.cuh"
@@ -23,7 +24,7 @@ namespace jax_flash {
 struct MmaF32 {
   static constexpr int depth = 8;              // of k, in one instruction
   static constexpr bool direct_stores = true;  // a lane's accumulators are 16 adjacent bytes of the result
-  static constexpr bool precise = option_highest_precision;
+  static constexpr bool precise = true;
   static constexpr int kMainTerms = 8;
   static constexpr float kNearest = 1.00034f;  // 1 + 2^-11 / (the mean of mantissas, 1 / ln 2)
 
@@ -32,30 +33,22 @@ struct MmaF32 {
     return columns % (32 * warps_that_share) == 0 ? 32 : 16;
   }
 
-  // Operands, ready to be multiplied: with their least bits rounded away, or split into a sum of two.
+  // Operands, split into sums of two that TF32 can say.
   template <int n>
   struct Operand {
     u32 high[n];
-    u32 low[n];  // only when split
+    u32 low[n];
   };
-
-  // Adds about half a unit of the last place that TF32 keeps, for the hardware cuts off the rest: as a product, which
-  // is one instruction and lets infinities, NaNs and what TF32 can say exactly be. Without it the largest error at
-  // head_dim 128 was 6 times that of cuBLAS, with it 1.1 times, at 198 TFLOP/s forward instead of 201 and 151 backward
-  // instead of 159. Where two loads have to be brought together into the registers of an operand it costs nothing: else
-  // there are moves.
-  static __device__ __forceinline__ u32 nearest(u32 x) { return __float_as_uint(__uint_as_float(x) * kNearest); }
 
   template <int n>
   static __device__ __forceinline__ Operand<n> prepare(const u32 (&x)[n]) {
     Operand<n> operand;
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      operand.high[i] = nearest(x[i]);
-      if constexpr (precise) {
-        operand.high[i] &= 0xffffe000;
-        operand.low[i] = __float_as_uint(__uint_as_float(x[i]) - __uint_as_float(operand.high[i]));
-      }
+      // A product that adds about half a unit of the last place rounds, where the mask alone would cut off, and lets
+      // infinities, NaNs and what TF32 can say exactly be.
+      operand.high[i] = __float_as_uint(__uint_as_float(x[i]) * kNearest) & 0xffffe000;
+      operand.low[i] = __float_as_uint(__uint_as_float(x[i]) - __uint_as_float(operand.high[i]));
     }
     return operand;
   }
@@ -107,7 +100,7 @@ struct MmaF32 {
   template <int k, int m_tiles, int n_tiles, typename X, typename Y>
   static __device__ __forceinline__ void multiply_rows(FragmentC (&c)[m_tiles][n_tiles], const LaneReader<X>& x,
                                                        const LaneReader<Y>& y) {
-    Sum sum[precise ? m_tiles : 1][precise ? n_tiles : 1];
+    Sum sum[m_tiles][n_tiles];
 #pragma unroll
     for (int kk = 0; kk < k / depth; ++kk) {
       Operand<4> a[m_tiles];
@@ -130,26 +123,20 @@ struct MmaF32 {
         for (int m = 0; m < m_tiles; ++m) {
 #pragma unroll
           for (int i = 0; i < at_most(2, n_tiles - n); ++i) {
-            if constexpr (precise) {
-              sum[m][n + i].add(a[m], b, i, kk % kMainTerms == 0, kk == 0);
-            } else {
-              multiply(c[m][n + i], a[m].high, b.high[2 * i], b.high[2 * i + 1], kk == 0);
-            }
+            sum[m][n + i].add(a[m], b, i, kk % kMainTerms == 0, kk == 0);
           }
         }
       }
-      if constexpr (precise) {
-        const bool last = kk == k / depth - 1;
+      const bool last = kk == k / depth - 1;
 #pragma unroll
-        for (int m = 0; m < m_tiles; ++m) {
+      for (int m = 0; m < m_tiles; ++m) {
 #pragma unroll
-          for (int n = 0; n < n_tiles; ++n) {
-            if (last) add(sum[m][n].high, sum[m][n].low);
-            if (last && kk < kMainTerms) {
-              c[m][n] = sum[m][n].high;
-            } else if (last || kk % kMainTerms == kMainTerms - 1) {
-              add(c[m][n], sum[m][n].high);
-            }
+        for (int n = 0; n < n_tiles; ++n) {
+          if (last) add(sum[m][n].high, sum[m][n].low);
+          if (last && kk < kMainTerms) {
+            c[m][n] = sum[m][n].high;
+          } else if (last || kk % kMainTerms == kMainTerms - 1) {
+            add(c[m][n], sum[m][n].high);
           }
         }
       }
@@ -200,51 +187,28 @@ struct MmaF32 {
   static __device__ __forceinline__ void multiply_columns(FragmentC (&c)[m_tiles][n_tiles], const A& a_of,
                                                           const ColumnReader<T, group>& y) {
     constexpr int groups = T::columns / group, own_groups = n_tiles * 8 / group, wide = group / 8;
-    if constexpr (precise) {
 #pragma unroll
-      for (int n = 0; n < own_groups; ++n) {
-        if (own_groups * step != groups && n * step + y.first_group >= groups) continue;
-        Sum sum[m_tiles][wide];
-#pragma unroll
-        for (int kk = 0; kk < k / depth; ++kk) {
-          u32 raw[2 * wide];
-          y.load(raw, kk, n * step);
-          const Operand<2 * wide> b = prepare(raw);
-#pragma unroll
-          for (int m = 0; m < m_tiles; ++m) {
-            const Operand<4> a = prepare(a_of(m, kk).x);
-#pragma unroll
-            for (int j = 0; j < wide; ++j) sum[m][j].add(a, b, j, kk == 0, kk == 0);
-          }
-        }
-#pragma unroll
-        for (int m = 0; m < m_tiles; ++m) {
-#pragma unroll
-          for (int j = 0; j < wide; ++j) {
-            add(sum[m][j].high, sum[m][j].low);
-            add(c[m][n * wide + j], sum[m][j].high);
-          }
-        }
-      }
-    } else {
+    for (int n = 0; n < own_groups; ++n) {
+      if (own_groups * step != groups && n * step + y.first_group >= groups) continue;
+      Sum sum[m_tiles][wide];
 #pragma unroll
       for (int kk = 0; kk < k / depth; ++kk) {
-        Operand<4> a[m_tiles];
+        u32 raw[2 * wide];
+        y.load(raw, kk, n * step);
+        const Operand<2 * wide> b = prepare(raw);
 #pragma unroll
-        for (int m = 0; m < m_tiles; ++m) a[m] = prepare(a_of(m, kk).x);
+        for (int m = 0; m < m_tiles; ++m) {
+          const Operand<4> a = prepare(a_of(m, kk).x);
 #pragma unroll
-        for (int n = 0; n < own_groups; ++n) {
-          if (own_groups * step != groups && n * step + y.first_group >= groups) continue;
-          u32 raw[2 * wide];
-          y.load(raw, kk, n * step);
-          const Operand<2 * wide> b = prepare(raw);
+          for (int j = 0; j < wide; ++j) sum[m][j].add(a, b, j, kk == 0, kk == 0);
+        }
+      }
 #pragma unroll
-          for (int m = 0; m < m_tiles; ++m) {
+      for (int m = 0; m < m_tiles; ++m) {
 #pragma unroll
-            for (int j = 0; j < wide; ++j) {
-              multiply(c[m][n * wide + j], a[m].high, b.high[2 * j], b.high[2 * j + 1], false);
-            }
-          }
+        for (int j = 0; j < wide; ++j) {
+          add(sum[m][j].high, sum[m][j].low);
+          add(c[m][n * wide + j], sum[m][j].high);
         }
       }
     }
