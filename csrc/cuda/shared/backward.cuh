@@ -455,7 +455,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const float scale = static_cast<float>(problem.options.scale);
   const float score_scale = scale * unscales.query * unscales.key;
   // Weights are 2^weight_bits of themselves.
-  const float ds_factor = unscales.ds * (has_unscales ? 0x1p-15f : 1.f);
+  const float ds_factor = unscales.ds * weight_unit;
 
   Backward backward{
       problem,
@@ -514,7 +514,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   }
 
   const float dk_factor = scale * unscales.query / unscales.ds;
-  const float factor = backward.dropout.factor * unscales.dout * (has_unscales ? 0x1p-15f : 1.f);
+  const float factor = backward.dropout.factor * unscales.dout * weight_unit;
   Result* dk = result_of(problem.dk, batch, kv_head, part.kv.first);
   Result* dv = result_of(problem.dv, batch, kv_head, part.kv.first);
   backward.finish(dk, dv, dk_factor, factor);

@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const float scale = static_cast<float>(problem.options.scale);
   const float score_scale = scale * unscales.query * unscales.key;
   // Weights are 2^weight_bits of themselves.
-  const float ds_factor = unscales.ds * (has_unscales ? 0x1p-15f : 1.f);
+  const float ds_factor = unscales.ds * weight_unit;
 
   BackwardDq backward{
       problem,

@@ -106,5 +106,6 @@ JAX_FLASH_DEVICE Unscales unscales_of(const Problem& problem, int batch, int kv_
 
 // Weights are at most 2^weight_bits: in float16 those of many keys would else be too small to keep their digits.
 constexpr float weight_bits = has_unscales ? 15.f : 0.f;
+constexpr float weight_unit = has_unscales ? 0x1p-15f : 1.f;
 
 }  // namespace jax_flash
