@@ -13,10 +13,10 @@ namespace jax_flash {
 
 constexpr int threads = 32 * warps;
 constexpr int row_tiles = block_q / (16 * warps);  // m16 tiles of a warp
-using QTile = Tile<block_q, tile_head_dim>;
-using OutTile = Tile<block_q, tile_value_head_dim>;
-using KTile = Tile<block_kv, tile_head_dim>;
-using VTile = Tile<block_kv, tile_value_head_dim>;
+using QTile = Tile<block_q, parts * tile_head_dim>;
+using OutTile = Tile<block_q, parts * tile_value_head_dim>;
+using KTile = Tile<block_kv, parts * tile_head_dim>;
+using VTile = Tile<block_kv, parts * tile_value_head_dim>;
 constexpr int group = Mma::group(tile_head_dim, 1);  // of columns of dQ
 constexpr bool irregular = bounded_left || in_segments;
 

@@ -22,18 +22,19 @@ JAX_FLASH_DEVICE void store_chunk(u32 to, const uint4& x) {
 }
 
 // Rows [first, first + T::rows) of one head on their way into a tile; rows from `length` on become zeros, and so do the
-// columns from `columns` on.
+// columns from `columns` on. Of arrays in two parts a row has the columns of one and then of the other.
 template <typename T, int columns, int threads>
 struct TileLoad {
-  static constexpr int filled = columns / chunk_elements;
+  static constexpr int filled = columns / chunk_elements, part_chunks = T::chunks / parts;
   static constexpr int pieces = T::rows * T::chunks;
   static constexpr int of_thread = ceil_div(pieces, threads);
   uint4 chunks[of_thread];
 
   static __device__ __forceinline__ uint4 fetch(const Element* head, i64 row_stride, int first, int length, int piece) {
     const int row = piece / T::chunks, chunk = piece % T::chunks;
-    if ((pieces % threads != 0 && piece >= pieces) || first + row >= length || chunk >= filled) return {0, 0, 0, 0};
-    return load_chunk(head + (first + row) * row_stride + chunk * chunk_elements);
+    const int part = chunk / part_chunks, own = chunk % part_chunks;
+    if ((pieces % threads != 0 && piece >= pieces) || first + row >= length || own >= filled) return {0, 0, 0, 0};
+    return load_chunk(head + (first + row) * row_stride + (part * filled + own) * chunk_elements);
   }
   static __device__ __forceinline__ void put(u32 tile, int piece, const uint4& chunk) {
     if (pieces % threads != 0 && piece >= pieces) return;
