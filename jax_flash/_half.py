@@ -1,8 +1,8 @@
 """float32 arrays as float16 ones, for products at TF32's accuracy at twice its rate, and bfloat16 where there is only
 float16.
 
-float16 keeps as many digits as TF32, 11, and more than bfloat16, but of a smaller range. So every array is multiplied by
-a power of two, one for each key head and the query heads that attend to it, by which the largest of its values comes
+float16 keeps as many digits as TF32, 11, and more than bfloat16, but of a smaller range. So every array is multiplied
+by a power of two, one for each key head and the query heads that attend to it, by which the largest of its values comes
 near float16's own. Values down to 2^-29 of the largest then have all their digits, and values below 2^-40 of it, which
 no sum with it would notice in float32, become 0.
 
@@ -41,9 +41,7 @@ def scaled(
         x * jnp.repeat(scale, x.shape[2] // kv_heads, axis=1)[:, None, :, None]
         for (x, _), scale in zip(arrays, scales, strict=True)
     ]
-    halves = [x.astype(jnp.float16) for x in near]
-    if options.highest_precision:
-        halves = [_with_low_part(x, high) for x, high in zip(near, halves, strict=True)]
+    halves = [_two_parts(x) if options.highest_precision else x.astype(jnp.float16) for x in near]
     unscales = [1 / scale for scale in scales]
     if gradients:
         # |dS| = P |dP - delta|, and |dP| is at most that of a row of ones.
@@ -81,11 +79,12 @@ def _largest(x: jax.Array, valid: jax.Array | None, kv_heads: int) -> jax.Array:
     return of_heads.reshape(x.shape[0], kv_heads, -1).max(axis=-1)
 
 
-def _with_low_part(x: jax.Array, high: jax.Array) -> jax.Array:
-    """[..., 2 columns]: what float16 has of ``x``, and beside it what it leaves, in float16."""
-    low = x - high.astype(jnp.float32)
-    # Of what is not finite there is nothing left.
-    return jnp.concatenate([high, jnp.where(jnp.isfinite(x), low, 0).astype(jnp.float16)], axis=-1)
+def _two_parts(x: jax.Array) -> jax.Array:
+    """[..., 2 columns]: what float16 has of ``x``, and beside it what that leaves, in float16."""
+    # Not by a conversion there and back: XLA takes that for nothing to do (xla_allow_excess_precision).
+    high = jax.lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)
+    low = jnp.where(jnp.isfinite(x), x - high, 0)  # of what is not finite there is nothing left
+    return jnp.concatenate([high, low], axis=-1).astype(jnp.float16)
 
 
 def _largest_norm(x: jax.Array, valid: jax.Array | None, kv_heads: int) -> jax.Array:
