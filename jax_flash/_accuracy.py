@@ -53,7 +53,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Error:
-    """The result that is furthest off.
+    """How far a result is off.
 
     Attributes:
       name: of the result, "out" or "dkey".
@@ -73,8 +73,10 @@ class Error:
         return f"wrong {self.name}: its error is {self.ratio:.3g} times what is allowed"
 
 
-def measure(problem: Problem, device: jax.Device, judge: jax.Device) -> Error:
-    """How far attention() on ``device`` is off; ``judge`` computes plain attention and the float64 reference.
+def measure(problem: Problem, device: jax.Device, judge: jax.Device) -> dict[str, Error]:
+    """How far each result of attention() on ``device`` is off, by its name.
+
+    ``judge`` computes plain attention and the reference in float64.
 
     Raises whatever the call on ``device`` raises.
     """
@@ -86,12 +88,14 @@ def measure(problem: Problem, device: jax.Device, judge: jax.Device) -> Error:
         wide = {name: x.astype(np.float64) if name in (*_INPUTS, "dout", "dlse") else x for name, x in arrays.items()}
         exact = results(problem, wide, judge, "reference")
         tf32 = problem.dtype == "float32" and problem.precision != "highest" and device.platform != "cpu"
-        return worst(got, plain, exact, tf32=tf32)
+        return compare(got, plain, exact, tf32=tf32)
 
 
-def worst(got: Mapping[str, Any], plain: Mapping[str, Any], exact: Mapping[str, Any], *, tf32: bool = False) -> Error:
+def compare(
+    got: Mapping[str, Any], plain: Mapping[str, Any], exact: Mapping[str, Any], *, tf32: bool = False
+) -> dict[str, Error]:
     """The rule for every result in ``got``; ``tf32``: float32 products may have TF32's accuracy."""
-    errors = []
+    errors = {}
     for name, result in got.items():
         right = np.asarray(exact[name])
         dtype = result.dtype  # lse of float16 is float32
@@ -101,9 +105,14 @@ def worst(got: Mapping[str, Any], plain: Mapping[str, Any], exact: Mapping[str, 
         size = float(np.abs(right[np.isfinite(right)]).max(initial=0.0))
         allowed = FACTORS[name] * _distance(plain[name], right) + allowance * size
         largest = _distance(result, right)
-        errors.append(Error(name, largest / allowed if allowed else float(largest > 0) * np.inf, largest))
-    # A NaN is the worst of all.
-    return max(errors, key=lambda error: np.nan_to_num(error.ratio, nan=np.inf))
+        exactly = 0.0 if largest == 0 else np.inf  # where nothing is allowed, because every value is 0
+        errors[name] = Error(name, largest / allowed if allowed else exactly, largest)
+    return errors
+
+
+def worst(errors: Mapping[str, Error]) -> Error:
+    """The one that is furthest off; a NaN is the worst of all."""
+    return max(errors.values(), key=lambda error: np.nan_to_num(error.ratio, nan=np.inf))
 
 
 def _distance(result: Any, right: np.ndarray[Any, Any]) -> float:

@@ -246,7 +246,7 @@ def _check(device: jax.Device, platform_name: str, dtype: str, here: Machine) ->
     gpu = here.gpu(device) if platform_name == "cuda" else None
     prebuilt_only = bool(gpu and gpu["family"] and _origins.uncompiled(gpu["compute_capability"], here.status))
     try:
-        worst = _accuracy.measure(_problem(dtype, prebuilt_only), device, judge=device)
+        worst = _accuracy.worst(_accuracy.measure(_problem(dtype, prebuilt_only), device, judge=device))
     except Exception as error:  # whatever it is, the report goes on and the verdict names it
         return Check(name, implementation, float("nan"), first_line(error))
     return Check(name, implementation, worst.ratio, None if worst.right else str(worst))

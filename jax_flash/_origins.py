@@ -11,8 +11,6 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from jax_flash import _core
-
 _OLDEST = {13: 75}
 """By major version of NVRTC, the lowest compute capability that it compiles for, where that keeps a kernel family out:
 CUDA 13 dropped Maxwell, Pascal and Volta."""
@@ -64,6 +62,8 @@ def prebuilt(folders: Iterable[str], arches: Collection[int]) -> list[Prebuilt]:
 
 def _fits(arch: int, names: Iterable[str]) -> bool:
     """Whether a kernel of these names is taken; True also where none is of a kind that can be asked for."""
+    from jax_flash import _core  # here, since it is _registration that explains a library that is not there
+
     match = next(filter(None, map(_NAME.fullmatch, names)), None)
     if match is None:
         return True
