@@ -156,9 +156,9 @@ def gpu_versions(here: Machine) -> list[list[str]]:
     rows = [
         ["CUDA driver", status["driver"] or f"none: {status['driver_error'] or 'no reason given'}"],
         ["NVRTC", ", ".join(status["nvrtc"]) or f"none: {status['nvrtc_error'] or 'no reason given'}"],
-        ["kernel cache", _cache(status["cache_dir"])],
     ]
     rows += [["cuDNN", here.cudnn]] if here.cudnn else []
+    rows += [["kernel cache", _cache(status["cache_dir"])]]
     rows += [["prebuilt kernels", str(folder)] for folder in here.prebuilt]
     return rows
 

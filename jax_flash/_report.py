@@ -57,7 +57,7 @@ def write(quick: bool) -> bool:
     )
     with jax.default_device(device):
         if platform == "cuda":
-            _clocks(device)
+            _clocks()
         _benchmark(benchmarks(platform, quick, _memory(device)), platform, notes, rounds=3 if quick else 5)
     print(f"\ntook {time.perf_counter() - began:.0f} s")
     print("```")
@@ -130,12 +130,11 @@ def smi() -> list[list[str]]:
     return [["gpu", *_SMI], *(row[:width] + [""] * (width - len(row)) for row in rows)]
 
 
-def _clocks(device: jax.Device) -> None:
+def _clocks() -> None:
     """nvidia-smi while the GPU works: rates mean little without the clock they were made at."""
     try:
-        cell = Cell("float16", 128, 4096, causal=False, batch=1, heads=8)
-        arrays = cell.draw()
-        run = contestant("jax_flash", cell, "forward")
+        arrays = LOAD.draw()
+        run = contestant("jax_flash", LOAD, "forward")
         seconds = max(_timed(run, arrays, 1), _timed(run, arrays, 5))
         last = None
         for _ in range(min(2000, math.ceil(1.5 / seconds))):  # queued: the GPU works while nvidia-smi looks
@@ -233,6 +232,10 @@ class Cell:
         shape = (self.batch, self.length, self.heads, self.head_dim)
         keys = jax.random.split(jax.random.key(0), 4)
         return [jax.random.normal(key, shape, jnp.dtype(self.dtype)) for key in keys]
+
+
+LOAD = Cell("float16", 128, 4096, causal=False, batch=1, heads=8)
+"""What a GPU works on while its clock is looked at."""
 
 
 def benchmarks(platform: str, quick: bool, memory: float) -> list[Cell]:
