@@ -5,6 +5,8 @@
 //   head_dim, value_head_dim           H and V (multiples of 8)
 //   option_, with_, has_, has_d<name>  the options of csrc/options.h
 //   and the tile row of this pass, by the field names of csrc/cuda/tiles.h
+// and a family states, before it includes this file,
+//   column_step                        what the columns of its tiles are a multiple of
 #pragma once
 
 #include "problem.h"
@@ -25,9 +27,14 @@ constexpr float kLn2 = 0.6931471805599453f;
 __host__ __device__ constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 __host__ __device__ constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
 
-// head_dim as the tiles hold it: the products go in steps of 16, the columns beyond head_dim are zeros.
-constexpr int tile_head_dim = round_up(head_dim, 16);
-constexpr int tile_value_head_dim = round_up(value_head_dim, 16);
+// Of how many float16 arrays a float32 one is the sum: two where its accuracy is kept (products.cuh).
+constexpr int parts = option_highest_precision ? 2 : 1;
+
+// head_dim as the tiles hold it: the columns beyond head_dim are zeros. Where warps share columns the second part
+// begins on a line of 128 bytes, so that its addresses are an exclusive or away too.
+constexpr int tile_columns(int columns) { return round_up(columns, parts == 2 && columns > 128 ? 64 : column_step); }
+constexpr int tile_head_dim = tile_columns(head_dim);
+constexpr int tile_value_head_dim = tile_columns(value_head_dim);
 
 template <bool condition, typename A, typename B>
 struct Select {
@@ -39,7 +46,8 @@ struct Select<false, A, B> {
 };
 
 // What arrays and tiles are made of; f16 and bf16 are told apart only where they are computed with.
-using Element = Select<dtype == DType::f32, float, u16>::type;
+static_assert(dtype == DType::f16 || dtype == DType::bf16, "float32 comes as float16 with unscales");
+using Element = u16;
 constexpr int chunk_elements = 16 / sizeof(Element);  // in 16 bytes
 using Result = Select<has_unscales, float, Element>::type;
 
@@ -48,10 +56,10 @@ constexpr bool modifies_scores = with_softcap || has_bias || has_alibi_slopes;
 
 // Host and kernel must agree on these; the kernel states them, the host reads them out of the cubin.
 struct LaunchFacts {
-  int threads;       // per block
-  int block_rows;    // rows of query (forward) or key (backward) that a block owns
-  int shared_bytes;  // dynamic shared memory
-  int dq_warps;      // per block of jax_flash_backward_dq; 0 forward
+  int threads;        // per block
+  int block_rows;     // rows of query (forward) or key (backward) that a block owns
+  int shared_bytes;   // dynamic shared memory
+  int convert_warps;  // per block of jax_flash_convert_dq; 0 where there is no such kernel
 };
 
 JAX_FLASH_DEVICE float exp2_approx(float x) {
@@ -83,16 +91,6 @@ __host__ __device__ constexpr T at_least(T a, T b) {
   return a > b ? a : b;
 }
 
-// Sum and maximum over the four lanes that share a row of an accumulator.
-JAX_FLASH_DEVICE float quad_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-JAX_FLASH_DEVICE float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-}
-
 // Address of row `row` of one head of a [batch, length, heads, head_dim] array.
 JAX_FLASH_DEVICE Element* head_of(const Tensor& t, int batch, int head, int row) {
   return static_cast<Element*>(t.data) + batch * t.batch_stride + row * t.row_stride + head * t.head_stride;
@@ -114,5 +112,6 @@ JAX_FLASH_DEVICE Unscales unscales_of(const Problem& problem, int batch, int kv_
 
 // Weights are at most 2^weight_bits: in float16 those of many keys would else be too small to keep their digits.
 constexpr float weight_bits = has_unscales ? 15.f : 0.f;
+constexpr float weight_unit = has_unscales ? 0x1p-15f : 1.f;
 
 }  // namespace jax_flash
