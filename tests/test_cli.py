@@ -1,5 +1,6 @@
 """The command line: doctor says what is here and whether it works, kernels takes and refuses arguments."""
 
+import itertools
 import os
 import pathlib
 import re
@@ -10,13 +11,15 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jax_flash import _accuracy, _core, _doctor, _dtypes, _explain, _kernels_cli, _origins, _registration
+import jax_flash
+from jax_flash import _accuracy, _core, _doctor, _dtypes, _explain, _kernels_cli, _origins, _primitive, _registration
 from jax_flash.__main__ import main
 
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
-ARCHES = "sm_80, sm_86, sm_89, sm_90, sm_90a"
+ARCHES = "sm_70, sm_75, sm_80, sm_86, sm_89, sm_90, sm_90a"
 NO_CUDA = {
     "driver": "",
     "driver_error": "libcuda.so.1 is not here",
@@ -359,10 +362,13 @@ def test_calls_are_served_by_xla_where_no_kernel_can_be_had(monkeypatch, gpu, nv
     assert (found is None) if reason is None else found.startswith(reason)
 
 
+IN_A_WHEEL = 3 * len(_kernels_cli.common(70)["head_dims"]) * len(_kernels_cli.common(70)["options"])
+"""Kernels for sm_70: forward, backward and the backward of query."""
+
 DOCUMENTED = (
-    faked("V100", [12], cudnn="9.10.2.21", prebuilt=32),
+    faked("V100", [12], cudnn="9.10.2.21", prebuilt=IN_A_WHEEL),
     faked("V100", [13], cudnn="9.28.0.42"),
-    faked("V100", [], prebuilt=32),
+    faked("V100", [], prebuilt=IN_A_WHEEL),
     faked("T4", [13], driver="13.0", cudnn="9.28.0.42"),
 )
 
@@ -384,8 +390,13 @@ def needs(arch):
 
 
 def build_few(folder, arch):
+    """Forward and backward of one kind of call."""
     return _core.build_kernels(
-        arch=arch, out_dir=str(folder), dtypes=["float16"], head_dims=[(64, 64)], options=[{"causal": True}]
+        arch=arch,
+        out_dir=str(folder),
+        dtypes=["float16"],
+        head_dims=[(64, 64)],
+        options=[{"causal": True, "deterministic": arch < 80}],
     )
 
 
@@ -394,24 +405,74 @@ def test_prebuilt_kernels_are_counted_and_stale_ones_known(monkeypatch, tmp_path
     needs(arch)
     monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path / "cache"))
     folder = tmp_path / "prebuilt"
-    assert len(build_few(folder, arch)) == 2
+    count = len(build_few(folder, arch))
+    assert count >= 2
     (folder / "sm60-forward-f16-d64-sm_60-0123456789abcdef.cubin").write_bytes(b"of a family that is gone")
     configured = {"source_dir": str(_registration._INSTALLED / "kernels"), "nvrtc_paths": _registration.nvrtc_paths()}
     _core.configure_cuda(prebuilt_dirs=[str(folder)], **configured)
     try:
         (found,) = _origins.prebuilt([str(folder)], [arch])
-        assert found.usable == {60: 1, arch: 2}
-        assert str(found) == f"1 for sm_60, 2 for sm_{arch} in {folder}"
+        assert found.usable == {60: 1, arch: count}
+        assert str(found) == f"1 for sm_60, {count} for sm_{arch} in {folder}"
         for path in folder.glob(f"*-sm_{arch}-*"):
             content = bytearray(path.read_bytes())
             content[100] ^= 1
             path.write_bytes(content)
         (found,) = _origins.prebuilt([str(folder)], [arch, 60])
         assert found.usable == {}
-        assert f"2 for sm_{arch} of another version of jax_flash, which are not used in {folder}" in str(found)
+        assert f"{count} for sm_{arch} of another version of jax_flash, which are not used in {folder}" in str(found)
     finally:
         _core.configure_cuda(prebuilt_dirs=_registration.prebuilt_dirs(), **configured)
     assert str(_origins.Prebuilt("folder", {}, frozenset())) == "none in folder"
+
+
+@pytest.mark.parametrize("gpu", ["V100", "T4"])
+def test_the_default_calls_of_an_old_gpu_are_prebuilt(monkeypatch, gpu):
+    """Forward and backward of every dtype, as they are lowered where such a GPU is."""
+    arch, head_dim = GPUS[gpu]["compute_capability"], 64
+    needs(arch)
+    machine = faked(gpu, [12])
+    monkeypatch.setattr(_explain, "_cuda_devices", lambda: machine.devices["cuda"])
+    monkeypatch.setattr(_registration, "cuda_status", lambda: machine.status)
+    asked = []
+    custom_call = _primitive._custom_call
+
+    def note(pass_, platform, params, results, *args):
+        record = {
+            name: x.item() if isinstance(x, np.generic) else x for name, x in _primitive._attributes(params).items()
+        }
+        asked.append((pass_, args[0].dtype.name, args[0].shape[-1], record))
+        return custom_call(pass_, platform, params, results, *args)
+
+    monkeypatch.setattr(_primitive, "_custom_call", note)
+    caches = (_explain._cuda_unavailable, _explain.has_old_gpu, _primitive._partitioned)
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        for dtype, causal in itertools.product(("float16", "bfloat16", "float32"), (False, True)):
+            x = jax.ShapeDtypeStruct((1, 64, 2, head_dim), dtype)
+            with jax.default_matmul_precision("default"):
+                loss = jax.grad(
+                    lambda *a, c=causal: jax_flash.attention(*a, causal=c).astype("float32").sum(), (0, 1, 2)
+                )
+                jax.jit(loss).trace(x, x, x).lower(lowering_platforms=("cuda",))
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+    assert [pass_ for pass_, *_ in asked] == ["forward", "backward"] * 6
+
+    def variant(pass_, dtype, record):
+        """What is compiled in; forward has no other way than the deterministic one."""
+        told = {name for name, x in record.items() if x is True and (pass_ == "backward" or name != "deterministic")}
+        return pass_, dtype, frozenset(told)
+
+    common = _kernels_cli.common(arch)
+    built = {variant(p, d, o) for p in ("forward", "backward") for d in common["dtypes"] for o in common["options"]}
+    assert {variant(pass_, dtype, record) for pass_, dtype, _, record in asked} == built
+    for _, _, columns, record in asked:
+        assert (columns, columns) in common["head_dims"]
+        assert (record["window_left"], record["window_right"]) == (2**31 - 1, 2**31 - 1)
+        assert record["softcap"] == record["dropout_rate"] == 0
 
 
 @pytest.mark.parametrize("arch", [70, 75, 80])
@@ -433,7 +494,7 @@ _core.configure_cuda(
 print(_registration.prebuilt_dirs())
 for pass_ in ("forward", "backward"):
     print(_core.fetch_kernel(arch={arch}, pass_=pass_, dtype="float16", head_dim=64, value_head_dim=64,
-                             options={{"causal": True}}))
+                             options={{"causal": True, "deterministic": {arch < 80}}}))
 """
     environment = {name: x for name, x in os.environ.items() if not name.startswith("JAX_FLASH_")}
     environment |= {"PYTHONPATH": str(package.parent), "JAX_FLASH_CACHE_DIR": str(tmp_path / "cache")}
@@ -456,7 +517,7 @@ for pass_ in ("forward", "backward"):
         (["kernels"], "required: ACTION"),
         (["kernels", "build", "--arch", "sm_80"], "required: --out"),
         (["kernels", "build", "--out", "x"], "required: --arch"),
-        (["kernels", "build", "--arch", "sm_70", "--out", "x"], f"must be one of {ARCHES}, got 'sm_70'"),
+        (["kernels", "build", "--arch", "sm_60", "--out", "x"], f"must be one of {ARCHES}, got 'sm_60'"),
         (["kernels", "list", "--arch", "80"], f"must be one of {ARCHES}, got '80'"),
     ],
 )
@@ -495,9 +556,9 @@ def test_kernels_build_compiles_each_architecture_once(built, tmp_path, capsys):
 
 def test_kernels_list_shows_every_architecture(built, capsys):
     assert main(["kernels", "list"]) == 0
-    assert [arch for arch, _ in built] == [80, 86, 89, 90]
+    assert [arch for arch, _ in built] == [70, 75, 80, 86, 89, 90]
     assert len({folder for _, folder in built}) == 1
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 4
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 6
 
 
 def test_kernels_list_of_one_architecture(built):
