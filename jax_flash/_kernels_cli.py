@@ -9,7 +9,7 @@ from typing import Any
 from jax_flash import _core
 from jax_flash._table import table
 
-ARCHES = {"sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90": 90, "sm_90a": 90}
+ARCHES = {"sm_70": 70, "sm_75": 75, "sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90": 90, "sm_90a": 90}
 """What --arch takes, and the compute capability that it stands for."""
 
 COMMON: dict[str, Any] = {
@@ -18,6 +18,24 @@ COMMON: dict[str, Any] = {
     "options": ({"causal": False}, {"causal": True}),
 }
 """The variants that are built ahead of time: every combination, forward and backward."""
+
+COMMON_BELOW_80: dict[str, Any] = {
+    "dtypes": ("float16",),
+    "head_dims": COMMON["head_dims"],
+    "options": tuple(
+        {"causal": causal, "has_unscales": scaled, "deterministic": True}
+        for causal in (False, True)
+        for scaled in (False, True)
+    ),
+}
+"""The same for Volta and Turing: float16 arrays, also with the factors of those that stand for bfloat16 and float32,
+and the backward that is the default there."""
+
+
+def common(arch: int) -> dict[str, Any]:
+    """The variants that are built ahead of time for a compute capability such as 80."""
+    return COMMON if arch >= 80 else COMMON_BELOW_80
+
 
 _COLUMNS = {
     "registers": "registers",
@@ -51,7 +69,9 @@ def _compile(arches: Iterable[int], out_dir: pathlib.Path) -> list[tuple[int, Ma
     for arch in dict.fromkeys(arches):
         print(f"compiling for sm_{arch} ...", file=sys.stderr, flush=True)
         try:
-            kernels += [(arch, kernel) for kernel in _core.build_kernels(arch=arch, out_dir=str(out_dir), **COMMON)]
+            kernels += [
+                (arch, kernel) for kernel in _core.build_kernels(arch=arch, out_dir=str(out_dir), **common(arch))
+            ]
         except (RuntimeError, ValueError) as error:
             raise RuntimeError(f"sm_{arch}: {error}") from error
     return kernels
