@@ -32,7 +32,7 @@ struct TileLoad {
   static constexpr int filled = columns / chunk_elements, part_chunks = T::chunks / parts;
   static __host__ __device__ constexpr int threads_of_row() {
     int n = 1;
-    while (part_chunks % (2 * n) == 0 && (n < 8 || threads / n > T::rows)) n *= 2;
+    while (T::chunks % (2 * n) == 0 && (n < 8 || threads / n > T::rows)) n *= 2;
     return n;
   }
   static constexpr int row_threads = threads_of_row();
@@ -64,10 +64,13 @@ struct TileLoad {
   static __device__ __forceinline__ void fetch(uint4 (&to)[row_chunks], const Element* from, bool valid, int thread) {
 #pragma unroll
     for (int j = 0; j < row_chunks; ++j) {
-      const int part = j * row_threads / part_chunks, own = j * row_threads % part_chunks;
-      const bool full = own + row_threads <= filled || own + chunk_of(thread) < filled;
+      const int chunk = j * row_threads + chunk_of(thread), part = parts == 1 ? 0 : chunk / part_chunks;
+      const bool full = filled == part_chunks || (parts == 1 && (j + 1) * row_threads <= filled) ||
+                        chunk - part * part_chunks < filled;
       to[j] = {0, 0, 0, 0};
-      if (valid && full) to[j] = load_chunk(from + (part * filled + own) * chunk_elements);
+      if (valid && full) {
+        to[j] = load_chunk(from + (j * row_threads - part * (part_chunks - filled)) * chunk_elements);
+      }
     }
   }
   static __device__ __forceinline__ void put(u32 to, const uint4 (&chunks)[row_chunks]) {
