@@ -32,7 +32,9 @@ constexpr int parts = option_highest_precision ? 2 : 1;
 
 // head_dim as the tiles hold it: the columns beyond head_dim are zeros. Where warps share columns the second part
 // begins on a line of 128 bytes, so that its addresses are an exclusive or away too.
-constexpr int tile_columns(int columns) { return round_up(columns, parts == 2 && columns > 128 ? 64 : column_step); }
+__host__ __device__ constexpr int tile_columns(int columns) {
+  return round_up(columns, parts == 2 && columns > 128 ? 64 : column_step);
+}
 constexpr int tile_head_dim = tile_columns(head_dim);
 constexpr int tile_value_head_dim = tile_columns(value_head_dim);
 
