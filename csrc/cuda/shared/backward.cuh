@@ -179,10 +179,13 @@ struct Backward {
   // Starts to bring one tile of rows of one query head.
   __device__ __forceinline__ void start_rows(QueryRows& rows, int head, int tile) {
     const int first = tile * block_q;
-    load.q.start(shared_address(rows.q), head_of(problem.q, batch, head, part.q.first), problem.q.row_stride, first,
-                 part.q.length, threadIdx.x);
-    load.dout.start(shared_address(rows.dout), head_of(problem.dout, batch, head, part.q.first),
-                    problem.dout.row_stride, first, part.q.length, threadIdx.x);
+    load.q.start(shared_address(rows.q),
+                 load.q.base(head_of(problem.q, batch, head, part.q.first), problem.q.row_stride, threadIdx.x),
+                 problem.q.row_stride, first, part.q.length, threadIdx.x);
+    load.dout.start(
+        shared_address(rows.dout),
+        load.dout.base(head_of(problem.dout, batch, head, part.q.first), problem.dout.row_stride, threadIdx.x),
+        problem.dout.row_stride, first, part.q.length, threadIdx.x);
     // Rows beyond the end become zeros, lse included: with dO and delta they add nothing to any sum.
     if (threadIdx.x < block_q) {
       const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length + part.q.first;
