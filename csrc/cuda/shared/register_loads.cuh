@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/shared/prelude.cuh"
+#include "cuda/shared/shared_memory.cuh"
 
 namespace jax_flash {
 
@@ -16,9 +17,6 @@ JAX_FLASH_DEVICE uint4 load_chunk(const void* from) {
   uint4 x;
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
   return x;
-}
-JAX_FLASH_DEVICE void store_chunk(u32 to, const uint4& x) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 
 // Rows [first, first + T::rows) of one head on their way into a tile; rows from `length` on become zeros, and so do the
@@ -38,7 +36,7 @@ struct TileLoad {
   }
   static __device__ __forceinline__ void put(u32 tile, int piece, const uint4& chunk) {
     if (pieces % threads != 0 && piece >= pieces) return;
-    store_chunk(tile + T::offset(piece / T::chunks, piece % T::chunks), chunk);
+    store_shared(tile + T::offset(piece / T::chunks, piece % T::chunks), chunk);
   }
 
   __device__ __forceinline__ void start(u32, const Element* head, i64 row_stride, int first, int length, int thread) {

@@ -20,6 +20,7 @@ constexpr int column_step = 32;
 }
 
 #include "cuda/shared/prelude.cuh"
+#include "cuda/shared/shared_memory.cuh"
 
 namespace jax_flash {
 
@@ -71,12 +72,6 @@ struct LaneReader {
     return (first ^ (chunk % together ^ turn) * 16) + chunk / together * together * 16 + row * T::row_bytes;
   }
 };
-
-JAX_FLASH_DEVICE void load_shared(u32 (&x)[4], u32 address) {
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(address));
-}
 
 }  // namespace jax_flash
 
@@ -218,7 +213,7 @@ struct QuadPairs {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const u32 to = shared_address(tile) + T::offset(row + lane / 4 + 8 * half, column / 8 + i) + lane % 4 * 4;
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(pack(c[i].x[2 * half], c[i].x[2 * half + 1])) : "memory");
+        store_shared(to, pack(c[i].x[2 * half], c[i].x[2 * half + 1]));
       }
     }
   }
