@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/shared/prelude.cuh"
+#include "cuda/shared/shared_memory.cuh"
 #include "cuda/shared/tile.cuh"
 
 namespace jax_flash {
@@ -26,12 +27,6 @@ struct Matrix4 {
 };
 JAX_FLASH_DEVICE void multiply_16bit(FragmentC& c, const Matrix4& a, u32 b0, u32 b1);
 JAX_FLASH_DEVICE u32 pack(float low, float high);
-
-JAX_FLASH_DEVICE void load_matrices(u32 (&x)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(address));
-}
 
 // The two ways in which the four 8 x 8 matrices of one ldmatrix can be spread over a piece of 16 rows and two chunks of
 // a tile: which row, and which chunk of the pair, a lane addresses. `Tall`: rows first; `Wide`: chunks first.
@@ -97,12 +92,6 @@ struct Matrices {
 
   // How many columns of a tile [k, n] one load brings. The accumulators of a warp are whole groups of columns.
   static __host__ __device__ constexpr int group(int columns, int warps_that_share) { return 16; }
-
-  static __device__ __forceinline__ void load_transposed(u32 (&x)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(address));
-  }
 
   // One lane's part in reading a tile [k, n] as B, from group `first_group` on.
   template <typename T, int group>

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/shared/prelude.cuh"
+#include "cuda/shared/shared_memory.cuh"
 
 namespace jax_flash {
 
@@ -16,9 +17,6 @@ JAX_FLASH_DEVICE uint4 load_chunk(const void* from) {
   uint4 x;
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
   return x;
-}
-JAX_FLASH_DEVICE void store_chunk(u32 to, const uint4& x) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 
 // Rows [first, first + T::rows) of one head on their way into a tile; rows from `length` on become zeros, and so do the
@@ -75,7 +73,7 @@ struct TileLoad {
   }
   static __device__ __forceinline__ void put(u32 to, const uint4 (&chunks)[row_chunks]) {
 #pragma unroll
-    for (int j = 0; j < row_chunks; ++j) store_chunk(to + j * row_threads * 16, chunks[j]);
+    for (int j = 0; j < row_chunks; ++j) store_shared(to + j * row_threads * 16, chunks[j]);
   }
   static __device__ __forceinline__ bool in_tile(int row) { return T::rows % pass_rows == 0 || row < T::rows; }
 

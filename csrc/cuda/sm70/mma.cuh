@@ -20,6 +20,7 @@ constexpr int column_step = 32;
 }
 
 #include "cuda/shared/prelude.cuh"
+#include "cuda/shared/shared_memory.cuh"
 
 namespace jax_flash {
 
@@ -35,9 +36,10 @@ struct Lanes {
 };
 
 // A tile of elements in shared memory, in chunks of 16 bytes. The eight lanes that a load of 16 bytes serves at once
-// read one chunk of rows r0 + {0, 1, 4, 5, 8, 9, 12, 13} (A), or of rows r0 + {0, 1, 2, 3} twice (B): `phase`, which is
-// added to the number of the chunk without carry, spreads them over all banks. Rows have whole 64 bytes; where they
-// have whole 128, eight chunks change places, else four, and the neighbour row lies in the other half of the banks.
+// read one chunk of rows r0 + {0, 1, 4, 5, 8, 9, 12, 13} (A), or of rows r0 + {0, 1, 2, 3} twice (B); a store of scores
+// writes 4 bytes into one chunk of eight neighbour rows in each of four lanes. `phase`, which is added to the number of
+// the chunk without carry, spreads all of these over all banks. Rows have whole 64 bytes; where they have whole 128,
+// eight chunks change places, else four, and the neighbour row lies in the other half of the banks.
 template <int rows_, int columns_>
 struct Tile {
   static constexpr int rows = rows_;
@@ -49,7 +51,7 @@ struct Tile {
   static_assert(columns % 32 == 0 && rows % 16 == 0, "a tile is made of whole 16 x 32 pieces");
 
   static __device__ __forceinline__ int phase(int row) {
-    return whole_lines ? (row & 7) ^ (row >> 2 & 2) : ((row >> 1 ^ row >> 2) & 1) | (row >> 2 & 2);
+    return whole_lines ? (row & 7) ^ (row >> 2 & 2) : (row >> 2 & 1) | ((row ^ row >> 2) & 2);
   }
   static __device__ __forceinline__ u32 offset(int row, int chunk) {
     return row * row_bytes + 16 * (chunk ^ phase(row));
@@ -71,12 +73,6 @@ struct LaneReader {
     return (first ^ (chunk % together ^ turn) * 16) + chunk / together * together * 16 + row * T::row_bytes;
   }
 };
-
-JAX_FLASH_DEVICE void load_shared(u32 (&x)[4], u32 address) {
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(address));
-}
 
 }  // namespace jax_flash
 
@@ -218,7 +214,7 @@ struct QuadPairs {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const u32 to = shared_address(tile) + T::offset(row + lane / 4 + 8 * half, column / 8 + i) + lane % 4 * 4;
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(pack(c[i].x[2 * half], c[i].x[2 * half + 1])) : "memory");
+        store_shared(to, pack(c[i].x[2 * half], c[i].x[2 * half + 1]));
       }
     }
   }

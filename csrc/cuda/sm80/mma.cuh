@@ -9,16 +9,6 @@ constexpr int column_step = 16;
 
 namespace jax_flash {
 
-// Copies 16 bytes from global to shared memory, or writes 16 zeros.
-JAX_FLASH_DEVICE void copy_async(u32 to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
-JAX_FLASH_DEVICE void copy_async(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-JAX_FLASH_DEVICE void copy_async_float(u32 to, const float* from, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
-}
 JAX_FLASH_DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most `pending` committed groups of this thread are under way.
 template <int pending>
