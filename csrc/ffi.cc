@@ -366,7 +366,8 @@ DType named_dtype(const std::string& name) {
 Pass named_pass(const std::string& name) {
   if (name == "forward") return Pass::forward;
   if (name == "backward") return Pass::backward;
-  throw std::invalid_argument("pass_ must be forward or backward, got " + name);
+  if (name == "backward_dq") return Pass::backward_dq;
+  throw std::invalid_argument("pass_ must be forward, backward or backward_dq, got " + name);
 }
 
 // The record from the attributes of a call; what is not named is absent.

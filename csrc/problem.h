@@ -7,7 +7,7 @@
 namespace jax_flash {
 
 enum class DType { f16, bf16, f32, f64 };
-enum class Pass { forward, backward };
+enum class Pass { forward, backward, backward_dq };  // the last is a part of backward that a kernel may be for
 
 // A [batch, length, heads, head_dim] array whose head_dim is contiguous. Strides are in elements.
 struct Tensor {

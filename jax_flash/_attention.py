@@ -30,6 +30,7 @@ class _Shared(TypedDict, total=False):
     dropout_rate: float
     dropout_key: ArrayLike | None
     precision: str | jax.lax.Precision | None
+    deterministic: bool | None
     implementation: str | None
 
 
@@ -100,6 +101,7 @@ def attention(
     q_lengths: ArrayLike | None = None,
     kv_lengths: ArrayLike | None = None,
     precision: str | jax.lax.Precision | None = None,
+    deterministic: bool | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -147,6 +149,10 @@ def attention(
       kv_lengths: the same for keys, clipped to [0, S].
       precision: of float32 products on GPUs: "default" and "high" are TF32's accuracy, "highest" float32's own; None
         follows ``jax.default_matmul_precision``. Other dtypes and CPUs have their full accuracy always.
+      deterministic: whether the backward pass on GPUs sums in one order, so that its results are the same bits every
+        time, or by atomic additions, which is faster from compute capability 8.0 on. None takes what is faster. Other
+        implementations are deterministic always. True with a gradient of ``alibi_slopes``, or of a ``bias`` that is
+        broadcast, is not served by "cuda".
       return_lse: also return lse.
       implementation: None picks the best one that serves the call where it runs (``jax_flash.explain`` says which);
         or "cpu", "cuda" (the kernels of this package), "xla" (plain JAX in chunks, O(T + S) memory, any platform,
@@ -165,7 +171,17 @@ def attention(
     _checks.shapes(query, key, value)
     leading, (q_length, q_heads), kv_length = query.shape[:-3], query.shape[-3:-1], key.shape[-3]
     arguments = _Arguments(
-        causal, window, scale, softcap, q_offset, alibi_slopes, sinks, dropout_rate, dropout_key, precision
+        causal,
+        window,
+        scale,
+        softcap,
+        q_offset,
+        alibi_slopes,
+        sinks,
+        dropout_rate,
+        dropout_key,
+        precision,
+        deterministic,
     )
     record = _record(arguments, query, leading, q_heads)
     return_lse = _checks.boolean("return_lse", return_lse)
@@ -208,7 +224,7 @@ def attention(
             operands[name.replace("_ids", "_ranges")] = _segment_ranges(operands[name])
     batch = math.prod(leading)
     query4, key4, value4 = (x.reshape(batch, *x.shape[-3:]) for x in (record.query, key, value))
-    out, lse = _run(options, _Static(implementation, None), query4, key4, value4, operands)
+    out, lse = _run(options, _Static(implementation, None, deterministic is True), query4, key4, value4, operands)
     out = out.reshape(*query.shape[:-1], value.shape[-1])
     return (out, lse.reshape(*leading, q_heads, q_length)) if return_lse else out
 
@@ -277,6 +293,7 @@ def attention_varlen(
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
     precision: str | jax.lax.Precision | None = None,
+    deterministic: bool | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -306,6 +323,7 @@ def attention_varlen(
       dropout_rate: see `attention`.
       dropout_key: the mask is ``dropout_mask(dropout_key, dropout_rate, (D, N, max_q_length, max_kv_length))``.
       precision: see `attention`.
+      deterministic: see `attention`.
       return_lse: also return lse.
       implementation: see `attention`.
 
@@ -330,7 +348,17 @@ def attention_varlen(
     if sinks is not None and np.ndim(sinks) != 1:
         raise ValueError(f"sinks must have shape [{q_heads}], one value per query head, got {np.shape(sinks)}")
     arguments = _Arguments(
-        causal, window, scale, softcap, q_offset, alibi_slopes, sinks, dropout_rate, dropout_key, precision
+        causal,
+        window,
+        scale,
+        softcap,
+        q_offset,
+        alibi_slopes,
+        sinks,
+        dropout_rate,
+        dropout_key,
+        precision,
+        deterministic,
     )
     record = _record(arguments, query, (documents,), q_heads)
     return_lse = _checks.boolean("return_lse", return_lse)
@@ -347,7 +375,14 @@ def attention_varlen(
     operands = {name: _of_documents(name, x) for name, x in record.operands.items()}
     operands |= {"cu_q_lengths": cu_q[None], "cu_kv_lengths": cu_kv[None]}
     options = record.options(documents=documents)
-    out, lse = _run(options, _Static(implementation, limits), record.query[None], key[None], value[None], operands)
+    out, lse = _run(
+        options,
+        _Static(implementation, limits, deterministic is True),
+        record.query[None],
+        key[None],
+        value[None],
+        operands,
+    )
     return (out[0], lse[0]) if return_lse else out[0]
 
 
@@ -370,6 +405,7 @@ class _Arguments(NamedTuple):
     dropout_rate: object
     dropout_key: object
     precision: object
+    deterministic: object
 
 
 class _Record(NamedTuple):
@@ -386,6 +422,9 @@ def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q
     left, right = _checks.window(arguments.window)
     offset = _checks.q_offset(arguments.q_offset, leading)
     scale = _checks.scale(arguments.scale, query.shape[-1])
+    deterministic = arguments.deterministic
+    if deterministic is not None:
+        deterministic = _checks.boolean("deterministic", deterministic)
     rate, dropout_key = _checks.dropout(arguments.dropout_rate, arguments.dropout_key, (*leading, q_heads))
     fields = {
         "causal": causal,
@@ -393,6 +432,7 @@ def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q
         "window_left": left,
         "window_right": UNLIMITED if causal else right,  # causal is the narrower
         "dropout_rate": rate,
+        "deterministic": _explain.has_old_gpu() if deterministic is None else deterministic,
         "highest_precision": _checks.highest_precision(arguments.precision, query.dtype),
     }
     wide = _dtypes.accumulation_dtype(query.dtype)
@@ -430,6 +470,7 @@ class _Static(NamedTuple):
 
     implementation: str | None
     limits: tuple[int, int] | None  # longest query and key document of a packed call
+    deterministic: bool  # asked for in so many words
 
 
 Operands = dict[str, jax.Array]
@@ -494,6 +535,11 @@ def _backward_rule(options: Options, static: _Static, residuals: tuple[Any, ...]
     # d lse / d score is the softmax itself, so its cotangent joins the row sum of FlashAttention-2 (equation 4):
     # ds = p * (dp - delta) with delta = rowsum(dout * out) - dlse.
     delta = _primitive.row_sums(dout, out, lse.dtype) - dlse
+    implementation = static.implementation
+    if static.deterministic and (reason := _summed_by_atomics(wanted, operands, query, key)):
+        if implementation == "cuda":
+            raise NotImplementedError(f"implementation='cuda' does not serve this call: {reason}")
+        implementation = implementation or "xla" if _explain.has_gpu() else implementation
     dquery, dkey, dvalue, gradients = _primitive.backward(
         query,
         key,
@@ -504,7 +550,7 @@ def _backward_rule(options: Options, static: _Static, residuals: tuple[Any, ...]
         operands,
         gradients=wanted,
         options=options,
-        implementation=static.implementation,
+        implementation=implementation,
         limits=static.limits,
     )
     doperands = {name: gradients.get(name) for name in operands}
@@ -513,6 +559,17 @@ def _backward_rule(options: Options, static: _Static, residuals: tuple[Any, ...]
     if "sinks" in operands:
         doperands["sinks"] = _sinks_gradient(operands, lse, delta)
     return dquery, dkey, dvalue, {name: _split_alike(x, operands[name]) for name, x in doperands.items()}
+
+
+def _summed_by_atomics(wanted: _Wanted, operands: Operands, query: jax.Array, key: jax.Array) -> str | None:
+    """Why gradients of operands differ from run to run on GPUs; None where they don't."""
+    if "alibi_slopes" in wanted:
+        return "deterministic=True with a gradient of alibi_slopes"
+    if "bias" in wanted:
+        shape, full = operands["bias"].shape, (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+        if shape != full:
+            return f"deterministic=True with a gradient of bias, which is broadcast from {shape} to {full}"
+    return None
 
 
 def _split_alike(gradient: jax.Array | None, operand: jax.Array) -> jax.Array | None:

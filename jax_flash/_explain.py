@@ -44,6 +44,8 @@ class Rule:
 
 CUDA_DTYPES = ("float16", "bfloat16", "float32")
 CUDA_HEAD_DIM = 256
+FLOAT16_FAMILIES = ("sm70", "sm75")
+"""Kernel families of GPUs whose tensor cores take float16 alone. They sum gradients without atomic additions."""
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "cuda": (
@@ -73,6 +75,18 @@ def _cuda_devices() -> tuple[Any, ...]:
         return ()
 
 
+def has_gpu() -> bool:
+    return bool(_cuda_devices())
+
+
+@functools.cache
+def has_old_gpu() -> bool:
+    """Whether a CUDA device here is served by a family for float16 alone, which other dtypes are brought to."""
+    return bool(_cuda_devices()) and any(
+        device["family"] in FLOAT16_FAMILIES for device in _registration.cuda_status()["devices"]
+    )
+
+
 @functools.cache
 def _cuda_unavailable() -> str | None:
     """Why this machine's CUDA devices can't run the kernels; None when they can, or when there are none to ask."""
@@ -86,7 +100,7 @@ def _cuda_unavailable() -> str | None:
     for device in status["devices"]:
         if not device["family"]:
             major, minor = divmod(device["compute_capability"], 10)
-            return f"{device['name']} has compute capability {major}.{minor}, the kernels need 8.0 or newer"
+            return f"{device['name']} has compute capability {major}.{minor}, the kernels need 7.0 or newer"
     return None
 
 

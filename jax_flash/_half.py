@@ -1,6 +1,7 @@
-"""float32 arrays as float16 ones, for products at TF32's accuracy at twice its rate.
+"""float32 arrays as float16 ones, for products at TF32's accuracy at twice its rate, and bfloat16 where there is only
+float16.
 
-float16 keeps as many digits as TF32, 11, but of a smaller range. So every array is multiplied by a power of two, one
+float16 keeps as many digits as TF32, 11, and more than bfloat16, but of a smaller range. So every array is multiplied by a power of two, one
 for each key head and the query heads that attend to it, by which the largest of its values comes near float16's own.
 Values down to 2^-29 of the largest then have all their digits, and values below 2^-40 of it, which no sum with it would
 notice in float32, become 0.
@@ -26,6 +27,7 @@ def scaled(
     arrays = [(query, rows), (key, keys), (value, keys)]
     if gradients:
         arrays.append((gradients[0], rows))
+    arrays = [(x.astype(jnp.float32), valid) for x, valid in arrays]
     largest = [_largest(x, valid, kv_heads) for x, valid in arrays]
     scales = [_power(x) for x in largest]
     halves = [

@@ -158,8 +158,14 @@ def _call(pass_: str, platform: str, params: Params, *args: jax.Array) -> tuple[
     chosen = _explain.choose(params.implementation, platform, _explain.Call.of(args[0], args[2]))
     results = _result_shapes(pass_, params, args)
     if chosen == "cuda":
-        if args[0].dtype == jnp.float32 and not params.options.highest_precision:
+        dtype = args[0].dtype
+        if (dtype == jnp.float32 and not params.options.highest_precision) or (
+            dtype == jnp.bfloat16 and _explain.has_old_gpu()
+        ):
             params, args = _half_precision(pass_, params, *args)
+            wide = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in results]
+            called = _aligned(pass_, params, wide, functools.partial(_custom_call, pass_, chosen, params), *args)
+            return tuple(x.astype(result.dtype) for x, result in zip(called, results, strict=True))
         return _aligned(pass_, params, results, functools.partial(_custom_call, pass_, chosen, params), *args)
     if chosen == "cpu":
         return _custom_call(pass_, chosen, params, results, *args)
@@ -171,6 +177,8 @@ def _half_precision(pass_: str, params: Params, *args: jax.Array) -> tuple[Param
     fixed = len(_DIMS[pass_][0])
     operands = dict(zip(_names(params), args[fixed:], strict=True))
     gradients = (args[3], args[5]) if pass_ == "backward" else ()
+    if "bias" in operands:
+        operands["bias"] = operands["bias"].astype(jnp.float32)
     halves, operands["unscales"] = _half.scaled(params.options, operands, *args[:3], *gradients)
     dims = {**dict(params.operands), "unscales": OPERANDS["unscales"].dims}
     names = [name for name, _ in _core.OPERANDS if name in operands]

@@ -27,7 +27,13 @@ namespace {
 std::mutex settings_mutex;
 Settings the_settings;
 
-const char* pass_name(Pass pass) { return pass == Pass::forward ? "forward" : "backward"; }
+const char* pass_name(Pass pass) {
+  switch (pass) {
+    case Pass::forward: return "forward";
+    case Pass::backward: return "backward";
+    default: return "backward_dq";
+  }
+}
 
 const char* dtype_name(DType dtype) {
   switch (dtype) {
@@ -197,7 +203,7 @@ Loaded load(const Variant& variant) {
   loaded.facts = facts_of(Elf(cubin), variant.pass);
   CuLibrary library = driver.load(cubin);
   loaded.main = driver.kernel(library, entry_point(variant.pass).c_str());
-  if (variant.pass == Pass::backward) loaded.dq = driver.kernel(library, "jax_flash_backward_dq");
+  if (loaded.facts.convert_warps) loaded.convert_dq = driver.kernel(library, "jax_flash_convert_dq");
   return loaded;
 }
 
@@ -326,7 +332,7 @@ Loaded kernels_of(const Variant& variant, int device) {
   if (!ready.count({loaded.main, device})) {
     const Driver& driver = Driver::get();
     driver.ready(loaded.main, device, loaded.facts.shared_bytes);
-    if (loaded.dq) driver.ready(loaded.dq, device, 0);
+    if (loaded.convert_dq) driver.ready(loaded.convert_dq, device, 0);
     ready.insert({loaded.main, device});  // only now: a call that failed here is tried again
   }
   return loaded;

@@ -31,13 +31,13 @@ struct LaunchFacts {
   int threads;
   int block_rows;
   int shared_bytes;
-  int dq_warps;
+  int convert_warps;
 };
 
 struct Loaded {
   LaunchFacts facts;
   CuKernel main;
-  CuKernel dq;  // backward only
+  CuKernel convert_dq;  // backward with atomic additions only
 };
 
 // The cubin of a variant: prebuilt, else cached on disk, else compiled. Needs no driver.

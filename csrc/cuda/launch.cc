@@ -33,7 +33,7 @@ std::string family_of(int compute_capability) {
     const char* name;
     int from;  // compute capability
   };
-  static constexpr Family kFamilies[] = {{"sm80", 80}};
+  static constexpr Family kFamilies[] = {{"sm80", 80}, {"sm75", 75}, {"sm70", 70}};
   const char* forced = std::getenv("JAX_FLASH_CUDA_FAMILY");
   std::string known;
   for (const Family& family : kFamilies) {
@@ -56,15 +56,25 @@ std::string served_family(int arch) {
   return family;
 }
 
+// Whether dQ has a pass of its own. Volta's kernels have no other way.
+bool deterministic(const std::string& family, const Options& options) {
+  return options.deterministic || family == "sm70";
+}
+
 Variant variant_of(const std::string& family, int arch, Pass pass, DType dtype, int head_dim, int value_head_dim,
                    const Options& options) {
+  if (dtype != DType::f16 && family != "sm80") {
+    throw std::invalid_argument("the kernels of " + family +
+                                " are for float16; bfloat16 and float32 come as float16 with unscales");
+  }
   if (dtype == DType::f32 && !options.highest_precision) {
     throw std::invalid_argument(
         "float32 kernels have highest_precision; without it float32 comes as float16 with unscales");
   }
-  const Products products = products_of(dtype);
-  const TileRow& tile = tile_row(family, products, pass, std::max(head_dim, value_head_dim), arch);
-  return Variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile};
+  const TileRow& tile = tile_row(family, products_of(dtype), pass, std::max(head_dim, value_head_dim), arch);
+  Variant variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile};
+  variant.options.deterministic = pass != Pass::forward && deterministic(family, options);
+  return variant;
 }
 
 int arch_of(int device) {
@@ -102,27 +112,36 @@ Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
   return key;
 }
 
+struct Found {
+  Loaded main;
+  Loaded dq;  // empty unless dQ has a pass of its own
+};
+
 // The way of every call: one look-up. The first call of a kind goes through the door of jit.
-Loaded find(int device, Pass pass, DType dtype, const Problem& problem) {
+Found find(int device, Pass pass, DType dtype, const Problem& problem) {
   static std::mutex mutex;
-  static std::map<Key, Loaded> found;
+  static std::map<Key, Found> all;
   const Key key = key_of(device, pass, dtype, problem);
   {
     std::lock_guard<std::mutex> lock(mutex);
-    auto entry = found.find(key);
-    if (entry != found.end()) return entry->second;
+    auto entry = all.find(key);
+    if (entry != all.end()) return entry->second;
   }
   if (dtype == DType::f64) throw std::invalid_argument("query must be float16, bfloat16 or float32");
   if (problem.head_dim % 8 || problem.value_head_dim % 8) {
     throw std::invalid_argument("head_dim and value_head_dim must be multiples of 8");
   }
   const int arch = arch_of(device);
-  const Loaded loaded = kernels_of(
-      variant_of(served_family(arch), arch, pass, dtype, problem.head_dim, problem.value_head_dim, problem.options),
-      device);
+  const std::string family = served_family(arch);
+  auto kernels = [&](Pass of) {
+    return kernels_of(variant_of(family, arch, of, dtype, problem.head_dim, problem.value_head_dim, problem.options),
+                      device);
+  };
+  Found found{kernels(pass), {}};
+  if (pass == Pass::backward && deterministic(family, problem.options)) found.dq = kernels(Pass::backward_dq);
   std::lock_guard<std::mutex> lock(mutex);
-  found.emplace(key, loaded);
-  return loaded;
+  all.emplace(key, found);
+  return found;
 }
 
 int64_t bias_elements(const Problem& p) {
@@ -142,30 +161,32 @@ unsigned grid(int64_t blocks) {
 void prepare(int device, Pass pass, DType dtype, const Problem& problem) { find(device, pass, dtype, problem); }
 
 void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem) {
-  const Loaded loaded = find(device, pass, dtype, problem);
+  const Found found = find(device, pass, dtype, problem);
   const Driver& driver = Driver::get();
   const CuStream on = static_cast<CuStream>(stream);
-  const bool forward = pass == Pass::forward;
-  const int length = forward ? problem.q_length : problem.kv_length;
-  const int64_t heads = forward ? problem.q_heads : problem.kv_heads;
-  const int64_t blocks = blocks_of(problem, length, loaded.facts.block_rows) * heads * problem.batch;
-  if (!forward) {
-    driver.zero(problem.scratch, backward_scratch(dtype, problem), on);
-    if (problem.dbias) driver.zero(problem.dbias, bias_elements(problem), on);
-    if (problem.dalibi_slopes) {
-      driver.zero(problem.dalibi_slopes, int64_t{problem.batch} * problem.options.documents * problem.q_heads, on);
-    }
+  auto run = [&](const Loaded& loaded, int length, int64_t heads) {
+    const int64_t blocks = blocks_of(problem, length, loaded.facts.block_rows) * heads * problem.batch;
+    driver.launch(loaded.main, grid(blocks), loaded.facts.threads, loaded.facts.shared_bytes, on, &problem);
+  };
+  if (pass == Pass::forward) return run(found.main, problem.q_length, problem.q_heads);
+
+  const int warps = found.main.facts.convert_warps;
+  if (warps) driver.zero(problem.scratch, backward_scratch(dtype, problem), on);
+  if (problem.dbias) driver.zero(problem.dbias, bias_elements(problem), on);
+  if (problem.dalibi_slopes) {
+    driver.zero(problem.dalibi_slopes, int64_t{problem.batch} * problem.options.documents * problem.q_heads, on);
   }
-  driver.launch(loaded.main, grid(blocks), loaded.facts.threads, loaded.facts.shared_bytes, on, &problem);
-  if (!forward) {
+  run(found.main, problem.kv_length, problem.kv_heads);
+  if (found.dq.main) run(found.dq, problem.q_length, problem.q_heads);
+  if (warps) {
     const int64_t items = problem.batch * problem.q_heads * blocks_of(problem, problem.q_length, 16);
-    const int warps = loaded.facts.dq_warps;
-    driver.launch(loaded.dq, grid(divide_up(items, warps)), 32 * warps, 0, on, &problem);
+    driver.launch(found.main.convert_dq, grid(divide_up(items, warps)), 32 * warps, 0, on, &problem);
   }
 }
 
 // One float accumulator for dQ, in whole tiles of 16 rows and of up to 32 columns.
 int64_t backward_scratch(DType, const Problem& p) {
+  if (p.options.deterministic) return 0;
   return int64_t{p.batch} * p.q_heads * blocks_of(p, p.q_length, 16) * 16 * divide_up(p.head_dim, 32) * 32;
 }
 
@@ -197,10 +218,11 @@ std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std:
                           const std::vector<Options>& options, const std::string& out_dir) {
   const std::string family = served_family(arch);
   std::vector<Variant> variants;
-  for (Pass pass : {Pass::forward, Pass::backward}) {
+  for (Pass pass : {Pass::forward, Pass::backward, Pass::backward_dq}) {
     for (DType dtype : dtypes) {
       for (auto [head_dim, value_head_dim] : head_dims) {
         for (const Options& record : options) {
+          if (pass == Pass::backward_dq && !deterministic(family, record)) continue;
           variants.push_back(variant_of(family, arch, pass, dtype, head_dim, value_head_dim, record));
         }
       }

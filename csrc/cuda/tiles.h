@@ -38,7 +38,7 @@ struct TileRule {
 
 namespace rules {
 
-constexpr Pass forward = Pass::forward, backward = Pass::backward;
+constexpr Pass forward = Pass::forward, backward = Pass::backward, backward_dq = Pass::backward_dq;
 constexpr Products f16 = Products::f16, f32 = Products::f32;
 
 // The first rule that fits is taken. Beside each the forward or backward rate that put it there: full, B4 S4096,
@@ -74,6 +74,18 @@ inline constexpr TileRule all[] = {
     {"sm80", f32, backward, 256, 101, {16, 32, 4, 1, 1}},   // 41; 32x32 36
     {"sm80", f32, backward, 224, 89, {16, 32, 4, 1, 2}},    // 42
     {"sm80", f32, backward, 256, 67, {16, 16, 2, 1, 1}},    // 23
+    {"sm80", f16, backward_dq, 64, 64, {128, 64, 4, 1, 2}}, {"sm80", f16, backward_dq, 128, 96, {128, 64, 8, 1, 1}},
+    {"sm80", f16, backward_dq, 256, 96, {64, 32, 4, 1, 1}}, {"sm80", f32, backward_dq, 64, 96, {64, 64, 4, 1, 1}},
+    {"sm80", f32, backward_dq, 128, 97, {64, 32, 4, 1, 1}}, {"sm80", f32, backward_dq, 256, 97, {32, 16, 2, 1, 1}},
+    {"sm75", f16, forward, 64, 32, {128, 64, 8, 1, 1}},     {"sm75", f16, forward, 128, 64, {128, 64, 8, 1, 1}},
+    {"sm75", f16, forward, 256, 64, {64, 32, 4, 1, 1}},     {"sm75", f16, backward, 64, 64, {64, 64, 4, 1, 1}},
+    {"sm75", f16, backward, 128, 64, {32, 64, 4, 1, 1}},    {"sm75", f16, backward, 256, 64, {32, 32, 4, 1, 1}},
+    {"sm75", f16, backward_dq, 64, 64, {64, 64, 4, 1, 1}},  {"sm75", f16, backward_dq, 128, 64, {64, 32, 4, 1, 1}},
+    {"sm75", f16, backward_dq, 256, 64, {32, 16, 2, 1, 1}}, {"sm70", f16, forward, 64, 32, {128, 64, 4, 1, 2}},
+    {"sm70", f16, forward, 128, 48, {128, 32, 4, 1, 2}},    {"sm70", f16, forward, 256, 64, {64, 32, 4, 1, 1}},
+    {"sm70", f16, backward, 64, 64, {64, 64, 4, 1, 2}},     {"sm70", f16, backward, 128, 64, {32, 64, 4, 1, 1}},
+    {"sm70", f16, backward, 256, 96, {32, 32, 4, 1, 1}},    {"sm70", f16, backward_dq, 64, 64, {64, 64, 4, 1, 2}},
+    {"sm70", f16, backward_dq, 128, 64, {64, 32, 4, 1, 1}}, {"sm70", f16, backward_dq, 256, 96, {32, 16, 2, 1, 1}},
 };
 
 }  // namespace rules
@@ -81,6 +93,9 @@ inline constexpr TileRule all[] = {
 // Dynamic shared memory that a block may have, in KB, by compute capability.
 inline int shared_kb_of(int arch) {
   switch (arch) {
+    case 70:
+    case 72: return 96;
+    case 75: return 64;
     case 80:
     case 87: return 163;
     case 86:

@@ -5,6 +5,8 @@
 //   head_dim, value_head_dim           H and V (multiples of 8)
 //   option_, with_, has_, has_d<name>  the options of csrc/options.h
 //   and the tile row of this pass, by the field names of csrc/cuda/tiles.h
+// and a family states, before it includes this file,
+//   column_step                        what the columns of its tiles are a multiple of
 #pragma once
 
 #include "problem.h"
@@ -25,9 +27,9 @@ constexpr float kLn2 = 0.6931471805599453f;
 __host__ __device__ constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 __host__ __device__ constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
 
-// head_dim as the tiles hold it: the products go in steps of 16, the columns beyond head_dim are zeros.
-constexpr int tile_head_dim = round_up(head_dim, 16);
-constexpr int tile_value_head_dim = round_up(value_head_dim, 16);
+// head_dim as the tiles hold it: the columns beyond head_dim are zeros.
+constexpr int tile_head_dim = round_up(head_dim, column_step);
+constexpr int tile_value_head_dim = round_up(value_head_dim, column_step);
 
 template <bool condition, typename A, typename B>
 struct Select {
@@ -48,10 +50,10 @@ constexpr bool modifies_scores = with_softcap || has_bias || has_alibi_slopes;
 
 // Host and kernel must agree on these; the kernel states them, the host reads them out of the cubin.
 struct LaunchFacts {
-  int threads;       // per block
-  int block_rows;    // rows of query (forward) or key (backward) that a block owns
-  int shared_bytes;  // dynamic shared memory
-  int dq_warps;      // per block of jax_flash_backward_dq; 0 forward
+  int threads;        // per block
+  int block_rows;     // rows of query (forward) or key (backward) that a block owns
+  int shared_bytes;   // dynamic shared memory
+  int convert_warps;  // per block of jax_flash_convert_dq; 0 where there is no such kernel
 };
 
 JAX_FLASH_DEVICE float exp2_approx(float x) {
@@ -81,16 +83,6 @@ __host__ __device__ constexpr T at_most(T a, T b) {
 template <typename T>
 __host__ __device__ constexpr T at_least(T a, T b) {
   return a > b ? a : b;
-}
-
-// Sum and maximum over the four lanes that share a row of an accumulator.
-JAX_FLASH_DEVICE float quad_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-JAX_FLASH_DEVICE float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
 // Address of row `row` of one head of a [batch, length, heads, head_dim] array.

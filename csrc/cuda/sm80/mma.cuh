@@ -1,8 +1,11 @@
-// Ampere's instructions: cp.async, ldmatrix, mma. `Mma`, at the end, has what differs between element types.
+// Ampere's instructions: cp.async and mma.m16n8k16. `Mma`, at the end, has what differs between element types.
 #pragma once
 
-#include "cuda/shared/prelude.cuh"
-#include "cuda/shared/tile.cuh"
+namespace jax_flash {
+constexpr int column_step = 16;
+}
+
+#include "cuda/shared/matrices.cuh"
 
 namespace jax_flash {
 
@@ -21,40 +24,6 @@ JAX_FLASH_DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::
 template <int pending>
 JAX_FLASH_DEVICE void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
-}
-
-// Operands and accumulators of an mma instruction of 16 rows and 8 columns, as a lane holds them. Lane 4 * g + t has of
-// an accumulator c0 c1: row g, columns 2t and 2t + 1; c2 c3: row g + 8, the same columns. For the operands see below.
-struct FragmentA {
-  u32 x[4];
-};
-struct FragmentC {
-  float x[4];
-};
-
-JAX_FLASH_DEVICE void load_matrices(u32 (&x)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(address));
-}
-
-// The two ways in which the four 8 x 8 matrices of one ldmatrix can be spread over a piece of 16 rows and two chunks of
-// a tile: which row, and which chunk of the pair, a lane addresses. `Tall`: rows first; `Wide`: chunks first.
-//
-//   tile holds           operand          load          order
-//   [m, k]               A                plain         Tall
-//   [k, m]               A                transposed    Wide
-//   [n, k]               B of two n8      plain         Wide
-//   [k, n]               B of two n8      transposed    Tall
-// `first_pair`, below 4, shifts all reads by so many pairs of chunks: warps that share the columns of a tile take
-// pairs in turn, so that the shift stays an exclusive or.
-template <typename T>
-JAX_FLASH_DEVICE LaneReader<T> tall_reader(u32 tile, int first_row, int lane, int first_pair = 0) {
-  return LaneReader<T>(tile, first_row + (lane & 15), 2 * first_pair + (lane >> 4));
-}
-template <typename T>
-JAX_FLASH_DEVICE LaneReader<T> wide_reader(u32 tile, int first_row, int lane, int first_pair = 0) {
-  return LaneReader<T>(tile, first_row + (lane & 7) + (lane >> 4 << 3), 2 * first_pair + (lane >> 3 & 1));
 }
 
 // Starts the copy of rows [first, first + T::rows) of one head into a tile; rows from `length` on become zeros, and so
@@ -100,9 +69,54 @@ JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, i
   }
 }
 
+// The doors of the families for what comes from global memory. `start` before a product, `finish` before the barrier
+// that shows it to the block: here the hardware copies, and there is nothing to finish but to wait.
+template <typename T, int columns, int threads>
+struct TileLoad {
+  __device__ __forceinline__ void start(u32 tile, const Element* head, i64 row_stride, int first, int length,
+                                        int thread) {
+    load_tile<T, columns, threads>(tile, head, row_stride, first, length, thread);
+  }
+  __device__ __forceinline__ void finish(u32, int) const {}
+};
+struct FloatLoad {
+  __device__ __forceinline__ void start(float* to, const float* from, bool valid) {
+    copy_async_float(shared_address(to), from, valid);
+  }
+  __device__ __forceinline__ void finish(float*) const {}
+};
+constexpr bool loads_take_registers = false;
+
+// mma.m16n8k16: of A 16 x 16 and B 16 x 8.
+JAX_FLASH_DEVICE void multiply_16bit(FragmentC& c, const FragmentA& a, u32 b0, u32 b1) {
+  if constexpr (dtype == DType::bf16) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c.x[0]), "+f"(c.x[1]), "+f"(c.x[2]), "+f"(c.x[3])
+        : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b0), "r"(b1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c.x[0]), "+f"(c.x[1]), "+f"(c.x[2]), "+f"(c.x[3])
+        : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b0), "r"(b1));
+  }
+}
+
+// Two floats to two 16-bit elements, the first in the low half.
+JAX_FLASH_DEVICE u32 pack(float low, float high) {
+  u32 packed;
+  if constexpr (dtype == DType::bf16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
 }  // namespace jax_flash
 
-#include "cuda/sm80/mma_16bit.cuh"
 #include "cuda/sm80/mma_f32.cuh"
 
 namespace jax_flash {

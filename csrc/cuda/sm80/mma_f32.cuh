@@ -28,6 +28,15 @@ struct MmaF32 {
   static constexpr int kMainTerms = 8;
   static constexpr float kNearest = 1.00034f;  // 1 + 2^-11 / (the mean of mantissas, 1 / ln 2)
 
+  template <typename T>
+  static __device__ __forceinline__ LaneReader<T> reader_a(u32 tile, int first_row, int lane) {
+    return tall_reader<T>(tile, first_row, lane);
+  }
+  template <typename T>
+  static __device__ __forceinline__ LaneReader<T> reader_b(u32 tile, int first_row, int lane) {
+    return wide_reader<T>(tile, first_row, lane);
+  }
+
   // How many columns of a tile [k, n] one load brings. The accumulators of a warp are whole groups of columns.
   static __host__ __device__ constexpr int group(int columns, int warps_that_share) {
     return columns % (32 * warps_that_share) == 0 ? 32 : 16;

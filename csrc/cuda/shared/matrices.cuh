@@ -1,4 +1,5 @@
-// Products of 16-bit elements: mma.m16n8k16.
+// Products of 16-bit elements where there is ldmatrix, from compute capability 7.5 on. The family's mma.cuh brings
+// multiply_16bit() and pack().
 #pragma once
 
 #include "cuda/shared/prelude.cuh"
@@ -6,11 +7,49 @@
 
 namespace jax_flash {
 
-// Puts accumulators of 16 rows, scaled per row half, into a tile: n8 tiles 2 * i and 2 * i + 1 are pair
-// i * pair_step + first_pair of chunks.
-template <typename T, int pair_step, int n>
-JAX_FLASH_DEVICE void put_accumulators(char* tile, int tile_row, int first_pair, const FragmentC (&c)[n], float scale0,
-                                       float scale1, int lane);
+// The hardware's own numbers.
+struct Lanes {
+  static __device__ __forceinline__ int of(int thread) { return thread % 32; }
+  static __device__ __forceinline__ constexpr int in_row(int i) { return 1 << i; }
+  static __device__ __forceinline__ constexpr int in_column(int i) { return 4 << i; }
+};
+
+}  // namespace jax_flash
+
+#include "cuda/shared/lanes.cuh"
+
+namespace jax_flash {
+
+struct FragmentA {
+  u32 x[4];
+};
+JAX_FLASH_DEVICE void multiply_16bit(FragmentC& c, const FragmentA& a, u32 b0, u32 b1);
+JAX_FLASH_DEVICE u32 pack(float low, float high);
+
+JAX_FLASH_DEVICE void load_matrices(u32 (&x)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address));
+}
+
+// The two ways in which the four 8 x 8 matrices of one ldmatrix can be spread over a piece of 16 rows and two chunks of
+// a tile: which row, and which chunk of the pair, a lane addresses. `Tall`: rows first; `Wide`: chunks first.
+//
+//   tile holds           operand          load          order
+//   [m, k]               A                plain         Tall
+//   [k, m]               A                transposed    Wide
+//   [n, k]               B of two n8      plain         Wide
+//   [k, n]               B of two n8      transposed    Tall
+// `first_pair`, below 4, shifts all reads by so many pairs of chunks: warps that share the columns of a tile take
+// pairs in turn, so that the shift stays an exclusive or.
+template <typename T>
+JAX_FLASH_DEVICE LaneReader<T> tall_reader(u32 tile, int first_row, int lane, int first_pair = 0) {
+  return LaneReader<T>(tile, first_row + (lane & 15), 2 * first_pair + (lane >> 4));
+}
+template <typename T>
+JAX_FLASH_DEVICE LaneReader<T> wide_reader(u32 tile, int first_row, int lane, int first_pair = 0) {
+  return LaneReader<T>(tile, first_row + (lane & 7) + (lane >> 4 << 3), 2 * first_pair + (lane >> 3 & 1));
+}
 
 // Fragments of m16n8k16, in pairs of adjacent k:
 //
@@ -27,6 +66,16 @@ struct Mma16Bit {
   // Results pass through shared memory, for stores of 16 bytes, unless they are float32.
   static constexpr bool direct_stores = has_unscales;
 
+  // How the rows of a tile [m, k] or [n, k] are read.
+  template <typename T>
+  static __device__ __forceinline__ LaneReader<T> reader_a(u32 tile, int first_row, int lane) {
+    return tall_reader<T>(tile, first_row, lane);
+  }
+  template <typename T>
+  static __device__ __forceinline__ LaneReader<T> reader_b(u32 tile, int first_row, int lane) {
+    return wide_reader<T>(tile, first_row, lane);
+  }
+
   // How many columns of a tile [k, n] one load brings. The accumulators of a warp are whole groups of columns.
   static __host__ __device__ constexpr int group(int columns, int warps_that_share) { return 16; }
 
@@ -34,33 +83,6 @@ struct Mma16Bit {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                  : "r"(address));
-  }
-
-  static __device__ __forceinline__ void multiply(FragmentC& c, const FragmentA& a, u32 b0, u32 b1) {
-    if constexpr (dtype == DType::bf16) {
-      asm volatile(
-          "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-          "{%0, %1, %2, %3};"
-          : "+f"(c.x[0]), "+f"(c.x[1]), "+f"(c.x[2]), "+f"(c.x[3])
-          : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b0), "r"(b1));
-    } else {
-      asm volatile(
-          "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-          "{%0, %1, %2, %3};"
-          : "+f"(c.x[0]), "+f"(c.x[1]), "+f"(c.x[2]), "+f"(c.x[3])
-          : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b0), "r"(b1));
-    }
-  }
-
-  // Two floats to two 16-bit elements, the first in the low half.
-  static __device__ __forceinline__ u32 pack(float low, float high) {
-    u32 packed;
-    if constexpr (dtype == DType::bf16) {
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    } else {
-      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    }
-    return packed;
   }
 
   // c = X Y^T, of a tile [m, k] and a tile [n, k]; c is zero before.
@@ -78,8 +100,8 @@ struct Mma16Bit {
         load_matrices(b, y.address(16 * n, kk));
 #pragma unroll
         for (int m = 0; m < m_tiles; ++m) {
-          multiply(c[m][2 * n], a[m], b[0], b[1]);
-          multiply(c[m][2 * n + 1], a[m], b[2], b[3]);
+          multiply_16bit(c[m][2 * n], a[m], b[0], b[1]);
+          multiply_16bit(c[m][2 * n + 1], a[m], b[2], b[3]);
         }
       }
     }
@@ -112,8 +134,8 @@ struct Mma16Bit {
         load_transposed(b, y.reader.address(16 * kk, n * step));
 #pragma unroll
         for (int m = 0; m < m_tiles; ++m) {
-          multiply(c[m][2 * n], a[m], b[0], b[1]);
-          multiply(c[m][2 * n + 1], a[m], b[2], b[3]);
+          multiply_16bit(c[m][2 * n], a[m], b[0], b[1]);
+          multiply_16bit(c[m][2 * n + 1], a[m], b[2], b[3]);
         }
       }
     }
@@ -188,38 +210,39 @@ struct Mma16Bit {
       if (row + 8 < length) store_pair(to + 8 * row_stride, c[i].x[2] * scale1, c[i].x[3] * scale1);
     }
   }
-};
 
-// Puts accumulators of 16 rows, scaled per row half, into a tile: n8 tiles 2 * i and 2 * i + 1 are pair
-// i * pair_step + first_pair of chunks.
-template <typename T, int pair_step, int n>
-JAX_FLASH_DEVICE void put_accumulators(char* tile, int tile_row, int first_pair, const FragmentC (&c)[n], float scale0,
-                                       float scale1, int lane) {
-  const int row = tile_row + lane / 4;
+  // Puts accumulators of 16 rows, scaled per row half, into a tile: n8 tiles 2 * i and 2 * i + 1 are pair
+  // i * pair_step + first_pair of chunks.
+  template <typename T, int pair_step, int n>
+  static __device__ __forceinline__ void put_accumulators(char* tile, int tile_row, int first_pair,
+                                                          const FragmentC (&c)[n], float scale0, float scale1,
+                                                          int lane) {
+    const int row = tile_row + lane / 4;
 #pragma unroll
-  for (int i = 0; i < n; ++i) {
-    const int chunk = 2 * (i / 2 * pair_step + first_pair) + i % 2;
-    if (n / 2 * pair_step * 2 != T::chunks && chunk >= T::chunks) continue;
-    char* to = tile + 4 * (lane % 4);
-    *reinterpret_cast<u32*>(to + T::offset(row, chunk)) = Mma16Bit::pack(c[i].x[0] * scale0, c[i].x[1] * scale0);
-    *reinterpret_cast<u32*>(to + T::offset(row + 8, chunk)) = Mma16Bit::pack(c[i].x[2] * scale1, c[i].x[3] * scale1);
-  }
-}
-
-// Writes rows of a tile that these lanes' own warp has filled to global memory, 16 bytes a lane.
-template <typename T, int columns, int rows>
-JAX_FLASH_DEVICE void store_rows(const char* tile, int tile_row, Result* head, i64 row_stride, int first, int length,
-                                 int lane) {
-  constexpr int filled = columns / 8;
-#pragma unroll
-  for (int i = 0; i < ceil_div(rows * filled, 32); ++i) {
-    const int piece = i * 32 + lane;
-    const int row = piece / filled, chunk = piece % filled;
-    if (row < rows && first + row < length) {
-      *reinterpret_cast<uint4*>(head + (first + row) * row_stride + chunk * 8) =
-          *reinterpret_cast<const uint4*>(tile + T::offset(tile_row + row, chunk));
+    for (int i = 0; i < n; ++i) {
+      const int chunk = 2 * (i / 2 * pair_step + first_pair) + i % 2;
+      if (n / 2 * pair_step * 2 != T::chunks && chunk >= T::chunks) continue;
+      char* to = tile + 4 * (lane % 4);
+      *reinterpret_cast<u32*>(to + T::offset(row, chunk)) = pack(c[i].x[0] * scale0, c[i].x[1] * scale0);
+      *reinterpret_cast<u32*>(to + T::offset(row + 8, chunk)) = pack(c[i].x[2] * scale1, c[i].x[3] * scale1);
     }
   }
-}
+
+  // Writes rows of a tile that these lanes' own warp has filled to global memory, 16 bytes a lane.
+  template <typename T, int columns, int rows>
+  static __device__ __forceinline__ void store_rows(const char* tile, int tile_row, Result* head, i64 row_stride,
+                                                    int first, int length, int lane) {
+    constexpr int filled = columns / 8;
+#pragma unroll
+    for (int i = 0; i < ceil_div(rows * filled, 32); ++i) {
+      const int piece = i * 32 + lane;
+      const int row = piece / filled, chunk = piece % filled;
+      if (row < rows && first + row < length) {
+        *reinterpret_cast<uint4*>(head + (first + row) * row_stride + chunk * 8) =
+            *reinterpret_cast<const uint4*>(tile + T::offset(tile_row + row, chunk));
+      }
+    }
+  }
+};
 
 }  // namespace jax_flash

@@ -1,0 +1,552 @@
+// FlashAttention-2 backward (Dao 2023, algorithm 2) by mma.sync, for every family whose mma.cuh is included before.
+//
+// A block owns block_kv keys of one key head and walks over the rows of every query head of its group. With
+//   S^T = K Q^T,  P^T = exp(scale S^T - lse),  dP^T = V dO^T,  dS^T = P^T * (dP^T - delta)
+// it accumulates dV += P^T dO and dK += dS^T Q in registers. Unless option_deterministic leaves dQ to a pass of its own
+// (backward_dq.cuh), it adds dQ += dS K to a float accumulator in global memory, which jax_flash_convert_dq turns into
+// the result afterwards. Keys run along the rows of the accumulators, so that P^T and dS^T are operands of the next
+// product as they are.
+//
+// A group of `key_warps` warps covers the keys, 16 each. With split = 1 every warp sees all rows of a tile and feeds
+// P^T and dS^T from registers. With split = 2, for head dims whose dK and dV would not fit, two warps share their 16
+// keys: each computes half of the rows of S^T, and half of the columns of dK and dV; P^T and dS^T pass through shared
+// memory. For dQ, whose products sum over all keys of the block, dS always does.
+#pragma once
+
+#include "cuda/shared/schedule.cuh"
+#include "cuda/shared/score_rows.cuh"
+
+namespace jax_flash {
+
+constexpr int threads = 32 * warps;
+constexpr int key_warps = block_kv / 16;
+constexpr int split = warps / key_warps;
+static_assert(split * key_warps == warps && (split == 1 || split == 2), "16 keys a warp, or a pair of warps");
+
+using KTile = Tile<block_kv, tile_head_dim>;
+using VTile = Tile<block_kv, tile_value_head_dim>;
+using QTile = Tile<block_q, tile_head_dim>;
+using OutTile = Tile<block_q, tile_value_head_dim>;
+using ScoreTile = Mma::Scores<block_kv, block_q>;
+
+constexpr bool adds_dq = !option_deterministic;
+constexpr int score_columns = block_q / split;  // rows of query in one warp's S^T
+// Groups of columns of dK, dV and dQ, and how many of them a warp has: warps that share columns take groups in turn.
+constexpr int dk_group = Mma::group(tile_head_dim, split);
+constexpr int dv_group = Mma::group(tile_value_head_dim, split);
+constexpr int dk_groups = ceil_div(tile_head_dim / dk_group, split);
+constexpr int dv_groups = ceil_div(tile_value_head_dim / dv_group, split);
+constexpr int convert_warps = 4;  // of jax_flash_convert_dq, a block
+constexpr int dq_most_row_warps = warps == 8 && tile_head_dim % 64 == 0 ? warps / 4 : warps / 2;
+constexpr int dq_column_warps = warps / (dq_most_row_warps < block_q / 16 ? dq_most_row_warps : block_q / 16);
+constexpr int dq_row_warps = warps / dq_column_warps;
+constexpr int dq_row_tiles = block_q / 16 / dq_row_warps;
+constexpr int dq_group = Mma::group(tile_head_dim, dq_column_warps);
+constexpr int dq_groups = ceil_div(tile_head_dim / dq_group, dq_column_warps);
+constexpr int dq_groups_at_once = Mma::precise ? 1 : dq_groups;
+static_assert(dq_row_tiles * dq_row_warps * 16 == block_q, "the warps share the rows of dQ evenly");
+
+struct QueryRows {
+  char q[QTile::bytes];
+  char dout[OutTile::bytes];
+  float lse[block_q];
+  float delta[block_q];
+};
+
+struct SharedStorage {
+  char k[KTile::bytes];  // and dK, at the end, unless it is stored from registers
+  char v[VTile::bytes];  // and dV, likewise
+  QueryRows rows[stages];
+  char ds[adds_dq || split == 2 ? ScoreTile::bytes : 16];
+  char p[split == 2 ? ScoreTile::bytes : 16];
+};
+
+// The next rows of query on their way to shared memory.
+struct RowsLoad {
+  TileLoad<QTile, head_dim, threads> q;
+  TileLoad<OutTile, value_head_dim, threads> dout;
+  FloatLoad lse, delta;
+};
+
+extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {threads, block_kv, sizeof(SharedStorage),
+                                                                adds_dq ? convert_warps : 0};
+
+// Tiles of 16 rows in a batch entry, packed documents each beginning with a tile of its own (blocks_of).
+JAX_FLASH_DEVICE int dq_tiles(const Problem& problem) { return blocks_of(problem, problem.q_length, 16); }
+JAX_FLASH_DEVICE int first_dq_tile(const Problem& problem, int batch, int document) {
+  if constexpr (!packed) return 0;
+  const i64 first = static_cast<i64>(batch) * (problem.options.documents + 1);
+  return problem.cu_q_lengths[first + document] / 16 + document;
+}
+
+// Where dQ is summed up: for every 16 rows, for every 8 columns, the accumulator fragment as the lanes hold it, so that
+// one atomic instruction of a warp covers 128 contiguous bytes. `row_tile` counts in the batch entry.
+JAX_FLASH_DEVICE float* dq_fragment(const Problem& problem, int batch, int head, int row_tile, int column_tile) {
+  const i64 tile = (static_cast<i64>(batch) * problem.q_heads + head) * dq_tiles(problem) + row_tile;
+  return static_cast<float*>(problem.scratch) + (tile * (tile_head_dim / 8) + column_tile) * 128;
+}
+
+// The gradients of bias and slopes, which a warp sums up for its 16 keys and one query head at a time, as far as no
+// dimension of bias forbids it.
+struct OperandGradients {
+  float slope;
+  float keys[2];  // of a bias that all rows share: keys lane / 4 and lane / 4 + 8
+  float unscale;  // of dS
+
+  __device__ __forceinline__ void clear() { slope = keys[0] = keys[1] = 0.f; }
+
+  // ds of keys key, key + 8 and rows row, row + 1.
+  __device__ __forceinline__ void add(const Problem& problem, const Part& part, const Scores& scores, int head, int row,
+                                      int key, const FragmentC& ds, int lane) {
+    if constexpr (has_dalibi_slopes) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) slope -= ds.x[e] * scores.distance(row + e % 2, key + e / 2 * 8);
+    }
+    if constexpr (has_dbias) {
+      const Strides& s = problem.bias_strides;
+      float* to = static_cast<float*>(problem.dbias) + part.batch * s.batch + head * s.head;
+      if (s.row == 0) {
+        keys[0] += ds.x[0] + ds.x[1];
+        keys[1] += ds.x[2] + ds.x[3];
+      } else if (s.column == 0) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float sum = column_sum(ds.x[e] + ds.x[e + 2]);
+          if (lane < 4 && row + e < part.q.length) atomicAdd(to + (row + e) * s.row, sum * unscale);
+        }
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int r = row + e % 2, c = key + e / 2 * 8;
+          if (r < part.q.length && c < part.kv.length) atomicAdd(to + r * s.row + c * s.column, ds.x[e] * unscale);
+        }
+      }
+    }
+  }
+
+  // After the last row of a head.
+  __device__ __forceinline__ void flush(const Problem& problem, const Part& part, int head, int key, int lane) {
+    if constexpr (has_dalibi_slopes) {
+#pragma unroll
+      for (int other = 1; other < 32; other *= 2) slope += __shfl_xor_sync(0xffffffffu, slope, other);
+      if (lane == 0)
+        atomicAdd(static_cast<float*>(problem.dalibi_slopes) + part.index * problem.q_heads + head, slope * unscale);
+    }
+    if constexpr (has_dbias) {
+      const Strides& s = problem.bias_strides;
+      if (s.row == 0) {
+        float* to = static_cast<float*>(problem.dbias) + part.batch * s.batch + head * s.head;
+        keys[0] = quad_sum(keys[0]) * unscale;
+        keys[1] = quad_sum(keys[1]) * unscale;
+        if (s.column == 0) {
+          const float sum = column_sum(keys[0] + keys[1]);
+          if (lane == 0) atomicAdd(to, sum);
+        } else if (lane % 4 == 0) {
+          if (key < part.kv.length) atomicAdd(to + key * s.column, keys[0]);
+          if (key + 8 < part.kv.length) atomicAdd(to + (key + 8) * s.column, keys[1]);
+        }
+      }
+    }
+    clear();
+  }
+};
+
+template <int n>
+JAX_FLASH_DEVICE FragmentC (&as_matrix(FragmentC (&c)[n]))[1][n] {
+  return *reinterpret_cast<FragmentC(*)[1][n]>(&c);
+}
+
+struct Backward {
+  const Problem& problem;
+  SharedStorage& shared;
+  const Part& part;
+  int batch;
+  int first_dq;  // tile of the part
+  Keep keep;
+  Scores modified;
+  Plane<Bias> biases;
+  Plane<bool> masks;
+  Dropout dropout;
+  int first_key;  // of the block
+  int warp, lane;
+  int key_row;  // of the warp, in the block
+  int half;     // which of a pair of warps; 0 when split is 1
+  float scale_log2;
+  float dp_factor, ds_factor;  // dS is their common multiple of what it stands for
+  FragmentC dk[dk_groups * dk_group / 8], dv[dv_groups * dv_group / 8];
+  OperandGradients gradients;
+  RowsLoad load;
+
+  // Starts to bring one tile of rows of one query head.
+  __device__ __forceinline__ void start_rows(QueryRows& rows, int head, int tile) {
+    const int first = tile * block_q;
+    load.q.start(shared_address(rows.q), head_of(problem.q, batch, head, part.q.first), problem.q.row_stride, first,
+                 part.q.length, threadIdx.x);
+    load.dout.start(shared_address(rows.dout), head_of(problem.dout, batch, head, part.q.first),
+                    problem.dout.row_stride, first, part.q.length, threadIdx.x);
+    // Rows beyond the end become zeros, lse included: with dO and delta they add nothing to any sum.
+    if (threadIdx.x < block_q) {
+      const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length + part.q.first;
+      const int row = first + threadIdx.x;
+      const bool valid = row < part.q.length;
+      const i64 at = first_statistic + (valid ? row : 0);
+      load.lse.start(&rows.lse[threadIdx.x], static_cast<const float*>(problem.lse) + at, valid);
+      load.delta.start(&rows.delta[threadIdx.x], static_cast<const float*>(problem.delta) + at, valid);
+    }
+    copies_commit();
+  }
+  __device__ __forceinline__ void finish_rows(QueryRows& rows) const {
+    load.q.finish(shared_address(rows.q), threadIdx.x);
+    load.dout.finish(shared_address(rows.dout), threadIdx.x);
+    if (threadIdx.x < block_q) {
+      load.lse.finish(&rows.lse[threadIdx.x]);
+      load.delta.finish(&rows.delta[threadIdx.x]);
+    }
+  }
+
+  // c = X Y^T, for the warp's 16 keys in X and its rows in Y.
+  template <int k, typename X, typename Y>
+  __device__ __forceinline__ void score_product(FragmentC (&c)[score_columns / 8], const char* x, const char* y) const {
+    Mma::multiply_rows<k>(as_matrix(c), Mma::reader_a<X>(shared_address(x), key_row, lane),
+                          Mma::reader_b<Y>(shared_address(y), half * score_columns, lane));
+  }
+
+  // c += A Y, where A [16 keys, block_q] is P^T or dS^T: the warp's own fragments, or rows of a score tile.
+  template <typename Y, int group, int n>
+  __device__ __forceinline__ void grad_product(FragmentC (&c)[n], const FragmentC (&own)[score_columns / 8],
+                                               const char* score_tile, const char* y) const {
+    const Mma::ColumnReader<Y, group> reader(shared_address(y), lane, half);
+    if constexpr (split == 1) {
+      Mma::multiply_columns<block_q>(as_matrix(c), [&](int m, int kk) { return Mma::operand(own, kk); }, reader);
+    } else {
+      Mma::multiply_columns<block_q, split>(as_matrix(c), ScoreTile::ByKey(score_tile, key_row, lane), reader);
+    }
+  }
+
+  // dQ += dS K, all keys of the block. Families that leave dQ to its own pass have no ByRow.
+  template <typename T = ScoreTile>
+  __device__ __forceinline__ void add_dq(int head, int tile) const {
+    constexpr int wide = dq_group / 8, all = tile_head_dim / dq_group;
+    const int row_warp = warp % dq_row_warps, column_warp = warp / dq_row_warps;
+    const typename T::template ByRow<dq_row_warps> ds(shared.ds, row_warp, lane);
+#pragma unroll
+    for (int first = 0; first < dq_groups; first += dq_groups_at_once) {
+      const int first_group = first * dq_column_warps + column_warp;
+      FragmentC dq[dq_row_tiles][dq_groups_at_once * wide] = {};
+      Mma::multiply_columns<block_kv, dq_column_warps>(
+          dq, ds, Mma::ColumnReader<KTile, dq_group>(shared_address(shared.k), lane, first_group));
+#pragma unroll
+      for (int m = 0; m < dq_row_tiles; ++m) {
+        const int row_tile = tile * (block_q / 16) + m * dq_row_warps + row_warp;
+        if (row_tile * 16 >= part.q.length) continue;
+        float* to = dq_fragment(problem, batch, head, first_dq + row_tile, wide * first_group) + lane;
+#pragma unroll
+        for (int n = 0; n < dq_groups_at_once * wide; ++n) {
+          if (dq_groups * dq_column_warps != all && n / wide * dq_column_warps + first_group >= all) continue;
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            atomicAdd(to + (n / wide * dq_column_warps * wide + n % wide) * 128 + e * 32, dq[m][n].x[e]);
+          }
+        }
+      }
+    }
+  }
+
+  // One tile of rows of one query head. With two stages the next tile is brought meanwhile; `next_tile` is negative
+  // when there is none.
+  template <bool masked>
+  __device__ __forceinline__ void step(int head, int tile, int stage, int next_head, int next_tile) {
+    QueryRows& rows = shared.rows[stage];
+    copies_wait<0>();
+    __syncthreads();  // the rows have landed; everybody is done with the previous dS and with the other stage
+    constexpr bool early = stages == 2 || loads_take_registers;
+    QueryRows& next_rows = shared.rows[stages == 2 ? stage ^ 1 : 0];
+    if (early && next_tile >= 0) start_rows(next_rows, next_head, next_tile);
+
+    FragmentC p[score_columns / 8] = {};
+    FragmentC derivative[with_softcap ? score_columns / 8 : 1];
+    score_product<head_dim, KTile, QTile>(p, shared.k, rows.q);
+#pragma unroll
+    for (int n = 0; n < score_columns / 8; ++n) {
+      const int column = half * score_columns + 8 * n + lane % 4 * 2;
+      float2 lse = *reinterpret_cast<const float2*>(&rows.lse[column]);
+      const int first_row = tile * block_q + column;
+      if constexpr (modifies_scores) {
+        // The weights are 0 of rows beyond the end, and of rows whose bias is -inf for all keys: not exp2(-inf + inf).
+        if (first_row >= part.q.length || lse.x == -JAX_FLASH_INFINITY) lse.x = JAX_FLASH_INFINITY;
+        if (first_row + 1 >= part.q.length || lse.y == -JAX_FLASH_INFINITY) lse.y = JAX_FLASH_INFINITY;
+      }
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const int row = first_row + odd;
+        const Bias* bias = nullptr;
+        const bool* mask = nullptr;
+        if constexpr (has_bias) bias = biases.row(row, part);
+        if constexpr (has_mask) mask = masks.row(row, part);
+#pragma unroll
+        for (int e = odd; e < 4; e += 2) {
+          const int key = first_key + key_row + lane / 4 + e / 2 * 8;
+          float logit = p[n].x[e] * scale_log2;
+          if constexpr (modifies_scores) {
+            float b = 0.f, unused;
+            if constexpr (has_bias)
+              b = as_float(masked ? biases.at(bias, key, part) : bias[key * biases.column_stride]);
+            logit = modified.logit(p[n].x[e], b, row, key, with_softcap ? derivative[n].x[e] : unused);
+          }
+          // Without modifications an lse of -inf belongs to a row that keeps nothing here, which is masked below.
+          p[n].x[e] = exp2_approx(logit - ((odd ? lse.y : lse.x) * kLog2e - weight_bits));
+          bool kept = true;
+          if constexpr (masked) kept = keep(row, key);
+          if constexpr (has_mask) kept &= masked ? masks.at(mask, key, part) : mask[key * masks.column_stride];
+          if constexpr (masked || has_mask) p[n].x[e] = kept ? p[n].x[e] : 0.f;
+        }
+      }
+    }
+    if constexpr (with_dropout_rate) drop(p, tile);
+    if constexpr (split == 2) {
+      put_weights(p);
+    } else {
+      weights_product(p, rows.dout);
+    }
+
+    FragmentC ds[score_columns / 8] = {};
+    score_product<value_head_dim, VTile, OutTile>(ds, shared.v, rows.dout);
+#pragma unroll
+    for (int n = 0; n < score_columns / 8; ++n) {
+      const int column = half * score_columns + 8 * n + lane % 4 * 2;
+      float2 delta = *reinterpret_cast<const float2*>(&rows.delta[column]);
+      if constexpr (has_unscales) delta = {delta.x * ds_factor, delta.y * ds_factor};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float dp = has_unscales ? ds[n].x[e] * dp_factor : ds[n].x[e];
+        if constexpr (with_dropout_rate) dp = is_dropped(p[n].x[e]) ? 0.f : dp * dropout.factor;
+        ds[n].x[e] = weight_of(p[n].x[e]) * (dp - (e % 2 ? delta.y : delta.x));
+      }
+      if constexpr (has_dbias || has_dalibi_slopes) {
+        gradients.add(problem, part, modified, head, tile * block_q + column, first_key + key_row + lane / 4, ds[n],
+                      lane);
+      }
+      if constexpr (with_softcap) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) ds[n].x[e] *= derivative[n].x[e];
+      }
+    }
+    if constexpr (adds_dq || split == 2) ScoreTile::put(shared.ds, key_row, half * score_columns, ds, lane);
+    if constexpr (split == 1) grad_product<QTile, dk_group>(dk, ds, shared.ds, rows.q);
+
+    if constexpr (adds_dq || split == 2) __syncthreads();  // dS, and with split = 2 P, are complete
+    if constexpr (split == 2) {
+      grad_product<OutTile, dv_group>(dv, p, shared.p, rows.dout);
+      grad_product<QTile, dk_group>(dk, ds, shared.ds, rows.q);
+    }
+    if (next_tile >= 0) {
+      if constexpr (stages == 1) {
+        __syncthreads();  // everybody is done with the rows
+        if constexpr (!early) start_rows(next_rows, next_head, next_tile);
+      }
+      if constexpr (loads_take_registers) finish_rows(next_rows);
+    }
+    if constexpr (adds_dq) add_dq(head, tile);
+    if constexpr (has_dbias || has_dalibi_slopes) {
+      if (next_tile < 0 || next_head != head) {
+        gradients.flush(problem, part, head, first_key + key_row + lane / 4, lane);
+      }
+    }
+    if (next_tile >= 0 && next_head != head) enter(next_head);
+  }
+
+  // What depends on the query head.
+  __device__ __forceinline__ void enter(int head) {
+    modified.enter(head);
+    biases = {static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, head};
+    masks = {problem.mask, problem.mask_strides, batch, head};
+    dropout.enter(problem, part, head);
+  }
+
+  __device__ __forceinline__ void drop(FragmentC (&p)[score_columns / 8], int tile) const {
+    const int key = first_key + key_row;
+#pragma unroll
+    for (int n = 0; n < score_columns / 8; n += 2) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const int row = tile * block_q + half * score_columns + 8 * n + lane % 4 * 2 + odd;
+        const uint4 bits = dropout.bits(row, key + lane / 4);
+        const bool second = key / 16 % 2 != 0;  // of the 32 keys that a call serves
+        const u32 words[2] = {second ? bits.z : bits.x, second ? bits.w : bits.y};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (score_columns == 8 && i % 2 != 0) continue;
+          float& weight = p[n + i % 2].x[i / 2 * 2 + odd];
+          if (!dropout.keeps(words[i / 2], score_columns == 8 ? half : i % 2)) weight = -weight;
+        }
+      }
+    }
+  }
+
+  // A template, so that families that store from registers need none of the way through shared memory.
+  template <typename M = Mma>
+  __device__ __forceinline__ void finish(Result* dk_head, Result* dv_head, float dk_factor, float dv_factor) {
+    if constexpr (M::direct_stores) {
+      const int key = first_key + key_row + lane / 4;
+      M::template store_fragments<head_dim, dk_group, split>(dk, dk_factor, dk_factor, dk_head, problem.dk.row_stride,
+                                                             key, part.kv.stored, half, lane);
+      M::template store_fragments<value_head_dim, dv_group, split>(
+          dv, dv_factor, dv_factor, dv_head, problem.dv.row_stride, key, part.kv.stored, half, lane);
+    } else {
+      M::template put_accumulators<KTile, split>(shared.k, key_row, half, dk, dk_factor, dk_factor, lane);
+      M::template put_accumulators<VTile, split>(shared.v, key_row, half, dv, dv_factor, dv_factor, lane);
+      __syncthreads();
+      constexpr int rows_of_warp = block_kv / warps;
+      const int first = first_key + warp * rows_of_warp;
+      M::template store_rows<KTile, head_dim, rows_of_warp>(shared.k, warp * rows_of_warp, dk_head,
+                                                            problem.dk.row_stride, first, part.kv.stored, lane);
+      M::template store_rows<VTile, value_head_dim, rows_of_warp>(shared.v, warp * rows_of_warp, dv_head,
+                                                                  problem.dv.row_stride, first, part.kv.stored, lane);
+    }
+  }
+
+  static __device__ __forceinline__ void remove_dropped(FragmentC (&p)[score_columns / 8]) {
+#pragma unroll
+    for (int n = 0; n < score_columns / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) p[n].x[e] = fmaxf(p[n].x[e], 0.f);
+    }
+  }
+
+  __device__ __forceinline__ void weights_product(const FragmentC (&p)[score_columns / 8], const char* dout) {
+    if constexpr (with_dropout_rate) {
+      FragmentC kept[score_columns / 8];
+#pragma unroll
+      for (int n = 0; n < score_columns / 8; ++n) kept[n] = p[n];
+      remove_dropped(kept);
+      grad_product<OutTile, dv_group>(dv, kept, shared.p, dout);
+    } else {
+      grad_product<OutTile, dv_group>(dv, p, shared.p, dout);
+    }
+  }
+
+  __device__ __forceinline__ void put_weights(const FragmentC (&p)[score_columns / 8]) {
+    FragmentC kept[score_columns / 8];
+#pragma unroll
+    for (int n = 0; n < score_columns / 8; ++n) kept[n] = p[n];
+    if constexpr (with_dropout_rate) remove_dropped(kept);
+    ScoreTile::put(shared.p, key_row, half * score_columns, kept, lane);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(threads, min_blocks)
+    jax_flash_backward(const __grid_constant__ Problem problem) {
+  extern __shared__ __align__(128) char memory[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
+
+  // Under causal the first keys are kept by the most rows, and go first.
+  const int key_blocks = blocks_of(problem, problem.kv_length, block_kv);
+  const Work work = work_of(key_blocks, problem.kv_heads, problem.batch, problem.q_length);
+  const int kv_head = work.head, batch = work.batch;
+  int key_block = work.block;
+  const int document = document_of(problem, problem.cu_kv_lengths, batch, block_kv, key_block);
+  const Part part = part_of(problem, batch, document);
+  const int first_key = key_block * block_kv;
+  if (packed && first_key >= part.kv.stored) return;
+  const int group = problem.q_heads / problem.kv_heads;
+  const int first_head = kv_head * group, last_head = first_head + group - 1;
+  const int warp = threadIdx.x / 32, lane = Lanes::of(threadIdx.x);
+  const Unscales unscales = unscales_of(problem, batch, kv_head);
+  const float scale = static_cast<float>(problem.options.scale);
+  const float score_scale = scale * unscales.query * unscales.key;
+  // Weights are 2^weight_bits of themselves.
+  const float ds_factor = unscales.ds * (has_unscales ? 0x1p-15f : 1.f);
+
+  Backward backward{
+      problem,
+      shared,
+      part,
+      batch,
+      first_dq_tile(problem, batch, document),
+      {problem, part, band_of(problem, part)},
+      {problem, part, first_head, score_scale},
+      {static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, first_head},
+      {problem.mask, problem.mask_strides, batch, first_head},
+      {problem, part, first_head},
+      first_key,
+      warp,
+      lane,
+      (split == 1 ? warp : warp % key_warps) * 16,
+      split == 1 ? 0 : warp / key_warps,
+      score_scale * kLog2e,
+      unscales.dout * unscales.value * ds_factor,
+      ds_factor,
+  };
+  backward.gradients.unscale = 1.f / unscales.ds;
+  if constexpr (has_dbias || has_dalibi_slopes) backward.gradients.clear();
+  TileRange tiles = row_tiles_of<block_q>(backward.keep.band, part, first_key, block_kv);
+  const SegmentTiles<block_q> segments{
+      problem.q_segment_ranges, batch, problem.q_length,
+      in_segments ? segment_range<block_kv>(problem.kv_segment_ranges, batch, problem.kv_length, first_key)
+                  : SegmentRange{0, 0}};
+  segments.trim(tiles, threadIdx.x % 32);
+  if (tiles.begin < tiles.end) {
+    load_tile<KTile, head_dim, threads>(shared_address(shared.k), head_of(problem.k, batch, kv_head, part.kv.first),
+                                        problem.k.row_stride, first_key, part.kv.length, threadIdx.x);
+    load_tile<VTile, value_head_dim, threads>(shared_address(shared.v),
+                                              head_of(problem.v, batch, kv_head, part.kv.first), problem.v.row_stride,
+                                              first_key, part.kv.length, threadIdx.x);
+    backward.start_rows(shared.rows[0], first_head, tiles.begin);
+    if constexpr (loads_take_registers) backward.finish_rows(shared.rows[0]);
+    int stage = 0;
+    for (int head = first_head; head <= last_head; ++head) {
+      for (int tile = tiles.begin; tile < tiles.end;) {
+        int following = tile + 1;
+        while (in_segments && following < tiles.end && !segments.visits(following)) ++following;
+        const bool last_tile = following >= tiles.end;
+        const int next_head = head + last_tile;
+        const int next_tile = !last_tile ? following : head < last_head ? tiles.begin : -1;
+        if (tiles.bare(tile) && segments.uniform(tile)) {
+          backward.step<false>(head, tile, stage, next_head, next_tile);
+        } else {
+          backward.step<true>(head, tile, stage, next_head, next_tile);
+        }
+        if (stages == 2) stage ^= 1;
+        tile = following;
+      }
+    }
+    __syncthreads();  // everybody is done with K and V
+  }
+
+  const float dk_factor = scale * unscales.query / unscales.ds;
+  const float factor = backward.dropout.factor * unscales.dout * (has_unscales ? 0x1p-15f : 1.f);
+  Result* dk = result_of(problem.dk, batch, kv_head, part.kv.first);
+  Result* dv = result_of(problem.dv, batch, kv_head, part.kv.first);
+  backward.finish(dk, dv, dk_factor, factor);
+}
+
+// dq = scale * (the sum in scratch). One warp turns 16 rows of one head.
+extern "C" __global__ void __launch_bounds__(32 * convert_warps)
+    jax_flash_convert_dq(const __grid_constant__ Problem problem) {
+  const int tiles = dq_tiles(problem);
+  const i64 item = static_cast<i64>(blockIdx.x) * convert_warps + threadIdx.x / 32;
+  if (item >= static_cast<i64>(problem.batch) * problem.q_heads * tiles) return;
+  const int lane = Lanes::of(threadIdx.x);
+  const int tile = static_cast<int>(item % tiles);
+  const int head = static_cast<int>(item / tiles % problem.q_heads);
+  const int batch = static_cast<int>(item / tiles / problem.q_heads);
+  int row_tile = tile;
+  const Part part = part_of(problem, batch, document_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
+  const Unscales unscales = unscales_of(problem, batch, head / (problem.q_heads / problem.kv_heads));
+  const float scale = static_cast<float>(problem.options.scale) * unscales.key / unscales.ds;
+  const float* from = dq_fragment(problem, batch, head, tile, 0) + lane;
+  Result* to = result_of(problem.dq, batch, head, part.q.first);
+#pragma unroll
+  for (int i = 0; i < ceil_div(head_dim, dq_group); ++i) {
+    FragmentC dq[dq_group / 8];
+#pragma unroll
+    for (int n = 0; n < dq_group / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dq[n].x[e] = from[((i * dq_group / 8 + n) * 4 + e) * 32];
+    }
+    Mma::store_fragments<head_dim, dq_group, 1>(dq, scale, scale, to, problem.dq.row_stride, row_tile * 16 + lane / 4,
+                                                part.q.stored, i, lane);
+  }
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,245 @@
+// FlashAttention-2 forward (Dao 2023, algorithm 1) by mma.sync, for every family whose mma.cuh is included before.
+//
+// A block owns block_q rows of one query head; each warp owns 16 * row_tiles of them, with their accumulators in
+// registers. K and V tiles have one buffer each: V is on its way while Q K^T is computed, the next K while softmax and
+// P V are. Keys are walked from the last to the first, so that the tiles to mask come first and the bare loop has no
+// test in it.
+#pragma once
+
+#include "cuda/shared/schedule.cuh"
+#include "cuda/shared/score_rows.cuh"
+#include "cuda/shared/softmax.cuh"
+
+namespace jax_flash {
+
+constexpr int threads = 32 * warps;
+constexpr int row_tiles = block_q / (16 * warps);  // m16 tiles of a warp
+using QTile = Tile<block_q, tile_head_dim>;
+using KTile = Tile<block_kv, tile_head_dim>;
+using VTile = Tile<block_kv, tile_value_head_dim>;
+using OutTile = Tile<block_q, tile_value_head_dim>;
+constexpr int group = Mma::group(tile_value_head_dim, 1);  // of columns of out
+using QReader = decltype(Mma::reader_a<QTile>(0, 0, 0));
+using KReader = decltype(Mma::reader_b<KTile>(0, 0, 0));
+using VReader = Mma::ColumnReader<VTile, group>;
+// With these the tiles to visit, or the bare ones among them, are not one range up to the end.
+constexpr bool irregular = bounded_left || in_segments;
+
+struct SharedStorage {
+  // And out, at the end, unless it is stored from registers.
+  char q[QTile::bytes > OutTile::bytes || Mma::direct_stores ? QTile::bytes : OutTile::bytes];
+  char k[KTile::bytes];
+  char v[VTile::bytes];
+};
+
+extern "C" __constant__ LaunchFacts jax_flash_forward_facts = {threads, block_q, sizeof(SharedStorage), 0};
+
+struct Forward {
+  const Problem& problem;
+  SharedStorage& shared;
+  const Part& part;
+  const Element* k;
+  const Element* v;
+  ScoreRows rows;
+  int first_row;  // of the block
+  int warp, lane;
+  float scale_log2;  // from what the softmax sees to units of log2
+  QReader q_reader;
+  KReader k_reader;
+  VReader v_reader;
+  TileLoad<KTile, head_dim, threads> k_load;
+  TileLoad<VTile, value_head_dim, threads> v_load;
+  FragmentC out[row_tiles][tile_value_head_dim / 8];
+  RowStatistics statistics[row_tiles][2];
+
+  __device__ __forceinline__ void start_k(int tile) {
+    k_load.start(shared_address(shared.k), k, problem.k.row_stride, tile * block_kv, part.kv.length, threadIdx.x);
+    copies_commit();
+  }
+  __device__ __forceinline__ void start_v(int tile) {
+    v_load.start(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, part.kv.length, threadIdx.x);
+    copies_commit();
+  }
+
+  __device__ __forceinline__ int row_of(int m, int half) const {
+    return first_row + (warp * row_tiles + m) * 16 + lane / 4 + half * 8;
+  }
+
+  // One tile of keys. The next one is brought meanwhile; `next` is negative when there is none.
+  template <bool masked>
+  __device__ __forceinline__ void step(int tile, int next) {
+    FragmentC scores[row_tiles][block_kv / 8] = {};
+
+    copies_wait<0>();
+    k_load.finish(shared_address(shared.k), threadIdx.x);
+    __syncthreads();  // K has landed; everybody is done with the previous V
+    start_v(tile);
+
+    Mma::multiply_rows<head_dim>(scores, q_reader, k_reader);
+
+    copies_wait<0>();
+    v_load.finish(shared_address(shared.v), threadIdx.x);
+    __syncthreads();  // V has landed; everybody is done with K
+    if (next >= 0) start_k(next);
+
+#pragma unroll
+    for (int m = 0; m < row_tiles; ++m) {
+      if constexpr (masked || modifies_scores || has_mask) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          rows.modify<masked>(scores[m], nullptr, row_of(m, half), half, tile * block_kv, lane);
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float maximum = -JAX_FLASH_INFINITY;
+#pragma unroll
+        for (int n = 0; n < block_kv / 8; ++n) {
+          maximum = fmaxf(maximum, fmaxf(scores[m][n].x[2 * half], scores[m][n].x[2 * half + 1]));
+        }
+        RowStatistics& row = statistics[m][half];
+        const float shrink = row.update(quad_max(maximum), scale_log2);
+        const float anchor = row.anchor(scale_log2) - weight_bits;
+#pragma unroll
+        for (int n = 0; n < tile_value_head_dim / 8; ++n) {
+          out[m][n].x[2 * half] *= shrink;
+          out[m][n].x[2 * half + 1] *= shrink;
+        }
+#pragma unroll
+        for (int n = 0; n < block_kv / 8; ++n) {
+#pragma unroll
+          for (int e = 2 * half; e < 2 * half + 2; ++e) {
+            scores[m][n].x[e] = exp2_approx(scores[m][n].x[e] * scale_log2 - anchor);
+            row.total += scores[m][n].x[e];
+          }
+        }
+      }
+      if constexpr (with_dropout_rate) rows.drop<false>(scores[m], row_of(m, 0), tile * block_kv, lane);
+    }
+
+    Mma::multiply_columns<block_kv>(out, [&](int m, int kk) { return Mma::operand(scores[m], kk); }, v_reader);
+  }
+
+  // A template, so that families that store from registers need none of the way through shared memory.
+  template <typename M = Mma>
+  __device__ __forceinline__ void finish(Result* out_head, float* lse, float sink, float unscale) {
+    const int warp_row = warp * row_tiles * 16;
+    if constexpr (!M::direct_stores && tile_head_dim != tile_value_head_dim) {
+      __syncthreads();  // rows of out lie elsewhere than those of Q
+    }
+#pragma unroll
+    for (int m = 0; m < row_tiles; ++m) {
+      float inverse[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        RowStatistics& row = statistics[m][half];
+        row.total = quad_sum(row.total);
+        inverse[half] = row.total == 0.f ? 0.f : rows.dropout.factor * unscale / row.total;
+        const int t = row_of(m, half);
+        float row_lse = row.lse(scale_log2);
+        if (has_q_lengths && t >= part.q.length) {
+          inverse[half] = 0.f;
+          row_lse = sink;
+        }
+        if (lane % 4 == 0 && t < part.q.stored) lse[t] = row_lse;
+      }
+      if constexpr (M::direct_stores) {
+        M::template store_fragments<value_head_dim, group, 1>(
+            out[m], inverse[0], inverse[1], out_head, problem.out.row_stride, row_of(m, 0), part.q.stored, 0, lane);
+      } else {
+        // A warp's rows of Q are read by that warp alone, so they can take its rows of out.
+        M::template put_accumulators<OutTile, 1>(shared.q, warp_row + m * 16, 0, out[m], inverse[0], inverse[1], lane);
+      }
+    }
+    if constexpr (!M::direct_stores) {
+      __syncwarp();
+      M::template store_rows<OutTile, value_head_dim, 16 * row_tiles>(
+          shared.q, warp_row, out_head, problem.out.row_stride, first_row + warp_row, part.q.stored, lane);
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(threads, min_blocks)
+    jax_flash_forward(const __grid_constant__ Problem problem) {
+  extern __shared__ __align__(128) char memory[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
+
+  // Under causal the last rows have the most keys, and go first.
+  const int row_blocks = blocks_of(problem, problem.q_length, block_q);
+  const Work work = work_of(row_blocks, problem.q_heads, problem.batch, problem.kv_length);
+  int row_block = option_causal ? row_blocks - 1 - work.block : work.block;
+  const int head = work.head, batch = work.batch;
+  const Part part = part_of(problem, batch, document_of(problem, problem.cu_q_lengths, batch, block_q, row_block));
+  const int first_row = row_block * block_q;
+  if (packed && first_row >= part.q.stored) return;
+  const int kv_head = head / (problem.q_heads / problem.kv_heads);
+  const int warp = threadIdx.x / 32, lane = Lanes::of(threadIdx.x);
+  const Unscales unscales = unscales_of(problem, batch, kv_head);
+  const float scale = static_cast<float>(problem.options.scale) * unscales.query * unscales.key;
+
+  Forward forward{
+      problem,
+      shared,
+      part,
+      head_of(problem.k, batch, kv_head, part.kv.first),
+      head_of(problem.v, batch, kv_head, part.kv.first),
+      {problem, part, batch, head, scale},
+      first_row,
+      warp,
+      lane,
+      modifies_scores ? 1.f : scale * kLog2e,
+      Mma::reader_a<QTile>(shared_address(shared.q), warp * row_tiles * 16, lane),
+      Mma::reader_b<KTile>(shared_address(shared.k), 0, lane),
+      VReader(shared_address(shared.v), lane),
+  };
+  float sink = -JAX_FLASH_INFINITY;
+  if constexpr (has_sinks) {
+    sink = static_cast<const float*>(problem.sinks)[batch * problem.q_heads + head];
+#pragma unroll
+    for (int m = 0; m < row_tiles; ++m) {
+      forward.statistics[m][0].begin_with(sink * kLog2e, forward.scale_log2, lane % 4 == 0);
+      forward.statistics[m][1].begin_with(sink * kLog2e, forward.scale_log2, lane % 4 == 0);
+    }
+  }
+
+  TileRange tiles = key_tiles_of<block_kv>(forward.rows.keep.band, part, first_row, block_q);
+  if (tiles.begin < tiles.end) {
+    load_tile<QTile, head_dim, threads>(shared_address(shared.q), head_of(problem.q, batch, head, part.q.first),
+                                        problem.q.row_stride, first_row, part.q.length, threadIdx.x);
+  }
+  const SegmentTiles<block_kv> segments{
+      problem.kv_segment_ranges, batch, problem.kv_length,
+      in_segments ? segment_range<block_q>(problem.q_segment_ranges, batch, problem.q_length, first_row)
+                  : SegmentRange{0, 0}};
+  segments.trim(tiles, threadIdx.x % 32);
+  int tile = tiles.end - 1;
+  if (tile >= tiles.begin) forward.start_k(tile);
+  copies_commit();
+  if (in_segments && tile < tiles.begin) {
+    copies_wait<0>();
+    __syncthreads();  // Q has landed before out takes its place
+  }
+  if constexpr (irregular) {
+    while (tile >= tiles.begin) {
+      int next = tile - 1;
+      while (next >= tiles.begin && !segments.visits(next)) --next;
+      const bool bare = tiles.bare(tile) && segments.uniform(tile);
+      const int wanted = next >= tiles.begin ? next : -1;
+      if (bare) {
+        forward.step<false>(tile, wanted);
+      } else {
+        forward.step<true>(tile, wanted);
+      }
+      tile = next;
+    }
+  } else {
+    for (; tile >= tiles.bare_end; --tile) forward.step<true>(tile, tile - 1);
+    for (; tile >= 0; --tile) forward.step<false>(tile, tile - 1);
+  }
+
+  const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length + part.q.first;
+  forward.finish(result_of(problem.out, batch, head, part.q.first), static_cast<float*>(problem.lse) + first_statistic,
+                 sink, unscales.value);
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,92 @@
+// What happens to scores of which rows run along the accumulators, between the product and exp2, and to their weights.
+#pragma once
+
+#include "cuda/shared/dropout.cuh"
+#include "cuda/shared/mask.cuh"
+#include "cuda/shared/scores.cuh"
+
+namespace jax_flash {
+
+struct ScoreRows {
+  const Part& part;
+  Keep keep;
+  Scores modified;
+  Plane<Bias> biases;
+  Plane<bool> masks;
+  Dropout dropout;
+
+  __device__ __forceinline__ ScoreRows(const Problem& problem, const Part& part, int batch, int head, float scale)
+      : part(part),
+        keep{problem, part, band_of(problem, part)},
+        modified(problem, part, head, scale),
+        biases(static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, head),
+        masks(problem.mask, problem.mask_strides, batch, head),
+        dropout(problem, part, head) {}
+
+  // Scores of one row, keys `first_key` and on, become logits; those that are not kept, -inf. d logit / d (scale *
+  // score) goes to `derivatives` where softcap makes it other than 1, unless that is null. Four n8 tiles at a time, or
+  // what is read for all of them crowds out the accumulators.
+  template <bool masked, int tiles>
+  __device__ __forceinline__ void modify(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
+                                         int first_key, int lane) const {
+    constexpr int together = at_most(4, tiles);
+#pragma unroll
+    for (int first_n = 0; first_n < tiles; first_n += together) {
+      const int first = first_key + first_n * 8 + lane % 4 * 2;
+      Bias bias[together][2];
+      bool mask[together][2];
+      if constexpr (has_bias) biases.read<masked>(bias, row, first, part);
+      if constexpr (has_mask) masks.read<masked>(mask, row, first, part);
+#pragma unroll
+      for (int n = 0; n < together; ++n) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          float& score = scores[first_n + n].x[2 * half + odd];
+          const int column = first + n * 8 + odd;
+          if constexpr (modifies_scores) {
+            float b = 0.f, derivative;
+            if constexpr (has_bias) b = as_float(bias[n][odd]);
+            score = modified.logit(score, b, row, column, derivative);
+            if constexpr (with_softcap) {
+              if (derivatives) derivatives[first_n + n].x[2 * half + odd] = derivative;
+            }
+          }
+          bool kept = true;
+          if constexpr (masked) kept = keep(row, column);
+          if constexpr (has_mask) kept &= mask[n][odd];
+          if constexpr (masked || has_mask) score = kept ? score : -JAX_FLASH_INFINITY;
+        }
+      }
+    }
+  }
+
+  // Weights of rows `row` and `row` + 8 that are dropped become 0, or with `turn` change their sign; those that are
+  // kept get their factor at the end.
+  template <bool turn, int tiles>
+  __device__ __forceinline__ void drop(FragmentC (&weights)[tiles], int row, int first_key, int lane) const {
+    constexpr bool narrow = tiles == 2;  // 16 keys, of the 32 that a call serves
+#pragma unroll
+    for (int n = 0; n < tiles; n += 4) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const uint4 bits = dropout.bits(row, first_key + n * 8 + lane % 4 * 2 + odd);
+        const bool second = narrow && first_key / 16 % 2 != 0;
+        const u32 words[4] = {second ? bits.z : bits.x, second ? bits.w : bits.y, bits.z, bits.w};
+#pragma unroll
+        for (int i = 0; i < (narrow ? 2 : 4); ++i) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float& weight = weights[n + i].x[2 * half + odd];
+            if (!dropout.keeps(words[i], half)) weight = turn ? -weight : 0.f;
+          }
+        }
+      }
+    }
+  }
+};
+
+// A weight that is dropped is kept with its sign turned: dS wants it, dV does not.
+JAX_FLASH_DEVICE bool is_dropped(float p) { return __float_as_int(p) < 0; }
+JAX_FLASH_DEVICE float weight_of(float p) { return with_dropout_rate ? fabsf(p) : p; }
+
+}  // namespace jax_flash
