@@ -1,13 +1,14 @@
 """Machine code of a cubin, by NVIDIA's disassembler: instructions with their control fields, and the main loop."""
 
 import dataclasses
+import functools
 import importlib.util
 import os
 import pathlib
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,11 @@ class Function:
     targets: dict[int, int]
     """Index of a branch -> index of the instruction that it goes to."""
 
+    @functools.cached_property
+    def joins(self) -> frozenset[int]:
+        """Where branches go to."""
+        return frozenset(self.targets.values())
+
 
 @dataclasses.dataclass(frozen=True)
 class Executed:
@@ -56,6 +62,7 @@ Path = tuple[Executed, ...]
 
 MATRIX = ("HMMA",)
 GLOBAL_ACCESS = ("LDG", "LDGSTS", "STG", "RED", "REDG", "ATOMG")
+SHARED_ACCESS = ("LDS", "LDSM", "STS", "STSM", "ATOMS")
 
 
 class DisassemblerMissing(RuntimeError):
@@ -145,129 +152,196 @@ def _instruction(text: re.Match[str], high: int) -> Instruction:
     )
 
 
-def registers_of(cubin: bytes, kernel: str) -> int:
-    """Registers of a thread, which an ELF section of code states in the upper byte of its sh_info."""
-    for name, header in _sections(cubin):
-        if name == f".text.{kernel}":
-            return int.from_bytes(header[44:48], "little") >> 24
-    raise ValueError(f"no kernel {kernel} in the cubin")
-
-
-def _sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
-    at, size, count, names = (
-        int.from_bytes(cubin[i : i + n], "little") for i, n in ((40, 8), (58, 2), (60, 2), (62, 2))
-    )
-    headers = [cubin[at + i * size : at + (i + 1) * size] for i in range(count)]
-    strings = int.from_bytes(headers[names][24:32], "little")
-    for header in headers:
-        start = strings + int.from_bytes(header[:4], "little")
-        yield cubin[start : cubin.index(b"\0", start)].decode(), header
-
-
 def main_loop(function: Function) -> Path | None:
     """What one warp executes in one round of the main loop, or None for a function without a loop of matrix products.
 
     The main loop is the innermost loop with the most matrix instructions. Of the ways through it, and of several such
-    loops, the usual one is taken: the one that has all matrix instructions and all accesses to global memory (there is
-    a next tile to bring) in the fewest instructions (nothing is masked, no row is checked).
+    loops, the usual one is taken: the one that has all matrix instructions, all accesses to global memory (there is a
+    next tile to bring) and all those to shared memory in the fewest instructions (nothing is masked, no row is checked).
     """
-    loops = {}
+    loops: dict[int, int] = {}
     for branch, target in function.targets.items():
         if target <= branch:
-            loops[target] = max(branch, loops.get(target, -1))
-    best: tuple[tuple[int, int, int], Path] | None = None
-    for head in loops:
-        inner = any(head < other <= loops[head] and _products(function, other, loops[other]) for other in loops)
-        if inner or not _products(function, head, loops[head]):
+            loops[target] = max(branch, loops.get(target, branch))
+    best: _Way | None = None
+    for head, last in loops.items():
+        inner = any(head < other <= last and _has_products(function, other, loops[other]) for other in loops)
+        if inner or not _has_products(function, head, last):
             continue
-        for path in _ways(function, head):
-            work = [e.instruction for e in path if e.active]
-            products = sum(i.base in MATRIX for i in work)
-            traffic = sum(access_bytes(i) for i in work if i.base in GLOBAL_ACCESS)
-            rank = (products, traffic, -len(path))
-            if best is None or rank > best[0]:
-                best = rank, path
-    return best[1] if best else None
+        way = _usual_way(function, head)
+        if way and (best is None or way.rank > best.rank):
+            best = way
+    return best and best.path(function.instructions)
 
 
 def access_bytes(instruction: Instruction) -> int:
-    """Bytes that a lane moves by a load, a store or an atomic addition."""
+    """Bytes that a lane moves by a load, a store or an atomic addition; a lane's share of ldmatrix's."""
     modifiers = instruction.opcode.split(".")
+    if modifiers[0] == "LDSM":
+        return 4 * int(modifiers[-1]) if modifiers[-1].isdigit() else 4
     for bits, size in (("128", 16), ("64", 8), ("U16", 2), ("S16", 2), ("16", 2), ("U8", 1), ("S8", 1)):
         if bits in modifiers:
             return size
     return 4
 
 
-def _products(function: Function, first: int, last: int) -> int:
-    return sum(i.base in MATRIX for i in function.instructions[first : last + 1])
+def _has_products(function: Function, first: int, last: int) -> bool:
+    return any(i.base in MATRIX for i in function.instructions[first : last + 1])
 
 
-_MOST_WAYS = 4096
+# What a way through a loop is ranked by: matrix instructions, bytes to and from global and shared memory, and minus the
+# instructions.
+_Rank = tuple[int, int, int, int]
 
 
-def _ways(function: Function, head: int) -> Iterator[Path]:
-    """The ways from the head of a loop back to it, each a list of instructions without repetition.
+def _worth(instruction: Instruction) -> _Rank:
+    return (
+        int(instruction.base in MATRIX),
+        access_bytes(instruction) if instruction.base in GLOBAL_ACCESS else 0,
+        access_bytes(instruction) if instruction.base in SHARED_ACCESS else 0,
+        0,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """A way from the head of a loop up to some instruction."""
+
+    rank: _Rank
+    """With everything whose guard isn't decided yet."""
+    stretches: tuple[tuple[int, int], ...]
+    """Of consecutive instructions, the ends excluded."""
+    defined: dict[str, int]
+    """Predicate -> the instruction that computed it last, on this way."""
+    decided: dict[tuple[str, int], bool]
+    """(predicate, where it was computed) -> what a branch on this way makes of it."""
+    guarded: dict[tuple[str, int, bool], _Rank]
+    """What hangs on a predicate that isn't decided, and on which value."""
+
+    def state(self) -> frozenset[tuple[str, int, bool | None]]:
+        """What the rest of the way depends on."""
+        return frozenset((p, at, self.decided.get((p, at))) for p, at in self.defined.items())
+
+    def path(self, code: Sequence[Instruction]) -> Path:
+        """Only for a whole way."""
+        out = []
+        defined: dict[str, int] = {}
+        for first, last in self.stretches:
+            for at in range(first, last):
+                guard = code[at].guard
+                truth = _truth(guard, self.decided.get((name := guard.lstrip("!"), defined.get(name, -1))))
+                out.append(Executed(code[at], truth is not False))
+                defined.update(dict.fromkeys(_defines(code[at]), at))
+        return tuple(out)
+
+
+# Ways that meet and go on alike are merged into the best of them; those that differ in what they know about predicates
+# are kept apart, up to so many.
+_MOST_STATES = 64
+
+
+def _usual_way(function: Function, head: int) -> _Way | None:
+    """The best way from the head of a loop back to it.
 
     A predicate that decides a branch decides the instructions that it guards, too, from where it was computed.
     """
-    code = function.instructions
-    # (next instruction, taken so far as (index, the definition of its guard), decisions by definition, definitions)
-    Step = tuple[int, tuple[tuple[int, int], ...], dict[tuple[str, int], bool], dict[str, int]]
-    stack: list[Step] = [(head, (), {}, {})]
-    ways = 0
-    while stack:
-        at, taken_so_far, decided, defined = stack.pop()
-        taken = list(taken_so_far)
-        seen = {index for index, _ in taken}
-        while True:
-            if at in seen or at >= len(code):
-                break
-            instruction = code[at]
-            name = instruction.guard.lstrip("!")
-            key = (name, defined.get(name, -1))
-            taken.append((at, key[1]))
-            seen.add(at)
-            if instruction.base in ("EXIT", "RET", "BRX", "CALL") and not name:
-                break
-            if at in function.targets and instruction.base == "BRA":
-                goes = _truth(instruction.guard, decided, key)
-                if goes is None:  # either way: the other one later
-                    wanted = not instruction.guard.startswith("!")
-                    stack.append((at + 1, tuple(taken), {**decided, key: not wanted}, dict(defined)))
-                    decided = {**decided, key: wanted}
-                    goes = True
-                if goes:
-                    if function.targets[at] == head:
-                        yield _executed(code, taken, decided)
-                        ways += 1
-                        if ways == _MOST_WAYS:
-                            return
-                        break
-                    at = function.targets[at]
-                    continue
-            for predicate in _PREDICATE.findall(instruction.operands.split("R", 1)[0]):
-                defined[predicate] = at
-            at += 1
+    best: _Way | None = None
+    waiting: dict[int, dict[frozenset[tuple[str, int, bool | None]], _Way]] = {}
+
+    def arrive(at: int, way: _Way) -> None:
+        nonlocal best
+        if at == head:
+            if best is None or way.rank > best.rank:
+                best = way
+            return
+        if any(first <= at < last for first, last in way.stretches):
+            return  # another loop
+        here = waiting.setdefault(at, {})
+        state = way.state()
+        if state not in here or way.rank > here[state].rank:
+            here[state] = way
+
+    for at, way in _stretch(function, head, _Way((0, 0, 0, 0), (), {}, {}, {})):
+        arrive(at, way)
+    while waiting:
+        at = min(waiting)
+        ways = sorted(waiting.pop(at).values(), key=lambda way: way.rank, reverse=True)
+        for way in ways[:_MOST_STATES]:
+            for following, longer in _stretch(function, at, way):
+                arrive(following, longer)
+    return best
 
 
-_PREDICATE = re.compile(r"\bU?P\d\b")
+def _stretch(function: Function, first: int, way: _Way) -> Iterator[tuple[int, _Way]]:
+    """Goes on to the next branch, or the next target of one; yields where the way then leads."""
+    code, joins = function.instructions, function.joins
+    rank, defined, guarded = way.rank, dict(way.defined), dict(way.guarded)
+    at = first
+    while True:
+        instruction = code[at]
+        name = instruction.guard.lstrip("!")
+        key = (name, defined.get(name, -1))
+        truth = _truth(instruction.guard, way.decided.get(key))
+        if truth is not False:
+            worth = _worth(instruction)
+            rank = _sum(rank, worth)
+            if truth is None:
+                hangs_on = (*key, not instruction.guard.startswith("!"))
+                guarded[hangs_on] = _sum(guarded.get(hangs_on, (0, 0, 0, 0)), worth)
+        rank = _sum(rank, (0, 0, 0, -1))
+        at += 1
+        branch = instruction.base == "BRA" and at - 1 in function.targets
+        if instruction.base in _ENDS and truth is True:
+            return
+        defined.update(dict.fromkeys(_defines(instruction), at - 1))
+        if branch or at in joins or at == len(code):
+            break
+    done = dataclasses.replace(
+        way, rank=rank, stretches=(*way.stretches, (first, at)), defined=defined, guarded=guarded
+    )
+    if not branch:
+        if at < len(code):
+            yield at, done
+        return
+    for goes in (True, False) if truth is None else (truth,):
+        onward = done if truth is not None else _decide(done, key, goes != instruction.guard.startswith("!"))
+        if goes or at < len(code):
+            yield (function.targets[at - 1] if goes else at), onward
 
 
-def _truth(guard: str, decided: dict[tuple[str, int], bool], key: tuple[str, int]) -> bool | None:
-    name = key[0]
-    if not name or name in ("PT", "UPT"):
-        return not guard.startswith("!")
-    value = decided.get(key)
+def _decide(way: _Way, key: tuple[str, int], value: bool) -> _Way:
+    lost = way.guarded.get((*key, not value), (0, 0, 0, 0))
+    return dataclasses.replace(
+        way,
+        rank=_sum(way.rank, (-lost[0], -lost[1], -lost[2], 0)),
+        decided={**way.decided, key: value},
+        guarded={hangs_on: rank for hangs_on, rank in way.guarded.items() if hangs_on[:2] != key},
+    )
+
+
+_ENDS = ("EXIT", "RET", "BRX", "JMX", "CALL")
+
+
+def _truth(guard: str, value: bool | None) -> bool | None:
+    if guard.lstrip("!") in ("", "PT", "UPT"):
+        value = True
     return None if value is None else value != guard.startswith("!")
 
 
-def _executed(
-    code: tuple[Instruction, ...], taken: list[tuple[int, int]], decided: dict[tuple[str, int], bool]
-) -> Path:
-    out = []
-    for index, definition in taken:
-        guard = code[index].guard
-        truth = _truth(guard, decided, (guard.lstrip("!"), definition))
-        out.append(Executed(code[index], truth is not False))
-    return tuple(out)
+def _sum(a: _Rank, b: _Rank) -> _Rank:
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
+
+
+_PREDICATE = re.compile(r"U?P[0-6]")
+
+
+def _defines(instruction: Instruction) -> Iterator[str]:
+    """The predicates that an instruction computes: up to two, first of all or after the register."""
+    operands = [operand.strip() for operand in instruction.operands.split(",")]
+    if operands[0].startswith(("R", "UR")):
+        del operands[0]
+    for operand in operands[:2]:
+        if not _PREDICATE.fullmatch(operand) and operand not in ("PT", "UPT"):
+            return
+        if operand[-1] != "T":
+            yield operand
