@@ -8,7 +8,7 @@ import pathlib
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,17 @@ class Function:
     targets: dict[int, int]
     """Index of a branch -> index of the instruction that it goes to."""
 
+    def successors(self, at: int) -> Iterator[int]:
+        """What may be executed after an instruction."""
+        instruction = self.instructions[at]
+        always = instruction.guard in ("", "PT", "UPT")
+        if at in self.targets and instruction.base == "BRA":
+            yield self.targets[at]
+        elif instruction.base not in _ENDS:
+            always = False
+        if not always and at + 1 < len(self.instructions):
+            yield at + 1
+
     @functools.cached_property
     def joins(self) -> frozenset[int]:
         """Where branches go to."""
@@ -62,6 +73,7 @@ Path = tuple[Executed, ...]
 
 MATRIX = ("HMMA",)
 GLOBAL_ACCESS = ("LDG", "LDGSTS", "STG", "RED", "REDG", "ATOMG")
+_ENDS = ("EXIT", "RET", "BRX", "JMX", "CALL")
 SHARED_ACCESS = ("LDS", "LDSM", "STS", "STSM", "ATOMS")
 
 
@@ -159,19 +171,42 @@ def main_loop(function: Function) -> Path | None:
     loops, the usual one is taken: the one that has all matrix instructions, all accesses to global memory (there is a
     next tile to bring) and all those to shared memory in the fewest instructions (nothing is masked, no row is checked).
     """
-    loops: dict[int, int] = {}
-    for branch, target in function.targets.items():
-        if target <= branch:
-            loops[target] = max(branch, loops.get(target, branch))
+    loops = [(head, latch, body) for head, latch, body in _loops(function) if _has_products(function, body)]
     best: _Way | None = None
-    for head, last in loops.items():
-        inner = any(head < other <= last and _has_products(function, other, loops[other]) for other in loops)
-        if inner or not _has_products(function, head, last):
+    for head, latch, body in loops:
+        if any(other in body and other != head for other, _, _ in loops):
             continue
-        way = _usual_way(function, head)
+        way = _usual_way(function, head, latch)
         if way and (best is None or way.rank > best.rank):
             best = way
     return best and best.path(function.instructions)
+
+
+def _loops(function: Function) -> Iterator[tuple[int, int, frozenset[int]]]:
+    """The first instruction, the branch back to it, and all instructions of each loop.
+
+    A branch backwards makes a loop when there is no other way to it than through its target: code that was moved out of
+    the way comes back by such branches, too.
+    """
+    count = len(function.instructions)
+    successors = [tuple(function.successors(at)) for at in range(count)]
+    predecessors: list[list[int]] = [[] for _ in range(count)]
+    for at, following in enumerate(successors):
+        for to in following:
+            predecessors[to].append(at)
+    for latch, head in sorted(function.targets.items()):
+        if head <= latch and (head == 0 or latch not in _reachable(successors, 0, without=head)):
+            yield head, latch, frozenset({head, *_reachable(predecessors, latch, without=head)})
+
+
+def _reachable(edges: Sequence[Sequence[int]], start: int, *, without: int) -> set[int]:
+    found, waiting = {start}, [start]
+    while waiting:
+        for to in edges[waiting.pop()]:
+            if to != without and to not in found:
+                found.add(to)
+                waiting.append(to)
+    return found
 
 
 def access_bytes(instruction: Instruction) -> int:
@@ -185,8 +220,8 @@ def access_bytes(instruction: Instruction) -> int:
     return 4
 
 
-def _has_products(function: Function, first: int, last: int) -> bool:
-    return any(i.base in MATRIX for i in function.instructions[first : last + 1])
+def _has_products(function: Function, body: Iterable[int]) -> bool:
+    return any(function.instructions[at].base in MATRIX for at in body)
 
 
 # What a way through a loop is ranked by: matrix instructions, bytes to and from global and shared memory, and minus the
@@ -240,8 +275,8 @@ class _Way:
 _MOST_STATES = 64
 
 
-def _usual_way(function: Function, head: int) -> _Way | None:
-    """The best way from the head of a loop back to it.
+def _usual_way(function: Function, head: int, latch: int) -> _Way | None:
+    """The best way from the head of a loop back to it, by the branch `latch`.
 
     A predicate that decides a branch decides the instructions that it guards, too, from where it was computed.
     """
@@ -251,7 +286,7 @@ def _usual_way(function: Function, head: int) -> _Way | None:
     def arrive(at: int, way: _Way) -> None:
         nonlocal best
         if at == head:
-            if best is None or way.rank > best.rank:
+            if way.stretches[-1][1] == latch + 1 and (best is None or way.rank > best.rank):
                 best = way
             return
         if any(first <= at < last for first, last in way.stretches):
@@ -317,9 +352,6 @@ def _decide(way: _Way, key: tuple[str, int], value: bool) -> _Way:
         decided={**way.decided, key: value},
         guarded={hangs_on: rank for hangs_on, rank in way.guarded.items() if hangs_on[:2] != key},
     )
-
-
-_ENDS = ("EXIT", "RET", "BRX", "JMX", "CALL")
 
 
 def _truth(guard: str, value: bool | None) -> bool | None:
