@@ -61,8 +61,8 @@ def _parser() -> argparse.ArgumentParser:
         "model",
         help="predict how fast they are, without a GPU",
         description="Disassembles the main loops of the float16 kernels, counts what they ask of each unit, simulates "
-        "them, and shows the bound and the predicted speed on a GPU of that architecture. docs/model.md says how far to "
-        "trust it. It needs nvdisasm: pip install jax_flash[model].",
+        "them, and shows the bound and the predicted speed on a GPU of that architecture; docs/model.md says how. "
+        "It needs nvdisasm: pip install jax_flash[model].",
     )
     model.add_argument(
         "--conflicts",

@@ -15,7 +15,7 @@ from jax_flash import _sass
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A multiprocessor and the GPU around it. Rates are cycles, of one of the four partitions where not said otherwise."""
+    """A multiprocessor and the GPU around it. Rates are cycles, of one of four partitions where not said otherwise."""
 
     name: str
     multiprocessors: int
@@ -159,15 +159,16 @@ class Cost:
     """Cycles of the way to L2."""
 
 
-_FMA = frozenset("FFMA FMUL FADD IMAD HFMA2 HMUL2 HADD2 FSWZADD FFMA2".split())
-_XU = frozenset("MUFU F2F F2I I2F FRND POPC FLO BREV".split())
-_ALU = frozenset(
-    "IADD3 VIADD IABS LOP3 PLOP3 SHF SHL SHR PRMT SEL FSEL ISETP FSETP FMNMX FMNMX3 IMNMX VIMNMX VIMNMX3 LEA MOV P2R R2P "
-    "F2FP I2FP F2IP FCHK SGXT BMSK VOTE CS2R HSET2 HSETP2 HMNMX2 LOP SHFT DEPBAR_".split()
+_FMA = ("FFMA", "FMUL", "FADD", "IMAD", "HFMA2", "HMUL2", "HADD2")
+_XU = ("MUFU", "F2F", "F2I", "I2F", "FRND", "POPC", "FLO", "BREV")
+_ALU_CONVERSIONS = ("F2FP", "I2FP", "F2IP")
+_FLOAT_COMPARE = ("FMNMX", "FMNMX3", "FSEL", "FSETP")
+_SHARED = (*_sass.SHARED_ACCESS, "SHFL", "LDL", "STL")
+_CONTROL = (
+    *("BRA", "BAR", "BSSY", "BSYNC", "BREAK", "BMOV", "CALL", "RET", "EXIT", "NOP", "WARPSYNC", "YIELD", "NANOSLEEP"),
+    *("DEPBAR", "LDGDEPBAR", "MEMBAR", "ERRBAR", "LDC", "S2R", "CS2R", "R2UR", "S2UR"),
 )
-# Words of 32 bits that all lanes of a warp move at once are a wavefront: a load of 16 bytes a lane takes four.
-_SHARED = frozenset("LDS LDSM STS STSM SHFL ATOMS LDL STL".split())
-_GLOBAL = frozenset(_sass.GLOBAL_ACCESS)
+_GLOBAL = _sass.GLOBAL_ACCESS
 
 
 def cost_of(instruction: _sass.Instruction, chip: Chip, conflicts: float = 1.0) -> Cost:
@@ -185,9 +186,8 @@ def cost_of(instruction: _sass.Instruction, chip: Chip, conflicts: float = 1.0) 
         return Cost("fma", max(chip.fma, 2.0) if base == "IMAD" else chip.fma, 4)
     if base in _XU:
         return Cost("xu", chip.xu, chip.xu_latency)
-    if base in _ALU:
-        return Cost("alu", chip.alu, 6)
     if base in _SHARED:
+        # All lanes' words of 32 bits are a wavefront: a load of 16 bytes a lane takes four.
         words = _sass.access_bytes(instruction) / 4
         wavefronts = max(1.0, words) * (conflicts if base in ("LDS", "LDSM", "STS") else 1.0)
         latency = chip.shuffle_latency if base == "SHFL" else chip.load_latency
@@ -197,7 +197,9 @@ def cost_of(instruction: _sass.Instruction, chip: Chip, conflicts: float = 1.0) 
         if base.startswith(("RED", "ATOM")):
             return Cost("shared", size / 4, chip.global_latency, chip.red * size / 4)
         return Cost("shared", max(1.0, size / 4), chip.global_latency, 32 * size / chip.l2_bytes)
-    return Cost("", 0, 20)
+    if base in _CONTROL or base.startswith("U"):
+        return Cost("", 0, 20)
+    return Cost("alu", chip.alu, 6)
 
 
 Counts = Mapping[str, int]
@@ -221,18 +223,16 @@ def counts_of(path: _sass.Path) -> Counts:
             name = base
         elif base in _XU:
             name = "conversion (XU)"
-        elif base in ("F2FP", "I2FP", "F2IP"):
+        elif base in _ALU_CONVERSIONS:
             name = "conversion (ALU)"
         elif base in _FMA and base != "IMAD":
             name = "float"
-        elif base in ("FMNMX", "FMNMX3", "FSEL", "FSETP"):
+        elif base in _FLOAT_COMPARE:
             name = "float compare"
-        elif base == "IMAD" or base in _ALU:
-            name = "integer"
         elif base.startswith("U") or base in ("R2UR", "S2UR"):
             name = "uniform"
         else:
-            name = "other"
+            name = "other" if base in _CONTROL else "integer"
         counts[name] += 1
     return dict(counts)
 
@@ -362,9 +362,10 @@ SCORES = {"forward": 2.0, "backward": 5.0}
 def rates(predictions: Sequence[Prediction], chip: Chip, clock: float, task: Task | None = None) -> dict[str, float]:
     """TFLOP/s of forward and backward at `clock` GHz, of predictions for one head dim; the passes of a backward add."""
     task = task or Task()
-    seconds: collections.Counter[str] = collections.Counter()
+    seconds: dict[str, float] = {}
     for prediction in predictions:
-        seconds["forward" if prediction.pass_ == "forward" else "backward"] += prediction.seconds(chip, clock)
+        direction = "forward" if prediction.pass_ == "forward" else "backward"
+        seconds[direction] = seconds.get(direction, 0.0) + prediction.seconds(chip, clock)
     return {direction: task.work(SCORES[direction]) / time / 1e12 for direction, time in seconds.items()}
 
 
@@ -373,10 +374,11 @@ def simulate(
 ) -> float:
     """Cycles of a multiprocessor for one round of the loop by all its `blocks` of `warps` warps each.
 
-    Every partition issues one instruction a cycle at most, of a warp that may: its previous instruction's stall is over,
-    the barriers it waits for are free, the unit isn't busy, the queue of the memory pipe has room. Stalls and barriers
-    are those in the machine code, so no dependency has to be found out. The first two rounds don't count. Blocks fall
-    into step with each other in one way or another, so with several it is the mean over some distances at their start.
+    Every partition issues one instruction a cycle at most, of a warp that may: the stall of its last instruction is
+    over, the barriers it waits for are free, the unit isn't busy, the queue of the memory pipe has room. Stalls and
+    barriers are those in the machine code, so no dependency has to be found out. The first two rounds don't count.
+    Blocks fall into step with each other in one way or another, so with several of them it is the mean over some
+    distances at the start.
     """
     starts = (0.3, 0.5, 0.7) if blocks > 1 else (0.0,)
     runs = [_Multiprocessor(path, chip, warps, blocks, conflicts, rounds + 2, start).run(2) for start in starts]
@@ -491,9 +493,7 @@ class _Multiprocessor:
                     if warp.at == total:
                         warp.at = 0
                         warp.ends.append(now)
-                        if len(warp.ends) == self.rounds:
-                            warp.ready = math.inf
-                            left -= 1
+                        left -= len(warp.ends) == self.rounds  # and goes on, as the others have to share
                     # The others come first next time.
                     self.partitions[p].append(self.partitions[p].pop(position))
                     soonest = now + 1
@@ -504,7 +504,7 @@ class _Multiprocessor:
                 raise RuntimeError("the simulated warps wait for each other")
             now = max(now + 1, math.ceil(following)) if left else now
         spans = [
-            (warp.ends[-1] - warp.ends[skip - 1]) / (self.rounds - skip)
+            (warp.ends[self.rounds - 1] - warp.ends[skip - 1]) / (self.rounds - skip)
             for partition in self.partitions
             for warp in partition
         ]

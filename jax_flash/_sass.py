@@ -169,7 +169,7 @@ def main_loop(function: Function) -> Path | None:
 
     The main loop is the innermost loop with the most matrix instructions. Of the ways through it, and of several such
     loops, the usual one is taken: the one that has all matrix instructions, all accesses to global memory (there is a
-    next tile to bring) and all those to shared memory in the fewest instructions (nothing is masked, no row is checked).
+    next tile to bring) and all those to shared memory in the fewest instructions (nothing is masked or checked).
     """
     loops = [(head, latch, body) for head, latch, body in _loops(function) if _has_products(function, body)]
     best: _Way | None = None
@@ -179,7 +179,7 @@ def main_loop(function: Function) -> Path | None:
         way = _usual_way(function, head, latch)
         if way and (best is None or way.rank > best.rank):
             best = way
-    return best and best.path(function.instructions)
+    return best.path(function.instructions) if best else None
 
 
 def _loops(function: Function) -> Iterator[tuple[int, int, frozenset[int]]]:
