@@ -33,33 +33,36 @@ class Chip:
 
     hmma: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Cycles of the tensor cores for an instruction, by shape."""
-    hmma_latency: float = 0
-    """Until a barrier that a matrix instruction holds is free."""
-    fma: float = 1
-    """Cycles of the unit for float32 products and sums, and for integer products, an instruction."""
+    hmma_holds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Other units that a matrix instruction keeps busy, and for which part of its own time."""
+    hmma_latency: float = 10
+    """Beyond these cycles, until a barrier that it holds is free."""
+    fma: float = 2
+    """Cycles of the unit for float32 products and sums, an instruction; integer products take 2 everywhere."""
     alu: float = 2
     """Integers, logic, comparisons, selections."""
     xu: float = 8
     """Exponentials, and conversions that the ALU doesn't do."""
-    xu_latency: float = 20
-    load_latency: float = 23
+    xu_latency: float = 9
+    load_latency: float = 20
     """Of a load from shared memory, beyond its wavefronts."""
-    shuffle_latency: float = 23
-    global_latency: float = 250
+    shuffle_latency: float = 21
+    global_latency: float = 300
     """Of a load that finds its data in L2."""
     l2_bytes: float = 64
     """A cycle and multiprocessor."""
-    red: float = 4
-    """Cycles of a multiprocessor for 128 bytes of atomic additions."""
+    red: float = 9
+    """Cycles of a multiprocessor for 128 bytes of atomic additions, which L2 does."""
+    red_wavefronts: float = 2
+    """And of its memory pipe."""
     barrier_latency: float = 20
-    taken_branch: float = 8
+    taken_branch: float = 10
     """Cycles that a warp loses."""
     queue: int = 8
     """Memory instructions of a partition that wait for the multiprocessor's pipe."""
 
 
-_AMPERE = {"16816": 8.0, "1688": 4.0}
-
+# What has no figure here is as measured on the H200. docs/model.md has the sources.
 CHIPS: Mapping[int, Chip] = {
     70: Chip(
         name="V100 SXM2",
@@ -69,13 +72,8 @@ CHIPS: Mapping[int, Chip] = {
         shared_kb=96,
         reserved=0,
         hmma={"884": 2.0},
-        hmma_latency=10,
-        fma=2,
-        xu_latency=18,
-        load_latency=19,
-        shuffle_latency=22,
-        global_latency=193,
-        l2_bytes=20,
+        global_latency=211,
+        l2_bytes=19.5,
     ),
     75: Chip(
         name="T4",
@@ -86,11 +84,6 @@ CHIPS: Mapping[int, Chip] = {
         reserved=0,
         warps=32,
         hmma={"1688": 8.0},
-        hmma_latency=18,
-        fma=2,
-        xu_latency=20,
-        load_latency=19,
-        shuffle_latency=22,
         global_latency=188,
         l2_bytes=20,
     ),
@@ -100,11 +93,8 @@ CHIPS: Mapping[int, Chip] = {
         clocks={"1410 MHz": 1.410},
         bandwidth=1500,
         shared_kb=164,
-        hmma=_AMPERE,
-        hmma_latency=25,
-        fma=2,
-        global_latency=200,
-        l2_bytes=45,
+        hmma={"16816": 8.0, "1688": 4.0},
+        l2_bytes=47,
     ),
     86: Chip(
         name="A10",
@@ -114,8 +104,9 @@ CHIPS: Mapping[int, Chip] = {
         shared_kb=100,
         warps=48,
         hmma={"16816": 16.0, "1688": 8.0},
-        hmma_latency=33,
-        l2_bytes=30,
+        hmma_holds={"fma": 0.5, "alu": 0.125},
+        fma=1,
+        l2_bytes=32,
     ),
     89: Chip(
         name="L4",
@@ -125,18 +116,19 @@ CHIPS: Mapping[int, Chip] = {
         shared_kb=100,
         warps=48,
         hmma={"16816": 16.0, "1688": 8.0},
-        hmma_latency=33,
-        l2_bytes=30,
+        hmma_holds={"fma": 0.5, "alu": 0.125},
+        fma=1,
+        l2_bytes=32,
     ),
     90: Chip(
         name="H200",
         multiprocessors=132,
-        clocks={"1755 MHz": 1.755},
+        clocks={"1800 MHz": 1.800},
         bandwidth=4300,
         shared_kb=228,
-        hmma={"16816": 6.4, "1688": 3.2},
-        hmma_latency=33,
-        l2_bytes=40,
+        hmma={"16816": 6.04, "1688": 4.04},
+        hmma_holds={"fma": 1.0, "alu": 0.33},
+        fma=1,
     ),
 }
 """By compute capability."""
@@ -195,7 +187,7 @@ def cost_of(instruction: _sass.Instruction, chip: Chip, conflicts: float = 1.0) 
     if base in _GLOBAL:
         size = _sass.access_bytes(instruction)
         if base.startswith(("RED", "ATOM")):
-            return Cost("shared", size / 4, chip.global_latency, chip.red * size / 4)
+            return Cost("shared", chip.red_wavefronts * size / 4, chip.global_latency, chip.red * size / 4)
         return Cost("shared", max(1.0, size / 4), chip.global_latency, 32 * size / chip.l2_bytes)
     if base in _CONTROL or base.startswith("U"):
         return Cost("", 0, 20)
@@ -436,6 +428,7 @@ class _Multiprocessor:
         self.free = [[0.0] * len(_PARTITION_UNITS) for _ in range(4)]
         self.queued: list[collections.deque[float]] = [collections.deque() for _ in range(4)]
         self.pipe = self.to_l2 = 0.0
+        self.held = [(_PARTITION_UNITS.index(unit), part) for unit, part in chip.hmma_holds.items()]
         self.tries = [0.0] * 4  # when each partition may issue next
 
     def step(self, executed: _sass.Executed, conflicts: float) -> _Step:
@@ -531,6 +524,9 @@ class _Multiprocessor:
             free = self.free[p]
             # A unit that takes 6.4 cycles keeps its pace over several instructions.
             free[step.unit] = max(free[step.unit], now - 1) + step.busy
+            if step.unit == 0:
+                for unit, part in self.held:
+                    free[unit] = max(free[unit], now) + part * step.busy
             done = now + step.busy + step.latency
             read = now + step.busy
         elif step.kind in (_MEMORY, _COPY):
