@@ -503,6 +503,12 @@ NB_MODULE(_core, m) {
         for (const cuda::Kernel& k : kernels) {
           nb::dict row;
           row["name"] = k.name;
+          row["path"] = k.path;
+          row["pass"] = k.pass;
+          row["head_dim"] = k.head_dim;
+          row["value_head_dim"] = k.value_head_dim;
+          row["block_q"] = k.block_q;
+          row["block_kv"] = k.block_kv;
           row["registers"] = k.registers;
           row["shared_bytes"] = k.shared_bytes;
           row["threads"] = k.threads;

@@ -1,12 +1,14 @@
-"""The command line: ``python -m jax_flash doctor``, ``report`` and ``kernels build|list``."""
+"""The command line: ``python -m jax_flash doctor``, ``report`` and ``kernels build|list|model``."""
 
 import argparse
+import functools
+import math
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from jax_flash import __version__, _doctor, _kernels_cli, _report
+from jax_flash import __version__, _doctor, _kernels_cli, _model, _report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,6 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.action == "build":
             _kernels_cli.build(args.arch, args.out)
+        elif args.action == "model":
+            _kernels_cli.model(args.arch, args.conflicts)
         else:
             _kernels_cli.list_(args.arch)
     except (RuntimeError, ValueError, OSError) as error:
@@ -61,23 +65,52 @@ def _parser() -> argparse.ArgumentParser:
         help="show what the common variants use",
         description="Compiles the common variants into a temporary folder and shows what each of them uses.",
     )
-    for action, required in ((build, True), (listing, False)):
+    model = actions.add_parser(
+        "model",
+        help="predict how fast they are, without a GPU",
+        description="Disassembles the main loops of the float16 kernels, counts what they ask of each unit, simulates "
+        "them, and shows the bound and the predicted speed on a GPU of that architecture; docs/model.md says how. "
+        "It needs nvdisasm: pip install jax_flash[model].",
+    )
+    model.add_argument(
+        "--conflicts",
+        type=_factor,
+        default=1.0,
+        metavar="X",
+        help="multiplies the wavefronts of loads from and stores to shared memory (default: 1, no bank conflicts)",
+    )
+    modelled = {f"sm_{arch}": arch for arch in _model.CHIPS}
+    for action, arches, required in (
+        (build, _kernels_cli.ARCHES, True),
+        (listing, _kernels_cli.ARCHES, False),
+        (model, modelled, False),
+    ):
         action.add_argument(
             "--arch",
             action="append",
             required=required,
-            type=_arch,
+            type=functools.partial(_arch, arches),
             metavar="ARCH",
-            help=f"{', '.join(_kernels_cli.ARCHES)}; may be given several times"
+            help=f"{', '.join(arches)}; may be given several times"
             + ("" if required else " (default: every one of them)"),
         )
     return parser
 
 
-def _arch(text: str) -> int:
-    if text not in _kernels_cli.ARCHES:
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(_kernels_cli.ARCHES)}, got {text!r}")
-    return _kernels_cli.ARCHES[text]
+def _arch(arches: Mapping[str, int], text: str) -> int:
+    if text not in arches:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(arches)}, got {text!r}")
+    return arches[text]
+
+
+def _factor(text: str) -> float:
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = math.nan
+    if not 1 <= factor < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text!r}")
+    return factor
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""``kernels build`` and ``kernels list``: the common variants of the CUDA kernels, compiled without a GPU."""
+"""``kernels build``, ``list`` and ``model``: the common variants of the CUDA kernels, compiled without a GPU."""
 
 import pathlib
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax_flash import _core
+from jax_flash import _core, _model
 from jax_flash._table import table
 
 ARCHES = {"sm_70": 70, "sm_75": 75, "sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90": 90, "sm_90a": 90}
@@ -52,7 +52,7 @@ def build(arches: Iterable[int], out_dir: pathlib.Path) -> None:
     if out_dir.exists() and not out_dir.is_dir():
         raise NotADirectoryError(f"--out must name a folder, got a file: {out_dir}")
     out_dir.mkdir(parents=True, exist_ok=True)
-    kernels = _compile(arches, out_dir)
+    kernels = _compiled(arches, out_dir)
     _show(kernels)
     size = sum(kernel["cubin_bytes"] for _, kernel in kernels)
     print(f"{len(kernels)} kernels, {size / 2**20:.1f} MiB of cubins, in {out_dir}")
@@ -61,20 +61,75 @@ def build(arches: Iterable[int], out_dir: pathlib.Path) -> None:
 def list_(arches: Iterable[int] | None) -> None:
     """Shows the common variants for each of ``arches``, or for all. Raises RuntimeError and OSError."""
     with tempfile.TemporaryDirectory(prefix="jax_flash_") as folder:
-        _show(_compile(ARCHES.values() if arches is None else arches, pathlib.Path(folder)))
+        _show(_compiled(ARCHES.values() if arches is None else arches, pathlib.Path(folder)))
 
 
-def _compile(arches: Iterable[int], out_dir: pathlib.Path) -> list[tuple[int, Mapping[str, Any]]]:
-    kernels = []
+MODELLED: dict[str, Any] = {
+    "dtypes": ("float16",),
+    "head_dims": tuple(pair for pair in COMMON["head_dims"] if pair[0] in (64, 128, 256)),
+    "options": ({"causal": False},),
+}
+"""The variants that ``kernels model`` predicts: bfloat16 has the same instructions, and full attention no masks."""
+
+
+def model(arches: Iterable[int] | None, conflicts: float) -> None:
+    """Shows what the main loops of the kernels need, and how long they should take. Raises RuntimeError and OSError."""
+    task = _model.Task()
+    with tempfile.TemporaryDirectory(prefix="jax_flash_") as folder:
+        for arch, kernels in _compile(
+            _model.CHIPS if arches is None else arches, pathlib.Path(folder), lambda _: MODELLED
+        ):
+            chip = _model.CHIPS[arch]
+            predictions = []
+            for kernel in kernels:
+                try:
+                    predictions.append(_model.predict(kernel, chip, task=task, conflicts=conflicts))
+                except ValueError as error:
+                    print(f"sm_{arch}: {error}", file=sys.stderr)
+            _show_model(arch, chip, predictions, task)
+
+
+def _show_model(arch: int, chip: _model.Chip, predictions: Sequence[_model.Prediction], task: _model.Task) -> None:
+    print(f"\nsm_{arch}: {chip.name}, {chip.multiprocessors} multiprocessors; a round of the main loop, by warp:")
+    classes = sorted({name for prediction in predictions for name in prediction.counts})
+    rows = [["", *(_short(p) for p in predictions)]]
+    rows += [["tile", *(f"{p.tile[0]}x{p.tile[1]}" for p in predictions)]]
+    rows += [["warps x blocks", *(f"{p.warps} x {p.blocks}" for p in predictions)]]
+    rows += [[name, *(str(p.counts.get(name, 0)) for p in predictions)] for name in classes]
+    print(table(rows, right=range(1, len(rows[0]))))
+    print("\ncycles that each unit is busy in a round of all resident blocks, and that the round takes:")
+    rows = [["", *(_short(p) for p in predictions)]]
+    rows += [[unit, *(f"{p.busy[unit]:.0f}" for p in predictions)] for unit in _model.UNITS]
+    rows += [["bound", *(p.bound for p in predictions)]]
+    rows += [["simulated", *(f"{p.cycles:.0f}" for p in predictions)]]
+    print(table(rows, right=range(1, len(rows[0]))))
+    print(f"\nTFLOP/s, full, B{task.batch} S{task.length} N*H={task.width}:")
+    rows = [["head_dim", "", *chip.clocks]]
+    for head_dim in dict.fromkeys(p.head_dim for p in predictions):
+        group = [p for p in predictions if p.head_dim == head_dim]
+        rates = {name: _model.rates(group, chip, clock, task) for name, clock in chip.clocks.items()}
+        for direction in next(iter(rates.values())):
+            rows.append([str(head_dim), direction, *(f"{rate[direction]:.1f}" for rate in rates.values())])
+    print(table(rows, right=(0, *range(2, len(rows[0])))))
+
+
+def _short(prediction: _model.Prediction) -> str:
+    return f"{prediction.pass_} {prediction.head_dim}"
+
+
+def _compile(
+    arches: Iterable[int], out_dir: pathlib.Path, variants: Callable[[int], Mapping[str, Any]]
+) -> Iterator[tuple[int, list[Mapping[str, Any]]]]:
     for arch in dict.fromkeys(arches):
         print(f"compiling for sm_{arch} ...", file=sys.stderr, flush=True)
         try:
-            kernels += [
-                (arch, kernel) for kernel in _core.build_kernels(arch=arch, out_dir=str(out_dir), **common(arch))
-            ]
+            yield arch, _core.build_kernels(arch=arch, out_dir=str(out_dir), **variants(arch))
         except (RuntimeError, ValueError) as error:
             raise RuntimeError(f"sm_{arch}: {error}") from error
-    return kernels
+
+
+def _compiled(arches: Iterable[int], out_dir: pathlib.Path) -> list[tuple[int, Mapping[str, Any]]]:
+    return [(arch, kernel) for arch, kernels in _compile(arches, out_dir, common) for kernel in kernels]
 
 
 def _show(kernels: Sequence[tuple[int, Mapping[str, Any]]]) -> None:

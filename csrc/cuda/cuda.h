@@ -48,6 +48,12 @@ Status status();
 
 struct Kernel {
   std::string name;  // the variant's name
+  std::string path;  // of the cubin
+  std::string pass;  // "forward", "backward" or "backward_dq"; the kernel is jax_flash_<pass>
+  int head_dim;
+  int value_head_dim;
+  int block_q;       // rows of query in a step of the main loop
+  int block_kv;      // and keys
   int registers;     // per thread
   int shared_bytes;  // per block
   int threads;       // per block

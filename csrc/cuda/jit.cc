@@ -344,6 +344,11 @@ Kernel build(const Variant& variant, const std::string& out_dir) {
   const std::string entry = entry_point(variant.pass);
   Kernel kernel{};
   kernel.name = variant.name();
+  kernel.pass = pass_name(variant.pass);
+  kernel.head_dim = variant.head_dim;
+  kernel.value_head_dim = variant.value_head_dim;
+  kernel.block_q = variant.tile.block_q;
+  kernel.block_kv = variant.tile.block_kv;
   kernel.registers = log_number(compiled.log, entry, " registers");
   kernel.shared_bytes = facts.shared_bytes;
   kernel.threads = facts.threads;
@@ -357,6 +362,7 @@ Kernel build(const Variant& variant, const std::string& out_dir) {
   const std::string key = source_key(variant);
   const fs::path path = entry_path(out_dir, variant, key);
   if (!write_entry(path, key, compiled.cubin)) throw std::runtime_error("can't write " + path.string());
+  kernel.path = path.string();
   return kernel;
 }
 
