@@ -185,6 +185,10 @@ Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::Rem
           "query and key lengths must add up to less than 2^31");
   require(p.q_heads % p.kv_heads == 0, "query heads must be a multiple of key heads");
 
+  // Arrays in two parts have the columns of both.
+  const int parts = options.has_unscales && options.highest_precision ? 2 : 1;
+  p.head_dim /= parts;
+  p.value_head_dim /= parts;
   const ffi::DataType result_type = options.has_unscales ? ffi::DataType::F32 : type;
   auto on_queries = [&](const ffi::AnyBuffer& buffer, int head_dim, ffi::DataType element, const char* name) {
     return tensor(buffer, p.batch, p.q_length, p.q_heads, head_dim, element, name);
@@ -192,16 +196,16 @@ Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::Rem
   auto on_keys = [&](const ffi::AnyBuffer& buffer, int head_dim, ffi::DataType element, const char* name) {
     return tensor(buffer, p.batch, p.kv_length, p.kv_heads, head_dim, element, name);
   };
-  p.q = on_queries(q, p.head_dim, type, "query");
-  p.k = on_keys(k, p.head_dim, type, "key");
-  p.v = on_keys(v, p.value_head_dim, type, "value");
+  p.q = on_queries(q, parts * p.head_dim, type, "query");
+  p.k = on_keys(k, parts * p.head_dim, type, "key");
+  p.v = on_keys(v, parts * p.value_head_dim, type, "value");
   size_t next = 3;
   size_t results = 2;
   if (pass == Pass::forward) {
     p.out = on_queries(result(rets, 0), p.value_head_dim, result_type, "out");
     p.lse = statistic(result(rets, 1), p, type, "lse");
   } else {
-    p.dout = on_queries(argument(args, next++), p.value_head_dim, type, "dout");
+    p.dout = on_queries(argument(args, next++), parts * p.value_head_dim, type, "dout");
     p.lse = statistic(argument(args, next++), p, type, "lse");
     p.delta = statistic(argument(args, next++), p, type, "delta");
     p.dq = on_queries(result(rets, 0), p.head_dim, result_type, "dq");

@@ -25,7 +25,8 @@
 #define JAX_FLASH_OPTIONS(CONSTANT, VALUE, FEATURE, OPERAND, TRAINABLE)                                             \
   /* keep key position <= query position */                                                                         \
   CONSTANT(bool, causal)                                                                                            \
-  /* float32 products at float32 accuracy rather than TF32's; false for other dtypes */                             \
+  /* float32 products at float32 accuracy rather than TF32's; false for other dtypes. With unscales: the float16 */ \
+  /* arrays have two parts, side by side in every row */                                                            \
   CONSTANT(bool, highest_precision)                                                                                 \
   /* bias is float32 (float64 for float64 inputs) whatever the query's dtype; else it has that one */               \
   CONSTANT(bool, wide_bias)                                                                                         \

@@ -1,4 +1,4 @@
-"""The command line: ``python -m jax_flash doctor`` and ``python -m jax_flash kernels build|list|model``."""
+"""The command line: ``python -m jax_flash doctor``, ``report`` and ``kernels build|list|model``."""
 
 import argparse
 import functools
@@ -8,16 +8,16 @@ import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 
-from jax_flash import __version__, _doctor, _kernels_cli, _model
+from jax_flash import __version__, _doctor, _kernels_cli, _model, _report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the exit code is 0 when all is well, 1 when the command failed, 2 for bad arguments."""
     args = _parser().parse_args(arguments)
-    if args.command == "doctor":
+    if args.command in ("doctor", "report"):
         # By default JAX takes most of a GPU's memory when it starts, which fails where another job runs.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        return 0 if _doctor.examine() else 1
+        return 0 if (_doctor.examine() if args.command == "doctor" else _report.write(args.quick)) else 1
     try:
         if args.action == "build":
             _kernels_cli.build(args.arch, args.out)
@@ -42,6 +42,14 @@ def _parser() -> argparse.ArgumentParser:
         "and backward on every device and compares them with the reference. The last line is the verdict; the exit "
         "code is 0 when all is well, else 1.",
     )
+    report = commands.add_parser(
+        "report",
+        help="a self-test and a benchmark, to paste into an issue",
+        description="Prints what is here, a self-test (forward and backward against the reference) and a benchmark "
+        "(against jax.nn.dot_product_attention) as one block of text. The exit code is 0 when the self-test passed, "
+        "else 1.",
+    )
+    report.add_argument("--quick", action="store_true", help="fewer cases: about a minute")
 
     kernels = commands.add_parser("kernels", help="compile CUDA kernels ahead of time, or show what they use")
     actions = kernels.add_subparsers(dest="action", required=True, metavar="ACTION")

@@ -6,33 +6,56 @@ serve can't be given any.
 """
 
 import dataclasses
+import importlib.metadata
 import os
 import pathlib
 import platform
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jaxlib.version
-import numpy as np
 
 import jax_flash
-from jax_flash import _core, _dtypes, _explain, _registration
-from jax_flash._attention import attention
+from jax_flash import _accuracy, _core, _dtypes, _explain, _origins, _registration
 from jax_flash._table import table
 
 _PLATFORMS = ("cpu", "cuda")
 _DTYPES = _dtypes.INPUTS
 
-# Small, but no length is a multiple of a tile, heads are grouped and the mask cuts through a tile.
-_BATCH, _Q_LENGTH, _KV_LENGTH, _Q_HEADS, _KV_HEADS, _HEAD_DIM = 2, 133, 147, 4, 2, 40
+_HEAD_DIM = 40
 
-# The project's tolerance rule: at most these times the error of plain attention in the same dtype, plus a few units
-# of the result dtype's epsilon times the magnitude of the result. Against float64 itself the plain error is zero, so
-# that the units must leave room for both roundings.
-_FACTORS = {"out": 2.0, "lse": 2.0, "dquery": 3.0, "dkey": 3.0, "dvalue": 3.0}
-_UNITS = {"float16": 2, "bfloat16": 2, "float32": 8, "float64": 64}
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What decides which kernels a GPU gets. Tests hand over a machine that is not there.
+
+    Attributes:
+      status: as `_registration.cuda_status` returns it.
+      devices: JAX's devices by platform.
+      prebuilt: the folders of kernels that were built ahead of time.
+      cudnn: the version of the cuDNN package; None where there is none.
+    """
+
+    status: Mapping[str, Any]
+    devices: Mapping[str, Sequence[Any]]
+    prebuilt: Sequence[_origins.Prebuilt] = ()
+    cudnn: str | None = None
+
+    @property
+    def usable(self) -> dict[int, int]:
+        """How many prebuilt kernels there are, by compute capability (70 for 7.0)."""
+        counts: dict[int, int] = {}
+        for folder in self.prebuilt:
+            for arch, count in folder.usable.items():
+                counts[arch] = counts.get(arch, 0) + count
+        return counts
+
+    def gpu(self, device: Any) -> Mapping[str, Any] | None:
+        """The entry of the status record for one of JAX's CUDA devices."""
+        # The driver and JAX count the devices of this process alike.
+        return dict(enumerate(self.status["devices"])).get(device.local_hardware_id)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,30 +77,25 @@ class Check:
 
 def examine() -> bool:
     """Prints the report, ending in one line of verdict. True when all is well."""
+    here = machine()
     problems: list[str] = []
-    status = _registration.cuda_status()
-    devices = {name: found for name in _PLATFORMS if (found := _devices(name))}
-
     print(f"jax_flash {jax_flash.__version__}")
-    print(table(_versions(status, problems), indent="  "))
+    print(table([*versions(problems), *gpu_versions(here)], indent="  "))
+    lines, missing = gpus(here)
     print("\ndevices")
-    print(table([_describe(device, status) for found in devices.values() for device in found], indent="  "))
-    if status["devices"] and "cuda" not in devices:
-        print("  a GPU is here that JAX doesn't see: install jax_flash[cuda12] or jax_flash[cuda13]")
-    if "cuda" in devices and (reason := _kernels_missing(status)):
-        print(f"  the CUDA kernels can't be used: {reason}")
-        problems.append(f"the CUDA kernels can't be used: {reason}")
+    print("\n".join(f"  {line}" for line in lines))
+    problems += missing
 
     print("\nimplementation that serves a call")
-    served = [[name, *(_explain.choose(None, name, _call(dtype)) for dtype in _DTYPES)] for name in devices]
+    served = [[name, *(_explain.choose(None, name, _call(dtype)) for dtype in _DTYPES)] for name in here.devices]
     print(table([["platform", *_DTYPES], *served], indent="  "))
 
     print("\nforward and backward against the reference in float64; the largest error as a fraction of what is allowed")
     checks = []
-    for name, found in devices.items():
+    for name, found in here.devices.items():
         for device in found:
             for dtype in _DTYPES:
-                check = _check(device, name, dtype)
+                check = _check(device, name, dtype, here)
                 checks.append(check)
                 verdict = check.failure or f"ok, {check.worst:.2f}"
                 print(f"  {check.name:<16}  {check.implementation:<5} {verdict}", flush=True)
@@ -91,6 +109,15 @@ def examine() -> bool:
     return not problems
 
 
+def machine() -> Machine:
+    """The machine that this process runs on."""
+    # First JAX's devices: then its CUDA libraries are open, and the loader finds NVRTC among them.
+    devices = {name: found for name in _PLATFORMS if (found := _devices(name))}
+    status = _registration.cuda_status()
+    arches = {device["compute_capability"] for device in status["devices"]}
+    return Machine(status, devices, _origins.prebuilt(_registration.prebuilt_dirs(), arches), _cudnn())
+
+
 def _devices(name: str) -> list[jax.Device]:
     try:
         return jax.local_devices(backend=name)
@@ -98,23 +125,41 @@ def _devices(name: str) -> list[jax.Device]:
         return []
 
 
-def _versions(status: dict[str, Any], problems: list[str]) -> list[list[str]]:
+def _cudnn() -> str | None:
+    for package in ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13"):
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def versions(problems: list[str]) -> list[list[str]]:
+    """Rows on Python, JAX and the CPU; what is wrong there is added to ``problems``."""
     library, runtime = (".".join(map(str, v)) for v in (_core.FFI_API_VERSION, _registration.runtime_ffi_version()))
     try:
         isa = _core.cpu_isa()
     except RuntimeError as error:
         isa = f"unusable: {error}"
         problems.append(f"CPU: {error}")
-    rows = [
+    return [
         ["python", f"{platform.python_version()}, {sys.platform} {platform.machine()}"],
         ["jax", f"{jax.__version__}, jaxlib {jaxlib.version.__version__}"],
         ["FFI API", f"{library} in jax_flash, {runtime} in jaxlib"],
         ["CPU", f"{isa}, {os.cpu_count()} cores"],
+    ]
+
+
+def gpu_versions(here: Machine) -> list[list[str]]:
+    """Rows on what the CUDA kernels need."""
+    status = here.status
+    rows = [
         ["CUDA driver", status["driver"] or f"none: {status['driver_error'] or 'no reason given'}"],
         ["NVRTC", ", ".join(status["nvrtc"]) or f"none: {status['nvrtc_error'] or 'no reason given'}"],
-        ["kernel cache", _cache(status["cache_dir"])],
     ]
-    rows += [["prebuilt kernels", folder] for folder in _registration.prebuilt_dirs()]
+    rows += [["cuDNN", here.cudnn]] if here.cudnn else []
+    rows += [["kernel cache", _cache(status["cache_dir"])]]
+    rows += [["prebuilt kernels", str(folder)] for folder in here.prebuilt]
     return rows
 
 
@@ -131,87 +176,83 @@ def _cache(folder: str) -> str:
     return f"{folder}, {len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB"
 
 
-def _describe(device: jax.Device, status: dict[str, Any]) -> list[str]:
+def gpus(here: Machine) -> tuple[list[str], list[str]]:
+    """Lines on JAX's devices and where the kernels of each come from, and the problems among them."""
+    rows, problems = [], []
+    for device in (device for found in here.devices.values() for device in found):
+        text, problem = _describe(device, here)
+        rows.append([f"{'cpu' if device.platform == 'cpu' else 'cuda'}:{device.id}", text])
+        problems += [problem] if problem else []
+    lines = table(rows).splitlines() if rows else []
+
+    if "cuda" in here.devices and here.status["driver_error"]:
+        problems.append(f"the CUDA kernels can't be used: {here.status['driver_error']}")
+    known = {device["compute_capability"] for device in here.status["devices"]}
+    if known and "cuda" not in here.devices:
+        extras = " or ".join(f"jax_flash[cuda{cuda}]" for cuda in _origins.cuda_versions(min(known)))
+        lines.append(f"a GPU is here that JAX doesn't see: install {extras}")
+    if here.cudnn and min(known, default=75) < 75 and _version(here.cudnn) >= _CUDNN_WITHOUT_VOLTA:
+        lines.append(
+            f"cuDNN {here.cudnn} no longer knows compute capability {_origins.name(min(known))}, which JAX may need it "
+            f"for: install jax_flash[volta], or nvidia-cudnn-cu12<9.11"
+        )
+    lines += problems
+    return lines, problems
+
+
+_CUDNN_WITHOUT_VOLTA = (9, 11)
+"""The first cuDNN whose release notes drop GPUs older than Turing."""
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2] if part.isdigit())
+
+
+def _describe(device: Any, here: Machine) -> tuple[str, str | None]:
+    """A device, and what keeps it from its kernels, which none is for a GPU without a family: xla serves those."""
     if device.platform == "cpu":
-        return [f"cpu:{device.id}", device.device_kind]
+        return device.device_kind, None
+    gpu = here.gpu(device)
     capability = getattr(device, "compute_capability", "unknown")
-    # The driver and JAX count the devices of this process alike.
-    known = dict(enumerate(status["devices"])).get(device.local_hardware_id, {})
-    family = f"kernels of {known['family']}" if known.get("family") else "no kernels of this package"
-    return [f"cuda:{device.id}", f"{device.device_kind}, compute capability {capability}, {family}"]
-
-
-def _kernels_missing(status: dict[str, Any]) -> str | None:
-    """Why GPUs that have a family of kernels can't be given any; None for GPUs without one, which xla serves."""
-    if not all(device["family"] for device in status["devices"]):
-        return None
-    return _explain.obstacle("cuda", "cuda", _call("bfloat16"))
+    text = f"{device.device_kind}, compute capability {capability}"
+    if not gpu or not gpu["family"]:
+        return f"{text}, no kernels of this package", None
+    arch = gpu["compute_capability"]
+    lack, count = _origins.uncompiled(arch, here.status), here.usable.get(arch, 0)
+    prebuilt, compiled = f"{count} prebuilt", f"compiled by NVRTC {_origins.nvrtc_for(arch, here.status['nvrtc'])}"
+    text = f"{text}, kernels of {gpu['family']}"
+    if not lack:
+        return f"{text}: {f'{prebuilt}, the others {compiled}' if count else compiled}", None
+    name = f"cuda:{device.id}"
+    if count:
+        return f"{text}: {prebuilt}, no others", f"{name}: calls that the prebuilt kernels don't serve fail: {lack}"
+    return f"{text}: none", f"{name}: the CUDA kernels can't be used: {lack}"
 
 
 def _call(dtype: str) -> _explain.Call:
     return _explain.Call(dtype, _HEAD_DIM, _HEAD_DIM)
 
 
-def _check(device: jax.Device, platform_name: str, dtype: str) -> Check:
+def _problem(dtype: str, prebuilt_only: bool) -> _accuracy.Problem:
+    """Small, but no length is a multiple of a tile, heads are grouped and the mask cuts through a tile."""
+    if prebuilt_only:  # one that `kernels build` has a kernel for
+        return _accuracy.Problem(dtype, 133, 147, 4, 2, head_dim=64, causal=True, precision="default")
+    return _accuracy.Problem(dtype, 133, 147, 4, 2, _HEAD_DIM, causal=True, q_offset=None)
+
+
+def _check(device: jax.Device, platform_name: str, dtype: str, here: Machine) -> Check:
     name = f"{platform_name}:{device.id} {dtype}"
     implementation = _explain.choose(None, platform_name, _call(dtype))
+    gpu = here.gpu(device) if platform_name == "cuda" else None
+    prebuilt_only = bool(gpu and gpu["family"] and _origins.uncompiled(gpu["compute_capability"], here.status))
     try:
-        # float64 is off in JAX by default; the reference needs it, and so do the calls in float64. And by default JAX
-        # multiplies float32 as TF32 on a GPU, which is no fault of the implementation that is checked here.
-        with jax.enable_x64(True), jax.default_matmul_precision("highest"):
-            worst, which = _worst_error(device, dtype)
+        worst = _accuracy.worst(_accuracy.measure(_problem(dtype, prebuilt_only), device, judge=device))
     except Exception as error:  # whatever it is, the report goes on and the verdict names it
-        message = str(error).strip().splitlines() or [""]
-        return Check(name, implementation, float("nan"), f"{type(error).__name__}: {message[0]}")
-    # Not worst > 1, which a NaN would pass.
-    failure = None if worst <= 1 else f"wrong {which}: its error is {worst:.3g} times what is allowed"
-    return Check(name, implementation, worst, failure)
+        return Check(name, implementation, float("nan"), first_line(error))
+    return Check(name, implementation, worst.ratio, None if worst.right else str(worst))
 
 
-def _worst_error(device: jax.Device, dtype: str) -> tuple[float, str]:
-    rng = np.random.default_rng(0)
-    queries = (_BATCH, _Q_LENGTH, _Q_HEADS, _HEAD_DIM)
-    keys = (_BATCH, _KV_LENGTH, _KV_HEADS, _HEAD_DIM)
-    arrays = [rng.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in (queries, keys, keys, queries)]
-    arrays.append(rng.standard_normal((_BATCH, _Q_HEADS, _Q_LENGTH)).astype(_dtypes.accumulation_dtype(dtype)))
-
-    got = _results(device, arrays, None)
-    plain = _results(device, arrays, "reference")
-    exact = _results(device, [x.astype(np.float64) for x in arrays], "reference")
-    errors = {}
-    for name, factor in _FACTORS.items():
-        exact_result = np.asarray(exact[name])
-        result_dtype = got[name].dtype  # lse of float16 is float32
-        allowed = factor * _distance(plain[name], exact_result)
-        allowed += _UNITS[result_dtype.name] * float(jnp.finfo(result_dtype).eps) * float(np.abs(exact_result).max())
-        errors[name] = _distance(got[name], exact_result) / allowed
-    # A NaN is the worst of all.
-    worst = max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
-    return errors[worst], worst
-
-
-def _distance(result: jax.Array, exact: np.ndarray[Any, Any]) -> float:
-    return float(np.abs(np.asarray(result).astype(np.float64) - exact).max())
-
-
-def _results(device: jax.Device, arrays: list[Any], implementation: str | None) -> dict[str, jax.Array]:
-    """Forward and backward on ``device``, through out and lse."""
-
-    @jax.jit
-    def run(query: jax.Array, key: jax.Array, value: jax.Array, dout: jax.Array, dlse: jax.Array) -> tuple[Any, ...]:
-        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-            return attention(
-                query,
-                key,
-                value,
-                causal=True,
-                q_offset=_KV_LENGTH - _Q_LENGTH,
-                return_lse=True,
-                implementation=implementation,
-            )
-
-        results, pullback = jax.vjp(attend, query, key, value)
-        return (*results, *pullback((dout, dlse)))
-
-    results = run(*(jax.device_put(x, device) for x in arrays))
-    return dict(zip(_FACTORS, results, strict=True))
+def first_line(error: Exception) -> str:
+    """The kind of an error and the first line of what it says."""
+    message = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {message[0]}"

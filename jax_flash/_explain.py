@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_flash import _registration
+from jax_flash import _origins, _registration
 
 IMPLEMENTATIONS = ("cuda", "cpu", "xla", "reference")
 """Every implementation, in the order in which they are tried; the reference is never picked unasked."""
@@ -95,12 +95,13 @@ def _cuda_unavailable() -> str | None:
     status = _registration.cuda_status()
     if status["driver_error"]:
         return f"no CUDA driver: {status['driver_error']}"
-    if not status["nvrtc"] and not _registration.prebuilt_dirs():
-        return f"no NVRTC to compile kernels with: {status['nvrtc_error']}"
     for device in status["devices"]:
+        arch = device["compute_capability"]
         if not device["family"]:
-            major, minor = divmod(device["compute_capability"], 10)
-            return f"{device['name']} has compute capability {major}.{minor}, the kernels need 7.0 or newer"
+            return f"{device['name']} has compute capability {_origins.name(arch)}, the kernels need 7.0 or newer"
+        lack = _origins.uncompiled(arch, status)
+        if lack and not any(arch in x.usable for x in _origins.prebuilt(_registration.prebuilt_dirs(), [arch])):
+            return lack
     return None
 
 

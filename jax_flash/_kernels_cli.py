@@ -3,13 +3,13 @@
 import pathlib
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax_flash import _core, _model
 from jax_flash._table import table
 
-ARCHES = {"sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90": 90, "sm_90a": 90}
+ARCHES = {"sm_70": 70, "sm_75": 75, "sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90": 90, "sm_90a": 90}
 """What --arch takes, and the compute capability that it stands for."""
 
 COMMON: dict[str, Any] = {
@@ -18,6 +18,24 @@ COMMON: dict[str, Any] = {
     "options": ({"causal": False}, {"causal": True}),
 }
 """The variants that are built ahead of time: every combination, forward and backward."""
+
+COMMON_BELOW_80: dict[str, Any] = {
+    "dtypes": ("float16",),
+    "head_dims": COMMON["head_dims"],
+    "options": tuple(
+        {"causal": causal, "has_unscales": scaled, "deterministic": True}
+        for causal in (False, True)
+        for scaled in (False, True)
+    ),
+}
+"""The same for Volta and Turing: float16 arrays, also with the factors of those that stand for bfloat16 and float32,
+and the backward that is the default there."""
+
+
+def common(arch: int) -> dict[str, Any]:
+    """The variants that are built ahead of time for a compute capability such as 80."""
+    return COMMON if arch >= 80 else COMMON_BELOW_80
+
 
 _COLUMNS = {
     "registers": "registers",
@@ -58,7 +76,9 @@ def model(arches: Iterable[int] | None, conflicts: float) -> None:
     """Shows what the main loops of the kernels need, and how long they should take. Raises RuntimeError and OSError."""
     task = _model.Task()
     with tempfile.TemporaryDirectory(prefix="jax_flash_") as folder:
-        for arch, kernels in _compile(_model.CHIPS if arches is None else arches, pathlib.Path(folder), MODELLED):
+        for arch, kernels in _compile(
+            _model.CHIPS if arches is None else arches, pathlib.Path(folder), lambda _: MODELLED
+        ):
             chip = _model.CHIPS[arch]
             predictions = []
             for kernel in kernels:
@@ -98,18 +118,18 @@ def _short(prediction: _model.Prediction) -> str:
 
 
 def _compile(
-    arches: Iterable[int], out_dir: pathlib.Path, variants: Mapping[str, Any]
+    arches: Iterable[int], out_dir: pathlib.Path, variants: Callable[[int], Mapping[str, Any]]
 ) -> Iterator[tuple[int, list[Mapping[str, Any]]]]:
     for arch in dict.fromkeys(arches):
         print(f"compiling for sm_{arch} ...", file=sys.stderr, flush=True)
         try:
-            yield arch, _core.build_kernels(arch=arch, out_dir=str(out_dir), **variants)
+            yield arch, _core.build_kernels(arch=arch, out_dir=str(out_dir), **variants(arch))
         except (RuntimeError, ValueError) as error:
             raise RuntimeError(f"sm_{arch}: {error}") from error
 
 
 def _compiled(arches: Iterable[int], out_dir: pathlib.Path) -> list[tuple[int, Mapping[str, Any]]]:
-    return [(arch, kernel) for arch, kernels in _compile(arches, out_dir, COMMON) for kernel in kernels]
+    return [(arch, kernel) for arch, kernels in _compile(arches, out_dir, common) for kernel in kernels]
 
 
 def _show(kernels: Sequence[tuple[int, Mapping[str, Any]]]) -> None:

@@ -159,12 +159,9 @@ def _call(pass_: str, platform: str, params: Params, *args: jax.Array) -> tuple[
     results = _result_shapes(pass_, params, args)
     if chosen == "cuda":
         dtype = args[0].dtype
-        if (dtype == jnp.float32 and not params.options.highest_precision) or (
-            dtype == jnp.bfloat16 and _explain.has_old_gpu()
-        ):
-            params, args = _half_precision(pass_, params, *args)
+        if dtype == jnp.float32 or (dtype == jnp.bfloat16 and _explain.has_old_gpu()):
             wide = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in results]
-            called = _aligned(pass_, params, wide, functools.partial(_custom_call, pass_, chosen, params), *args)
+            called = _aligned(pass_, params, wide, functools.partial(_half_precision, pass_, params), *args)
             return tuple(x.astype(result.dtype) for x, result in zip(called, results, strict=True))
         return _aligned(pass_, params, results, functools.partial(_custom_call, pass_, chosen, params), *args)
     if chosen == "cpu":
@@ -172,8 +169,10 @@ def _call(pass_: str, platform: str, params: Params, *args: jax.Array) -> tuple[
     return _plain(pass_, params, *args)
 
 
-def _half_precision(pass_: str, params: Params, *args: jax.Array) -> tuple[Params, tuple[jax.Array, ...]]:
-    """The call on float16 arrays; its results are float32."""
+def _half_precision(
+    pass_: str, params: Params, results: Sequence[jax.ShapeDtypeStruct], *args: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The custom call for CUDA on float16 arrays; its results are float32."""
     fixed = len(_DIMS[pass_][0])
     operands = dict(zip(_names(params), args[fixed:], strict=True))
     gradients = (args[3], args[5]) if pass_ == "backward" else ()
@@ -187,7 +186,8 @@ def _half_precision(pass_: str, params: Params, *args: jax.Array) -> tuple[Param
         options=dataclasses.replace(params.options, wide_bias="bias" in operands),
         operands=tuple((name, dims[name]) for name in names),
     )
-    return params, (*halves, *args[len(halves) : fixed], *(operands[name] for name in names))
+    args = (*halves, *args[len(halves) : fixed], *(operands[name] for name in names))
+    return _custom_call(pass_, "cuda", params, results, *args)
 
 
 def _custom_call(

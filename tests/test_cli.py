@@ -1,17 +1,25 @@
 """The command line: doctor says what is here and whether it works, kernels takes and refuses arguments."""
 
+import itertools
+import os
+import pathlib
+import re
+import shutil
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jax_flash import _core, _doctor, _dtypes, _explain, _registration
+import jax_flash
+from jax_flash import _accuracy, _core, _doctor, _dtypes, _explain, _kernels_cli, _origins, _primitive, _registration
 from jax_flash.__main__ import main
 
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
-ARCHES = "sm_80, sm_86, sm_89, sm_90, sm_90a"
+ARCHES = "sm_70, sm_75, sm_80, sm_86, sm_89, sm_90, sm_90a"
 NO_CUDA = {
     "driver": "",
     "driver_error": "libcuda.so.1 is not here",
@@ -106,16 +114,16 @@ def test_doctor_tells_of_a_gpu_that_jax_does_not_see(monkeypatch, capsys):
 @pytest.mark.parametrize("which", ["out", "lse", "dquery", "dkey", "dvalue"])
 def test_doctor_finds_a_wrong_result(monkeypatch, capsys, which):
     without_cuda(monkeypatch)
-    right = _doctor._results
+    right = _accuracy.results
 
-    def wrong(device, arrays, implementation):
-        results = right(device, arrays, implementation)
-        if implementation is None and arrays[0].dtype == jnp.bfloat16:
+    def wrong(problem, arrays, device, implementation):
+        results = right(problem, arrays, device, implementation)
+        if implementation is None and problem.dtype == "bfloat16":
             # One element off by a twentieth of the largest.
             results[which] = results[which].at[(0,) * results[which].ndim].add(jnp.abs(results[which]).max() / 20)
         return results
 
-    monkeypatch.setattr(_doctor, "_results", wrong)
+    monkeypatch.setattr(_accuracy, "results", wrong)
     code, lines = doctor(monkeypatch, capsys)
     assert lines[-1].startswith(
         f"verdict: unhealthy, 1 of 2 checks passed; cpu:0 bfloat16: wrong {which}: its error is "
@@ -125,13 +133,13 @@ def test_doctor_finds_a_wrong_result(monkeypatch, capsys, which):
 
 def test_doctor_finds_a_nan(monkeypatch, capsys):
     without_cuda(monkeypatch)
-    right = _doctor._results
+    right = _accuracy.results
 
-    def wrong(device, arrays, implementation):
-        results = right(device, arrays, implementation)
+    def wrong(problem, arrays, device, implementation):
+        results = right(problem, arrays, device, implementation)
         return results | ({"dkey": results["dkey"] * jnp.nan} if implementation is None else {})
 
-    monkeypatch.setattr(_doctor, "_results", wrong)
+    monkeypatch.setattr(_accuracy, "results", wrong)
     code, lines = doctor(monkeypatch, capsys)
     assert lines[-1].startswith(
         "verdict: unhealthy, 0 of 2 checks passed; cpu:0 bfloat16: wrong dkey: its error is nan"
@@ -145,7 +153,7 @@ def test_doctor_survives_a_call_that_fails(monkeypatch, capsys):
     def fail(*args, **kwargs):
         raise RuntimeError("the kernel is on fire\nand more")
 
-    monkeypatch.setattr(_doctor, "attention", fail)
+    monkeypatch.setattr(_accuracy, "attention", fail)
     code, lines = doctor(monkeypatch, capsys)
     assert lines[-1].startswith("verdict: unhealthy, 0 of 2 checks passed; ")
     assert "cpu:0 float64: RuntimeError: the kernel is on fire" in lines[-1]
@@ -168,6 +176,338 @@ def test_doctor_names_an_unusable_instruction_set(monkeypatch, capsys):
     assert code == 1
 
 
+# GPUs that are not here
+
+
+VENV = "/home/me/venv/lib/python3.12/site-packages"
+NVRTC = {
+    12: f"12.9 ({VENV}/nvidia/cuda_nvrtc/lib/libnvrtc.so.12)",
+    13: f"13.0 ({VENV}/nvidia/cu13/lib/libnvrtc.so.13)",
+}
+GPUS = {
+    "V100": {"name": "Tesla V100-SXM2-16GB", "compute_capability": 70, "family": "sm70"},
+    "T4": {"name": "Tesla T4", "compute_capability": 75, "family": "sm75"},
+    "A100": {"name": "NVIDIA A100-SXM4-40GB", "compute_capability": 80, "family": "sm80"},
+    "P100": {"name": "Tesla P100-PCIE-16GB", "compute_capability": 60, "family": ""},
+}
+DOCUMENT = pathlib.Path(__file__).parent.parent / "docs/old-gpus.md"
+
+
+def faked(gpu, nvrtc=(), *, prebuilt=0, cudnn=None, seen=True, stale=False, **changes):
+    """A machine with one GPU, one CPU, some versions of NVRTC, and as many prebuilt kernels."""
+    gpu = GPUS[gpu]
+    arch = gpu["compute_capability"]
+    status = {
+        "driver": "12.9",
+        "driver_error": "",
+        "nvrtc": [NVRTC[major] for major in nvrtc],
+        "nvrtc_error": "" if nvrtc else "libnvrtc.so.12: cannot open shared object file: No such file or directory",
+        "cache_dir": "/home/me/.cache/jax_flash",
+        "devices": [gpu],
+    } | changes
+    devices = {"cpu": [types.SimpleNamespace(platform="cpu", id=0, device_kind="cpu")]}
+    if seen:
+        devices["cuda"] = [
+            types.SimpleNamespace(
+                platform="gpu",
+                id=0,
+                local_hardware_id=0,
+                device_kind=gpu["name"],
+                compute_capability=_origins.name(arch),
+            )
+        ]
+    folder = _origins.Prebuilt(f"{VENV}/jax_flash/prebuilt", {arch: prebuilt}, frozenset([arch] if stale else []))
+    return _doctor.Machine(status, devices, [folder] if prebuilt else [], cudnn)
+
+
+def told(machine):
+    """What doctor says of a machine's GPU."""
+    lines, _ = _doctor.gpus(machine)
+    versions = _doctor.table(_doctor.gpu_versions(machine), indent="  ")
+    return "\n".join([versions, "", "devices", *(f"  {line}" for line in lines)])
+
+
+V100_WITH_CUDA_13 = (
+    "the CUDA kernels can't be used: NVRTC 13.0 does not compile for compute capability 7.0: install jax[cuda12], "
+    "whose NVRTC 12 does"
+)
+
+
+@pytest.mark.parametrize(
+    ("machine", "kernels", "problem"),
+    [
+        (faked("V100", [12]), "kernels of sm70: compiled by NVRTC 12.9", None),
+        (faked("V100", [13, 12]), "kernels of sm70: compiled by NVRTC 12.9", None),
+        (faked("V100", [12], prebuilt=32), "kernels of sm70: 32 prebuilt, the others compiled by NVRTC 12.9", None),
+        (faked("V100", [13]), "kernels of sm70: none", V100_WITH_CUDA_13),
+        (
+            faked("V100", [13], prebuilt=32),
+            "kernels of sm70: 32 prebuilt, no others",
+            "calls that the prebuilt kernels don't serve fail: NVRTC 13.0 does not compile for compute capability 7.0: "
+            "install jax[cuda12], whose NVRTC 12 does",
+        ),
+        (faked("V100", [13], prebuilt=32, stale=True), "kernels of sm70: none", V100_WITH_CUDA_13),
+        (
+            faked("V100"),
+            "kernels of sm70: none",
+            "the CUDA kernels can't be used: no NVRTC to compile kernels with, install jax[cuda12] (libnvrtc.so.12: "
+            "cannot open shared object file: No such file or directory)",
+        ),
+        (faked("T4", [12]), "kernels of sm75: compiled by NVRTC 12.9", None),
+        (faked("T4", [13]), "kernels of sm75: compiled by NVRTC 13.0", None),
+        (faked("T4", [13], prebuilt=32), "kernels of sm75: 32 prebuilt, the others compiled by NVRTC 13.0", None),
+        (
+            faked("T4"),
+            "kernels of sm75: none",
+            "the CUDA kernels can't be used: no NVRTC to compile kernels with, install jax[cuda12] or jax[cuda13] ("
+            "libnvrtc.so.12: cannot open shared object file: No such file or directory)",
+        ),
+        (faked("A100", [13]), "kernels of sm80: compiled by NVRTC 13.0", None),
+        (faked("P100", [12]), "no kernels of this package", None),
+        (faked("P100"), "no kernels of this package", None),
+    ],
+)
+def test_where_the_kernels_of_a_gpu_come_from(machine, kernels, problem):
+    lines, problems = _doctor.gpus(machine)
+    assert lines[1].endswith(f", {kernels}")
+    assert problems == ([] if problem is None else [f"cuda:0: {problem}"])
+    assert lines[2:] == problems
+
+
+@pytest.mark.parametrize(
+    ("gpu", "extras"), [("V100", "jax_flash[cuda12]"), ("T4", "jax_flash[cuda12] or jax_flash[cuda13]")]
+)
+def test_doctor_names_the_cuda_that_knows_an_unseen_gpu(gpu, extras):
+    lines, problems = _doctor.gpus(faked(gpu, [13], seen=False))
+    assert lines == ["cpu:0  cpu", f"a GPU is here that JAX doesn't see: install {extras}"]
+    assert not problems
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cudnn", "warned"),
+    [
+        ("V100", "9.28.0.42", True),
+        ("V100", "9.11.0.98", True),
+        ("V100", "9.10.2.21", False),
+        ("V100", "9.8.0.87", False),
+        ("V100", None, False),
+        ("T4", "9.28.0.42", False),
+    ],
+)
+def test_doctor_knows_which_cudnn_dropped_volta(gpu, cudnn, warned):
+    lines, problems = _doctor.gpus(faked(gpu, [12], cudnn=cudnn))
+    warning = f"cuDNN {cudnn} no longer knows compute capability 7.0, which JAX may need it for: install "
+    assert lines[2:] == [f"{warning}jax_flash[volta], or nvidia-cudnn-cu12<9.11"] * warned
+    assert not problems
+
+
+def test_a_driver_that_is_too_old_is_a_problem():
+    error = "the CUDA driver is older than 12.0: it lacks cuLibraryLoadData"
+    lines, problems = _doctor.gpus(faked("V100", [12], driver="", driver_error=error, devices=[]))
+    assert problems == [f"the CUDA kernels can't be used: {error}"]
+    assert lines[-1] == problems[0]
+
+
+@pytest.mark.parametrize(
+    ("nvrtc", "prebuilt", "verdict"),
+    [
+        ([12], 0, "healthy, 4 of 4 checks passed"),
+        ([13], 0, f"unhealthy, 4 of 4 checks passed; cuda:0: {V100_WITH_CUDA_13}"),
+        ([13], 32, "unhealthy, 4 of 4 checks passed; cuda:0: calls that the prebuilt kernels don't serve fail: NVRTC"),
+    ],
+)
+def test_the_verdict_on_a_v100(monkeypatch, capsys, nvrtc, prebuilt, verdict):
+    """The whole report; what would run on the GPU runs on the CPU."""
+    machine = faked("V100", nvrtc, prebuilt=prebuilt)
+    cpu = jax.local_devices(backend="cpu")[0]
+    monkeypatch.setattr(_doctor, "machine", lambda: machine)
+    monkeypatch.setattr(_doctor, "_DTYPES", ("float16", "float64"))
+    measure, asked = _accuracy.measure, []
+
+    def on_the_cpu(problem, device, judge):
+        asked.append((device.platform, problem.head_dim, problem.q_offset))
+        return measure(problem, cpu, cpu)
+
+    monkeypatch.setattr(_accuracy, "measure", on_the_cpu)
+    code, lines = doctor(monkeypatch, capsys)
+    assert lines[-1].startswith(f"verdict: {verdict}")
+    assert code == (0 if verdict.startswith("healthy") else 1)
+    kind = (64, 0) if nvrtc == [13] else (40, None)  # where nothing can be compiled, one that may be prebuilt
+    assert asked == [("cpu", 40, None)] * 2 + [("gpu", *kind)] * 2
+
+
+@pytest.mark.parametrize(
+    ("gpu", "nvrtc", "arches", "reason"),
+    [
+        ("V100", [12], [], None),
+        ("V100", [13], [], "NVRTC 13.0 does not compile for compute capability 7.0: install jax[cuda12]"),
+        ("V100", [], [], "no NVRTC to compile kernels with, install jax[cuda12] (libnvrtc"),
+        ("V100", [13], [70], None),
+        ("V100", [13], [75], "NVRTC 13.0 does not compile for compute capability 7.0: install jax[cuda12]"),
+        ("T4", [13], [], None),
+        ("P100", [12], [60], "Tesla P100-PCIE-16GB has compute capability 6.0, the kernels need"),
+    ],
+)
+def test_calls_are_served_by_xla_where_no_kernel_can_be_had(monkeypatch, gpu, nvrtc, arches, reason):
+    _explain._cuda_unavailable.cache_clear()
+    machine = faked(gpu, nvrtc)
+    monkeypatch.setattr(_explain, "_cuda_devices", lambda: machine.devices["cuda"])
+    monkeypatch.setattr(_registration, "cuda_status", lambda: machine.status)
+    folders = [_origins.Prebuilt("folder", dict.fromkeys(arches, 32), frozenset())]
+    monkeypatch.setattr(_origins, "prebuilt", lambda *_: folders)
+    try:
+        found = _explain._cuda_unavailable()
+    finally:
+        _explain._cuda_unavailable.cache_clear()
+    assert (found is None) if reason is None else found.startswith(reason)
+
+
+IN_A_WHEEL = 3 * len(_kernels_cli.common(70)["head_dims"]) * len(_kernels_cli.common(70)["options"])
+"""Kernels for sm_70: forward, backward and the backward of query."""
+
+DOCUMENTED = (
+    faked("V100", [12], cudnn="9.10.2.21", prebuilt=IN_A_WHEEL),
+    faked("V100", [13], cudnn="9.28.0.42"),
+    faked("V100", [], prebuilt=IN_A_WHEEL),
+    faked("T4", [13], driver="13.0", cudnn="9.28.0.42"),
+)
+
+
+def test_the_document_shows_what_doctor_prints():
+    blocks = re.findall(r"```text\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks == [f"{told(machine)}\n" for machine in DOCUMENTED]
+
+
+# Prebuilt kernels
+
+
+def needs(arch):
+    """Skips where no family serves an architecture, or no NVRTC compiles for it."""
+    if f"sm_{arch}" not in _kernels_cli.ARCHES:
+        pytest.skip(f"no kernels for sm_{arch}")
+    if reason := _origins.uncompiled(arch, _registration.cuda_status()):
+        pytest.skip(reason)
+
+
+def build_few(folder, arch):
+    """Forward and backward of one kind of call."""
+    return _core.build_kernels(
+        arch=arch,
+        out_dir=str(folder),
+        dtypes=["float16"],
+        head_dims=[(64, 64)],
+        options=[{"causal": True, "deterministic": arch < 80}],
+    )
+
+
+@pytest.mark.parametrize("arch", [70, 75, 80])
+def test_prebuilt_kernels_are_counted_and_stale_ones_known(monkeypatch, tmp_path, arch):
+    needs(arch)
+    monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path / "cache"))
+    folder = tmp_path / "prebuilt"
+    count = len(build_few(folder, arch))
+    assert count >= 2
+    (folder / "sm60-forward-f16-d64-sm_60-0123456789abcdef.cubin").write_bytes(b"of a family that is gone")
+    configured = {"source_dir": str(_registration._INSTALLED / "kernels"), "nvrtc_paths": _registration.nvrtc_paths()}
+    _core.configure_cuda(prebuilt_dirs=[str(folder)], **configured)
+    try:
+        (found,) = _origins.prebuilt([str(folder)], [arch])
+        assert found.usable == {60: 1, arch: count}
+        assert str(found) == f"1 for sm_60, {count} for sm_{arch} in {folder}"
+        for path in folder.glob(f"*-sm_{arch}-*"):
+            content = bytearray(path.read_bytes())
+            content[100] ^= 1
+            path.write_bytes(content)
+        (found,) = _origins.prebuilt([str(folder)], [arch, 60])
+        assert found.usable == {}
+        assert f"{count} for sm_{arch} of another version of jax_flash, which are not used in {folder}" in str(found)
+    finally:
+        _core.configure_cuda(prebuilt_dirs=_registration.prebuilt_dirs(), **configured)
+    assert str(_origins.Prebuilt("folder", {}, frozenset())) == "none in folder"
+
+
+@pytest.mark.parametrize("gpu", ["V100", "T4"])
+def test_the_default_calls_of_an_old_gpu_are_prebuilt(monkeypatch, gpu):
+    """Forward and backward of every dtype, as they are lowered where such a GPU is."""
+    arch, head_dim = GPUS[gpu]["compute_capability"], 64
+    needs(arch)
+    machine = faked(gpu, [12])
+    monkeypatch.setattr(_explain, "_cuda_devices", lambda: machine.devices["cuda"])
+    monkeypatch.setattr(_registration, "cuda_status", lambda: machine.status)
+    asked = []
+    custom_call = _primitive._custom_call
+
+    def note(pass_, platform, params, results, *args):
+        record = {
+            name: x.item() if isinstance(x, np.generic) else x for name, x in _primitive._attributes(params).items()
+        }
+        asked.append((pass_, args[0].dtype.name, args[0].shape[-1], record))
+        return custom_call(pass_, platform, params, results, *args)
+
+    monkeypatch.setattr(_primitive, "_custom_call", note)
+    caches = (_explain._cuda_unavailable, _explain.has_old_gpu, _primitive._partitioned)
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        for dtype, causal in itertools.product(("float16", "bfloat16", "float32"), (False, True)):
+            x = jax.ShapeDtypeStruct((1, 64, 2, head_dim), dtype)
+            with jax.default_matmul_precision("default"):
+                loss = jax.grad(
+                    lambda *a, c=causal: jax_flash.attention(*a, causal=c).astype("float32").sum(), (0, 1, 2)
+                )
+                jax.jit(loss).trace(x, x, x).lower(lowering_platforms=("cuda",))
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+    assert [pass_ for pass_, *_ in asked] == ["forward", "backward"] * 6
+
+    def variant(pass_, dtype, record):
+        """What is compiled in; forward has no other way than the deterministic one."""
+        told = {name for name, x in record.items() if x is True and (pass_ == "backward" or name != "deterministic")}
+        return pass_, dtype, frozenset(told)
+
+    common = _kernels_cli.common(arch)
+    built = {variant(p, d, o) for p in ("forward", "backward") for d in common["dtypes"] for o in common["options"]}
+    assert {variant(pass_, dtype, record) for pass_, dtype, _, record in asked} == built
+    for _, _, columns, record in asked:
+        assert (columns, columns) in common["head_dims"]
+        assert (record["window_left"], record["window_right"]) == (2**31 - 1, 2**31 - 1)
+        assert record["softcap"] == record["dropout_rate"] == 0
+
+
+@pytest.mark.parametrize("arch", [70, 75, 80])
+def test_an_installed_wheel_serves_prebuilt_kernels_before_nvrtc_is_needed(tmp_path, arch):
+    """As ./run wheel packs them: below the package, beside the compiled library."""
+    needs(arch)
+    package = tmp_path / "site-packages" / "jax_flash"
+    package.mkdir(parents=True)
+    sources = pathlib.Path(_doctor.__file__).parent
+    for path in [*sources.glob("*.py"), *sources.glob("*.typed"), pathlib.Path(_core.__file__)]:
+        (package / path.name).symlink_to(path) if path.suffix != ".so" else shutil.copy(path, package)
+    shutil.copytree(_registration._INSTALLED / "kernels", package / "kernels")
+    build_few(package / "prebuilt", arch)
+    code = f"""
+from jax_flash import _core, _registration
+_core.configure_cuda(
+    source_dir=str(_registration._INSTALLED / "kernels"), prebuilt_dirs=_registration.prebuilt_dirs(), nvrtc_paths=[]
+)
+print(_registration.prebuilt_dirs())
+for pass_ in ("forward", "backward"):
+    print(_core.fetch_kernel(arch={arch}, pass_=pass_, dtype="float16", head_dim=64, value_head_dim=64,
+                             options={{"causal": True, "deterministic": {arch < 80}}}))
+"""
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("JAX_FLASH_")}
+    environment |= {"PYTHONPATH": str(package.parent), "JAX_FLASH_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.splitlines() == [str([str(package / "prebuilt")]), "prebuilt", "prebuilt"], done.stderr
+    assert not (tmp_path / "cache").exists()
+
+
+# Arguments
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -177,7 +517,7 @@ def test_doctor_names_an_unusable_instruction_set(monkeypatch, capsys):
         (["kernels"], "required: ACTION"),
         (["kernels", "build", "--arch", "sm_80"], "required: --out"),
         (["kernels", "build", "--out", "x"], "required: --arch"),
-        (["kernels", "build", "--arch", "sm_70", "--out", "x"], f"must be one of {ARCHES}, got 'sm_70'"),
+        (["kernels", "build", "--arch", "sm_60", "--out", "x"], f"must be one of {ARCHES}, got 'sm_60'"),
         (["kernels", "list", "--arch", "80"], f"must be one of {ARCHES}, got '80'"),
     ],
 )
@@ -216,9 +556,9 @@ def test_kernels_build_compiles_each_architecture_once(built, tmp_path, capsys):
 
 def test_kernels_list_shows_every_architecture(built, capsys):
     assert main(["kernels", "list"]) == 0
-    assert [arch for arch, _ in built] == [80, 86, 89, 90]
+    assert [arch for arch, _ in built] == [70, 75, 80, 86, 89, 90]
     assert len({folder for _, folder in built}) == 1
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 4
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 6
 
 
 def test_kernels_list_of_one_architecture(built):

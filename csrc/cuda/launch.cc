@@ -56,22 +56,24 @@ std::string served_family(int arch) {
   return family;
 }
 
-// Whether dQ has a pass of its own. Volta's kernels have no other way.
+// Whether dQ has a pass of its own. Volta's kernels have no other way, nor have those for arrays in two parts.
 bool deterministic(const std::string& family, const Options& options) {
-  return options.deterministic || family == "sm70";
+  return options.deterministic || options.highest_precision || family == "sm70";
 }
 
 Variant variant_of(const std::string& family, int arch, Pass pass, DType dtype, int head_dim, int value_head_dim,
                    const Options& options) {
-  if (dtype != DType::f16 && family != "sm80") {
-    throw std::invalid_argument("the kernels of " + family +
-                                " are for float16; bfloat16 and float32 come as float16 with unscales");
+  if (dtype == DType::f32 || dtype == DType::f64) {
+    throw std::invalid_argument("kernels are for float16 and bfloat16; float32 comes as float16 with unscales");
   }
-  if (dtype == DType::f32 && !options.highest_precision) {
-    throw std::invalid_argument(
-        "float32 kernels have highest_precision; without it float32 comes as float16 with unscales");
+  if (dtype == DType::bf16 && family != "sm80") {
+    throw std::invalid_argument("kernels of " + family + " are for float16; bfloat16 comes as float16 with unscales");
   }
-  const TileRow& tile = tile_row(family, products_of(dtype), pass, std::max(head_dim, value_head_dim), arch);
+  if (options.highest_precision && !options.has_unscales) {
+    throw std::invalid_argument("highest_precision is for float16 arrays in two parts, which come with unscales");
+  }
+  const TileRow& tile =
+      tile_row(family, options.highest_precision ? 2 : 1, pass, std::max(head_dim, value_head_dim), arch);
   Variant variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile};
   variant.options.deterministic = pass != Pass::forward && deterministic(family, options);
   return variant;
@@ -127,7 +129,6 @@ Found find(int device, Pass pass, DType dtype, const Problem& problem) {
     auto entry = all.find(key);
     if (entry != all.end()) return entry->second;
   }
-  if (dtype == DType::f64) throw std::invalid_argument("query must be float16, bfloat16 or float32");
   if (problem.head_dim % 8 || problem.value_head_dim % 8) {
     throw std::invalid_argument("head_dim and value_head_dim must be multiples of 8");
   }
@@ -186,7 +187,7 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& pr
 
 // One float accumulator for dQ, in whole tiles of 16 rows and of up to 32 columns.
 int64_t backward_scratch(DType, const Problem& p) {
-  if (p.options.deterministic) return 0;
+  if (p.options.deterministic || p.options.highest_precision) return 0;
   return int64_t{p.batch} * p.q_heads * blocks_of(p, p.q_length, 16) * 16 * divide_up(p.head_dim, 32) * 32;
 }
 

@@ -22,14 +22,9 @@ struct TileRow {
 #undef JAX_FLASH_TILE_FIELD
 };
 
-// How products are made, which decides what a tile costs.
-enum class Products { f16, f32 };
-
-inline Products products_of(DType dtype) { return dtype == DType::f32 ? Products::f32 : Products::f16; }
-
 struct TileRule {
   const char* family;
-  Products products;
+  int parts;  // of the arrays, which decide what a tile costs
   Pass pass;
   int max_head_dim;  // serves head dims up to this
   int shared_kb;     // needs so much dynamic shared memory a block
@@ -39,53 +34,46 @@ struct TileRule {
 namespace rules {
 
 constexpr Pass forward = Pass::forward, backward = Pass::backward, backward_dq = Pass::backward_dq;
-constexpr Products f16 = Products::f16, f32 = Products::f32;
 
 // The first rule that fits is taken. Beside each the forward or backward rate that put it there: full, B4 S4096,
-// N * H = 2048, on an H200, in TFLOP/s, of bf16 for f16; and behind "first:" those of the first working version, where
-// others lost. Rules that an H200 has no need of were timed on one all the same.
+// N * H = 2048, on an H200, in TFLOP/s, of bf16 for one part; and behind "first:" those of the first working version,
+// where others lost. Rules that an H200 has no need of were timed on one all the same.
 inline constexpr TileRule all[] = {
-    // family, products, pass, head_dim, shared KB, {block_q, block_kv, warps, stages, min_blocks}
-    {"sm80", f16, forward, 64, 32, {128, 64, 4, 1, 2}},     // 318; first: 287, 64x64 253, 128x128 with 8 warps 249
-    {"sm80", f16, forward, 128, 128, {128, 64, 4, 1, 2}},   // 369; room for two blocks
-    {"sm80", f16, forward, 128, 48, {128, 32, 4, 1, 2}},    // 350; first: 312, 128x128 with 8 warps 295, 128x64 276
-    {"sm80", f16, forward, 256, 128, {128, 64, 8, 1, 1}},   // 321; first: 287
-    {"sm80", f16, forward, 256, 96, {128, 32, 8, 1, 1}},    // first: 267, 64x64 with 4 warps 222
-    {"sm80", f16, backward, 64, 130, {128, 128, 8, 2, 1}},  // 264; first: 264, 64x64 with 4 warps 245
-    {"sm80", f16, backward, 64, 82, {64, 128, 8, 2, 1}},    // first: 242
-    {"sm80", f16, backward, 128, 146, {64, 128, 8, 2, 1}},  // 286, with one stage 277; first: 270 and 279
-    {"sm80", f16, backward, 128, 73, {64, 64, 4, 1, 1}},    // first: 256
-    {"sm80", f16, backward, 256, 145, {64, 64, 8, 1, 1}},   // 220; first: 207, two stages 205, 32x64 187
-    {"sm80", f16, backward, 256, 70, {32, 32, 4, 1, 1}},    // first: 176
-    {"sm80", f32, forward, 32, 32, {128, 64, 4, 1, 2}},     // 68; 64x64 60
-    {"sm80", f32, forward, 64, 48, {64, 64, 4, 1, 2}},      // 65; 128x64 66, but it spills
-    {"sm80", f32, forward, 128, 96, {128, 32, 8, 1, 1}},    // 59; 64x32 with 4 warps 56
-    {"sm80", f32, forward, 256, 192, {128, 32, 8, 1, 1}},   // 54
-    {"sm80", f32, forward, 192, 144, {128, 32, 8, 1, 1}},   // 57
-    {"sm80", f32, forward, 256, 160, {128, 16, 8, 1, 1}},   // 50
-    {"sm80", f32, forward, 256, 96, {64, 16, 4, 1, 1}},     // 49
-    {"sm80", f32, backward, 64, 81, {64, 64, 4, 1, 1}},     // 63; with 8 warps 57
-    {"sm80", f32, backward, 128, 161, {64, 64, 8, 1, 1}},   // 60; 32x64 with 4 warps 55
-    {"sm80", f32, backward, 96, 81, {32, 64, 4, 1, 2}},     // 56
-    {"sm80", f32, backward, 128, 73, {32, 32, 4, 1, 2}},    // 52
-    {"sm80", f32, backward, 192, 161, {32, 64, 8, 1, 1}},   // 52
-    {"sm80", f32, backward, 160, 89, {32, 32, 4, 1, 2}},    // 49, at head_dim 192
-    {"sm80", f32, backward, 256, 209, {32, 64, 8, 1, 1}},   // 52
-    {"sm80", f32, backward, 256, 101, {16, 32, 4, 1, 1}},   // 41; 32x32 36
-    {"sm80", f32, backward, 224, 89, {16, 32, 4, 1, 2}},    // 42
-    {"sm80", f32, backward, 256, 67, {16, 16, 2, 1, 1}},    // 23
-    {"sm80", f16, backward_dq, 64, 64, {128, 64, 4, 1, 2}}, {"sm80", f16, backward_dq, 128, 96, {128, 64, 8, 1, 1}},
-    {"sm80", f16, backward_dq, 256, 96, {64, 32, 4, 1, 1}}, {"sm80", f32, backward_dq, 64, 96, {64, 64, 4, 1, 1}},
-    {"sm80", f32, backward_dq, 128, 97, {64, 32, 4, 1, 1}}, {"sm80", f32, backward_dq, 256, 97, {32, 16, 2, 1, 1}},
-    {"sm75", f16, forward, 64, 32, {128, 64, 8, 1, 1}},     {"sm75", f16, forward, 128, 64, {128, 64, 8, 1, 1}},
-    {"sm75", f16, forward, 256, 64, {64, 32, 4, 1, 1}},     {"sm75", f16, backward, 64, 64, {64, 64, 4, 1, 1}},
-    {"sm75", f16, backward, 128, 64, {32, 64, 4, 1, 1}},    {"sm75", f16, backward, 256, 64, {32, 32, 4, 1, 1}},
-    {"sm75", f16, backward_dq, 64, 64, {64, 64, 4, 1, 1}},  {"sm75", f16, backward_dq, 128, 64, {64, 32, 4, 1, 1}},
-    {"sm75", f16, backward_dq, 256, 64, {32, 16, 2, 1, 1}}, {"sm70", f16, forward, 64, 32, {128, 64, 4, 1, 2}},
-    {"sm70", f16, forward, 128, 48, {128, 32, 4, 1, 2}},    {"sm70", f16, forward, 256, 64, {64, 32, 4, 1, 1}},
-    {"sm70", f16, backward, 64, 64, {64, 64, 4, 1, 2}},     {"sm70", f16, backward, 128, 64, {32, 64, 4, 1, 1}},
-    {"sm70", f16, backward, 256, 96, {32, 32, 4, 1, 1}},    {"sm70", f16, backward_dq, 64, 64, {64, 64, 4, 1, 2}},
-    {"sm70", f16, backward_dq, 128, 64, {64, 32, 4, 1, 1}}, {"sm70", f16, backward_dq, 256, 96, {32, 16, 2, 1, 1}},
+    // family, parts, pass, head_dim, shared KB, {block_q, block_kv, warps, stages, min_blocks}
+    {"sm80", 1, forward, 64, 32, {128, 64, 4, 1, 2}},     // 318; first: 287, 64x64 253, 128x128 with 8 warps 249
+    {"sm80", 1, forward, 128, 128, {128, 64, 4, 1, 2}},   // 369; room for two blocks
+    {"sm80", 1, forward, 128, 48, {128, 32, 4, 1, 2}},    // 350; first: 312, 128x128 with 8 warps 295, 128x64 276
+    {"sm80", 1, forward, 256, 128, {128, 64, 8, 1, 1}},   // 321; first: 287
+    {"sm80", 1, forward, 256, 96, {128, 32, 8, 1, 1}},    // first: 267, 64x64 with 4 warps 222
+    {"sm80", 1, backward, 64, 130, {128, 128, 8, 2, 1}},  // 264; first: 264, 64x64 with 4 warps 245
+    {"sm80", 1, backward, 64, 82, {64, 128, 8, 2, 1}},    // first: 242
+    {"sm80", 1, backward, 128, 146, {64, 128, 8, 2, 1}},  // 286, with one stage 277; first: 270 and 279
+    {"sm80", 1, backward, 128, 73, {64, 64, 4, 1, 1}},    // first: 256
+    {"sm80", 1, backward, 256, 145, {64, 64, 8, 1, 1}},   // 220; first: 207, two stages 205, 32x64 187
+    {"sm80", 1, backward, 256, 70, {32, 32, 4, 1, 1}},    // first: 176
+    {"sm80", 1, backward_dq, 64, 64, {128, 64, 4, 1, 2}}, {"sm80", 1, backward_dq, 128, 96, {128, 64, 8, 1, 1}},
+    {"sm80", 1, backward_dq, 256, 96, {64, 32, 4, 1, 1}}, {"sm80", 2, backward_dq, 64, 96, {64, 64, 4, 1, 1}},
+    {"sm75", 1, forward, 64, 32, {128, 64, 8, 1, 1}},     {"sm75", 1, forward, 128, 64, {128, 64, 8, 1, 1}},
+    {"sm75", 1, forward, 256, 64, {64, 32, 4, 1, 1}},     {"sm75", 1, backward, 64, 64, {64, 64, 4, 1, 1}},
+    {"sm75", 1, backward, 128, 64, {32, 64, 4, 1, 1}},    {"sm75", 1, backward, 256, 64, {32, 32, 4, 1, 1}},
+    {"sm75", 1, backward_dq, 64, 64, {64, 64, 4, 1, 1}},  {"sm75", 1, backward_dq, 128, 64, {64, 32, 4, 1, 1}},
+    {"sm75", 1, backward_dq, 256, 64, {32, 16, 2, 1, 1}}, {"sm70", 1, forward, 64, 32, {128, 64, 4, 1, 2}},
+    {"sm70", 1, forward, 128, 48, {128, 32, 4, 1, 2}},    {"sm70", 1, forward, 256, 64, {64, 32, 4, 1, 1}},
+    {"sm70", 1, backward, 64, 64, {64, 64, 4, 1, 2}},     {"sm70", 1, backward, 128, 64, {32, 64, 4, 1, 1}},
+    {"sm70", 1, backward, 256, 96, {32, 32, 4, 1, 1}},    {"sm70", 1, backward_dq, 64, 64, {64, 64, 4, 1, 2}},
+    {"sm70", 1, backward_dq, 128, 64, {64, 32, 4, 1, 1}}, {"sm70", 1, backward_dq, 256, 96, {32, 16, 2, 1, 1}},
+    {"sm80", 2, forward, 64, 48, {64, 64, 4, 1, 2}},      {"sm80", 2, forward, 128, 96, {128, 32, 8, 1, 1}},
+    {"sm80", 2, forward, 256, 160, {128, 16, 8, 1, 1}},   {"sm80", 2, forward, 256, 96, {64, 16, 4, 1, 1}},
+    {"sm80", 2, backward, 64, 96, {64, 64, 8, 1, 1}},     {"sm80", 2, backward, 128, 128, {32, 64, 8, 1, 1}},
+    {"sm80", 2, backward, 128, 80, {32, 32, 4, 1, 2}},    {"sm80", 2, backward, 256, 144, {32, 32, 4, 1, 1}},
+    {"sm80", 2, backward_dq, 64, 64, {64, 64, 4, 1, 1}},  {"sm80", 2, backward_dq, 128, 96, {64, 16, 4, 1, 1}},
+    {"sm80", 2, backward_dq, 256, 96, {32, 16, 2, 1, 1}}, {"sm75", 2, forward, 64, 64, {64, 32, 4, 1, 1}},
+    {"sm75", 2, forward, 128, 64, {64, 32, 4, 1, 1}},     {"sm75", 2, backward, 64, 64, {32, 64, 4, 1, 1}},
+    {"sm75", 2, backward, 128, 64, {16, 32, 2, 1, 1}},    {"sm75", 2, backward_dq, 64, 64, {64, 32, 4, 1, 1}},
+    {"sm75", 2, backward_dq, 128, 64, {32, 16, 2, 1, 1}}, {"sm70", 2, forward, 64, 96, {64, 32, 4, 1, 1}},
+    {"sm70", 2, forward, 128, 96, {64, 32, 4, 1, 1}},     {"sm70", 2, backward, 64, 96, {32, 64, 4, 1, 1}},
+    {"sm70", 2, backward, 128, 96, {32, 32, 4, 1, 1}},    {"sm70", 2, backward_dq, 64, 96, {64, 32, 4, 1, 1}},
+    {"sm70", 2, backward_dq, 128, 96, {32, 16, 2, 1, 1}},
 };
 
 }  // namespace rules
@@ -106,9 +94,9 @@ inline int shared_kb_of(int arch) {
   }
 }
 
-inline const TileRow& tile_row(const std::string& family, Products products, Pass pass, int head_dim, int arch) {
+inline const TileRow& tile_row(const std::string& family, int parts, Pass pass, int head_dim, int arch) {
   for (const TileRule& rule : rules::all) {
-    if (family == rule.family && products == rule.products && pass == rule.pass && head_dim <= rule.max_head_dim &&
+    if (family == rule.family && parts == rule.parts && pass == rule.pass && head_dim <= rule.max_head_dim &&
         rule.shared_kb <= shared_kb_of(arch)) {
       return rule.row;
     }

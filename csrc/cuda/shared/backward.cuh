@@ -23,10 +23,10 @@ constexpr int key_warps = block_kv / 16;
 constexpr int split = warps / key_warps;
 static_assert(split * key_warps == warps && (split == 1 || split == 2), "16 keys a warp, or a pair of warps");
 
-using KTile = Tile<block_kv, tile_head_dim>;
-using VTile = Tile<block_kv, tile_value_head_dim>;
-using QTile = Tile<block_q, tile_head_dim>;
-using OutTile = Tile<block_q, tile_value_head_dim>;
+using KTile = Tile<block_kv, parts * tile_head_dim>;
+using VTile = Tile<block_kv, parts * tile_value_head_dim>;
+using QTile = Tile<block_q, parts * tile_head_dim>;
+using OutTile = Tile<block_q, parts * tile_value_head_dim>;
 using ScoreTile = Mma::Scores<block_kv, block_q>;
 
 constexpr bool adds_dq = !option_deterministic;
@@ -43,7 +43,6 @@ constexpr int dq_row_warps = warps / dq_column_warps;
 constexpr int dq_row_tiles = block_q / 16 / dq_row_warps;
 constexpr int dq_group = Mma::group(tile_head_dim, dq_column_warps);
 constexpr int dq_groups = ceil_div(tile_head_dim / dq_group, dq_column_warps);
-constexpr int dq_groups_at_once = Mma::precise ? 1 : dq_groups;
 static_assert(dq_row_tiles * dq_row_warps * 16 == block_q, "the warps share the rows of dQ evenly");
 
 struct QueryRows {
@@ -180,10 +179,13 @@ struct Backward {
   // Starts to bring one tile of rows of one query head.
   __device__ __forceinline__ void start_rows(QueryRows& rows, int head, int tile) {
     const int first = tile * block_q;
-    load.q.start(shared_address(rows.q), head_of(problem.q, batch, head, part.q.first), problem.q.row_stride, first,
-                 part.q.length, threadIdx.x);
-    load.dout.start(shared_address(rows.dout), head_of(problem.dout, batch, head, part.q.first),
-                    problem.dout.row_stride, first, part.q.length, threadIdx.x);
+    load.q.start(shared_address(rows.q),
+                 load.q.base(head_of(problem.q, batch, head, part.q.first), problem.q.row_stride, threadIdx.x),
+                 problem.q.row_stride, first, part.q.length, threadIdx.x);
+    load.dout.start(
+        shared_address(rows.dout),
+        load.dout.base(head_of(problem.dout, batch, head, part.q.first), problem.dout.row_stride, threadIdx.x),
+        problem.dout.row_stride, first, part.q.length, threadIdx.x);
     // Rows beyond the end become zeros, lse included: with dO and delta they add nothing to any sum.
     if (threadIdx.x < block_q) {
       const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length + part.q.first;
@@ -229,24 +231,20 @@ struct Backward {
     constexpr int wide = dq_group / 8, all = tile_head_dim / dq_group;
     const int row_warp = warp % dq_row_warps, column_warp = warp / dq_row_warps;
     const typename T::template ByRow<dq_row_warps> ds(shared.ds, row_warp, lane);
+    FragmentC dq[dq_row_tiles][dq_groups * wide] = {};
+    Mma::multiply_columns<block_kv, dq_column_warps>(
+        dq, ds, Mma::ColumnReader<KTile, dq_group>(shared_address(shared.k), lane, column_warp));
 #pragma unroll
-    for (int first = 0; first < dq_groups; first += dq_groups_at_once) {
-      const int first_group = first * dq_column_warps + column_warp;
-      FragmentC dq[dq_row_tiles][dq_groups_at_once * wide] = {};
-      Mma::multiply_columns<block_kv, dq_column_warps>(
-          dq, ds, Mma::ColumnReader<KTile, dq_group>(shared_address(shared.k), lane, first_group));
+    for (int m = 0; m < dq_row_tiles; ++m) {
+      const int row_tile = tile * (block_q / 16) + m * dq_row_warps + row_warp;
+      if (row_tile * 16 >= part.q.length) continue;
+      float* to = dq_fragment(problem, batch, head, first_dq + row_tile, wide * column_warp) + lane;
 #pragma unroll
-      for (int m = 0; m < dq_row_tiles; ++m) {
-        const int row_tile = tile * (block_q / 16) + m * dq_row_warps + row_warp;
-        if (row_tile * 16 >= part.q.length) continue;
-        float* to = dq_fragment(problem, batch, head, first_dq + row_tile, wide * first_group) + lane;
+      for (int n = 0; n < dq_groups * wide; ++n) {
+        if (dq_groups * dq_column_warps != all && n / wide * dq_column_warps + column_warp >= all) continue;
 #pragma unroll
-        for (int n = 0; n < dq_groups_at_once * wide; ++n) {
-          if (dq_groups * dq_column_warps != all && n / wide * dq_column_warps + first_group >= all) continue;
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            atomicAdd(to + (n / wide * dq_column_warps * wide + n % wide) * 128 + e * 32, dq[m][n].x[e]);
-          }
+        for (int e = 0; e < 4; ++e) {
+          atomicAdd(to + (n / wide * dq_column_warps * wide + n % wide) * 128 + e * 32, dq[m][n].x[e]);
         }
       }
     }
@@ -455,7 +453,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const float scale = static_cast<float>(problem.options.scale);
   const float score_scale = scale * unscales.query * unscales.key;
   // Weights are 2^weight_bits of themselves.
-  const float ds_factor = unscales.ds * (has_unscales ? 0x1p-15f : 1.f);
+  const float ds_factor = unscales.ds * weight_unit;
 
   Backward backward{
       problem,
@@ -514,7 +512,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   }
 
   const float dk_factor = scale * unscales.query / unscales.ds;
-  const float factor = backward.dropout.factor * unscales.dout * (has_unscales ? 0x1p-15f : 1.f);
+  const float factor = backward.dropout.factor * unscales.dout * weight_unit;
   Result* dk = result_of(problem.dk, batch, kv_head, part.kv.first);
   Result* dv = result_of(problem.dv, batch, kv_head, part.kv.first);
   backward.finish(dk, dv, dk_factor, factor);

@@ -13,10 +13,10 @@ namespace jax_flash {
 
 constexpr int threads = 32 * warps;
 constexpr int row_tiles = block_q / (16 * warps);  // m16 tiles of a warp
-using QTile = Tile<block_q, tile_head_dim>;
-using OutTile = Tile<block_q, tile_value_head_dim>;
-using KTile = Tile<block_kv, tile_head_dim>;
-using VTile = Tile<block_kv, tile_value_head_dim>;
+using QTile = Tile<block_q, parts * tile_head_dim>;
+using OutTile = Tile<block_q, parts * tile_value_head_dim>;
+using KTile = Tile<block_kv, parts * tile_head_dim>;
+using VTile = Tile<block_kv, parts * tile_value_head_dim>;
 constexpr int group = Mma::group(tile_head_dim, 1);  // of columns of dQ
 constexpr bool irregular = bounded_left || in_segments;
 
@@ -177,14 +177,16 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const float scale = static_cast<float>(problem.options.scale);
   const float score_scale = scale * unscales.query * unscales.key;
   // Weights are 2^weight_bits of themselves.
-  const float ds_factor = unscales.ds * (has_unscales ? 0x1p-15f : 1.f);
+  const float ds_factor = unscales.ds * weight_unit;
 
   BackwardDq backward{
       problem,
       shared,
       part,
-      head_of(problem.k, batch, kv_head, part.kv.first),
-      head_of(problem.v, batch, kv_head, part.kv.first),
+      TileLoad<KTile, head_dim, threads>::base(head_of(problem.k, batch, kv_head, part.kv.first), problem.k.row_stride,
+                                               threadIdx.x),
+      TileLoad<VTile, value_head_dim, threads>::base(head_of(problem.v, batch, kv_head, part.kv.first),
+                                                     problem.v.row_stride, threadIdx.x),
       {problem, part, batch, head, score_scale},
       first_row,
       warp,

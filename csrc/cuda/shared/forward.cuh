@@ -14,9 +14,9 @@ namespace jax_flash {
 
 constexpr int threads = 32 * warps;
 constexpr int row_tiles = block_q / (16 * warps);  // m16 tiles of a warp
-using QTile = Tile<block_q, tile_head_dim>;
-using KTile = Tile<block_kv, tile_head_dim>;
-using VTile = Tile<block_kv, tile_value_head_dim>;
+using QTile = Tile<block_q, parts * tile_head_dim>;
+using KTile = Tile<block_kv, parts * tile_head_dim>;
+using VTile = Tile<block_kv, parts * tile_value_head_dim>;
 using OutTile = Tile<block_q, tile_value_head_dim>;
 constexpr int group = Mma::group(tile_value_head_dim, 1);  // of columns of out
 using QReader = decltype(Mma::reader_a<QTile>(0, 0, 0));
@@ -181,8 +181,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       problem,
       shared,
       part,
-      head_of(problem.k, batch, kv_head, part.kv.first),
-      head_of(problem.v, batch, kv_head, part.kv.first),
+      TileLoad<KTile, head_dim, threads>::base(head_of(problem.k, batch, kv_head, part.kv.first), problem.k.row_stride,
+                                               threadIdx.x),
+      TileLoad<VTile, value_head_dim, threads>::base(head_of(problem.v, batch, kv_head, part.kv.first),
+                                                     problem.v.row_stride, threadIdx.x),
       {problem, part, batch, head, scale},
       first_row,
       warp,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/shared/prelude.cuh"
+#include "cuda/shared/shared_memory.cuh"
 #include "cuda/shared/tile.cuh"
 
 namespace jax_flash {
@@ -17,20 +18,15 @@ struct Lanes {
 }  // namespace jax_flash
 
 #include "cuda/shared/lanes.cuh"
+#include "cuda/shared/products.cuh"
 
 namespace jax_flash {
 
-struct FragmentA {
+struct Matrix4 {
   u32 x[4];
 };
-JAX_FLASH_DEVICE void multiply_16bit(FragmentC& c, const FragmentA& a, u32 b0, u32 b1);
+JAX_FLASH_DEVICE void multiply_16bit(FragmentC& c, const Matrix4& a, u32 b0, u32 b1);
 JAX_FLASH_DEVICE u32 pack(float low, float high);
-
-JAX_FLASH_DEVICE void load_matrices(u32 (&x)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(address));
-}
 
 // The two ways in which the four 8 x 8 matrices of one ldmatrix can be spread over a piece of 16 rows and two chunks of
 // a tile: which row, and which chunk of the pair, a lane addresses. `Tall`: rows first; `Wide`: chunks first.
@@ -60,9 +56,11 @@ JAX_FLASH_DEVICE LaneReader<T> wide_reader(u32 tile, int first_row, int lane, in
 //   a3: row g + 8, k 2t + 8
 //
 // so two neighbouring accumulators, rounded to 16 bits, are one A fragment: P needs no trip through shared memory.
-struct Mma16Bit {
-  static constexpr int depth = 16;        // of k, in one instruction
-  static constexpr bool precise = false;  // whether a product takes registers beside its operands
+template <int steps>
+struct Matrices {
+  using FragmentA = Matrix4;
+  using FragmentB = Matrix4;  // of two n8
+  static constexpr int most_steps = steps;
   // Results pass through shared memory, for stores of 16 bytes, unless they are float32.
   static constexpr bool direct_stores = has_unscales;
 
@@ -75,37 +73,25 @@ struct Mma16Bit {
   static __device__ __forceinline__ LaneReader<T> reader_b(u32 tile, int first_row, int lane) {
     return wide_reader<T>(tile, first_row, lane);
   }
+  template <typename T>
+  static __device__ __forceinline__ FragmentA load_a(const LaneReader<T>& reader, int row, int kk) {
+    FragmentA a;
+    load_matrices(a.x, reader.address(row, kk));
+    return a;
+  }
+  template <typename T>
+  static __device__ __forceinline__ FragmentB load_b(const LaneReader<T>& reader, int row, int kk) {
+    return load_a(reader, row, kk);
+  }
+
+  // c[0] and c[1], of 8 columns each.
+  static __device__ __forceinline__ void multiply(FragmentC* c, const FragmentA& a, const FragmentB& b) {
+    multiply_16bit(c[0], a, b.x[0], b.x[1]);
+    multiply_16bit(c[1], a, b.x[2], b.x[3]);
+  }
 
   // How many columns of a tile [k, n] one load brings. The accumulators of a warp are whole groups of columns.
   static __host__ __device__ constexpr int group(int columns, int warps_that_share) { return 16; }
-
-  static __device__ __forceinline__ void load_transposed(u32 (&x)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(address));
-  }
-
-  // c = X Y^T, of a tile [m, k] and a tile [n, k]; c is zero before.
-  template <int k, int m_tiles, int n_tiles, typename X, typename Y>
-  static __device__ __forceinline__ void multiply_rows(FragmentC (&c)[m_tiles][n_tiles], const LaneReader<X>& x,
-                                                       const LaneReader<Y>& y) {
-#pragma unroll
-    for (int kk = 0; kk < ceil_div(k, depth); ++kk) {
-      FragmentA a[m_tiles];
-#pragma unroll
-      for (int m = 0; m < m_tiles; ++m) load_matrices(a[m].x, x.address(16 * m, kk));
-#pragma unroll
-      for (int n = 0; n < n_tiles / 2; ++n) {
-        u32 b[4];
-        load_matrices(b, y.address(16 * n, kk));
-#pragma unroll
-        for (int m = 0; m < m_tiles; ++m) {
-          multiply_16bit(c[m][2 * n], a[m], b[0], b[1]);
-          multiply_16bit(c[m][2 * n + 1], a[m], b[2], b[3]);
-        }
-      }
-    }
-  }
 
   // One lane's part in reading a tile [k, n] as B, from group `first_group` on.
   template <typename T, int group>
@@ -116,75 +102,44 @@ struct Mma16Bit {
         : reader(tall_reader<T>(tile, 0, lane, first_group)), first_group(first_group) {}
   };
 
-  // c += A Y, of A in fragments and a tile [k, n]. `a(m, kk)` returns the fragment of rows 16 * m and k depth * kk. A
-  // warp takes every `step`-th group of columns.
-  template <int k, int step = 1, int m_tiles, int n_tiles, typename A, typename T, int group>
-  static __device__ __forceinline__ void multiply_columns(FragmentC (&c)[m_tiles][n_tiles], const A& a_of,
-                                                          const ColumnReader<T, group>& y) {
-    constexpr int groups = T::columns / group, own_groups = n_tiles * 8 / group;
+  // to(m) += A Y for a group of columns and 16 k, of part `a_part` of A and `y_part` of Y.
+  template <int m_tiles, typename To, typename A, typename T, int group>
+  static __device__ __forceinline__ void multiply_group(const To& to, const A (&a)[m_tiles],
+                                                        const ColumnReader<T, group>& y, int kk, int n, int a_part,
+                                                        int y_part) {
+    FragmentB b;
+    load_transposed(b.x, y.reader.address(16 * kk, n + y_part * (T::columns / parts / group)));
 #pragma unroll
-    for (int kk = 0; kk < k / depth; ++kk) {
-      FragmentA a[m_tiles];
-#pragma unroll
-      for (int m = 0; m < m_tiles; ++m) a[m] = a_of(m, kk);
-#pragma unroll
-      for (int n = 0; n < own_groups; ++n) {
-        if (own_groups * step != groups && n * step + y.first_group >= groups) continue;
-        u32 b[4];
-        load_transposed(b, y.reader.address(16 * kk, n * step));
-#pragma unroll
-        for (int m = 0; m < m_tiles; ++m) {
-          multiply_16bit(c[m][2 * n], a[m], b[0], b[1]);
-          multiply_16bit(c[m][2 * n + 1], a[m], b[2], b[3]);
-        }
-      }
-    }
+    for (int m = 0; m < m_tiles; ++m) multiply(to(m), a[m].part[a_part], b);
   }
 
-  // The fragment A of k depth * kk of accumulators.
-  template <int n>
-  static __device__ __forceinline__ FragmentA operand(const FragmentC (&c)[n], int kk) {
-    const FragmentC &left = c[2 * kk], &right = c[2 * kk + 1];
+  // A of the accumulators of 16 columns.
+  static __device__ __forceinline__ FragmentA fragment(const FragmentC& left, const FragmentC& right) {
     return {{pack(left.x[0], left.x[1]), pack(left.x[2], left.x[3]), pack(right.x[0], right.x[1]),
              pack(right.x[2], right.x[3])}};
   }
 
-  // P^T or dS^T of a block, in shared memory.
-  template <int keys, int rows>
-  struct Scores {
-    using T = Tile<keys, rows>;
-    static constexpr int bytes = T::bytes;
-
-    // The accumulators of 16 keys and of the rows from `row` on.
-    template <int n>
-    static __device__ __forceinline__ void put(char* tile, int key, int row, const FragmentC (&c)[n], int lane) {
-      put_accumulators<T, 1>(tile, key, row / 16, c, 1.f, 1.f, lane);
+  // Accumulators of 16 rows into a tile, and A from it by its rows, or by its columns: of 16 columns, `first` + m.
+  template <typename T, int n>
+  static __device__ __forceinline__ void put(char* tile, int row, int column, const FragmentC (&c)[n], int lane) {
+    put_accumulators<T, 1>(tile, row, column / 16, c, 1.f, 1.f, lane);
+  }
+  template <typename T>
+  struct KeyReader {
+    LaneReader<T> reader;
+    __device__ __forceinline__ KeyReader(u32 tile, int row, int lane) : reader(tall_reader<T>(tile, row, lane)) {}
+    __device__ __forceinline__ FragmentA operator()(int m, int kk) const { return load_a(reader, 16 * m, kk); }
+  };
+  template <typename T>
+  struct RowReader {
+    LaneReader<T> reader;
+    __device__ __forceinline__ RowReader(u32 tile, int first, int lane)
+        : reader(wide_reader<T>(tile, 0, lane, first)) {}
+    __device__ __forceinline__ FragmentA operator()(int m, int kk) const {
+      FragmentA a;
+      load_transposed(a.x, reader.address(16 * kk, m));
+      return a;
     }
-
-    // Reads [keys, rows] as A.
-    struct ByKey {
-      LaneReader<T> reader;
-      __device__ __forceinline__ ByKey(const char* tile, int key, int lane)
-          : reader(tall_reader<T>(shared_address(tile), key, lane)) {}
-      __device__ __forceinline__ FragmentA operator()(int m, int kk) const {
-        FragmentA a;
-        load_matrices(a.x, reader.address(16 * m, kk));
-        return a;
-      }
-    };
-
-    // Reads [rows, keys] as A: of the 16 rows `first` + m * `step`, counted in 16.
-    template <int step>
-    struct ByRow {
-      LaneReader<T> reader;
-      __device__ __forceinline__ ByRow(const char* tile, int first, int lane)
-          : reader(wide_reader<T>(shared_address(tile), 0, lane, first)) {}
-      __device__ __forceinline__ FragmentA operator()(int m, int kk) const {
-        FragmentA a;
-        load_transposed(a.x, reader.address(16 * kk, m * step));
-        return a;
-      }
-    };
   };
 
   static __device__ __forceinline__ void store_pair(Result* to, float x, float y) {

@@ -27,9 +27,16 @@ constexpr float kLn2 = 0.6931471805599453f;
 __host__ __device__ constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 __host__ __device__ constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
 
-// head_dim as the tiles hold it: the columns beyond head_dim are zeros.
-constexpr int tile_head_dim = round_up(head_dim, column_step);
-constexpr int tile_value_head_dim = round_up(value_head_dim, column_step);
+// Of how many float16 arrays a float32 one is the sum: two where its accuracy is kept (products.cuh).
+constexpr int parts = option_highest_precision ? 2 : 1;
+
+// head_dim as the tiles hold it: the columns beyond head_dim are zeros. Where warps share columns the second part
+// begins on a line of 128 bytes, so that its addresses are an exclusive or away too.
+__host__ __device__ constexpr int tile_columns(int columns) {
+  return round_up(columns, parts == 2 && columns > 128 ? 64 : column_step);
+}
+constexpr int tile_head_dim = tile_columns(head_dim);
+constexpr int tile_value_head_dim = tile_columns(value_head_dim);
 
 template <bool condition, typename A, typename B>
 struct Select {
@@ -41,7 +48,8 @@ struct Select<false, A, B> {
 };
 
 // What arrays and tiles are made of; f16 and bf16 are told apart only where they are computed with.
-using Element = Select<dtype == DType::f32, float, u16>::type;
+static_assert(dtype == DType::f16 || dtype == DType::bf16, "float32 comes as float16 with unscales");
+using Element = u16;
 constexpr int chunk_elements = 16 / sizeof(Element);  // in 16 bytes
 using Result = Select<has_unscales, float, Element>::type;
 
@@ -106,5 +114,6 @@ JAX_FLASH_DEVICE Unscales unscales_of(const Problem& problem, int batch, int kv_
 
 // Weights are at most 2^weight_bits: in float16 those of many keys would else be too small to keep their digits.
 constexpr float weight_bits = has_unscales ? 15.f : 0.f;
+constexpr float weight_unit = has_unscales ? 0x1p-15f : 1.f;
 
 }  // namespace jax_flash

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/shared/prelude.cuh"
+#include "cuda/shared/shared_memory.cuh"
 
 namespace jax_flash {
 
@@ -17,55 +18,113 @@ JAX_FLASH_DEVICE uint4 load_chunk(const void* from) {
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
   return x;
 }
-JAX_FLASH_DEVICE void store_chunk(u32 to, const uint4& x) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
-}
 
 // Rows [first, first + T::rows) of one head on their way into a tile; rows from `length` on become zeros, and so do the
-// columns from `columns` on.
+// columns from `columns` on. Of arrays in two parts a row has the columns of one and then of the other.
+//
+// Up to eight neighbouring threads share a row, chunk by chunk, and have its other chunks at constant distances: what
+// they read at once are whole lines of 128 bytes, or the largest part that divides a row. All threads together pass
+// over the rows, so that one pointer moves on, and the addresses in shared memory are the same for every tile.
 template <typename T, int columns, int threads>
 struct TileLoad {
-  static constexpr int filled = columns / chunk_elements;
-  static constexpr int pieces = T::rows * T::chunks;
-  static constexpr int of_thread = ceil_div(pieces, threads);
-  uint4 chunks[of_thread];
-
-  static __device__ __forceinline__ uint4 fetch(const Element* head, i64 row_stride, int first, int length, int piece) {
-    const int row = piece / T::chunks, chunk = piece % T::chunks;
-    if ((pieces % threads != 0 && piece >= pieces) || first + row >= length || chunk >= filled) return {0, 0, 0, 0};
-    return load_chunk(head + (first + row) * row_stride + chunk * chunk_elements);
+  static constexpr int filled = columns / chunk_elements, part_chunks = T::chunks / parts;
+  static __host__ __device__ constexpr int threads_of_row() {
+    int n = 1;
+    while (T::chunks % (2 * n) == 0 && (n < 8 || threads / n > T::rows)) n *= 2;
+    return n;
   }
-  static __device__ __forceinline__ void put(u32 tile, int piece, const uint4& chunk) {
-    if (pieces % threads != 0 && piece >= pieces) return;
-    store_chunk(tile + T::offset(piece / T::chunks, piece % T::chunks), chunk);
+  static constexpr int row_threads = threads_of_row();
+  static constexpr int row_chunks = T::chunks / row_threads;  // of one thread
+  static constexpr int pass_rows = threads / row_threads;
+  static constexpr int passes = ceil_div(T::rows, pass_rows);
+  // The eight threads that store at once have one row, or parts of a few. These miss each other's banks where they are
+  // `row_threads` apart, or neighbours that end in the middle of a line.
+  static constexpr bool apart = row_threads < 8 && T::row_bytes % 128 != 64;
+
+  uint4 chunks[passes][row_chunks];
+
+  // A thread's row in the first pass, and its first chunk.
+  static __device__ __forceinline__ int row_of(int thread) {
+    const int i = thread / row_threads;
+    return apart ? i / 8 * 8 + i % (8 / row_threads) * row_threads + i % 8 / (8 / row_threads) : i;
+  }
+  static __device__ __forceinline__ int chunk_of(int thread) { return thread % row_threads; }
+
+  // What `start` takes for a head: this thread's first chunk of row 0. Opaque, or the compiler would keep the terms of
+  // the sum instead.
+  static __device__ __forceinline__ const Element* base(const Element* head, i64 row_stride, int thread) {
+    head += row_of(thread) * row_stride + chunk_of(thread) * chunk_elements;
+    asm volatile("" : "+l"(head));
+    return head;
   }
 
-  __device__ __forceinline__ void start(u32, const Element* head, i64 row_stride, int first, int length, int thread) {
+  // One pass; `valid` when its row is there.
+  static __device__ __forceinline__ void fetch(uint4 (&to)[row_chunks], const Element* from, bool valid, int thread) {
 #pragma unroll
-    for (int i = 0; i < of_thread; ++i) chunks[i] = fetch(head, row_stride, first, length, i * threads + thread);
+    for (int j = 0; j < row_chunks; ++j) {
+      const int chunk = j * row_threads + chunk_of(thread), part = parts == 1 ? 0 : chunk / part_chunks;
+      const bool full = filled == part_chunks || (parts == 1 && (j + 1) * row_threads <= filled) ||
+                        chunk - part * part_chunks < filled;
+      to[j] = {0, 0, 0, 0};
+      if (valid && full) {
+        to[j] = load_chunk(from + (j * row_threads - part * (part_chunks - filled)) * chunk_elements);
+      }
+    }
+  }
+  static __device__ __forceinline__ void put(u32 to, const uint4 (&chunks)[row_chunks]) {
+#pragma unroll
+    for (int j = 0; j < row_chunks; ++j) store_shared(to + j * row_threads * 16, chunks[j]);
+  }
+  static __device__ __forceinline__ bool in_tile(int row) { return T::rows % pass_rows == 0 || row < T::rows; }
+
+  __device__ __forceinline__ void start(u32, const Element* base, i64 row_stride, int first, int length, int thread) {
+    const Element* from = base + first * row_stride;
+    const int row = row_of(thread);
+    if (first + T::rows <= length) {
+#pragma unroll
+      for (int i = 0; i < passes; ++i) {
+        fetch(chunks[i], from + i * pass_rows * row_stride, in_tile(row + i * pass_rows), thread);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < passes; ++i) {
+        const bool valid = in_tile(row + i * pass_rows) && first + row + i * pass_rows < length;
+        fetch(chunks[i], from + i * pass_rows * row_stride, valid, thread);
+      }
+    }
   }
   __device__ __forceinline__ void finish(u32 tile, int thread) const {
+    // Chunks change places by the row modulo 16 at most.
+    constexpr int phases = pass_rows >= 16 ? 1 : 16 / pass_rows;
+    const int row = row_of(thread);
+    u32 to[phases];
 #pragma unroll
-    for (int i = 0; i < of_thread; ++i) put(tile, i * threads + thread, chunks[i]);
+    for (int i = 0; i < phases; ++i) to[i] = tile + T::offset(row + i * pass_rows, chunk_of(thread));
+#pragma unroll
+    for (int i = 0; i < passes; ++i) {
+      if (in_tile(row + i * pass_rows)) put(to[i % phases] + i / phases * phases * pass_rows * T::row_bytes, chunks[i]);
+    }
   }
 };
 
-// All at once, a few chunks at a time.
+// All at once, a few passes at a time.
 template <typename T, int columns, int threads>
 JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, int first, int length, int thread) {
   using Load = TileLoad<T, columns, threads>;
-  constexpr int together = at_most(4, Load::of_thread);
+  constexpr int together = at_most(Load::passes, at_least(1, 8 / Load::row_chunks));
+  const Element* from = Load::base(head, row_stride, thread);
 #pragma unroll 1
-  for (int i = 0; i < Load::of_thread; i += together) {
-    uint4 chunks[together];
+  for (int i = 0; i < Load::passes; i += together) {
+    uint4 chunks[together][Load::row_chunks];
 #pragma unroll
     for (int j = 0; j < together; ++j) {
-      chunks[j] = Load::fetch(head, row_stride, first, length, (i + j) * threads + thread);
+      const int passed = (i + j) * Load::pass_rows, row = Load::row_of(thread) + passed;
+      Load::fetch(chunks[j], from + (first + passed) * row_stride, row < T::rows && first + row < length, thread);
     }
 #pragma unroll
     for (int j = 0; j < together; ++j) {
-      if (Load::of_thread % together == 0 || i + j < Load::of_thread)
-        Load::put(tile, (i + j) * threads + thread, chunks[j]);
+      const int row = Load::row_of(thread) + (i + j) * Load::pass_rows;
+      if (row < T::rows) Load::put(tile + T::offset(row, Load::chunk_of(thread)), chunks[j]);
     }
   }
 }

@@ -21,7 +21,7 @@ template <>
 struct BiasElement<false> {
   using type = u16;
 };
-using Bias = BiasElement<option_wide_bias || dtype == DType::f32>::type;
+using Bias = BiasElement<option_wide_bias>::type;
 
 // One head's [rows, columns] of an array that may be broadcast along either.
 template <typename Element>

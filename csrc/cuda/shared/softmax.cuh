@@ -38,7 +38,7 @@ struct RowStatistics {
 
   // The natural logarithm of the sum of exponentials of a row whose lanes' totals have been summed.
   __device__ __forceinline__ float lse(float scale_log2) const {
-    return total == 0.f ? -JAX_FLASH_INFINITY : (anchor(scale_log2) + (log2_approx(total) - weight_bits)) * kLn2;
+    return total == 0.f ? -JAX_FLASH_INFINITY : (anchor(scale_log2) + log2_approx(total * weight_unit)) * kLn2;
   }
 };
 

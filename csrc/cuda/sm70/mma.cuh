@@ -20,6 +20,7 @@ constexpr int column_step = 32;
 }
 
 #include "cuda/shared/prelude.cuh"
+#include "cuda/shared/shared_memory.cuh"
 
 namespace jax_flash {
 
@@ -35,9 +36,10 @@ struct Lanes {
 };
 
 // A tile of elements in shared memory, in chunks of 16 bytes. The eight lanes that a load of 16 bytes serves at once
-// read one chunk of rows r0 + {0, 1, 4, 5, 8, 9, 12, 13} (A), or of rows r0 + {0, 1, 2, 3} twice (B): `phase`, which is
-// added to the number of the chunk without carry, spreads them over all banks. Rows have whole 64 bytes; where they
-// have whole 128, eight chunks change places, else four, and the neighbour row lies in the other half of the banks.
+// read one chunk of rows r0 + {0, 1, 4, 5, 8, 9, 12, 13} (A), or of rows r0 + {0, 1, 2, 3} twice (B); a store of scores
+// writes 4 bytes into one chunk of eight neighbour rows in each of four lanes. `phase`, which is added to the number of
+// the chunk without carry, spreads all of these over all banks. Rows have whole 64 bytes; where they have whole 128,
+// eight chunks change places, else four, and the neighbour row lies in the other half of the banks.
 template <int rows_, int columns_>
 struct Tile {
   static constexpr int rows = rows_;
@@ -49,7 +51,7 @@ struct Tile {
   static_assert(columns % 32 == 0 && rows % 16 == 0, "a tile is made of whole 16 x 32 pieces");
 
   static __device__ __forceinline__ int phase(int row) {
-    return whole_lines ? (row & 7) ^ (row >> 2 & 2) : ((row >> 1 ^ row >> 2) & 1) | (row >> 2 & 2);
+    return whole_lines ? (row & 7) ^ (row >> 2 & 2) : (row >> 2 & 1) | ((row ^ row >> 2) & 2);
   }
   static __device__ __forceinline__ u32 offset(int row, int chunk) {
     return row * row_bytes + 16 * (chunk ^ phase(row));
@@ -72,23 +74,13 @@ struct LaneReader {
   }
 };
 
-JAX_FLASH_DEVICE void load_shared(u32 (&x)[4], u32 address) {
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(address));
-}
-
 }  // namespace jax_flash
 
 #include "cuda/shared/lanes.cuh"
+#include "cuda/shared/products.cuh"
 #include "cuda/shared/register_loads.cuh"
 
 namespace jax_flash {
-
-// Of 16 k, in steps of four: two registers each.
-struct FragmentA {
-  u32 x[8];
-};
 
 // Accumulators of a 16 x 16 piece: two neighbouring FragmentC.
 template <bool b_by_rows>  // whether B comes from a tile [k, n]
@@ -110,9 +102,13 @@ JAX_FLASH_DEVICE void multiply_884(FragmentC& c0, FragmentC& c1, u32 a0, u32 a1,
   }
 }
 
-struct Mma {
-  static constexpr int depth = 16;
-  static constexpr bool precise = false;
+struct QuadPairs {
+  // Of 16 k, in steps of four: two registers each.
+  struct FragmentA {
+    u32 x[8];
+  };
+  using FragmentB = FragmentA;
+  static constexpr int most_steps = 16;
   static constexpr bool direct_stores = true;
 
   // How many columns of a tile [k, n] one load brings.
@@ -129,35 +125,21 @@ struct Mma {
 
   // 16 k of a lane's row.
   template <typename T>
-  static __device__ __forceinline__ FragmentA load(const LaneReader<T>& reader, int row, int kk) {
+  static __device__ __forceinline__ FragmentA load_a(const LaneReader<T>& reader, int row, int kk) {
     FragmentA a;
 #pragma unroll
     for (int i = 0; i < 2; ++i) load_shared(*reinterpret_cast<u32(*)[4]>(&a.x[4 * i]), reader.address(row, 2 * kk + i));
     return a;
   }
+  template <typename T>
+  static __device__ __forceinline__ FragmentB load_b(const LaneReader<T>& reader, int row, int kk) {
+    return load_a(reader, row, kk);
+  }
 
-  // c = X Y^T, of a tile [m, k] and a tile [n, k]; c is zero before.
-  template <int k, int m_tiles, int n_tiles, typename X, typename Y>
-  static __device__ __forceinline__ void multiply_rows(FragmentC (&c)[m_tiles][n_tiles], const LaneReader<X>& x,
-                                                       const LaneReader<Y>& y) {
+  // c[0] and c[1], a 16 x 16 piece.
+  static __device__ __forceinline__ void multiply(FragmentC* c, const FragmentA& a, const FragmentB& b) {
 #pragma unroll
-    for (int kk = 0; kk < ceil_div(k, depth); ++kk) {
-      FragmentA a[m_tiles];
-#pragma unroll
-      for (int m = 0; m < m_tiles; ++m) a[m] = load(x, 16 * m, kk);
-#pragma unroll
-      for (int n = 0; n < n_tiles / 2; ++n) {
-        const FragmentA b = load(y, 16 * n, kk);
-#pragma unroll
-        for (int step = 0; step < 4; ++step) {
-#pragma unroll
-          for (int m = 0; m < m_tiles; ++m) {
-            multiply_884<false>(c[m][2 * n], c[m][2 * n + 1], a[m].x[2 * step], a[m].x[2 * step + 1], b.x[2 * step],
-                                b.x[2 * step + 1]);
-          }
-        }
-      }
-    }
+    for (int i = 0; i < 8; i += 2) multiply_884<false>(c[0], c[1], a.x[i], a.x[i + 1], b.x[i], b.x[i + 1]);
   }
 
   // One lane's part in reading a tile [k, n] as B, in groups of 32 columns, from group `first_group`, 0 or 1, on. The
@@ -178,52 +160,41 @@ struct Mma {
           second(reader(tile, lane, first_group, 1)),
           first_group(first_group) {}
 
-    // Step `step` of the four that `kk` counts 16 rows for, all constants.
-    __device__ __forceinline__ void load(u32 (&x)[4], int kk, int step, int n) const {
+    // Step `step` of the four that `kk` counts 16 rows for, columns from chunk `chunk` on, all constants.
+    __device__ __forceinline__ void load(u32 (&x)[4], int kk, int step, int chunk) const {
       const int eight = step / 2;
-      load_shared(x, (step % 2 ? second : first).address(16 * kk + 8 * eight, 4 * n, 2 * eight));
+      load_shared(x, (step % 2 ? second : first).address(16 * kk + 8 * eight, chunk, 2 * eight));
     }
   };
 
-  // c += A Y, of A in fragments and a tile [k, n]. `a(m, kk)` returns the fragment of rows 16 * m and k depth * kk. A
-  // warp takes every `step`-th group of columns.
-  template <int k, int step = 1, int m_tiles, int n_tiles, typename A, typename T, int group>
-  static __device__ __forceinline__ void multiply_columns(FragmentC (&c)[m_tiles][n_tiles], const A& a_of,
-                                                          const ColumnReader<T, group>& y) {
-    constexpr int groups = T::columns / group, own_groups = n_tiles * 8 / group;
+  // to(m) += A Y for a group of columns and 16 k, of part `a_part` of A and `y_part` of Y.
+  template <int m_tiles, typename To, typename A, typename T, int group>
+  static __device__ __forceinline__ void multiply_group(const To& to, const A (&a)[m_tiles],
+                                                        const ColumnReader<T, group>& y, int kk, int n, int a_part,
+                                                        int y_part) {
 #pragma unroll
-    for (int kk = 0; kk < k / depth; ++kk) {
-      FragmentA a[m_tiles];
+    for (int step = 0; step < 4; ++step) {
+      u32 b[4];
+      y.load(b, kk, step, 4 * n + y_part * (T::chunks / parts));
 #pragma unroll
-      for (int m = 0; m < m_tiles; ++m) a[m] = a_of(m, kk);
-#pragma unroll
-      for (int n = 0; n < own_groups; ++n) {
-        if (own_groups * step != groups && n * step + y.first_group >= groups) continue;
-#pragma unroll
-        for (int four = 0; four < 4; ++four) {
-          u32 b[4];
-          y.load(b, kk, four, n * step);
-#pragma unroll
-          for (int m = 0; m < m_tiles; ++m) {
-            const u32 a0 = a[m].x[2 * four], a1 = a[m].x[2 * four + 1];
-            multiply_884<true>(c[m][4 * n], c[m][4 * n + 1], a0, a1, b[0], b[1]);
-            multiply_884<true>(c[m][4 * n + 2], c[m][4 * n + 3], a0, a1, b[2], b[3]);
-          }
-        }
+      for (int m = 0; m < m_tiles; ++m) {
+        FragmentC* c = to(m);
+        const u32 a0 = a[m].part[a_part].x[2 * step], a1 = a[m].part[a_part].x[2 * step + 1];
+        multiply_884<true>(c[0], c[1], a0, a1, b[0], b[1]);
+        multiply_884<true>(c[2], c[3], a0, a1, b[2], b[3]);
       }
     }
   }
 
-  // The fragment A of k depth * kk of accumulators. A lane has both halves of its row pair but wants one of them, and
-  // of that one all 16 columns where it has four: two exchanges with the lane that has the other half and t0, four with
-  // the quad pair that has the other t1.
-  template <int n>
-  static __device__ __forceinline__ FragmentA operand(const FragmentC (&c)[n], int kk) {
+  // A of the accumulators of 16 columns. A lane has both rows of a pair but wants one of them, and of that one all
+  // columns where it has four: two exchanges with the lane that has the other row and t0, four with the quad pair that
+  // has the other t1.
+  static __device__ __forceinline__ FragmentA fragment(const FragmentC& left, const FragmentC& right) {
     const bool t0 = threadIdx.x & 2;
     FragmentA a;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const FragmentC& of = c[2 * kk + i];
+      const FragmentC& of = i ? right : left;
       const u32 upper = pack(of.x[0], of.x[1]), lower = pack(of.x[2], of.x[3]);
       const u32 own = t0 ? lower : upper;
       const u32 other = __shfl_xor_sync(0xffffffffu, t0 ? upper : lower, 2);
@@ -235,40 +206,31 @@ struct Mma {
     return a;
   }
 
-  // P^T or dS^T of a block, in shared memory.
-  template <int keys, int rows>
-  struct Scores {
-    using T = Tile<keys, rows>;
-    static constexpr int bytes = T::bytes;
-
-    // The accumulators of 16 keys and of the rows from `row` on.
-    template <int n>
-    static __device__ __forceinline__ void put(char* tile, int key, int row, const FragmentC (&c)[n], int lane) {
+  // Accumulators of 16 rows into a tile, and A from it by its rows.
+  template <typename T, int n>
+  static __device__ __forceinline__ void put(char* tile, int row, int column, const FragmentC (&c)[n], int lane) {
 #pragma unroll
-      for (int i = 0; i < n; ++i) {
+    for (int i = 0; i < n; ++i) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const u32 to = shared_address(tile) + T::offset(key + lane / 4 + 8 * half, row / 8 + i) + lane % 4 * 4;
-          asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(pack(c[i].x[2 * half], c[i].x[2 * half + 1]))
-                       : "memory");
-        }
+      for (int half = 0; half < 2; ++half) {
+        const u32 to = shared_address(tile) + T::offset(row + lane / 4 + 8 * half, column / 8 + i) + lane % 4 * 4;
+        store_shared(to, pack(c[i].x[2 * half], c[i].x[2 * half + 1]));
       }
     }
-
-    // Reads [keys, rows] as A.
-    struct ByKey {
-      LaneReader<T> reader;
-      bool t1;
-      __device__ __forceinline__ ByKey(const char* tile, int key, int lane)
-          : reader(reader_a<T>(shared_address(tile), key, lane)), t1(lane & 2) {}
-      __device__ __forceinline__ FragmentA operator()(int m, int kk) const {
-        const FragmentA x = load(reader, 16 * m, kk);
-        FragmentA a;
+  }
+  template <typename T>
+  struct KeyReader {
+    LaneReader<T> reader;
+    bool t1;
+    __device__ __forceinline__ KeyReader(u32 tile, int row, int lane)
+        : reader(reader_a<T>(tile, row, lane)), t1(lane & 2) {}
+    __device__ __forceinline__ FragmentA operator()(int m, int kk) const {
+      const FragmentA x = load_a(reader, 16 * m, kk);
+      FragmentA a;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) a.x[i] = t1 ? x.x[i ^ 2] : x.x[i];
-        return a;
-      }
-    };
+      for (int i = 0; i < 8; ++i) a.x[i] = t1 ? x.x[i ^ 2] : x.x[i];
+      return a;
+    }
   };
 
   // Writes accumulators of rows `row` and `row` + 8 of this lane to global memory: whole groups of columns, every
@@ -296,5 +258,7 @@ struct Mma {
     }
   }
 };
+
+using Mma = Products<QuadPairs>;
 
 }  // namespace jax_flash

@@ -1,4 +1,4 @@
-// Ampere's instructions: cp.async and mma.m16n8k16. `Mma`, at the end, has what differs between element types.
+// Ampere's instructions: cp.async and mma.m16n8k16.
 #pragma once
 
 namespace jax_flash {
@@ -9,16 +9,6 @@ constexpr int column_step = 16;
 
 namespace jax_flash {
 
-// Copies 16 bytes from global to shared memory, or writes 16 zeros.
-JAX_FLASH_DEVICE void copy_async(u32 to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
-JAX_FLASH_DEVICE void copy_async(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-JAX_FLASH_DEVICE void copy_async_float(u32 to, const float* from, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
-}
 JAX_FLASH_DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most `pending` committed groups of this thread are under way.
 template <int pending>
@@ -27,16 +17,16 @@ JAX_FLASH_DEVICE void copies_wait() {
 }
 
 // Starts the copy of rows [first, first + T::rows) of one head into a tile; rows from `length` on become zeros, and so
-// do the columns from `columns` on.
+// do the columns from `columns` on. Of arrays in two parts a row has the columns of one and then of the other.
 template <typename T, int columns, int threads>
 JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, int first, int length, int thread) {
-  constexpr int filled = columns / chunk_elements;
+  constexpr int filled = columns / chunk_elements, part_chunks = T::chunks / parts;
   constexpr int pieces = T::rows * T::chunks;
   // Where a pass of all threads covers whole rows, each thread keeps its chunk, and its swizzle changes with the row
   // modulo 8 alone: one pointer moves on, and shared addresses of the same phase differ by constants.
   constexpr int rows_a_pass = threads / T::chunks;
   constexpr bool regular = threads % T::chunks == 0 && (rows_a_pass % 8 == 0 || 8 % rows_a_pass == 0);
-  if constexpr (regular && pieces % threads == 0 && filled == T::chunks) {
+  if constexpr (regular && pieces % threads == 0 && filled == part_chunks) {
     constexpr int phases = rows_a_pass % 8 == 0 ? 1 : 8 / rows_a_pass;
     const int row = thread / T::chunks, chunk = thread % T::chunks;
     u32 to[phases];
@@ -62,8 +52,9 @@ JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, i
       const int piece = i * threads + thread;
       if (pieces % threads != 0 && piece >= pieces) break;
       const int row = piece / T::chunks, chunk = piece % T::chunks;
-      const bool valid = first + row < length && chunk < filled;
-      const Element* from = head + (first + row) * row_stride + chunk * chunk_elements;
+      const int part = chunk / part_chunks, own = chunk % part_chunks;
+      const bool valid = first + row < length && own < filled;
+      const Element* from = head + (first + row) * row_stride + (part * filled + own) * chunk_elements;
       copy_async(tile + T::offset(row, chunk), valid ? from : head, valid);
     }
   }
@@ -73,6 +64,7 @@ JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, i
 // that shows it to the block: here the hardware copies, and there is nothing to finish but to wait.
 template <typename T, int columns, int threads>
 struct TileLoad {
+  static __device__ __forceinline__ const Element* base(const Element* head, i64, int) { return head; }
   __device__ __forceinline__ void start(u32 tile, const Element* head, i64 row_stride, int first, int length,
                                         int thread) {
     load_tile<T, columns, threads>(tile, head, row_stride, first, length, thread);
@@ -88,7 +80,7 @@ struct FloatLoad {
 constexpr bool loads_take_registers = false;
 
 // mma.m16n8k16: of A 16 x 16 and B 16 x 8.
-JAX_FLASH_DEVICE void multiply_16bit(FragmentC& c, const FragmentA& a, u32 b0, u32 b1) {
+JAX_FLASH_DEVICE void multiply_16bit(FragmentC& c, const Matrix4& a, u32 b0, u32 b1) {
   if constexpr (dtype == DType::bf16) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -115,12 +107,6 @@ JAX_FLASH_DEVICE u32 pack(float low, float high) {
   return packed;
 }
 
-}  // namespace jax_flash
-
-#include "cuda/sm80/mma_f32.cuh"
-
-namespace jax_flash {
-
-using Mma = Select<dtype == DType::f32, MmaF32, Mma16Bit>::type;
+using Mma = Products<Matrices<16>>;
 
 }  // namespace jax_flash

@@ -1,0 +1,289 @@
+"""``report``: its self-test finds what is wrong, its benchmark counts right, and nothing that fails stops it."""
+
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_cli import faked
+
+from jax_flash import _accuracy, _doctor, _report
+from jax_flash.__main__ import main
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two problems and one shape, which say as much as many."""
+    problems = [
+        _accuracy.Problem("float16", 37, 45, 2, 1, 16, causal=True, q_offset=None),
+        _accuracy.Problem("float32", 37, 45, 2, 1, 16, everything=True),
+    ]
+    monkeypatch.setattr(_report, "self_tests", lambda *_: problems)
+    monkeypatch.setattr(_report, "benchmarks", lambda *_: [_report.Cell("float32", 16, 64, True, 1, 2)])
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # restores what main() sets
+
+
+def report(capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = main(["report", "--quick"])
+    return code, capsys.readouterr().out
+
+
+@pytest.fixture
+def v100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A V100 whose calls run on the CPU."""
+    machine = faked("V100", [12], cudnn="9.10.2.21", prebuilt=32)
+    gpu = machine.devices["cuda"][0]
+    cpu = jax.local_devices(backend="cpu")[0]
+
+    class Gpu:
+        """The first CPU under the GPU's name."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(gpu, name, None) or getattr(cpu, name)
+
+    monkeypatch.setattr(_doctor, "machine", lambda: machine)
+    monkeypatch.setitem(machine.devices, "cuda", [Gpu()])
+    monkeypatch.setattr(jax, "default_device", lambda _: jax.enable_x64(False))
+    measure = _accuracy.measure
+    monkeypatch.setattr(_accuracy, "measure", lambda problem, device, judge: measure(problem, cpu, judge))
+    monkeypatch.setattr(_report, "_clocks", lambda: None)
+
+
+def test_one_block_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = report(capsys)
+    assert code == 0
+    lines = text.splitlines()
+    assert lines[0] == "```text"
+    assert lines[-1] == "```"
+    assert f"{jax.__version__}, jaxlib" in text
+    assert "self-test: passed, 2 of 2" in lines
+    (float16,) = (line.split() for line in lines if line.startswith("  float16"))
+    assert float16[:8] == ["float16", "16", "causal,", "2", "heads", "a", "key", "head"]
+    assert float16[-1] == "ok"
+    for error in float16[9:12]:
+        assert 0 <= float(error) < 0.01
+    assert "  float32 highest        16  all of them" in text
+
+
+def test_a_cpu_gets_ratios_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    _, text = report(capsys)
+    title, row = text[text.index("  dtype", text.index("benchmark on")) :].splitlines()[:2]
+    assert title.split() == ["dtype", "head_dim", "S", "B", "N", "forward:", "/xla", "both:", "/xla"]
+    assert row.split()[:6] == ["float32", "16", "64", "causal", "1", "2"]
+    assert all(float(cell) > 0 for cell in row.split()[6:])
+
+
+def test_a_gpu_gets_rates_and_cudnn(
+    v100: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """cuDNN, which does not serve it, becomes one note."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("JAX_FLASH_CUDA_FAMILY", "sm70")
+    code, text = report(capsys)
+    assert code == 0
+    assert "Tesla V100-SXM2-16GB, compute capability 7.0, kernels of sm70: 32 prebuilt, the others compiled by" in text
+    assert "JAX_FLASH_CUDA_FAMILY=sm70" in text
+    assert "nvidia-smi  nothing: FileNotFoundError" in text
+    title, row, note = text[text.index("  dtype", text.index("benchmark on")) :].splitlines()[:3]
+    figures = ["ms", "TFLOP/s", "/xla", "/cudnn"]
+    assert title.split()[5:] == ["forward:", *figures, "both:", *figures]
+    cells = row.split()[6:]
+    assert cells[3] == cells[7] == "[1]"
+    assert all(float(cell) >= 0 for cell in cells[:3] + cells[4:7])
+    assert note.startswith("  [1] ")
+    assert text.count("[1]") == 2 + 1
+
+
+def test_work_and_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = _report.Cell("float16", 64, 1024, False, 8, 32)
+    assert cell.work == 4 * 8 * 32 * 1024 * 1024 * 64
+    causal = _report.Cell("float16", 64, 1024, True, 8, 32)
+    assert 2 * causal.work == cell.work
+    assert [x.shape for x in cell.draw()] == [(8, 1024, 32, 64)] * 4
+    found = _report.Race(
+        {"jax_flash": [0.002, 0.001, 0.004], "xla": [0.004, 0.004, 0.004]}, {"cudnn": ValueError("no such thing")}
+    )
+    notes = _report.Notes()
+    assert _report._figures(found, ("xla", "cudnn"), 3e12 * 0.002, True, notes) == ["2.000", "3.0", "2.00", "[1]"]
+    found.errors["jax_flash"] = RuntimeError("broken\nin two lines")
+    assert _report._figures(found, ("xla",), 1.0, True, notes) == ["[2]", "", "[2]"]
+    assert _report._figures(found, ("xla",), 1.0, False, notes) == ["[2]"]
+
+
+def test_both_passes_are_what_they_say() -> None:
+    cell = _report.Cell("float32", 16, 64, True, 1, 2)
+    arrays = cell.draw()
+    for name in ("jax_flash", "xla"):
+        out = _report.contestant(name, cell, "forward")(*arrays)
+        again, *gradients = _report.contestant(name, cell, "forward + backward")(*arrays)
+        np.testing.assert_array_equal(out, again)
+        assert [x.shape for x in gradients] == [arrays[0].shape] * 3
+
+
+@pytest.mark.parametrize("fault", ["wrong", "nan", "raises"])
+def test_the_self_test_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: str) -> None:
+    right = _accuracy.results
+
+    def results(problem: Any, arrays: Any, device: Any, implementation: Any) -> Any:
+        found = right(problem, arrays, device, implementation)
+        if implementation is None and problem.everything:
+            if fault == "raises":
+                raise RuntimeError("the kernel is on fire\nand more")
+            found["dbias"] = found["dbias"].at[0, 0, 0, 0].add(0.05 if fault == "wrong" else jnp.nan)
+        return found
+
+    monkeypatch.setattr(_accuracy, "results", results)
+    code, text = report(capsys)
+    assert code == 1
+    assert "self-test: FAILED, 1 of 2" in text
+    (line,) = (line for line in text.splitlines() if line.startswith("  float32 highest"))
+    if fault == "raises":
+        assert line.split()[-2:] == ["[1]", "FAILED"]
+        assert "  [1] RuntimeError: the kernel is on fire\n" in text
+    else:
+        assert line.split()[-3] == "dbias"
+        assert line.split()[-1] == "WRONG"
+    assert "\nbenchmark on" in text  # it goes on
+    assert text.endswith("```\n")
+
+
+def test_a_cell_that_fails_is_a_note(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ours at once, the other one in the middle of its rounds."""
+    made = _report.contestant
+
+    def contestant(name: str, cell: Any, pass_: str) -> Any:
+        if pass_ == "forward" and name == "jax_flash":
+            raise MemoryError("not enough")
+        run, calls = made(name, cell, pass_), []
+
+        def fails_later(*arrays: Any) -> Any:
+            calls.append(1)
+            if name == "xla" and len(calls) > 2:
+                raise RuntimeError("RESOURCE_EXHAUSTED")
+            return run(*arrays)
+
+        return fails_later
+
+    monkeypatch.setattr(_report, "contestant", contestant)
+    code, text = report(capsys)
+    assert code == 0
+    row = text[text.index("  dtype", text.index("benchmark on")) :].splitlines()[1]
+    assert row.split()[6:] == ["[1]", "[2]"]
+    assert "  [1] MemoryError: not enough\n  [2] RuntimeError: RESOURCE_EXHAUSTED\n" in text
+
+
+class TestPlans:
+    """What is tested and timed on a machine, in full and quickly."""
+
+    @pytest.fixture(autouse=True)
+    def small(self) -> None:
+        """The real plans."""
+
+    @pytest.mark.parametrize("quick", [False, True])
+    @pytest.mark.parametrize("platform", ["cpu", "cuda"])
+    def test_self_tests(self, platform: str, quick: bool) -> None:
+        problems = _report.self_tests(platform, quick)
+        assert len(set(problems)) == len(problems)
+        assert {p.dtype for p in problems} == {"float16", "bfloat16", "float32"}
+        assert {p.head_dim for p in problems} == {64, 128, 256}
+        assert ("default" in {p.precision for p in problems}) == (platform == "cuda")
+        assert {p.causal for p in problems} == {True, False}
+        assert any(p.everything for p in problems)
+        assert any(p.q_heads > p.kv_heads for p in problems)
+        assert all(p.q_length % 2 and p.kv_length % 2 for p in problems)
+        assert len(problems) == {("cpu", False): 21, ("cuda", False): 28}.get((platform, False), 0) or quick
+
+    @pytest.mark.parametrize("gib", [16, 140])
+    @pytest.mark.parametrize("quick", [False, True])
+    def test_benchmarks(self, gib: int, quick: bool) -> None:
+        memory = 0.75 * gib * 2**30
+        cells = _report.benchmarks("cuda", quick, memory)
+        assert len(set(cells)) == len(cells) == (12 if quick else 24)
+        assert {c.dtype for c in cells} == {"float16", "bfloat16", "float32"}
+        assert {c.head_dim for c in cells} == ({64, 128} if quick else {64, 128, 256})
+        assert {c.length for c in cells} == ({1024} if quick else {1024, 4096})
+        for cell in cells:
+            assert 12 * cell.batch * cell.heads * cell.length**2 <= 0.6 * memory
+            assert gib < 100 or cell.batch * cell.length == 8192
+            assert gib < 100 or cell.heads * cell.head_dim == 2048
+
+    def test_little_memory(self) -> None:
+        assert {(c.batch, c.heads) for c in _report.benchmarks("cuda", False, 2**20)} == {(1, 1)}
+
+    def test_benchmarks_of_a_cpu(self) -> None:
+        """XLA refuses float16 there."""
+        assert {c.dtype for c in _report.benchmarks("cpu", False, 2**33)} == {"bfloat16", "float32"}
+
+
+def test_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "0, Tesla V100-SXM2-16GB, 535.1, 135 MHz, 1530 MHz, 877 MHz, 40.1 W, 300.00 W, 35\n1, odd\n\n"
+    done = subprocess.CompletedProcess([], 0, said, "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    titles, first, second = _report.smi()
+    assert len(titles) == len(first) == len(second) == 9
+    assert dict(zip(titles, first, strict=True))["clocks.max.sm"] == "1530 MHz"
+    assert second == ["1", "odd", *[""] * 7]
+
+    def slow(*_: Any, **__: Any) -> None:
+        raise subprocess.TimeoutExpired("nvidia-smi", 30)
+
+    monkeypatch.setattr(subprocess, "run", slow)
+    assert _report.smi() == [["nvidia-smi", "nothing: TimeoutExpired: Command 'nvidia-smi' timed out after 30 seconds"]]
+
+
+def test_clocks_are_read_while_it_works(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(_report, "smi", lambda: [["gpu", "clocks.sm"], ["0", "1530 MHz"]])
+    monkeypatch.setattr(_report, "LOAD", _report.Cell("float32", 16, 64, False, 1, 1))
+    _report._clocks()
+    assert capsys.readouterr().out == "\nnvidia-smi, under load\n  gpu  clocks.sm\n  0    1530 MHz\n"
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(_report, "contestant", fail)
+    _report._clocks()
+    assert capsys.readouterr().out == "\nnvidia-smi, under load\n  nvidia-smi  nothing: RuntimeError: no memory\n"
+
+
+def test_accuracy_rule() -> None:
+    exact = {"out": np.array([1.0, -2.0]), "lse": np.array([-np.inf, 3.0])}
+    plain = {"out": np.array([1.0, -2.001], np.float16), "lse": np.array([-np.inf, 3.0], np.float32)}
+    found = _accuracy.compare(plain, plain, exact)
+    assert found["out"].right
+    assert found["lse"].ratio == 0  # -inf is right where it should be
+    for wrong in ([0.0, 3.0], [-np.inf, np.nan], [-np.inf, 3.01]):
+        errors = _accuracy.compare(plain | {"lse": np.array(wrong, np.float32)}, plain, exact)
+        assert not errors["lse"].right
+        assert _accuracy.worst(errors).name == "lse"
+    coarse = plain | {"lse": np.array([-np.inf, 3.003], np.float32)}
+    assert _accuracy.compare(coarse, plain, exact, tf32=True)["lse"].right
+    assert not _accuracy.compare(coarse, plain, exact)["lse"].right
+
+
+@pytest.mark.slow
+def test_report_as_a_command() -> None:
+    """The real thing, which must end, and well."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "jax_flash", "report", "--quick"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\nself-test: passed, " in done.stdout
+    assert "benchmark: " in done.stderr
+    assert done.stdout.endswith("```\n")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_report_on_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever family serves it; one small shape, every column but cuDNN's a figure."""
+    monkeypatch.setattr(_report, "benchmarks", lambda *_: [_report.Cell("float16", 64, 256, True, 1, 2)])
+    code, text = report(capsys)
+    assert code == 0, text
+    row = text[text.index("  dtype", text.index("benchmark on")) :].splitlines()[1].split()[6:]
+    assert all(float(cell) > 0 for cell in (*row[:3], *row[4:7]))
