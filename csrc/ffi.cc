@@ -466,6 +466,8 @@ NB_MODULE(_core, m) {
       },
       nb::kw_only(), nb::arg("source_dir"), nb::arg("prebuilt_dirs"), nb::arg("nvrtc_paths"));
 
+  m.def("largest_head_dim", &cuda::largest_head_dim, nb::kw_only(), nb::arg("arch"), nb::arg("highest_precision"));
+
   m.def("cuda_status", [] {
     cuda::Status s = cuda::status();
     nb::list devices;

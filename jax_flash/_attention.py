@@ -209,7 +209,7 @@ def attention(
         if lengths is not None:
             operands[name] = _checks.lengths(name, lengths, leading, limit).reshape(-1)
     options = record.options(wide_bias=wide_bias)
-    _explain.check_implementation(implementation, query, value)
+    _explain.check_implementation(implementation, query, value, options)
 
     if 0 in query.shape or kv_length == 0:
         # Nothing to attend from or to: every row keeps no key.
@@ -362,7 +362,8 @@ def attention_varlen(
     )
     record = _record(arguments, query, (documents,), q_heads)
     return_lse = _checks.boolean("return_lse", return_lse)
-    _explain.check_implementation(implementation, query, value)
+    options = record.options(documents=documents)
+    _explain.check_implementation(implementation, query, value, options)
 
     if 0 in query.shape or kv_tokens == 0:
         out = jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype)

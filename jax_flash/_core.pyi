@@ -34,6 +34,9 @@ def cpu_isa() -> str:
 def configure_cuda(*, source_dir: str, prebuilt_dirs: Sequence[str], nvrtc_paths: Sequence[str]) -> None:
     """Says where the device sources, the cubins built ahead of time and NVIDIA's libraries are."""
 
+def largest_head_dim(*, arch: int, highest_precision: bool) -> int:
+    """Up to which head_dim there are kernels for a compute capability such as 70."""
+
 def cuda_status() -> dict[str, Any]:
     """driver, driver_error, nvrtc, nvrtc_error, cache_dir and devices (name, compute_capability, family)."""
 

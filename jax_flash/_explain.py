@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_flash import _origins, _registration
+from jax_flash import _checks, _core, _origins, _registration
+from jax_flash._options import Options
 
 IMPLEMENTATIONS = ("cuda", "cpu", "xla", "reference")
 """Every implementation, in the order in which they are tried; the reference is never picked unasked."""
@@ -26,10 +27,11 @@ class Call:
     dtype: str
     head_dim: int
     value_head_dim: int
+    highest_precision: bool = False
 
     @classmethod
-    def of(cls, query: Any, value: Any) -> "Call":
-        return cls(np.dtype(query.dtype).name, query.shape[-1], value.shape[-1])
+    def of(cls, query: Any, value: Any, options: Options) -> "Call":
+        return cls(np.dtype(query.dtype).name, query.shape[-1], value.shape[-1], options.highest_precision)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +107,23 @@ def _cuda_unavailable() -> str | None:
     return None
 
 
+def _beyond_room(call: Call) -> str | None:
+    """Why the shared memory of this machine's CUDA devices is too small for a call; None when it isn't."""
+    head_dim = max(call.head_dim, call.value_head_dim)
+    if not call.highest_precision or not _cuda_devices():
+        return None
+    for device in _registration.cuda_status()["devices"]:
+        arch = device["compute_capability"]
+        limit = _core.largest_head_dim(arch=arch, highest_precision=True)
+        if head_dim > limit:
+            return (
+                f'its kernels for float32 with precision="highest" take a head_dim of at most {limit} on '
+                f"{device['name']}, compute capability {_origins.name(arch)}, query has {call.head_dim} and value "
+                f"{call.value_head_dim}"
+            )
+    return None
+
+
 def obstacle(implementation: str, platform: str, call: Call) -> str | None:
     """Why ``implementation`` can't serve a call that is lowered for ``platform``; None when it can."""
     wanted = _PLATFORM.get(implementation)
@@ -113,7 +132,7 @@ def obstacle(implementation: str, platform: str, call: Call) -> str | None:
     for rule in RULES.get(implementation, ()):
         if rule.applies(call):
             return rule.reason(call)
-    return _cuda_unavailable() if implementation == "cuda" else None
+    return (_cuda_unavailable() or _beyond_room(call)) if implementation == "cuda" else None
 
 
 def choose(implementation: str | None, platform: str, call: Call) -> str:
@@ -129,7 +148,7 @@ def choose(implementation: str | None, platform: str, call: Call) -> str:
     return implementation
 
 
-def check_implementation(implementation: object, query: Any, value: Any) -> None:
+def check_implementation(implementation: object, query: Any, value: Any, options: Options) -> None:
     """Raises, when a call is traced, for an implementation that no platform of this process can serve it with."""
     if implementation is None:
         return
@@ -142,7 +161,7 @@ def check_implementation(implementation: object, query: Any, value: Any) -> None
             "implementation='cuda' does not serve this call: JAX has no CUDA device here "
             "(implementation=None can be lowered for CUDA anywhere)"
         )
-    choose(implementation, _PLATFORM.get(implementation, "any"), Call.of(query, value))
+    choose(implementation, _PLATFORM.get(implementation, "any"), Call.of(query, value, options))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,12 +212,13 @@ def explain(
     from jax_flash._attention import attention  # the call graph runs the other way: attention asks this module
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)]
+    precise = _checks.highest_precision(options.get("precision"), shapes[0].dtype)
     jax.eval_shape(lambda *arrays: attention(*arrays, implementation=implementation, **options), *shapes)
     if platform is None:
         # A device, the name of a platform, or None; set by name at run time, so unknown to type checkers.
         device = jax.config.jax_default_device  # type: ignore[attr-defined]
         platform = getattr(device, "platform", device) or jax.default_backend()
         platform = "cuda" if platform == "gpu" else platform
-    call = Call.of(shapes[0], shapes[2])
+    call = Call(np.dtype(shapes[0].dtype).name, shapes[0].shape[-1], shapes[2].shape[-1], precise)
     obstacles = {name: reason for name in IMPLEMENTATIONS if (reason := obstacle(name, platform, call))}
     return Explanation(choose(implementation, platform, call), platform, obstacles)

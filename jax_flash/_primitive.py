@@ -155,7 +155,7 @@ def _call(pass_: str, platform: str, params: Params, *args: jax.Array) -> tuple[
     """What one device runs: a custom call, or plain JAX where no kernel serves the call."""
     if 0 in args[0].shape:  # vmap over an axis of size 0; the kernels want one problem at least
         return tuple(jnp.zeros(x.shape, x.dtype) for x in _result_shapes(pass_, params, args))
-    chosen = _explain.choose(params.implementation, platform, _explain.Call.of(args[0], args[2]))
+    chosen = _explain.choose(params.implementation, platform, _explain.Call.of(args[0], args[2], params.options))
     results = _result_shapes(pass_, params, args)
     if chosen == "cuda":
         dtype = args[0].dtype
@@ -354,7 +354,7 @@ def _devices(mesh: Mesh, spec: Any) -> int:
 
 def _lowering(pass_: str, platform: str, ctx: Any, *args: Any, params: Params) -> Any:
     # Errors belong to the lowering of this call, not to a callback of the partitioner.
-    _explain.choose(params.implementation, platform, _explain.Call.of(ctx.avals_in[0], ctx.avals_in[2]))
+    _explain.choose(params.implementation, platform, _explain.Call.of(ctx.avals_in[0], ctx.avals_in[2], params.options))
     return mlir.lower_fun(_partitioned(pass_, platform, params), multiple_results=True)(ctx, *args)
 
 

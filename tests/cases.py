@@ -16,6 +16,7 @@ import oracle
 import pytest
 
 import jax_flash
+from jax_flash import _core, _registration
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
@@ -728,6 +729,13 @@ EVERY_DTYPE = ("everything", "packed_everything", "bias", "dropout", "lengths_bi
 """Cases with options that CPUs run in every dtype."""
 
 
+@functools.cache
+def highest_precision_head_dim() -> int:
+    """The largest head_dim of kernels with float32's accuracy on the GPUs here, whose shared memory bounds it."""
+    arches = [device["compute_capability"] for device in _registration.cuda_status()["devices"]]
+    return min((_core.largest_head_dim(arch=arch, highest_precision=True) for arch in arches), default=256)
+
+
 def serves(target: Target, case: Case | PackedCase, dtype: str, results: str) -> bool:
     """Whether the case is run: all of them through kernels, the core ones through what is slow to compile.
 
@@ -736,7 +744,10 @@ def serves(target: Target, case: Case | PackedCase, dtype: str, results: str) ->
     """
     if dtype not in target.dtypes or dtype not in case.dtypes or (case.large and target.platform != "cuda"):
         return False
-    if target.max_head_dim and max(case.head_dim, case.value_head_dim or 0) > target.max_head_dim:
+    limit = target.max_head_dim
+    if limit and dtype == "float32" and case.precision != "default":
+        limit = min(limit, highest_precision_head_dim())
+    if limit and max(case.head_dim, case.value_head_dim or 0) > limit:
         return False
     if target.kernel:
         if target.platform == "cpu" and case.options:

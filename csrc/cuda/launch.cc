@@ -215,6 +215,18 @@ std::string fetch(int arch, Pass pass, DType dtype, int head_dim, int value_head
   return fetch(variant_of(served_family(arch), arch, pass, dtype, head_dim, value_head_dim, options)).origin;
 }
 
+int largest_head_dim(int arch, bool highest_precision) {
+  const std::string family = served_family(arch);
+  for (int head_dim = 256; head_dim > 0; head_dim -= 8) {
+    bool served = true;
+    for (Pass pass : {Pass::forward, Pass::backward, Pass::backward_dq}) {
+      served = served && find_tile_row(family, highest_precision ? 2 : 1, pass, head_dim, arch);
+    }
+    if (served) return head_dim;
+  }
+  return 0;
+}
+
 std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std::vector<std::pair<int, int>>& head_dims,
                           const std::vector<Options>& options, const std::string& out_dir) {
   const std::string family = served_family(arch);

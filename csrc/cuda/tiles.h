@@ -94,15 +94,21 @@ inline int shared_kb_of(int arch) {
   }
 }
 
-inline const TileRow& tile_row(const std::string& family, int parts, Pass pass, int head_dim, int arch) {
+// nullptr where no row serves.
+inline const TileRow* find_tile_row(const std::string& family, int parts, Pass pass, int head_dim, int arch) {
   for (const TileRule& rule : rules::all) {
     if (family == rule.family && parts == rule.parts && pass == rule.pass && head_dim <= rule.max_head_dim &&
         rule.shared_kb <= shared_kb_of(arch)) {
-      return rule.row;
+      return &rule.row;
     }
   }
+  return nullptr;
+}
+
+inline const TileRow& tile_row(const std::string& family, int parts, Pass pass, int head_dim, int arch) {
+  if (const TileRow* row = find_tile_row(family, parts, pass, head_dim, arch)) return *row;
   throw std::invalid_argument("no tile row for family " + family + ", head_dim " + std::to_string(head_dim) +
-                              ", compute capability " + std::to_string(arch));
+                              ", compute capability " + std::to_string(arch) + (parts == 2 ? ", in two parts" : ""));
 }
 
 }  // namespace jax_flash::cuda

@@ -439,7 +439,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
 
   // Under causal the first keys are kept by the most rows, and go first.
   const int key_blocks = blocks_of(problem, problem.kv_length, block_kv);
-  const Work work = work_of(key_blocks, problem.kv_heads, problem.batch, problem.q_length);
+  const Work work = work_of(blockIdx.x, key_blocks, problem.kv_heads, problem.batch, problem.q_length);
   const int kv_head = work.head, batch = work.batch;
   int key_block = work.block;
   const int document = document_of(problem, problem.cu_kv_lengths, batch, block_kv, key_block);

@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
 
   // Under causal the last rows have the most keys, and go first.
   const int row_blocks = blocks_of(problem, problem.q_length, block_q);
-  const Work work = work_of(row_blocks, problem.q_heads, problem.batch, problem.kv_length);
+  const Work work = work_of(blockIdx.x, row_blocks, problem.q_heads, problem.batch, problem.kv_length);
   int row_block = option_causal ? row_blocks - 1 - work.block : work.block;
   const int head = work.head, batch = work.batch;
   const Part part = part_of(problem, batch, document_of(problem, problem.cu_q_lengths, batch, block_q, row_block));

@@ -34,6 +34,27 @@ struct SharedStorage {
 
 extern "C" __constant__ LaunchFacts jax_flash_forward_facts = {threads, block_q, sizeof(SharedStorage), 0};
 
+// What a block works on.
+struct Place {
+  Part part;
+  int batch, head, kv_head;
+  int first_row;
+
+  __device__ __forceinline__ float sink(const Problem& problem) const {
+    if constexpr (!has_sinks) return -JAX_FLASH_INFINITY;
+    return static_cast<const float*>(problem.sinks)[batch * problem.q_heads + head];
+  }
+};
+JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
+  // Under causal the last rows have the most keys, and go first.
+  const int row_blocks = blocks_of(problem, problem.q_length, block_q);
+  const Work work = work_of(block, row_blocks, problem.q_heads, problem.batch, problem.kv_length);
+  int row_block = option_causal ? row_blocks - 1 - work.block : work.block;
+  const int document = document_of(problem, problem.cu_q_lengths, work.batch, block_q, row_block);
+  const int kv_head = work.head / (problem.q_heads / problem.kv_heads);
+  return {part_of(problem, work.batch, document), work.batch, work.head, kv_head, row_block * block_q};
+}
+
 struct Forward {
   const Problem& problem;
   SharedStorage& shared;
@@ -60,6 +81,12 @@ struct Forward {
     v_load.start(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, part.kv.length, threadIdx.x);
     copies_commit();
   }
+  __device__ __forceinline__ void change_tiles(int next) {
+    copies_wait<0>();
+    v_load.finish(shared_address(shared.v), threadIdx.x);
+    __syncthreads();  // V has landed; everybody is done with K
+    if (next >= 0) start_k(next);
+  }
 
   __device__ __forceinline__ int row_of(int m, int half) const {
     return first_row + (warp * row_tiles + m) * 16 + lane / 4 + half * 8;
@@ -73,14 +100,14 @@ struct Forward {
     copies_wait<0>();
     k_load.finish(shared_address(shared.k), threadIdx.x);
     __syncthreads();  // K has landed; everybody is done with the previous V
-    start_v(tile);
+    if (!loads_take_registers) start_v(tile);
 
     Mma::multiply_rows<head_dim>(scores, q_reader, k_reader);
-
-    copies_wait<0>();
-    v_load.finish(shared_address(shared.v), threadIdx.x);
-    __syncthreads();  // V has landed; everybody is done with K
-    if (next >= 0) start_k(next);
+    if constexpr (loads_take_registers) {
+      start_v(tile);  // the softmax is time enough
+    } else {
+      change_tiles(next);
+    }
 
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
@@ -117,12 +144,17 @@ struct Forward {
       if constexpr (with_dropout_rate) rows.drop<false>(scores[m], row_of(m, 0), tile * block_kv, lane);
     }
 
+    if constexpr (loads_take_registers) change_tiles(next);
     Mma::multiply_columns<block_kv>(out, [&](int m, int kk) { return Mma::operand(scores[m], kk); }, v_reader);
   }
 
   // A template, so that families that store from registers need none of the way through shared memory.
   template <typename M = Mma>
-  __device__ __forceinline__ void finish(Result* out_head, float* lse, float sink, float unscale) {
+  __device__ __forceinline__ void finish(const Place& place) {
+    Result* out_head = result_of(problem.out, place.batch, place.head, part.q.first);
+    float* lse = static_cast<float*>(problem.lse) +
+                 (static_cast<i64>(place.batch) * problem.q_heads + place.head) * problem.q_length + part.q.first;
+    const float sink = place.sink(problem), unscale = unscales_of(problem, place.batch, place.kv_head).value;
     const int warp_row = warp * row_tiles * 16;
     if constexpr (!M::direct_stores && tile_head_dim != tile_value_head_dim) {
       __syncthreads();  // rows of out lie elsewhere than those of Q
@@ -164,15 +196,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   extern __shared__ __align__(128) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
 
-  // Under causal the last rows have the most keys, and go first.
-  const int row_blocks = blocks_of(problem, problem.q_length, block_q);
-  const Work work = work_of(row_blocks, problem.q_heads, problem.batch, problem.kv_length);
-  int row_block = option_causal ? row_blocks - 1 - work.block : work.block;
-  const int head = work.head, batch = work.batch;
-  const Part part = part_of(problem, batch, document_of(problem, problem.cu_q_lengths, batch, block_q, row_block));
-  const int first_row = row_block * block_q;
-  if (packed && first_row >= part.q.stored) return;
-  const int kv_head = head / (problem.q_heads / problem.kv_heads);
+  Place place = place_of(problem, blockIdx.x);
+  if (packed && place.first_row >= place.part.q.stored) return;
+  const Part& part = place.part;
+  const int head = place.head, batch = place.batch, kv_head = place.kv_head, first_row = place.first_row;
   const int warp = threadIdx.x / 32, lane = Lanes::of(threadIdx.x);
   const Unscales unscales = unscales_of(problem, batch, kv_head);
   const float scale = static_cast<float>(problem.options.scale) * unscales.query * unscales.key;
@@ -194,9 +221,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       Mma::reader_b<KTile>(shared_address(shared.k), 0, lane),
       VReader(shared_address(shared.v), lane),
   };
-  float sink = -JAX_FLASH_INFINITY;
   if constexpr (has_sinks) {
-    sink = static_cast<const float*>(problem.sinks)[batch * problem.q_heads + head];
+    const float sink = place.sink(problem);
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
       forward.statistics[m][0].begin_with(sink * kLog2e, forward.scale_log2, lane % 4 == 0);
@@ -239,9 +265,14 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     for (; tile >= 0; --tile) forward.step<false>(tile, tile - 1);
   }
 
-  const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length + part.q.first;
-  forward.finish(result_of(problem.out, batch, head, part.q.first), static_cast<float*>(problem.lse) + first_statistic,
-                 sink, unscales.value);
+  // Where the loop takes all registers there are, nothing else is kept in them.
+  if constexpr (loads_take_registers) {
+    place = place_of(problem, block_again());
+    forward.first_row = place.first_row;
+    forward.warp = thread_again() / 32;
+    forward.lane = Lanes::of(thread_again());
+  }
+  forward.finish(place);
 }
 
 }  // namespace jax_flash

@@ -18,9 +18,8 @@ struct Work {
 // rows of two arrays). Of 4, 8, 16, 32 MB and no limit, 32 did best on an H200 (60 MB of L2): at head_dim 128 forward
 // 356 TFLOP/s at S 4096, against 325, 328, 352 and 357, and at S 1024 271 against 255, 258, 267 and 269; without groups
 // but a head after the other 324 and 252, without a limit the backward at head_dim 256 and S 1024 fell from 166 to 141.
-JAX_FLASH_DEVICE Work work_of(int blocks, int heads, int batch, int length) {
+JAX_FLASH_DEVICE Work work_of(int index, int blocks, int heads, int batch, int length) {
   constexpr i64 room = 32 << 20;
-  const int index = blockIdx.x;
   int block = index % blocks;
   int head = index / blocks;
   if (option_causal) {
