@@ -178,7 +178,10 @@ def _self_test(problems: Iterable[_accuracy.Problem], device: jax.Device, platfo
     for problem in problems:
         row = [_dtype_name(problem), str(problem.head_dim), _options_name(problem)]
         _say(f"self-test: {' '.join(row)}")
-        served = _explain.choose(None, platform, _explain.Call(problem.dtype, problem.head_dim, problem.head_dim))
+        highest = problem.dtype == "float32" and problem.precision == "highest"
+        served = _explain.choose(
+            None, platform, _explain.Call(problem.dtype, problem.head_dim, problem.head_dim, highest)
+        )
         try:
             errors = _accuracy.measure(problem, device, judge)
             largest = {name: error.largest for name, error in errors.items()}
