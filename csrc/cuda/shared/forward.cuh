@@ -6,6 +6,7 @@
 // test in it.
 #pragma once
 
+#include "cuda/shared/again.cuh"
 #include "cuda/shared/schedule.cuh"
 #include "cuda/shared/score_rows.cuh"
 #include "cuda/shared/softmax.cuh"

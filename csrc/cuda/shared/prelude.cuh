@@ -56,19 +56,6 @@ using Result = Select<has_unscales, float, Element>::type;
 // Whether something happens to the scores between product and softmax (scores.cuh).
 constexpr bool modifies_scores = with_softcap || has_bias || has_alibi_slopes;
 
-// Asked of the hardware, where the compiler would rather keep what it has computed of blockIdx and threadIdx before: in
-// registers that a loop needs.
-JAX_FLASH_DEVICE int block_again() {
-  int x;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
-  return x;
-}
-JAX_FLASH_DEVICE int thread_again() {
-  int x;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-  return x;
-}
-
 // Host and kernel must agree on these; the kernel states them, the host reads them out of the cubin.
 struct LaunchFacts {
   int threads;        // per block

@@ -4,6 +4,7 @@
 
 #include "cuda/shared/prelude.cuh"
 #include "cuda/shared/shared_memory.cuh"
+#include "cuda/shared/thread_rows.cuh"
 
 namespace jax_flash {
 
@@ -21,34 +22,13 @@ JAX_FLASH_DEVICE uint4 load_chunk(const void* from) {
 
 // Rows [first, first + T::rows) of one head on their way into a tile; rows from `length` on become zeros, and so do the
 // columns from `columns` on. Of arrays in two parts a row has the columns of one and then of the other.
-//
-// Up to eight neighbouring threads share a row, chunk by chunk, and have its other chunks at constant distances: what
-// they read at once are whole lines of 128 bytes, or the largest part that divides a row. All threads together pass
-// over the rows, so that one pointer moves on, and the addresses in shared memory are the same for every tile.
 template <typename T, int columns, int threads>
-struct TileLoad {
+struct TileLoad : ThreadRows<T, threads> {
+  using Rows = ThreadRows<T, threads>;
+  using Rows::chunk_of, Rows::in_tile, Rows::pass_rows, Rows::passes, Rows::row_chunks, Rows::row_of, Rows::row_threads;
   static constexpr int filled = columns / chunk_elements, part_chunks = T::chunks / parts;
-  static __host__ __device__ constexpr int threads_of_row() {
-    int n = 1;
-    while (T::chunks % (2 * n) == 0 && (n < 8 || threads / n > T::rows)) n *= 2;
-    return n;
-  }
-  static constexpr int row_threads = threads_of_row();
-  static constexpr int row_chunks = T::chunks / row_threads;  // of one thread
-  static constexpr int pass_rows = threads / row_threads;
-  static constexpr int passes = ceil_div(T::rows, pass_rows);
-  // The eight threads that store at once have one row, or parts of a few. These miss each other's banks where they are
-  // `row_threads` apart, or neighbours that end in the middle of a line.
-  static constexpr bool apart = row_threads < 8 && T::row_bytes % 128 != 64;
 
   uint4 chunks[passes][row_chunks];
-
-  // A thread's row in the first pass, and its first chunk.
-  static __device__ __forceinline__ int row_of(int thread) {
-    const int i = thread / row_threads;
-    return apart ? i / 8 * 8 + i % (8 / row_threads) * row_threads + i % 8 / (8 / row_threads) : i;
-  }
-  static __device__ __forceinline__ int chunk_of(int thread) { return thread % row_threads; }
 
   // What `start` takes for a head: this thread's first chunk of row 0. Opaque, or the compiler would keep the terms of
   // the sum instead.
@@ -75,7 +55,6 @@ struct TileLoad {
 #pragma unroll
     for (int j = 0; j < row_chunks; ++j) store_shared(to + j * row_threads * 16, chunks[j]);
   }
-  static __device__ __forceinline__ bool in_tile(int row) { return T::rows % pass_rows == 0 || row < T::rows; }
 
   __device__ __forceinline__ void start(u32, const Element* base, i64 row_stride, int first, int length, int thread) {
     const Element* from = base + first * row_stride;

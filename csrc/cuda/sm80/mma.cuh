@@ -6,6 +6,7 @@ constexpr int column_step = 16;
 }
 
 #include "cuda/shared/matrices.cuh"
+#include "cuda/shared/thread_rows.cuh"
 
 namespace jax_flash {
 
@@ -26,7 +27,7 @@ JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, i
   // modulo 8 alone: one pointer moves on, and shared addresses of the same phase differ by constants.
   constexpr int rows_a_pass = threads / T::chunks;
   constexpr bool regular = threads % T::chunks == 0 && (rows_a_pass % 8 == 0 || 8 % rows_a_pass == 0);
-  if constexpr (regular && pieces % threads == 0 && filled == part_chunks) {
+  if constexpr (T::swizzled && regular && pieces % threads == 0 && filled == part_chunks) {
     constexpr int phases = rows_a_pass % 8 == 0 ? 1 : 8 / rows_a_pass;
     const int row = thread / T::chunks, chunk = thread % T::chunks;
     u32 to[phases];
@@ -47,15 +48,21 @@ JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, i
       }
     }
   } else {
+    using Rows = ThreadRows<T, threads>;
+    const int row = Rows::row_of(thread), chunk = Rows::chunk_of(thread);
+    const Element* from = head + (first + row) * row_stride + chunk * chunk_elements;
 #pragma unroll
-    for (int i = 0; i < ceil_div(pieces, threads); ++i) {
-      const int piece = i * threads + thread;
-      if (pieces % threads != 0 && piece >= pieces) break;
-      const int row = piece / T::chunks, chunk = piece % T::chunks;
-      const int part = chunk / part_chunks, own = chunk % part_chunks;
-      const bool valid = first + row < length && own < filled;
-      const Element* from = head + (first + row) * row_stride + (part * filled + own) * chunk_elements;
-      copy_async(tile + T::offset(row, chunk), valid ? from : head, valid);
+    for (int i = 0; i < Rows::passes; ++i, from += Rows::pass_rows * row_stride) {
+      const int here = row + i * Rows::pass_rows;
+      if (!Rows::in_tile(here)) break;
+      const u32 to = tile + T::offset(here, chunk);
+#pragma unroll
+      for (int j = 0; j < Rows::row_chunks; ++j) {
+        const int of_row = chunk + j * Rows::row_threads, part = parts == 1 ? 0 : of_row / part_chunks;
+        const bool valid = first + here < length && (filled == part_chunks || of_row - part * part_chunks < filled);
+        const Element* source = from + (j * Rows::row_threads - part * (part_chunks - filled)) * chunk_elements;
+        copy_async(to + j * Rows::row_threads * 16, valid ? source : head, valid);
+      }
     }
   }
 }

@@ -1,0 +1,70 @@
+// CUDA's words for a build of the device sources by the host's compiler. Threads run one after the other, so shuffles
+// and barriers have nothing to wait for, and what inline PTX computes is left out, since addresses do not depend on it.
+// PTX that they depend on, or that takes them, has its own files here: cuda/shared/again.cuh and shared_memory.cuh.
+// What accesses shared memory by a pointer is seen by the calls that -fsanitize=thread makes of every access.
+#pragma once
+
+#include "record.h"
+
+// `asm("...")` becomes nothing, and `asm volatile("...")` an empty asm.
+#define asm(...) (void)0
+#define volatile(...) ("")
+
+#define __device__
+#define __host__
+#define __global__
+#define __constant__
+#define __shared__
+#define __grid_constant__
+#define __forceinline__ inline
+#define __align__(bytes)
+#define __launch_bounds__(...)
+
+struct int2 {
+  int x, y;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+
+struct ThreadIndex {
+  struct X {
+    operator unsigned() const { return record::thread(); }
+  } x;
+};
+inline ThreadIndex threadIdx;
+struct BlockIndex {
+  unsigned x;
+};
+inline constexpr BlockIndex blockIdx{0};
+
+inline unsigned long long __cvta_generic_to_shared(const void* p) { return record::address_of(p); }
+inline void __syncthreads() { record::barrier(); }
+inline void __syncwarp() {}
+template <typename T>
+T __shfl_xor_sync(unsigned, T x, int) {
+  record::shuffle();
+  return x;
+}
+inline float atomicAdd(float* to, float x) { return *to += x; }
+
+inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
+inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
+inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
+inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
+inline float fmaxf(float x, float y) { return __builtin_fmaxf(x, y); }
+inline float fabsf(float x) { return __builtin_fabsf(x); }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline int __double2int_rd(double x) { return static_cast<int>(__builtin_floor(x)); }
+inline unsigned __umulhi(unsigned x, unsigned y) {
+  return static_cast<unsigned>(static_cast<unsigned long long>(x) * y >> 32);
+}

@@ -1,0 +1,64 @@
+// Stands behind a kernel's source: gives it a problem, and adds it to those that are counted.
+#pragma once
+
+namespace jax_flash {
+
+template <typename Storage>
+constexpr bool has_rows = requires(Storage s) { s.rows; };
+constexpr bool walks_over_rows = has_rows<SharedStorage>;  // the backward; the others walk over keys
+
+// The parts of SharedStorage. What both stages have has one name.
+template <typename Storage>
+struct Regions {
+  record::Region all[16];
+  int count = 0;
+
+  void add(const char* name, const Storage& storage, const auto& member) {
+    const auto first = reinterpret_cast<const char*>(&member) - reinterpret_cast<const char*>(&storage);
+    all[count++] = {name, static_cast<unsigned>(first), static_cast<unsigned>(sizeof(member))};
+  }
+  Regions() {
+    const Storage& storage = *reinterpret_cast<const Storage*>(::memory);
+    if constexpr (requires { storage.q; }) add("q", storage, storage.q);
+    if constexpr (requires { storage.dout; }) add("dout", storage, storage.dout);
+    add("k", storage, storage.k);
+    add("v", storage, storage.v);
+    if constexpr (requires { storage.ds; }) add("ds", storage, storage.ds);
+    if constexpr (requires { storage.p; }) add("p", storage, storage.p);
+    if constexpr (requires { storage.rows; }) {
+      for (const auto& rows : storage.rows) {
+        add("q", storage, rows.q);
+        add("dout", storage, rows.dout);
+        add("lse", storage, rows.lse);
+        add("delta", storage, rows.delta);
+      }
+    }
+  }
+};
+
+// One batch entry, one head, one block.
+template <void (*kernel)(Problem)>
+void run(int tiles) {
+  constexpr int columns = parts * at_least(head_dim, value_head_dim);
+  Problem problem{};
+  problem.options.scale = 1;
+  problem.options.documents = 1;
+  problem.batch = problem.q_heads = problem.kv_heads = 1;
+  problem.q_length = walks_over_rows ? tiles * block_q : block_q;
+  problem.kv_length = walks_over_rows ? block_kv : tiles * block_kv;
+  problem.head_dim = head_dim;
+  problem.value_head_dim = value_head_dim;
+  problem.q = problem.k = problem.v = problem.out = {record::global, 0, columns, 0};
+  problem.dout = problem.dq = problem.dk = problem.dv = problem.q;
+  problem.lse = problem.delta = problem.scratch = record::global;
+  problem.unscales = static_cast<const float*>(problem.lse);
+  kernel(problem);
+}
+
+}  // namespace jax_flash
+
+#define RECORD_KERNEL(name, kernel)                                                                                   \
+  namespace jax_flash {                                                                                               \
+  static const Regions<SharedStorage> regions;                                                                        \
+  static const bool added = record::add({name, block_q, block_kv, threads, regions.all, regions.count, run<kernel>}); \
+  }

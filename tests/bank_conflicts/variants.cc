@@ -1,0 +1,61 @@
+// Writes the sources of the kernels whose accesses to shared memory are counted, as the runtime hands them to NVRTC:
+// every family, pass and tile row, of arrays in one and in two parts.
+//   variants FOLDER  -> one file each, ready for the host's compiler
+#include <algorithm>
+#include <fstream>
+#include <iostream>
+#include <set>
+#include <string>
+
+#include "cuda/jit.h"
+
+using namespace jax_flash;
+using namespace jax_flash::cuda;
+
+namespace {
+
+bool served(const Variant& variant, int parts) {
+  try {
+    tile_row(variant.family, parts, variant.pass, variant.head_dim, variant.arch);
+    return true;
+  } catch (const std::invalid_argument&) {
+    return false;
+  }
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  const std::string folder = arguments[1];
+  std::set<std::string> seen;
+  for (int arch : {70, 75, 80, 86, 90}) {
+    const std::string family = arch >= 80 ? "sm80" : arch == 75 ? "sm75" : "sm70";
+    for (int parts : {1, 2}) {
+      for (Pass pass : {Pass::forward, Pass::backward, Pass::backward_dq}) {
+        for (int head_dim : {16, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256}) {
+          Options options{};
+          options.highest_precision = options.has_unscales = parts == 2;
+          options.deterministic =
+              pass == Pass::backward_dq || (pass == Pass::backward && (family == "sm70" || parts == 2));
+          Variant variant{family, arch, pass, DType::f16, head_dim, head_dim, options, {}};
+          if (!served(variant, parts)) continue;
+          variant.tile = tile_row(family, parts, pass, head_dim, arch);
+          const std::string source = variant.source();
+          if (!seen.insert(source).second) continue;  // another compute capability takes the same tile row
+          const std::string index = std::to_string(seen.size()), name = variant.name();
+          const std::string entry = pass == Pass::forward    ? "jax_flash_forward"
+                                    : pass == Pass::backward ? "jax_flash_backward"
+                                                             : "jax_flash_backward_dq";
+          std::ofstream file(folder + "/" + name + ".cc");
+          // All of them are linked together, so each has its own names.
+          file << "#define jax_flash jax_flash_" << index << "\n";
+          for (std::string suffix : {"", "_facts"}) {
+            file << "#define " << entry << suffix << " " << entry << suffix << "_" << index << "\n";
+          }
+          file << "#define jax_flash_convert_dq jax_flash_convert_dq_" << index << "\n"
+               << source << "#include \"run.h\"\nRECORD_KERNEL(\"" << name << "\", " << entry << ")\n";
+        }
+      }
+    }
+  }
+}

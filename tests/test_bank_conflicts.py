@@ -1,0 +1,267 @@
+"""Bank conflicts of the kernels' accesses to shared memory, counted. No GPU is needed, but a C++ compiler.
+
+The device sources themselves are compiled for the host and run, thread by thread of one block; what takes an address
+of shared memory writes it down, and bank_conflicts/count.cc counts wavefronts by the hardware's rule.
+`python tests/test_bank_conflicts.py` writes docs/bank-conflicts.md anew.
+"""
+
+import collections
+import concurrent.futures
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+HOST = ROOT / "tests" / "bank_conflicts"
+PAGE = ROOT / "docs" / "bank-conflicts.md"
+COMPILER = shutil.which("g++")
+
+pytestmark = pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="needs g++ on Linux")
+
+DEVICE = ["-std=c++20", "-O0", "-w", "-fsanitize=thread", "-include", HOST / "device.h"]
+"""-fsanitize=thread for its calls before every plain access, which count.cc answers; warnings would be of #pragma
+unroll and of results that inline PTX no longer sets."""
+
+INCLUDES = ["-I", HOST, "-I", ROOT / "csrc"]
+"""In this order: the host's cuda/shared/shared_memory.cuh takes the place of the device's."""
+
+FAMILIES = {"sm70": "Volta", "sm75": "Turing", "sm80": "from Ampere on"}
+
+PADDED = {
+    16: Fraction(2),
+    32: Fraction(2),
+    48: Fraction(2),
+    80: Fraction(8, 5),
+    96: Fraction(4, 3),
+    112: Fraction(10, 7),
+    160: Fraction(6, 5),
+    224: Fraction(8, 7),
+}
+"""Wavefronts for one without conflicts, by the columns of a tile that shared/tile.cuh pads: eight lanes take eight
+chunks one after the other, and where these are of two or more rows the padding between makes the last meet the first.
+A row of such a tile is not a whole number of 128-byte lines; other widths have no conflict."""
+
+
+MOST_EXTRA = Fraction(1, 6)
+"""How many more wavefronts a step of a main loop may have than without conflicts."""
+
+
+class Justified(NamedTuple):
+    what: str
+    families: tuple[str, ...]
+    why: str
+    in_loop: bool
+
+
+JUSTIFIED = {
+    ("cp.async 16", "load_tile"): Justified(
+        "tiles on their way in",
+        ("sm80",),
+        f"the copies run beside the products, and are few: a step has at most {MOST_EXTRA} more wavefronts for it",
+        in_loop=True,
+    ),
+    ("ld (plain) 16", ""): Justified(
+        "results on their way out, after the loop", ("sm75", "sm80"), "once a block", in_loop=False
+    ),
+}
+"""The only accesses that may conflict, as often as PADDED says and no more."""
+
+
+def run(*command: Any) -> str:
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    assert result.returncode == 0, f"{command[0]}: {result.returncode}\n{result.stderr[-4000:]}"
+    return result.stdout
+
+
+def compiled(folder: pathlib.Path, sources: Iterable[pathlib.Path], *options: Any) -> list[pathlib.Path]:
+    def one(source: pathlib.Path) -> pathlib.Path:
+        made = folder / f"{source.name}.o"
+        run(COMPILER, *options, *INCLUDES, "-c", "-o", made, source)
+        return made
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(one, sources))
+
+
+def counted(folder: pathlib.Path, objects: list[pathlib.Path]) -> list[dict[str, Any]]:
+    program = folder / "count"
+    run(COMPILER, "-o", program, *compiled(folder, [HOST / "count.cc"], "-std=c++20", "-O1"), *objects)
+    return [json.loads(line) for line in run(program).splitlines()]
+
+
+def count_kernels(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Every kernel that bank_conflicts/variants.cc lists."""
+    sources = [HOST / "variants.cc", *(ROOT / "csrc" / "cuda" / name for name in ("jit.cc", "driver.cc"))]
+    run(COMPILER, "-o", folder / "variants", *compiled(folder, sources, "-std=c++20", "-O0"), "-ldl", "-pthread")
+    (folder / "kernels").mkdir()
+    run(folder / "variants", folder / "kernels")
+    return counted(folder, compiled(folder, sorted((folder / "kernels").iterdir()), *DEVICE))
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return count_kernels(tmp_path_factory.mktemp("kernels"))
+
+
+class Kernel(NamedTuple):
+    family: str
+    kernel_pass: str
+    head_dim: int
+    parts: int
+    arch: int
+
+
+def kernel_of(counts: Mapping[str, Any]) -> Kernel:
+    name = counts["kernel"]
+    family, kernel_pass, _, head_dim = name.split("-")[:4]
+    return Kernel(family, kernel_pass, int(head_dim[1:]), 1 + ("highest_precision" in name), int(name.split("sm_")[1]))
+
+
+def function(pattern: Mapping[str, Any]) -> str:
+    return pattern["in"].split("<")[0]
+
+
+def test_what_is_known_is_found(tmp_path: pathlib.Path) -> None:
+    [counts] = counted(tmp_path, compiled(tmp_path, [HOST / "known.cc"], *DEVICE))
+    # Of two warps: instructions, wavefronts, and these without conflicts. The loop's in two steps.
+    assert {(p["instruction"], p["in"]): p["all"] for p in counts["patterns"]} == {
+        ("ld 4", "neighbours"): [2, 2, 2],
+        ("ld 4", "one_word"): [2, 2, 2],
+        ("ld 4", "two_apart"): [4, 8, 4],
+        ("st 4", "one_bank"): [4, 128, 4],
+        ("ld 8", "pairs"): [4, 8, 8],
+        ("st 16", "chunks"): [4, 16, 16],
+        ("st 16", "chunks_of_rows"): [4, 128, 16],
+        ("cp.async 16", "chunks_of_padded_rows"): [4, 32, 16],
+        ("ldmatrix.x4", "matrices"): [2, 8, 8],
+        ("ldmatrix.trans.x4", "matrices_of_rows"): [2, 64, 8],
+        ("ld 16", "some_lanes"): [4, 10, 10],
+        ("ld (plain) 4", ""): [2, 2, 2],
+        ("st (plain) 4", ""): [2, 4, 2],
+    }
+    in_loop = {"two_apart", "one_bank", "pairs", "chunks", "chunks_of_rows", "chunks_of_padded_rows"}
+    for p in counts["patterns"]:
+        assert p["a_step"] == [n // 2 if p["in"] in in_loop else 0 for n in p["all"]], p
+
+
+def test_nothing_goes_past_the_doors() -> None:
+    """Accesses by inline PTX elsewhere would not be seen. What goes through a pointer is."""
+    doors = ROOT / "csrc" / "cuda" / "shared" / "shared_memory.cuh"
+    for path in (ROOT / "csrc" / "cuda").rglob("*.cu*"):
+        if path != doors:
+            assert not re.search(r'"[^"\n]*(\.shared|ldmatrix|stmatrix|cp\.async\.(bulk|c[ag]))', path.read_text()), (
+                path
+            )
+
+
+@pytest.mark.slow
+def test_no_conflicts_but_the_justified(kernels: list[dict[str, Any]]) -> None:
+    by_family = collections.Counter(kernel_of(counts).family for counts in kernels)
+    assert min(by_family[family] for family in FAMILIES) >= 40
+    for counts in kernels:
+        kernel = kernel_of(counts)
+        columns = kernel.parts * -(-kernel.head_dim // 16) * 16
+        assert len(counts["patterns"]) >= 6
+        for p in counts["patterns"]:
+            allowed = Fraction(1)
+            known = JUSTIFIED.get((p["instruction"], function(p)))
+            if known and kernel.family in known.families:
+                allowed = PADDED.get(columns, allowed)
+                assert known.in_loop or p["a_step"] == [0, 0, 0]
+            for _, wavefronts, least in (p["all"], p["a_step"]):
+                assert wavefronts == allowed * least, (counts["kernel"], p)
+        _, wavefronts, least = (sum(column) for column in zip(*(p["a_step"] for p in counts["patterns"]), strict=True))
+        assert wavefronts - least <= MOST_EXTRA * least, counts["kernel"]
+
+
+def rows(kernels: list[dict[str, Any]], family: str) -> Iterator[str]:
+    """A line of the page for every kind of access in the main loop, by pass."""
+    head_dims = (64, 128, 256)
+    for kernel_pass in ("forward", "backward", "backward_dq"):
+        chosen = {}
+        for counts in kernels:
+            kernel = kernel_of(counts)
+            if kernel[:2] == (family, kernel_pass) and kernel.parts == 1 and kernel.arch != 86:
+                chosen[kernel.head_dim] = counts
+        tiles = [f"{c['block_q']}x{c['block_kv']}, {c['warps']} warps" for c in (chosen[h] for h in head_dims)]
+        yield f"| **{kernel_pass}** | | {' | '.join(tiles)} |"
+        total: dict[int, int] = collections.Counter()
+        lines: dict[tuple[str, str], dict[int, int]] = {}
+        parts: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
+        for head_dim in head_dims:
+            for p in chosen[head_dim]["patterns"]:
+                instructions, wavefronts, _ = p["a_step"]
+                if instructions:
+                    key = p["instruction"], function(p)
+                    lines.setdefault(key, collections.Counter())[head_dim] += wavefronts
+                    parts[key].add(p["of"])
+                    total[head_dim] += wavefronts
+        for key, wavefronts in sorted(lines.items()):
+            where = f", `{key[1]}`" if key[1] else ""
+            cells = " | ".join(str(wavefronts[h]) for h in head_dims)
+            yield f"| {key[0]}{where} | {' '.join(sorted(parts[key]))} | {cells} |"
+        yield f"| all | | {' | '.join(str(total[h]) for h in head_dims)} |"
+        yield f"| shuffles (instructions) | | {' | '.join(str(chosen[h]['shuffles']) for h in head_dims)} |"
+
+
+def page(kernels: list[dict[str, Any]]) -> str:
+    lines = [
+        "# Bank conflicts",
+        "",
+        "Shared memory has 32 banks of 4 bytes. A *wavefront* gives or takes one word of each, and takes a cycle; a",
+        "warp's instruction costs as many as it needs. Without conflicts that is 1 for accesses of 4 bytes a lane, 2",
+        "for 8, and 4 for 16 and for ldmatrix, which serve half a warp, a quarter, and a matrix at a time.",
+        "",
+        f"`tests/test_bank_conflicts.py` compiles {len(kernels)} kernels for the host: every family, pass and tile",
+        "row, head dims 16 to 256, float16 and float32 in two parts. It runs them for every thread of a block, writes",
+        "down each address, and counts. It also writes this page, and fails when the page is out of date.",
+        "",
+        "## What conflicts",
+        "",
+        "Nothing in the main loops of sm70 and sm75, for any kernel. Elsewhere, in tiles whose rows are not whole",
+        "lines of 128 bytes:",
+        "",
+        "| access | families | why it may |",
+        "|---|---|---|",
+        *(f"| {key[0]}: {known.what} | {' '.join(known.families)} | {known.why} |" for key, known in JUSTIFIED.items()),
+        "",
+        "Those take so many wavefronts for one without conflicts:",
+        "",
+        f"| columns of the tile | {' | '.join(map(str, PADDED))} | others |",
+        f"|---|{'---|' * len(PADDED)}---|",
+        f"| factor | {' | '.join(map(str, PADDED.values()))} | 1 |",
+        "",
+        "## Wavefronts of the main loops",
+        "",
+        "Of all warps of a block, in one step of the main loop, by head dim; float16 without options.",
+    ]
+    for family, whose in FAMILIES.items():
+        lines += [
+            "",
+            f"### {family}, {whose}",
+            "",
+            "| access, function | to | 64 | 128 | 256 |",
+            "|---|---|---|---|---|",
+            *rows(kernels, family),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.slow
+def test_the_page_is_true(kernels: list[dict[str, Any]]) -> None:
+    assert PAGE.read_text() == page(kernels), f"python {pathlib.Path(__file__).relative_to(ROOT)} writes it anew"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as made:
+        PAGE.write_text(page(count_kernels(pathlib.Path(made))))
