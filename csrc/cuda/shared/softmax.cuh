@@ -26,7 +26,7 @@ struct RowStatistics {
     return maximum == -JAX_FLASH_INFINITY ? 0.f : anchor_of(maximum, scale_log2);
   }
   static __device__ __forceinline__ float anchor_of(float maximum, float scale_log2) {
-    return weight_bits == 0.f ? __fmul_rn(maximum, scale_log2) : __fmaf_rn(maximum, scale_log2, -weight_bits);
+    return weight_bits == 0.f ? __fmul_rn(maximum, scale_log2) : fmaf(maximum, scale_log2, -weight_bits);
   }
 
   // Takes in the maximum of new scores and returns the factor by which everything accumulated so far shrinks.
