@@ -74,7 +74,6 @@ struct Forward {
   float scale_log2;  // from what the softmax sees to units of log2
   QReader q_reader;
   KReader k_reader;
-  VReader v_reader;
   TileLoad<KTile, head_dim, threads> k_load;
   TileLoad<VTile, value_head_dim, threads> v_load;
   FragmentC out[row_tiles][tile_value_head_dim / 8];
@@ -110,21 +109,25 @@ struct Forward {
     __syncthreads();  // K has landed; everybody is done with the previous V
     if constexpr (early_v) start_v(tile);
 
-    Mma::multiply_rows<head_dim>(scores, q_reader, k_reader);
-    if constexpr (early_v) {
-      change_tiles(next);
-    } else {
-      start_v(tile);
+    if constexpr (!early_v) {
+      q_reader.first = fresh(q_reader.first);
+      k_reader.first = fresh(k_reader.first);
     }
+    Mma::multiply_rows<head_dim>(scores, q_reader, k_reader);
+    if constexpr (early_v) change_tiles(next);
 
+    if constexpr (masked || modifies_scores || has_mask) {
 #pragma unroll
-    for (int m = 0; m < row_tiles; ++m) {
-      if constexpr (masked || modifies_scores || has_mask) {
+      for (int m = 0; m < row_tiles; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           rows.modify<masked>(scores[m], nullptr, row_of(m, half), half, tile * block_kv, lane);
         }
       }
+    }
+    if constexpr (!early_v) start_v(tile);
+#pragma unroll
+    for (int m = 0; m < row_tiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float maximum = -JAX_FLASH_INFINITY;
@@ -153,7 +156,10 @@ struct Forward {
     }
 
     if constexpr (!early_v) change_tiles(next);
-    Mma::multiply_columns<block_kv>(out, [&](int m, int kk) { return Mma::operand(scores[m], kk); }, v_reader);
+    const u32 v_tile = shared_address(shared.v);
+    Mma::multiply_columns<block_kv>(
+        out, [&](int m, int kk) { return Mma::operand(scores[m], kk); },
+        VReader(early_v ? v_tile : fresh(v_tile), lane));
   }
 
   // A template, so that families that store from registers need none of the way through shared memory.
@@ -227,7 +233,6 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       modifies_scores ? 1.f : scale * kLog2e,
       Mma::reader_a<QTile>(shared_address(shared.q), warp * row_tiles * 16, lane),
       Mma::reader_b<KTile>(shared_address(shared.k), 0, lane),
-      VReader(shared_address(shared.v), lane),
   };
   if constexpr (has_sinks) {
     const float sink = place.sink(problem);
