@@ -28,7 +28,7 @@ COMPILER = shutil.which("g++")
 
 pytestmark = pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="needs g++ on Linux")
 
-DEVICE = ["-std=c++20", "-O0", "-w", "-fsanitize=thread", "-include", HOST / "device.h"]
+DEVICE = ["-std=c++20", "-O0", "-w", "-fno-exceptions", "-fsanitize=thread", "-include", HOST / "device.h"]
 """-fsanitize=thread for its calls before every plain access, which count.cc answers; warnings would be of #pragma
 unroll and of results that inline PTX no longer sets."""
 
