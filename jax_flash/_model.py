@@ -50,7 +50,9 @@ class Chip:
     global_latency: float = 300
     """Of a load that finds its data in L2."""
     l2_bytes: float = 64
-    """A cycle and multiprocessor."""
+    """A cycle and multiprocessor, when all of them load."""
+    l2_port: float = 64
+    """When one loads while the others compute, as it is within a round."""
     red: float = 9
     """Cycles of a multiprocessor for 128 bytes of atomic additions, which L2 does."""
     red_wavefronts: float = 2
@@ -65,7 +67,7 @@ class Chip:
 # What has no figure here is as measured on the H200. docs/model.md has the sources.
 CHIPS: Mapping[int, Chip] = {
     70: Chip(
-        name="V100 SXM2",
+        name="V100",
         multiprocessors=80,
         clocks={"1380 MHz": 1.380, "1530 MHz": 1.530},
         bandwidth=830,
@@ -374,7 +376,7 @@ def simulate(
     """
     starts = (0.3, 0.5, 0.7) if blocks > 1 else (0.0,)
     runs = [_Multiprocessor(path, chip, warps, blocks, conflicts, rounds + 2, start).run(2) for start in starts]
-    return sum(runs) / len(runs)
+    return max(sum(runs) / len(runs), busy_cycles(path, chip, warps * blocks)["l2"])
 
 
 @dataclasses.dataclass(slots=True)
@@ -457,7 +459,7 @@ class _Multiprocessor:
             unit=_PARTITION_UNITS.index(cost.unit) if cost.unit in _PARTITION_UNITS else -1,
             busy=cost.busy,
             latency=cost.latency,
-            l2=cost.l2,
+            l2=cost.l2 * (1 if base.startswith("RED") else self.chip.l2_bytes / self.chip.l2_port),
             kind=kind,
             groups=groups,
         )

@@ -335,6 +335,15 @@ def test_copies_to_shared_memory_are_waited_for_by_group():
     assert 250 < cycles(way(1), global_latency=500) < 300
 
 
+def test_l2_is_fast_for_one_and_slow_for_all():
+    """16 KB a round: 256 cycles through the port, of which nothing shows behind 2000 cycles of other work."""
+    copies = path(*[COPY] * 8, "LDGDEPBAR", "DEPBAR.LE SB0, 0x0")
+    assert cycles(copies, l2_bytes=16, l2_port=64, global_latency=300) == 1024
+    assert 300 < cycles(copies, l2_bytes=64, l2_port=64, global_latency=300) < 400
+    work = path(*[COPY] * 8, *["MUFU.EX2 R1, R2"] * 250)
+    assert cycles(work, l2_bytes=16, l2_port=64) == pytest.approx(2000, rel=0.01)
+
+
 def test_a_block_waits_for_its_slowest_warp_and_for_no_other_block():
     """Two warps share a partition, the third has one of its own, and still takes as long."""
     way = path(*[MMA] * 10, "BAR.SYNC 0x0")

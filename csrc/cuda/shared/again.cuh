@@ -18,4 +18,11 @@ JAX_FLASH_DEVICE int thread_again() {
   return x;
 }
 
+// A shared address that the compiler takes for new each time: what follows from it is computed where it is used, and
+// does not wait in registers outside the loop.
+JAX_FLASH_DEVICE u32 fresh(u32 address) {
+  asm volatile("" : "+r"(address));
+  return address;
+}
+
 }  // namespace jax_flash

@@ -36,6 +36,8 @@ struct Dropout {
   __device__ __forceinline__ uint4 bits(int row, int column) const {
     uint4 x{static_cast<u32>(row / 16 * 8 + row % 8), static_cast<u32>(column / 32 * 8 + column % 8), 0, 0};
     u32 k0 = key0, k1 = key1;
+    // Or what follows from them alone, round by round, would wait in registers outside the loop.
+    asm volatile("" : "+r"(k0), "+r"(k1), "+r"(row), "+r"(column));
 #pragma unroll
     for (int round = 0; round < 7; ++round) {
       constexpr u32 m0 = 0xD2511F53u, m1 = 0xCD9E8D57u;

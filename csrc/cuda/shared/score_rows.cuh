@@ -30,6 +30,8 @@ struct ScoreRows {
   __device__ __forceinline__ void modify(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
                                          int first_key, int lane) const {
     constexpr int together = at_most(4, tiles);
+    // The assembler would read for all rows at once, and spill. Of 64 keys it spills more with the barrier.
+    if (loads_take_registers && tiles == together && (has_bias || has_mask || in_segments)) __syncwarp();
 #pragma unroll
     for (int first_n = 0; first_n < tiles; first_n += together) {
       const int first = first_key + first_n * 8 + lane % 4 * 2;
@@ -51,10 +53,8 @@ struct ScoreRows {
               if (derivatives) derivatives[first_n + n].x[2 * half + odd] = derivative;
             }
           }
-          bool kept = true;
-          if constexpr (masked) kept = keep(row, column);
-          if constexpr (has_mask) kept &= mask[n][odd];
-          if constexpr (masked || has_mask) score = kept ? score : -JAX_FLASH_INFINITY;
+          if constexpr (has_mask) score = mask[n][odd] ? score : -JAX_FLASH_INFINITY;
+          if constexpr (masked) score = keep(row, column) ? score : -JAX_FLASH_INFINITY;
         }
       }
     }

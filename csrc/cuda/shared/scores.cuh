@@ -35,10 +35,13 @@ struct Plane {
 
   // Rows and columns beyond the ends give what stands at the ends.
   __device__ __forceinline__ const Element* row(int row, const Part& part) const {
-    return data + at_most(row, part.q.length - 1) * row_stride;
+    const Element* from = data + at_most(row, part.q.length - 1) * row_stride;
+    // Opaque, or each element's address would be summed up anew from row and column, in 64 bits.
+    asm("" : "+l"(from));
+    return from;
   }
   __device__ __forceinline__ Element at(const Element* row, int column, const Part& part) const {
-    return row[at_most(column, part.kv.length - 1) * column_stride];
+    return row[static_cast<u32>(at_most(column, (part.kv.length - 1) * column_stride))];
   }
 
   // The values of row `r`, columns first + 8 * i and first + 8 * i + 1, `first` even. When not `masked` all columns are
