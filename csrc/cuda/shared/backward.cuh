@@ -292,7 +292,7 @@ struct Backward {
             logit = modified.logit(p[n].x[e], b, row, key, with_softcap ? derivative[n].x[e] : unused);
           }
           // Without modifications an lse of -inf belongs to a row that keeps nothing here, which is masked below.
-          p[n].x[e] = exp2_approx(logit - ((odd ? lse.y : lse.x) * kLog2e - weight_bits));
+          p[n].x[e] = probability(logit, probability_anchor(odd ? lse.y : lse.x));
           bool kept = true;
           if constexpr (masked) kept = keep(row, key);
           if constexpr (has_mask) kept &= masked ? masks.at(mask, key, part) : mask[key * masks.column_stride];
@@ -452,8 +452,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const Unscales unscales = unscales_of(problem, batch, kv_head);
   const float scale = static_cast<float>(problem.options.scale);
   const float score_scale = scale * unscales.query * unscales.key;
-  // Weights are 2^weight_bits of themselves.
-  const float ds_factor = unscales.ds * weight_unit;
+  const float ds_factor = unscales.ds * probability_unit;
 
   Backward backward{
       problem,
@@ -512,7 +511,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   }
 
   const float dk_factor = scale * unscales.query / unscales.ds;
-  const float factor = backward.dropout.factor * unscales.dout * weight_unit;
+  const float factor = backward.dropout.factor * unscales.dout * probability_unit;
   Result* dk = result_of(problem.dk, batch, kv_head, part.kv.first);
   Result* dv = result_of(problem.dv, batch, kv_head, part.kv.first);
   backward.finish(dk, dv, dk_factor, factor);
