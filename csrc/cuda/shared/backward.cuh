@@ -13,6 +13,7 @@
 // memory. For dQ, whose products sum over all keys of the block, dS always does.
 #pragma once
 
+#include "cuda/shared/again.cuh"
 #include "cuda/shared/schedule.cuh"
 #include "cuda/shared/score_rows.cuh"
 
@@ -44,6 +45,13 @@ constexpr int dq_row_tiles = block_q / 16 / dq_row_warps;
 constexpr int dq_group = Mma::group(tile_head_dim, dq_column_warps);
 constexpr int dq_groups = ceil_div(tile_head_dim / dq_group, dq_column_warps);
 static_assert(dq_row_tiles * dq_row_warps * 16 == block_q, "the warps share the rows of dQ evenly");
+
+// The next rows are on their way from the beginning of a step, or where they wait in registers that it lacks, while dK
+// is computed; with split = 2 those of dO while dV is, and those of Q while dK is.
+constexpr int step_registers = (tile_head_dim + tile_value_head_dim + 2 * block_q) / (2 * split) +
+                               block_q * parts * (tile_head_dim + tile_value_head_dim) / (2 * threads);
+constexpr bool late_rows = loads_take_registers && stages == 1 && step_registers > 160;
+constexpr bool early_rows = stages == 2 || (loads_take_registers && !late_rows);
 
 struct QueryRows {
   char q[QTile::bytes];
@@ -155,6 +163,25 @@ JAX_FLASH_DEVICE FragmentC (&as_matrix(FragmentC (&c)[n]))[1][n] {
   return *reinterpret_cast<FragmentC(*)[1][n]>(&c);
 }
 
+// What a block works on.
+struct Place {
+  Part part;
+  int batch, document, kv_head;
+  int first_key;
+};
+JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
+  // Under causal the first keys are kept by the most rows, and go first.
+  const int key_blocks = blocks_of(problem, problem.kv_length, block_kv);
+  const Work work = work_of(block, key_blocks, problem.kv_heads, problem.batch, problem.q_length);
+  int key_block = work.block;
+  const int document = document_of(problem, problem.cu_kv_lengths, work.batch, block_kv, key_block);
+  return {part_of(problem, work.batch, document), work.batch, document, work.head, key_block * block_kv};
+}
+
+// The keys of a warp, in the block, and which of a pair of warps it is.
+JAX_FLASH_DEVICE int key_row_of(int warp) { return (split == 1 ? warp : warp % key_warps) * 16; }
+JAX_FLASH_DEVICE int half_of(int warp) { return split == 1 ? 0 : warp / key_warps; }
+
 struct Backward {
   const Problem& problem;
   SharedStorage& shared;
@@ -176,16 +203,28 @@ struct Backward {
   OperandGradients gradients;
   RowsLoad load;
 
+  __device__ __forceinline__ void find_lane() {
+    warp = thread_again() / 32;
+    lane = Lanes::of(thread_again());
+    key_row = key_row_of(warp);
+    half = half_of(warp);
+  }
+
   // Starts to bring one tile of rows of one query head.
   __device__ __forceinline__ void start_rows(QueryRows& rows, int head, int tile) {
+    start_q(rows, head, tile);
+    start_dout(rows, head, tile);
+    copies_commit();
+  }
+  __device__ __forceinline__ void finish_rows(QueryRows& rows) const {
+    finish_q(rows);
+    finish_dout(rows);
+  }
+  __device__ __forceinline__ void start_q(QueryRows& rows, int head, int tile) {
     const int first = tile * block_q;
-    load.q.start(shared_address(rows.q),
-                 load.q.base(head_of(problem.q, batch, head, part.q.first), problem.q.row_stride, threadIdx.x),
-                 problem.q.row_stride, first, part.q.length, threadIdx.x);
-    load.dout.start(
-        shared_address(rows.dout),
-        load.dout.base(head_of(problem.dout, batch, head, part.q.first), problem.dout.row_stride, threadIdx.x),
-        problem.dout.row_stride, first, part.q.length, threadIdx.x);
+    const Element* q = head_of(problem.q, batch, head, part.q.first);
+    load.q.start(shared_address(rows.q), load.q.base(q, problem.q.row_stride, threadIdx.x), problem.q.row_stride, first,
+                 part.q.length, threadIdx.x);
     // Rows beyond the end become zeros, lse included: with dO and delta they add nothing to any sum.
     if (threadIdx.x < block_q) {
       const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length + part.q.first;
@@ -195,15 +234,21 @@ struct Backward {
       load.lse.start(&rows.lse[threadIdx.x], static_cast<const float*>(problem.lse) + at, valid);
       load.delta.start(&rows.delta[threadIdx.x], static_cast<const float*>(problem.delta) + at, valid);
     }
-    copies_commit();
   }
-  __device__ __forceinline__ void finish_rows(QueryRows& rows) const {
+  __device__ __forceinline__ void finish_q(QueryRows& rows) const {
     load.q.finish(shared_address(rows.q), threadIdx.x);
-    load.dout.finish(shared_address(rows.dout), threadIdx.x);
     if (threadIdx.x < block_q) {
       load.lse.finish(&rows.lse[threadIdx.x]);
       load.delta.finish(&rows.delta[threadIdx.x]);
     }
+  }
+  __device__ __forceinline__ void start_dout(QueryRows& rows, int head, int tile) {
+    const Element* dout = head_of(problem.dout, batch, head, part.q.first);
+    load.dout.start(shared_address(rows.dout), load.dout.base(dout, problem.dout.row_stride, threadIdx.x),
+                    problem.dout.row_stride, tile * block_q, part.q.length, threadIdx.x);
+  }
+  __device__ __forceinline__ void finish_dout(QueryRows& rows) const {
+    load.dout.finish(shared_address(rows.dout), threadIdx.x);
   }
 
   // c = X Y^T, for the warp's 16 keys in X and its rows in Y.
@@ -255,11 +300,11 @@ struct Backward {
   template <bool masked>
   __device__ __forceinline__ void step(int head, int tile, int stage, int next_head, int next_tile) {
     QueryRows& rows = shared.rows[stage];
+    if constexpr (late_rows) find_lane();  // so that no address waits in registers for the next step
     copies_wait<0>();
     __syncthreads();  // the rows have landed; everybody is done with the previous dS and with the other stage
-    constexpr bool early = stages == 2 || loads_take_registers;
     QueryRows& next_rows = shared.rows[stages == 2 ? stage ^ 1 : 0];
-    if (early && next_tile >= 0) start_rows(next_rows, next_head, next_tile);
+    if (early_rows && next_tile >= 0) start_rows(next_rows, next_head, next_tile);
 
     FragmentC p[score_columns / 8] = {};
     FragmentC derivative[with_softcap ? score_columns / 8 : 1];
@@ -330,19 +375,29 @@ struct Backward {
       }
     }
     if constexpr (adds_dq || split == 2) ScoreTile::put(shared.ds, key_row, half * score_columns, ds, lane);
-    if constexpr (split == 1) grad_product<QTile, dk_group>(dk, ds, shared.ds, rows.q);
+    if constexpr (split == 1) {
+      if (late_rows && next_tile >= 0) start_rows(next_rows, next_head, next_tile);
+      grad_product<QTile, dk_group>(dk, ds, shared.ds, rows.q);
+    }
 
     if constexpr (adds_dq || split == 2) __syncthreads();  // dS, and with split = 2 P, are complete
     if constexpr (split == 2) {
+      if (late_rows && next_tile >= 0) start_dout(next_rows, next_head, next_tile);
       grad_product<OutTile, dv_group>(dv, p, shared.p, rows.dout);
+      if (late_rows && next_tile >= 0) {
+        __syncthreads();  // everybody is done with dO
+        finish_dout(next_rows);
+        start_q(next_rows, next_head, next_tile);
+      }
       grad_product<QTile, dk_group>(dk, ds, shared.ds, rows.q);
     }
     if (next_tile >= 0) {
       if constexpr (stages == 1) {
         __syncthreads();  // everybody is done with the rows
-        if constexpr (!early) start_rows(next_rows, next_head, next_tile);
+        if constexpr (!early_rows && !late_rows) start_rows(next_rows, next_head, next_tile);
       }
-      if constexpr (loads_take_registers) finish_rows(next_rows);
+      if constexpr (loads_take_registers && !(late_rows && split == 2)) finish_dout(next_rows);
+      if constexpr (loads_take_registers) finish_q(next_rows);
     }
     if constexpr (adds_dq) add_dq(head, tile);
     if constexpr (has_dbias || has_dalibi_slopes) {
@@ -437,15 +492,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   extern __shared__ __align__(128) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
 
-  // Under causal the first keys are kept by the most rows, and go first.
-  const int key_blocks = blocks_of(problem, problem.kv_length, block_kv);
-  const Work work = work_of(blockIdx.x, key_blocks, problem.kv_heads, problem.batch, problem.q_length);
-  const int kv_head = work.head, batch = work.batch;
-  int key_block = work.block;
-  const int document = document_of(problem, problem.cu_kv_lengths, batch, block_kv, key_block);
-  const Part part = part_of(problem, batch, document);
-  const int first_key = key_block * block_kv;
-  if (packed && first_key >= part.kv.stored) return;
+  Place place = place_of(problem, blockIdx.x);
+  if (packed && place.first_key >= place.part.kv.stored) return;
+  const Part& part = place.part;
+  const int batch = place.batch, kv_head = place.kv_head, first_key = place.first_key;
   const int group = problem.q_heads / problem.kv_heads;
   const int first_head = kv_head * group, last_head = first_head + group - 1;
   const int warp = threadIdx.x / 32, lane = Lanes::of(threadIdx.x);
@@ -460,7 +510,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       shared,
       part,
       batch,
-      first_dq_tile(problem, batch, document),
+      first_dq_tile(problem, batch, place.document),
       {problem, part, band_of(problem, part)},
       {problem, part, first_head, score_scale},
       {static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, first_head},
@@ -469,8 +519,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       first_key,
       warp,
       lane,
-      (split == 1 ? warp : warp % key_warps) * 16,
-      split == 1 ? 0 : warp / key_warps,
+      key_row_of(warp),
+      half_of(warp),
       score_scale * kLog2e,
       unscales.dout * unscales.value * ds_factor,
       ds_factor,
@@ -511,10 +561,17 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     __syncthreads();  // everybody is done with K and V
   }
 
-  const float dk_factor = scale * unscales.query / unscales.ds;
-  const float factor = backward.dropout.factor * unscales.dout * weight_unit;
-  Result* dk = result_of(problem.dk, batch, kv_head, part.kv.first);
-  Result* dv = result_of(problem.dv, batch, kv_head, part.kv.first);
+  // Where the loop takes all registers there are, nothing else is kept in them.
+  if constexpr (loads_take_registers) {
+    place = place_of(problem, block_again());
+    backward.first_key = place.first_key;
+    backward.find_lane();
+  }
+  const Unscales unscale = unscales_of(problem, place.batch, place.kv_head);
+  const float dk_factor = scale * unscale.query / unscale.ds;
+  const float factor = backward.dropout.factor * unscale.dout * weight_unit;
+  Result* dk = result_of(problem.dk, place.batch, place.kv_head, part.kv.first);
+  Result* dv = result_of(problem.dv, place.batch, place.kv_head, part.kv.first);
   backward.finish(dk, dv, dk_factor, factor);
 }
 
