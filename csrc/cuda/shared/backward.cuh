@@ -304,7 +304,10 @@ struct Backward {
     copies_wait<0>();
     __syncthreads();  // the rows have landed; everybody is done with the previous dS and with the other stage
     QueryRows& next_rows = shared.rows[stages == 2 ? stage ^ 1 : 0];
-    if (early_rows && next_tile >= 0) start_rows(next_rows, next_head, next_tile);
+    // Through registers rows that nobody needs at the end, rather than a branch, at which the assembler spills.
+    const bool last = next_tile < 0, more = loads_take_registers || !last;
+    const int load_head = last ? head : next_head, load_tile = last ? tile : next_tile;
+    if (early_rows && more) start_rows(next_rows, load_head, load_tile);
 
     FragmentC p[score_columns / 8] = {};
     FragmentC derivative[with_softcap ? score_columns / 8 : 1];
@@ -376,25 +379,25 @@ struct Backward {
     }
     if constexpr (adds_dq || split == 2) ScoreTile::put(shared.ds, key_row, half * score_columns, ds, lane);
     if constexpr (split == 1) {
-      if (late_rows && next_tile >= 0) start_rows(next_rows, next_head, next_tile);
+      if constexpr (late_rows) start_rows(next_rows, load_head, load_tile);
       grad_product<QTile, dk_group>(dk, ds, shared.ds, rows.q);
     }
 
     if constexpr (adds_dq || split == 2) __syncthreads();  // dS, and with split = 2 P, are complete
     if constexpr (split == 2) {
-      if (late_rows && next_tile >= 0) start_dout(next_rows, next_head, next_tile);
+      if constexpr (late_rows) start_dout(next_rows, load_head, load_tile);
       grad_product<OutTile, dv_group>(dv, p, shared.p, rows.dout);
-      if (late_rows && next_tile >= 0) {
+      if constexpr (late_rows) {
         __syncthreads();  // everybody is done with dO
         finish_dout(next_rows);
-        start_q(next_rows, next_head, next_tile);
+        start_q(next_rows, load_head, load_tile);
       }
       grad_product<QTile, dk_group>(dk, ds, shared.ds, rows.q);
     }
-    if (next_tile >= 0) {
+    if (more) {
       if constexpr (stages == 1) {
         __syncthreads();  // everybody is done with the rows
-        if constexpr (!early_rows && !late_rows) start_rows(next_rows, next_head, next_tile);
+        if constexpr (!early_rows && !late_rows) start_rows(next_rows, load_head, load_tile);
       }
       if constexpr (loads_take_registers && !(late_rows && split == 2)) finish_dout(next_rows);
       if constexpr (loads_take_registers) finish_q(next_rows);

@@ -110,6 +110,8 @@ struct BackwardDq {
   __device__ __forceinline__ void step(int tile, int next) {
     FragmentC ds[row_tiles][block_kv / 8] = {};
     if constexpr (!early_v) find_lane();  // so that no address waits in registers for the next step
+    // Through registers a tile that nobody needs at the end, rather than a branch, at which the assembler spills.
+    const bool more = loads_take_registers || next >= 0;
     copies_wait<0>();
     v_load.finish(shared_address(shared.v), threadIdx.x);
     __syncthreads();  // V has landed; everybody is done with the previous K
@@ -122,7 +124,7 @@ struct BackwardDq {
     copies_wait<0>();
     k_load.finish(shared_address(shared.k), threadIdx.x);
     __syncthreads();  // K has landed; everybody is done with V
-    if (early_v && next >= 0) start_v(next);
+    if (early_v && more) start_v(at_least(next, 0));
     Mma::multiply_rows<head_dim>(p, Mma::reader_a<QTile>(shared_address(shared.q), warp * row_tiles * 16, lane),
                                  Mma::reader_b<KTile>(shared_address(shared.k), 0, lane));
 
@@ -159,7 +161,7 @@ struct BackwardDq {
         }
       }
     }
-    if (!early_v && next >= 0) start_v(next);
+    if (!early_v) start_v(at_least(next, 0));
     Mma::multiply_columns<block_kv>(
         dq, [&](int m, int kk) { return Mma::operand(ds[m], kk); },
         Mma::ColumnReader<KTile, group>(shared_address(shared.k), lane));

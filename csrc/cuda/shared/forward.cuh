@@ -92,7 +92,8 @@ struct Forward {
     copies_wait<0>();
     v_load.finish(shared_address(shared.v), threadIdx.x);
     __syncthreads();  // V has landed; everybody is done with K
-    if (next >= 0) start_k(next);
+    // Through registers a tile that nobody needs at the end, rather than a branch, at which the assembler spills.
+    if (next >= 0 || loads_take_registers) start_k(at_least(next, 0));
   }
 
   __device__ __forceinline__ int row_of(int m, int half) const {
