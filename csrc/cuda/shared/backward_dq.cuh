@@ -68,12 +68,17 @@ struct BackwardDq {
   float anchors[row_tiles][2];  // what is subtracted before exp2
   float deltas[row_tiles][2];
 
+  // `whole` when all keys of the tile are there.
+  template <bool whole = false>
   __device__ __forceinline__ void start_k(int tile) {
-    k_load.start(shared_address(shared.k), k, problem.k.row_stride, tile * block_kv, part.kv.length, threadIdx.x);
+    k_load.template start<whole>(shared_address(shared.k), k, problem.k.row_stride, tile * block_kv, part.kv.length,
+                                 threadIdx.x);
     copies_commit();
   }
+  template <bool whole = false>
   __device__ __forceinline__ void start_v(int tile) {
-    v_load.start(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, part.kv.length, threadIdx.x);
+    v_load.template start<whole>(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, part.kv.length,
+                                 threadIdx.x);
     copies_commit();
   }
 
@@ -115,7 +120,7 @@ struct BackwardDq {
     copies_wait<0>();
     v_load.finish(shared_address(shared.v), threadIdx.x);
     __syncthreads();  // V has landed; everybody is done with the previous K
-    start_k(tile);
+    start_k<!masked>(tile);
     Mma::multiply_rows<value_head_dim>(ds,
                                        Mma::reader_a<OutTile>(shared_address(shared.dout), warp * row_tiles * 16, lane),
                                        Mma::reader_b<VTile>(shared_address(shared.v), 0, lane));
@@ -124,7 +129,7 @@ struct BackwardDq {
     copies_wait<0>();
     k_load.finish(shared_address(shared.k), threadIdx.x);
     __syncthreads();  // K has landed; everybody is done with V
-    if (early_v && more) start_v(at_least(next, 0));
+    if (early_v && more) start_v<!masked>(at_least(next, 0));
     Mma::multiply_rows<head_dim>(p, Mma::reader_a<QTile>(shared_address(shared.q), warp * row_tiles * 16, lane),
                                  Mma::reader_b<KTile>(shared_address(shared.k), 0, lane));
 
@@ -161,7 +166,7 @@ struct BackwardDq {
         }
       }
     }
-    if (!early_v) start_v(at_least(next, 0));
+    if (!early_v) start_v<!masked>(at_least(next, 0));
     Mma::multiply_columns<block_kv>(
         dq, [&](int m, int kk) { return Mma::operand(ds[m], kk); },
         Mma::ColumnReader<KTile, group>(shared_address(shared.k), lane));
