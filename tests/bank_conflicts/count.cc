@@ -1,6 +1,7 @@
 // Runs kernels on the host and counts what their accesses to shared memory cost: for each kernel one line of JSON with
 // its access patterns, for each of them warp instructions, wavefronts, and what the wavefronts would be without bank
-// conflicts; of the whole run over two tiles, and of one step of the main loop.
+// conflicts; of the whole run over two tiles, and of one step of the main loop. Stops at a race, or at an access
+// outside of SharedStorage or to an address that is no multiple of its width.
 //
 // The rule: there are 32 banks of 4 bytes, and a wavefront serves any number of lanes as long as none of the banks has
 // to give two different words. An access of 4 bytes tries to serve all 32 lanes at once; of 8, 16 of them; of 16, 8 of
@@ -35,6 +36,9 @@ struct Access {
   int interval;  // between which barriers
   Site site;
 
+  bool is_matrices() const {
+    return instruction == Instruction::load_matrices || instruction == Instruction::load_transposed;
+  }
   auto key() const { return std::tuple(interval, region, instruction, width, site.file, site.line, site.function); }
 };
 
@@ -46,9 +50,7 @@ struct Request {
 
   // The wavefronts, and how many there would be without conflicts.
   std::pair<int, int> wavefronts() const {
-    const bool matrices =
-        access.instruction == Instruction::load_matrices || access.instruction == Instruction::load_transposed;
-    const int width = matrices ? 16 : static_cast<int>(access.width);
+    const int width = access.is_matrices() ? 16 : static_cast<int>(access.width);
     const int together = 128 / width;
     int total = 0, least = 0;
     for (int first = 0; first < 32; first += together) {
@@ -143,7 +145,39 @@ std::vector<Request> requests_of(const std::array<std::vector<Access>, 32>& lane
   return all;
 }
 
+// Finds warps that meet without a barrier between them: of two that access a word, none may write it. Of cp.async the
+// write counts between the barriers where it is issued, so it has to be waited for before the next.
+class Races {
+ public:
+  void add(int warp, const Access& access) {
+    const bool writes = access.instruction == Instruction::store || access.instruction == Instruction::plain_store ||
+                        access.instruction == Instruction::copy_async;
+    const uint32_t width = access.is_matrices() ? 16 : access.width;
+    if (intervals_.size() <= static_cast<size_t>(access.interval)) intervals_.resize(access.interval + 1);
+    auto& words = intervals_[access.interval];
+    if (words.empty()) words.resize(sizeof(memory) / 4);
+    for (uint32_t i = access.address / 4; i < (access.address + width) / 4; ++i) {
+      Word& word = words[i];
+      const bool alone = word.warp == kNone || word.warp == warp;
+      if (!alone && (writes || word.written)) {
+        fail("race with another warp after barrier " + std::to_string(access.interval) + ", " + access.site.function +
+             " on " + running->regions[access.region].name);
+      }
+      word = {alone ? warp : kMany, word.written || writes};
+    }
+  }
+
+ private:
+  static constexpr int kNone = -1, kMany = -2;
+  struct Word {
+    int warp = kNone;  // that accesses it
+    bool written = false;
+  };
+  std::vector<std::vector<Word>> intervals_;
+};
+
 Counts count(const Kernel& kernel, int tiles) {
+  Races races;
   Counts counts;
   running = &kernel;
   for (int warp = 0; warp < kernel.threads / 32; ++warp) {
@@ -157,15 +191,14 @@ Counts count(const Kernel& kernel, int tiles) {
       if (trace.barriers != counts.barriers) fail("not as many barriers as thread 0");
       if (lane == 0) shuffles = trace.shuffles;
       if (trace.shuffles != shuffles) fail("not as many shuffles as lane 0");
+      for (const Access& access : trace.accesses) races.add(warp, access);
       lanes[lane] = std::move(trace.accesses);
     }
     counts.shuffles += shuffles;
     for (const Request& request : requests_of(lanes)) {
       const Access& access = request.access;
       std::string name = kNames[static_cast<int>(access.instruction)];
-      const bool matrices =
-          access.instruction == Instruction::load_matrices || access.instruction == Instruction::load_transposed;
-      name += matrices ? ".x" + std::to_string(access.width / 16) : " " + std::to_string(access.width);
+      name += access.is_matrices() ? ".x" + std::to_string(access.width / 16) : " " + std::to_string(access.width);
       Cost& cost = counts.patterns[{name, kernel.regions[access.region].name, access.site.function}];
       const auto [wavefronts, least] = request.wavefronts();
       ++cost.instructions;
@@ -179,6 +212,7 @@ Counts count(const Kernel& kernel, int tiles) {
 
 void print(const Kernel& kernel) {
   const Counts one = count(kernel, 1), two = count(kernel, 2);
+  count(kernel, 3);  // races alone: the third tile takes the place of the first, where there are two
   std::printf(
       "{\"kernel\": \"%s\", \"block_q\": %d, \"block_kv\": %d, \"warps\": %d, \"shuffles\": %ld, \"patterns\": [",
       kernel.name, kernel.block_q, kernel.block_kv, kernel.threads / 32, two.shuffles - one.shuffles);

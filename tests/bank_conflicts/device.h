@@ -63,7 +63,10 @@ inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
 inline float fmaxf(float x, float y) { return __builtin_fmaxf(x, y); }
 inline float fabsf(float x) { return __builtin_fabsf(x); }
+inline float fminf(float x, float y) { return __builtin_fminf(x, y); }
+inline float fmaf(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
 inline int __double2int_rd(double x) { return static_cast<int>(__builtin_floor(x)); }
 inline unsigned __umulhi(unsigned x, unsigned y) {
   return static_cast<unsigned>(static_cast<unsigned long long>(x) * y >> 32);

@@ -53,6 +53,6 @@ void run(int tiles) {
 }
 
 const record::Region regions[] = {{"tile", 0, 8192}};
-const bool added = record::add({"known", 0, 0, 64, regions, 1, run});
+const bool added = record::add({"known", 0, 0, 32, regions, 1, run});
 
 }  // namespace

@@ -340,7 +340,7 @@ struct Backward {
             logit = modified.logit(p[n].x[e], b, row, key, with_softcap ? derivative[n].x[e] : unused);
           }
           // Without modifications an lse of -inf belongs to a row that keeps nothing here, which is masked below.
-          p[n].x[e] = exp2_approx(logit - ((odd ? lse.y : lse.x) * kLog2e - weight_bits));
+          p[n].x[e] = probability(logit, probability_anchor(odd ? lse.y : lse.x));
           bool kept = true;
           if constexpr (masked) kept = keep(row, key);
           if constexpr (has_mask) kept &= masked ? masks.at(mask, key, part) : mask[key * masks.column_stride];
@@ -505,8 +505,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const Unscales unscales = unscales_of(problem, batch, kv_head);
   const float scale = static_cast<float>(problem.options.scale);
   const float score_scale = scale * unscales.query * unscales.key;
-  // Weights are 2^weight_bits of themselves.
-  const float ds_factor = unscales.ds * weight_unit;
+  const float ds_factor = unscales.ds * probability_unit;
 
   Backward backward{
       problem,
@@ -572,7 +571,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   }
   const Unscales unscale = unscales_of(problem, place.batch, place.kv_head);
   const float dk_factor = scale * unscale.query / unscale.ds;
-  const float factor = backward.dropout.factor * unscale.dout * weight_unit;
+  const float factor = backward.dropout.factor * unscale.dout * probability_unit;
   Result* dk = result_of(problem.dk, place.batch, place.kv_head, part.kv.first);
   Result* dv = result_of(problem.dv, place.batch, place.kv_head, part.kv.first);
   backward.finish(dk, dv, dk_factor, factor);

@@ -104,7 +104,7 @@ struct BackwardDq {
           // inf).
           if (!valid || x == -JAX_FLASH_INFINITY) x = JAX_FLASH_INFINITY;
         }
-        anchors[m][half] = x * kLog2e - weight_bits;
+        anchors[m][half] = probability_anchor(x);
         deltas[m][half] = valid ? delta[row] * ds_factor : 0.f;
       }
     }
@@ -149,7 +149,7 @@ struct BackwardDq {
           float& x = p[m][n].x[e];
           // What is not kept is -inf, also where nothing is and the anchor is -inf.
           const bool kept = !(masked || has_mask) || x != -JAX_FLASH_INFINITY;
-          x = exp2_approx(x * scale_log2 - anchors[m][e / 2]);
+          x = probability(x * scale_log2, anchors[m][e / 2]);
           if constexpr (masked || has_mask) x = kept ? x : 0.f;
         }
       }
@@ -207,8 +207,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const Unscales unscales = unscales_of(problem, batch, kv_head);
   const float scale = static_cast<float>(problem.options.scale);
   const float score_scale = scale * unscales.query * unscales.key;
-  // Weights are 2^weight_bits of themselves.
-  const float ds_factor = unscales.ds * weight_unit;
+  const float ds_factor = unscales.ds * probability_unit;
 
   BackwardDq backward{
       problem,

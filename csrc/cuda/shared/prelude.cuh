@@ -30,11 +30,9 @@ __host__ __device__ constexpr int ceil_div(int x, int y) { return (x + y - 1) / 
 // Of how many float16 arrays a float32 one is the sum: two where its accuracy is kept (products.cuh).
 constexpr int parts = option_highest_precision ? 2 : 1;
 
-// head_dim as the tiles hold it: the columns beyond head_dim are zeros. Where warps share columns the second part
-// begins on a line of 128 bytes, so that its addresses are an exclusive or away too.
-__host__ __device__ constexpr int tile_columns(int columns) {
-  return round_up(columns, parts == 2 && columns > 128 ? 64 : column_step);
-}
+// head_dim as the tiles hold it: the columns beyond head_dim are zeros. A second part begins on a line of 128 bytes:
+// where warps share columns, its addresses are an exclusive or away too.
+__host__ __device__ constexpr int tile_columns(int columns) { return round_up(columns, parts == 2 ? 64 : column_step); }
 constexpr int tile_head_dim = tile_columns(head_dim);
 constexpr int tile_value_head_dim = tile_columns(value_head_dim);
 
@@ -112,8 +110,21 @@ JAX_FLASH_DEVICE Unscales unscales_of(const Problem& problem, int batch, int kv_
   return {x[0], x[1], x[2], x[3], x[4]};
 }
 
-// Weights are at most 2^weight_bits: in float16 those of many keys would else be too small to keep their digits.
-constexpr float weight_bits = has_unscales ? 15.f : 0.f;
-constexpr float weight_unit = has_unscales ? 0x1p-15f : 1.f;
+// Forward, weights are at most 2^weight_bits, against the row's maximum so far: in float16 those of many keys would
+// else be too small to be noticed. More bits would cost lse digits, whose exponents they join: with 15 that of a row
+// with one key was wrong by 5e-7.
+constexpr float weight_bits = has_unscales ? 7.f : 0.f;
+constexpr float weight_unit = has_unscales ? 0x1p-7f : 1.f;
+
+// Backward, where they are against the whole sum, they are 2^15 of themselves.
+constexpr float probability_unit = has_unscales ? 0x1p-15f : 1.f;
+// What is subtracted from logits before exp2. Of arrays in two parts the exponent has no place for another summand.
+JAX_FLASH_DEVICE float probability_anchor(float lse) {
+  return has_unscales && parts == 1 ? lse * kLog2e - 15.f : lse * kLog2e;
+}
+JAX_FLASH_DEVICE float probability(float logit, float anchor) {
+  const float x = exp2_approx(logit - anchor);
+  return parts == 1 ? x : x * 0x1p15f;
+}
 
 }  // namespace jax_flash
