@@ -9,8 +9,10 @@
 //
 // A group of `key_warps` warps covers the keys, 16 each. With split = 1 every warp sees all rows of a tile and feeds
 // P^T and dS^T from registers. With split = 2, for head dims whose dK and dV would not fit, two warps share their 16
-// keys: each computes half of the rows of S^T, and half of the columns of dK and dV; P^T and dS^T pass through shared
-// memory. For dQ, whose products sum over all keys of the block, dS always does.
+// keys: each computes half of the columns of dK and dV, and half of the rows of S^T; P^T and dS^T pass through shared
+// memory then. Where a tile has no more than 16 rows each computes all of them, which is half as many products more,
+// but in 64 KB head_dim 256 has no room for others. For dQ, whose products sum over all keys of the block, dS always
+// passes through shared memory.
 #pragma once
 
 #include "cuda/shared/again.cuh"
@@ -31,7 +33,8 @@ using OutTile = Tile<block_q, parts * tile_value_head_dim>;
 using ScoreTile = Mma::Scores<block_kv, block_q>;
 
 constexpr bool adds_dq = !option_deterministic;
-constexpr int score_columns = block_q / split;  // rows of query in one warp's S^T
+constexpr bool shares_rows = split == 2 && block_q > 16;            // of S^T, between a pair of warps
+constexpr int score_columns = shares_rows ? block_q / 2 : block_q;  // rows of query in one warp's S^T
 // Groups of columns of dK, dV and dQ, and how many of them a warp has: warps that share columns take groups in turn.
 constexpr int dk_group = Mma::group(tile_head_dim, split);
 constexpr int dv_group = Mma::group(tile_value_head_dim, split);
@@ -48,7 +51,7 @@ static_assert(dq_row_tiles * dq_row_warps * 16 == block_q, "the warps share the 
 
 // The next rows are on their way from the beginning of a step, or where they wait in registers that it lacks, while dK
 // is computed; with split = 2 those of dO while dV is, and those of Q while dK is.
-constexpr int step_registers = (tile_head_dim + tile_value_head_dim + 2 * block_q) / (2 * split) +
+constexpr int step_registers = (tile_head_dim + tile_value_head_dim) / (2 * split) + score_columns +
                                block_q * parts * (tile_head_dim + tile_value_head_dim) / (2 * threads);
 constexpr bool late_rows = loads_take_registers && stages == 1 && step_registers > 160;
 constexpr bool early_rows = stages == 2 || (loads_take_registers && !late_rows);
@@ -60,12 +63,16 @@ struct QueryRows {
   float delta[block_q];
 };
 
+struct NoTile {
+  static constexpr int bytes = 16;
+};
+
 struct SharedStorage {
   char k[KTile::bytes];  // and dK, at the end, unless it is stored from registers
   char v[VTile::bytes];  // and dV, likewise
   QueryRows rows[stages];
-  char ds[adds_dq || split == 2 ? ScoreTile::bytes : 16];
-  char p[split == 2 ? ScoreTile::bytes : 16];
+  char ds[Select < adds_dq || shares_rows, ScoreTile, NoTile > ::type::bytes];
+  char p[Select<shares_rows, ScoreTile, NoTile>::type::bytes];
 };
 
 // The next rows of query on their way to shared memory.
@@ -197,6 +204,9 @@ struct Backward {
   int warp, lane;
   int key_row;  // of the warp, in the block
   int half;     // which of a pair of warps; 0 when split is 1
+  __device__ __forceinline__ int score_row() const { return shares_rows ? half * score_columns : 0; }
+  // Whether what a warp computes of S^T is not another's to report.
+  __device__ __forceinline__ bool counts() const { return split == 1 || shares_rows || half == 0; }
   float scale_log2;
   float dp_factor, ds_factor;  // dS is their common multiple of what it stands for
   FragmentC dk[dk_groups * dk_group / 8], dv[dv_groups * dv_group / 8];
@@ -255,7 +265,7 @@ struct Backward {
   template <int k, typename X, typename Y>
   __device__ __forceinline__ void score_product(FragmentC (&c)[score_columns / 8], const char* x, const char* y) const {
     Mma::multiply_rows<k>(as_matrix(c), Mma::reader_a<X>(shared_address(x), key_row, lane),
-                          Mma::reader_b<Y>(shared_address(y), half * score_columns, lane));
+                          Mma::reader_b<Y>(shared_address(y), score_row(), lane));
   }
 
   // c += A Y, where A [16 keys, block_q] is P^T or dS^T: the warp's own fragments, or rows of a score tile.
@@ -263,8 +273,8 @@ struct Backward {
   __device__ __forceinline__ void grad_product(FragmentC (&c)[n], const FragmentC (&own)[score_columns / 8],
                                                const char* score_tile, const char* y) const {
     const Mma::ColumnReader<Y, group> reader(shared_address(y), lane, half);
-    if constexpr (split == 1) {
-      Mma::multiply_columns<block_q>(as_matrix(c), [&](int m, int kk) { return Mma::operand(own, kk); }, reader);
+    if constexpr (!shares_rows) {
+      Mma::multiply_columns<block_q, split>(as_matrix(c), [&](int m, int kk) { return Mma::operand(own, kk); }, reader);
     } else {
       Mma::multiply_columns<block_q, split>(as_matrix(c), ScoreTile::ByKey(score_tile, key_row, lane), reader);
     }
@@ -314,7 +324,7 @@ struct Backward {
     score_product<head_dim, KTile, QTile>(p, shared.k, rows.q);
 #pragma unroll
     for (int n = 0; n < score_columns / 8; ++n) {
-      const int column = half * score_columns + 8 * n + lane % 4 * 2;
+      const int column = score_row() + 8 * n + lane % 4 * 2;
       float2 lse = *reinterpret_cast<const float2*>(&rows.lse[column]);
       const int first_row = tile * block_q + column;
       if constexpr (modifies_scores) {
@@ -349,7 +359,7 @@ struct Backward {
       }
     }
     if constexpr (with_dropout_rate) drop(p, tile);
-    if constexpr (split == 2) {
+    if constexpr (shares_rows) {
       put_weights(p);
     } else {
       weights_product(p, rows.dout);
@@ -359,7 +369,7 @@ struct Backward {
     score_product<value_head_dim, VTile, OutTile>(ds, shared.v, rows.dout);
 #pragma unroll
     for (int n = 0; n < score_columns / 8; ++n) {
-      const int column = half * score_columns + 8 * n + lane % 4 * 2;
+      const int column = score_row() + 8 * n + lane % 4 * 2;
       float2 delta = *reinterpret_cast<const float2*>(&rows.delta[column]);
       if constexpr (has_unscales) delta = {delta.x * ds_factor, delta.y * ds_factor};
 #pragma unroll
@@ -369,22 +379,26 @@ struct Backward {
         ds[n].x[e] = weight_of(p[n].x[e]) * (dp - (e % 2 ? delta.y : delta.x));
       }
       if constexpr (has_dbias || has_dalibi_slopes) {
-        gradients.add(problem, part, modified, head, tile * block_q + column, first_key + key_row + lane / 4, ds[n],
-                      lane);
+        if (counts()) {
+          gradients.add(problem, part, modified, head, tile * block_q + column, first_key + key_row + lane / 4, ds[n],
+                        lane);
+        }
       }
       if constexpr (with_softcap) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) ds[n].x[e] *= derivative[n].x[e];
       }
     }
-    if constexpr (adds_dq || split == 2) ScoreTile::put(shared.ds, key_row, half * score_columns, ds, lane);
-    if constexpr (split == 1) {
+    if constexpr (adds_dq || shares_rows) {
+      if (counts()) ScoreTile::put(shared.ds, key_row, score_row(), ds, lane);
+    }
+    if constexpr (!shares_rows) {
       if constexpr (late_rows) start_rows(next_rows, load_head, load_tile);
       grad_product<QTile, dk_group>(dk, ds, shared.ds, rows.q);
     }
 
-    if constexpr (adds_dq || split == 2) __syncthreads();  // dS, and with split = 2 P, are complete
-    if constexpr (split == 2) {
+    if constexpr (adds_dq || shares_rows) __syncthreads();  // dS, and where warps share its rows P, are complete
+    if constexpr (shares_rows) {
       if constexpr (late_rows) start_dout(next_rows, load_head, load_tile);
       grad_product<OutTile, dv_group>(dv, p, shared.p, rows.dout);
       if constexpr (late_rows) {
@@ -399,12 +413,12 @@ struct Backward {
         __syncthreads();  // everybody is done with the rows
         if constexpr (!early_rows && !late_rows) start_rows(next_rows, load_head, load_tile);
       }
-      if constexpr (loads_take_registers && !(late_rows && split == 2)) finish_dout(next_rows);
+      if constexpr (loads_take_registers && !(late_rows && shares_rows)) finish_dout(next_rows);
       if constexpr (loads_take_registers) finish_q(next_rows);
     }
     if constexpr (adds_dq) add_dq(head, tile);
     if constexpr (has_dbias || has_dalibi_slopes) {
-      if (next_tile < 0 || next_head != head) {
+      if (counts() && (next_tile < 0 || next_head != head)) {
         gradients.flush(problem, part, head, first_key + key_row + lane / 4, lane);
       }
     }
@@ -425,15 +439,14 @@ struct Backward {
     for (int n = 0; n < score_columns / 8; n += 2) {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
-        const int row = tile * block_q + half * score_columns + 8 * n + lane % 4 * 2 + odd;
+        const int row = tile * block_q + score_row() + 8 * n + lane % 4 * 2 + odd;
         const uint4 bits = dropout.bits(row, key + lane / 4);
         const bool second = key / 16 % 2 != 0;  // of the 32 keys that a call serves
         const u32 words[2] = {second ? bits.z : bits.x, second ? bits.w : bits.y};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (score_columns == 8 && i % 2 != 0) continue;
           float& weight = p[n + i % 2].x[i / 2 * 2 + odd];
-          if (!dropout.keeps(words[i / 2], score_columns == 8 ? half : i % 2)) weight = -weight;
+          if (!dropout.keeps(words[i / 2], i % 2)) weight = -weight;
         }
       }
     }
@@ -481,12 +494,13 @@ struct Backward {
     }
   }
 
+  template <typename T = ScoreTile>
   __device__ __forceinline__ void put_weights(const FragmentC (&p)[score_columns / 8]) {
     FragmentC kept[score_columns / 8];
 #pragma unroll
     for (int n = 0; n < score_columns / 8; ++n) kept[n] = p[n];
     if constexpr (with_dropout_rate) remove_dropped(kept);
-    ScoreTile::put(shared.p, key_row, half * score_columns, kept, lane);
+    T::put(shared.p, key_row, score_row(), kept, lane);
   }
 };
 
