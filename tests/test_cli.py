@@ -487,6 +487,8 @@ def test_an_installed_wheel_serves_prebuilt_kernels_before_nvrtc_is_needed(tmp_p
     shutil.copytree(_registration._INSTALLED / "kernels", package / "kernels")
     build_few(package / "prebuilt", arch)
     code = f"""
+import sys
+sys.meta_path = [x for x in sys.meta_path if isinstance(x, type)]  # without the finder of an editable install
 from jax_flash import _core, _registration
 _core.configure_cuda(
     source_dir=str(_registration._INSTALLED / "kernels"), prebuilt_dirs=_registration.prebuilt_dirs(), nvrtc_paths=[]
