@@ -9,10 +9,13 @@
 //
 // A group of `key_warps` warps covers the keys, 16 each. With split = 1 every warp sees all rows of a tile and feeds
 // P^T and dS^T from registers. With split = 2, for head dims whose dK and dV would not fit, two warps share their 16
-// keys: each computes half of the rows of S^T, and half of the columns of dK and dV; P^T and dS^T pass through shared
-// memory. For dQ, whose products sum over all keys of the block, dS always does.
+// keys: each computes half of the columns of dK and dV, and half of the rows of S^T; P^T and dS^T pass through shared
+// memory then. Where a tile has no more than 16 rows each computes all of them, which is half as many products more,
+// but in 64 KB head_dim 256 has no room for others. For dQ, whose products sum over all keys of the block, dS always
+// passes through shared memory.
 #pragma once
 
+#include "cuda/shared/again.cuh"
 #include "cuda/shared/schedule.cuh"
 #include "cuda/shared/score_rows.cuh"
 
@@ -30,7 +33,8 @@ using OutTile = Tile<block_q, parts * tile_value_head_dim>;
 using ScoreTile = Mma::Scores<block_kv, block_q>;
 
 constexpr bool adds_dq = !option_deterministic;
-constexpr int score_columns = block_q / split;  // rows of query in one warp's S^T
+constexpr bool shares_rows = split == 2 && block_q > 16;            // of S^T, between a pair of warps
+constexpr int score_columns = shares_rows ? block_q / 2 : block_q;  // rows of query in one warp's S^T
 // Groups of columns of dK, dV and dQ, and how many of them a warp has: warps that share columns take groups in turn.
 constexpr int dk_group = Mma::group(tile_head_dim, split);
 constexpr int dv_group = Mma::group(tile_value_head_dim, split);
@@ -45,6 +49,13 @@ constexpr int dq_group = Mma::group(tile_head_dim, dq_column_warps);
 constexpr int dq_groups = ceil_div(tile_head_dim / dq_group, dq_column_warps);
 static_assert(dq_row_tiles * dq_row_warps * 16 == block_q, "the warps share the rows of dQ evenly");
 
+// The next rows are on their way from the beginning of a step, or where they wait in registers that it lacks, while dK
+// is computed; with split = 2 those of dO while dV is, and those of Q while dK is.
+constexpr int step_registers = (tile_head_dim + tile_value_head_dim) / (2 * split) + score_columns +
+                               block_q * parts * (tile_head_dim + tile_value_head_dim) / (2 * threads);
+constexpr bool late_rows = loads_take_registers && stages == 1 && step_registers > 160;
+constexpr bool early_rows = stages == 2 || (loads_take_registers && !late_rows);
+
 struct QueryRows {
   char q[QTile::bytes];
   char dout[OutTile::bytes];
@@ -52,12 +63,16 @@ struct QueryRows {
   float delta[block_q];
 };
 
+struct NoTile {
+  static constexpr int bytes = 16;
+};
+
 struct SharedStorage {
   char k[KTile::bytes];  // and dK, at the end, unless it is stored from registers
   char v[VTile::bytes];  // and dV, likewise
   QueryRows rows[stages];
-  char ds[adds_dq || split == 2 ? ScoreTile::bytes : 16];
-  char p[split == 2 ? ScoreTile::bytes : 16];
+  char ds[Select < adds_dq || shares_rows, ScoreTile, NoTile > ::type::bytes];
+  char p[Select<shares_rows, ScoreTile, NoTile>::type::bytes];
 };
 
 // The next rows of query on their way to shared memory.
@@ -155,6 +170,25 @@ JAX_FLASH_DEVICE FragmentC (&as_matrix(FragmentC (&c)[n]))[1][n] {
   return *reinterpret_cast<FragmentC(*)[1][n]>(&c);
 }
 
+// What a block works on.
+struct Place {
+  Part part;
+  int batch, document, kv_head;
+  int first_key;
+};
+JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
+  // Under causal the first keys are kept by the most rows, and go first.
+  const int key_blocks = blocks_of(problem, problem.kv_length, block_kv);
+  const Work work = work_of(block, key_blocks, problem.kv_heads, problem.batch, problem.q_length);
+  int key_block = work.block;
+  const int document = document_of(problem, problem.cu_kv_lengths, work.batch, block_kv, key_block);
+  return {part_of(problem, work.batch, document), work.batch, document, work.head, key_block * block_kv};
+}
+
+// The keys of a warp, in the block, and which of a pair of warps it is.
+JAX_FLASH_DEVICE int key_row_of(int warp) { return (split == 1 ? warp : warp % key_warps) * 16; }
+JAX_FLASH_DEVICE int half_of(int warp) { return split == 1 ? 0 : warp / key_warps; }
+
 struct Backward {
   const Problem& problem;
   SharedStorage& shared;
@@ -170,22 +204,37 @@ struct Backward {
   int warp, lane;
   int key_row;  // of the warp, in the block
   int half;     // which of a pair of warps; 0 when split is 1
+  __device__ __forceinline__ int score_row() const { return shares_rows ? half * score_columns : 0; }
+  // Whether what a warp computes of S^T is not another's to report.
+  __device__ __forceinline__ bool counts() const { return split == 1 || shares_rows || half == 0; }
   float scale_log2;
   float dp_factor, ds_factor;  // dS is their common multiple of what it stands for
   FragmentC dk[dk_groups * dk_group / 8], dv[dv_groups * dv_group / 8];
   OperandGradients gradients;
   RowsLoad load;
 
+  __device__ __forceinline__ void find_lane() {
+    warp = thread_again() / 32;
+    lane = Lanes::of(thread_again());
+    key_row = key_row_of(warp);
+    half = half_of(warp);
+  }
+
   // Starts to bring one tile of rows of one query head.
   __device__ __forceinline__ void start_rows(QueryRows& rows, int head, int tile) {
+    start_q(rows, head, tile);
+    start_dout(rows, head, tile);
+    copies_commit();
+  }
+  __device__ __forceinline__ void finish_rows(QueryRows& rows) const {
+    finish_q(rows);
+    finish_dout(rows);
+  }
+  __device__ __forceinline__ void start_q(QueryRows& rows, int head, int tile) {
     const int first = tile * block_q;
-    load.q.start(shared_address(rows.q),
-                 load.q.base(head_of(problem.q, batch, head, part.q.first), problem.q.row_stride, threadIdx.x),
-                 problem.q.row_stride, first, part.q.length, threadIdx.x);
-    load.dout.start(
-        shared_address(rows.dout),
-        load.dout.base(head_of(problem.dout, batch, head, part.q.first), problem.dout.row_stride, threadIdx.x),
-        problem.dout.row_stride, first, part.q.length, threadIdx.x);
+    const Element* q = head_of(problem.q, batch, head, part.q.first);
+    load.q.start(shared_address(rows.q), load.q.base(q, problem.q.row_stride, threadIdx.x), problem.q.row_stride, first,
+                 part.q.length, threadIdx.x);
     // Rows beyond the end become zeros, lse included: with dO and delta they add nothing to any sum.
     if (threadIdx.x < block_q) {
       const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length + part.q.first;
@@ -195,22 +244,28 @@ struct Backward {
       load.lse.start(&rows.lse[threadIdx.x], static_cast<const float*>(problem.lse) + at, valid);
       load.delta.start(&rows.delta[threadIdx.x], static_cast<const float*>(problem.delta) + at, valid);
     }
-    copies_commit();
   }
-  __device__ __forceinline__ void finish_rows(QueryRows& rows) const {
+  __device__ __forceinline__ void finish_q(QueryRows& rows) const {
     load.q.finish(shared_address(rows.q), threadIdx.x);
-    load.dout.finish(shared_address(rows.dout), threadIdx.x);
     if (threadIdx.x < block_q) {
       load.lse.finish(&rows.lse[threadIdx.x]);
       load.delta.finish(&rows.delta[threadIdx.x]);
     }
+  }
+  __device__ __forceinline__ void start_dout(QueryRows& rows, int head, int tile) {
+    const Element* dout = head_of(problem.dout, batch, head, part.q.first);
+    load.dout.start(shared_address(rows.dout), load.dout.base(dout, problem.dout.row_stride, threadIdx.x),
+                    problem.dout.row_stride, tile * block_q, part.q.length, threadIdx.x);
+  }
+  __device__ __forceinline__ void finish_dout(QueryRows& rows) const {
+    load.dout.finish(shared_address(rows.dout), threadIdx.x);
   }
 
   // c = X Y^T, for the warp's 16 keys in X and its rows in Y.
   template <int k, typename X, typename Y>
   __device__ __forceinline__ void score_product(FragmentC (&c)[score_columns / 8], const char* x, const char* y) const {
     Mma::multiply_rows<k>(as_matrix(c), Mma::reader_a<X>(shared_address(x), key_row, lane),
-                          Mma::reader_b<Y>(shared_address(y), half * score_columns, lane));
+                          Mma::reader_b<Y>(shared_address(y), score_row(), lane));
   }
 
   // c += A Y, where A [16 keys, block_q] is P^T or dS^T: the warp's own fragments, or rows of a score tile.
@@ -218,8 +273,8 @@ struct Backward {
   __device__ __forceinline__ void grad_product(FragmentC (&c)[n], const FragmentC (&own)[score_columns / 8],
                                                const char* score_tile, const char* y) const {
     const Mma::ColumnReader<Y, group> reader(shared_address(y), lane, half);
-    if constexpr (split == 1) {
-      Mma::multiply_columns<block_q>(as_matrix(c), [&](int m, int kk) { return Mma::operand(own, kk); }, reader);
+    if constexpr (!shares_rows) {
+      Mma::multiply_columns<block_q, split>(as_matrix(c), [&](int m, int kk) { return Mma::operand(own, kk); }, reader);
     } else {
       Mma::multiply_columns<block_q, split>(as_matrix(c), ScoreTile::ByKey(score_tile, key_row, lane), reader);
     }
@@ -255,18 +310,21 @@ struct Backward {
   template <bool masked>
   __device__ __forceinline__ void step(int head, int tile, int stage, int next_head, int next_tile) {
     QueryRows& rows = shared.rows[stage];
+    if constexpr (late_rows) find_lane();  // so that no address waits in registers for the next step
     copies_wait<0>();
     __syncthreads();  // the rows have landed; everybody is done with the previous dS and with the other stage
-    constexpr bool early = stages == 2 || loads_take_registers;
     QueryRows& next_rows = shared.rows[stages == 2 ? stage ^ 1 : 0];
-    if (early && next_tile >= 0) start_rows(next_rows, next_head, next_tile);
+    // Through registers rows that nobody needs at the end, rather than a branch, at which the assembler spills.
+    const bool last = next_tile < 0, more = loads_take_registers || !last;
+    const int load_head = last ? head : next_head, load_tile = last ? tile : next_tile;
+    if (early_rows && more) start_rows(next_rows, load_head, load_tile);
 
     FragmentC p[score_columns / 8] = {};
     FragmentC derivative[with_softcap ? score_columns / 8 : 1];
     score_product<head_dim, KTile, QTile>(p, shared.k, rows.q);
 #pragma unroll
     for (int n = 0; n < score_columns / 8; ++n) {
-      const int column = half * score_columns + 8 * n + lane % 4 * 2;
+      const int column = score_row() + 8 * n + lane % 4 * 2;
       float2 lse = *reinterpret_cast<const float2*>(&rows.lse[column]);
       const int first_row = tile * block_q + column;
       if constexpr (modifies_scores) {
@@ -301,7 +359,7 @@ struct Backward {
       }
     }
     if constexpr (with_dropout_rate) drop(p, tile);
-    if constexpr (split == 2) {
+    if constexpr (shares_rows) {
       put_weights(p);
     } else {
       weights_product(p, rows.dout);
@@ -311,7 +369,7 @@ struct Backward {
     score_product<value_head_dim, VTile, OutTile>(ds, shared.v, rows.dout);
 #pragma unroll
     for (int n = 0; n < score_columns / 8; ++n) {
-      const int column = half * score_columns + 8 * n + lane % 4 * 2;
+      const int column = score_row() + 8 * n + lane % 4 * 2;
       float2 delta = *reinterpret_cast<const float2*>(&rows.delta[column]);
       if constexpr (has_unscales) delta = {delta.x * ds_factor, delta.y * ds_factor};
 #pragma unroll
@@ -321,32 +379,46 @@ struct Backward {
         ds[n].x[e] = weight_of(p[n].x[e]) * (dp - (e % 2 ? delta.y : delta.x));
       }
       if constexpr (has_dbias || has_dalibi_slopes) {
-        gradients.add(problem, part, modified, head, tile * block_q + column, first_key + key_row + lane / 4, ds[n],
-                      lane);
+        if (counts()) {
+          gradients.add(problem, part, modified, head, tile * block_q + column, first_key + key_row + lane / 4, ds[n],
+                        lane);
+        }
       }
       if constexpr (with_softcap) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) ds[n].x[e] *= derivative[n].x[e];
       }
     }
-    if constexpr (adds_dq || split == 2) ScoreTile::put(shared.ds, key_row, half * score_columns, ds, lane);
-    if constexpr (split == 1) grad_product<QTile, dk_group>(dk, ds, shared.ds, rows.q);
-
-    if constexpr (adds_dq || split == 2) __syncthreads();  // dS, and with split = 2 P, are complete
-    if constexpr (split == 2) {
-      grad_product<OutTile, dv_group>(dv, p, shared.p, rows.dout);
+    if constexpr (adds_dq || shares_rows) {
+      if (counts()) ScoreTile::put(shared.ds, key_row, score_row(), ds, lane);
+    }
+    if constexpr (!shares_rows) {
+      if constexpr (late_rows) start_rows(next_rows, load_head, load_tile);
       grad_product<QTile, dk_group>(dk, ds, shared.ds, rows.q);
     }
-    if (next_tile >= 0) {
+
+    if constexpr (adds_dq || shares_rows) __syncthreads();  // dS, and where warps share its rows P, are complete
+    if constexpr (shares_rows) {
+      if constexpr (late_rows) start_dout(next_rows, load_head, load_tile);
+      grad_product<OutTile, dv_group>(dv, p, shared.p, rows.dout);
+      if constexpr (late_rows) {
+        __syncthreads();  // everybody is done with dO
+        finish_dout(next_rows);
+        start_q(next_rows, load_head, load_tile);
+      }
+      grad_product<QTile, dk_group>(dk, ds, shared.ds, rows.q);
+    }
+    if (more) {
       if constexpr (stages == 1) {
         __syncthreads();  // everybody is done with the rows
-        if constexpr (!early) start_rows(next_rows, next_head, next_tile);
+        if constexpr (!early_rows && !late_rows) start_rows(next_rows, load_head, load_tile);
       }
-      if constexpr (loads_take_registers) finish_rows(next_rows);
+      if constexpr (loads_take_registers && !(late_rows && shares_rows)) finish_dout(next_rows);
+      if constexpr (loads_take_registers) finish_q(next_rows);
     }
     if constexpr (adds_dq) add_dq(head, tile);
     if constexpr (has_dbias || has_dalibi_slopes) {
-      if (next_tile < 0 || next_head != head) {
+      if (counts() && (next_tile < 0 || next_head != head)) {
         gradients.flush(problem, part, head, first_key + key_row + lane / 4, lane);
       }
     }
@@ -367,15 +439,14 @@ struct Backward {
     for (int n = 0; n < score_columns / 8; n += 2) {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
-        const int row = tile * block_q + half * score_columns + 8 * n + lane % 4 * 2 + odd;
+        const int row = tile * block_q + score_row() + 8 * n + lane % 4 * 2 + odd;
         const uint4 bits = dropout.bits(row, key + lane / 4);
         const bool second = key / 16 % 2 != 0;  // of the 32 keys that a call serves
         const u32 words[2] = {second ? bits.z : bits.x, second ? bits.w : bits.y};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (score_columns == 8 && i % 2 != 0) continue;
           float& weight = p[n + i % 2].x[i / 2 * 2 + odd];
-          if (!dropout.keeps(words[i / 2], score_columns == 8 ? half : i % 2)) weight = -weight;
+          if (!dropout.keeps(words[i / 2], i % 2)) weight = -weight;
         }
       }
     }
@@ -423,12 +494,13 @@ struct Backward {
     }
   }
 
+  template <typename T = ScoreTile>
   __device__ __forceinline__ void put_weights(const FragmentC (&p)[score_columns / 8]) {
     FragmentC kept[score_columns / 8];
 #pragma unroll
     for (int n = 0; n < score_columns / 8; ++n) kept[n] = p[n];
     if constexpr (with_dropout_rate) remove_dropped(kept);
-    ScoreTile::put(shared.p, key_row, half * score_columns, kept, lane);
+    T::put(shared.p, key_row, score_row(), kept, lane);
   }
 };
 
@@ -437,15 +509,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   extern __shared__ __align__(128) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
 
-  // Under causal the first keys are kept by the most rows, and go first.
-  const int key_blocks = blocks_of(problem, problem.kv_length, block_kv);
-  const Work work = work_of(blockIdx.x, key_blocks, problem.kv_heads, problem.batch, problem.q_length);
-  const int kv_head = work.head, batch = work.batch;
-  int key_block = work.block;
-  const int document = document_of(problem, problem.cu_kv_lengths, batch, block_kv, key_block);
-  const Part part = part_of(problem, batch, document);
-  const int first_key = key_block * block_kv;
-  if (packed && first_key >= part.kv.stored) return;
+  Place place = place_of(problem, blockIdx.x);
+  if (packed && place.first_key >= place.part.kv.stored) return;
+  const Part& part = place.part;
+  const int batch = place.batch, kv_head = place.kv_head, first_key = place.first_key;
   const int group = problem.q_heads / problem.kv_heads;
   const int first_head = kv_head * group, last_head = first_head + group - 1;
   const int warp = threadIdx.x / 32, lane = Lanes::of(threadIdx.x);
@@ -459,7 +526,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       shared,
       part,
       batch,
-      first_dq_tile(problem, batch, document),
+      first_dq_tile(problem, batch, place.document),
       {problem, part, band_of(problem, part)},
       {problem, part, first_head, score_scale},
       {static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, first_head},
@@ -468,8 +535,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       first_key,
       warp,
       lane,
-      (split == 1 ? warp : warp % key_warps) * 16,
-      split == 1 ? 0 : warp / key_warps,
+      key_row_of(warp),
+      half_of(warp),
       score_scale * kLog2e,
       unscales.dout * unscales.value * ds_factor,
       ds_factor,
@@ -510,10 +577,17 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     __syncthreads();  // everybody is done with K and V
   }
 
-  const float dk_factor = scale * unscales.query / unscales.ds;
-  const float factor = backward.dropout.factor * unscales.dout * probability_unit;
-  Result* dk = result_of(problem.dk, batch, kv_head, part.kv.first);
-  Result* dv = result_of(problem.dv, batch, kv_head, part.kv.first);
+  // Where the loop takes all registers there are, nothing else is kept in them.
+  if constexpr (loads_take_registers) {
+    place = place_of(problem, block_again());
+    backward.first_key = place.first_key;
+    backward.find_lane();
+  }
+  const Unscales unscale = unscales_of(problem, place.batch, place.kv_head);
+  const float dk_factor = scale * unscale.query / unscale.ds;
+  const float factor = backward.dropout.factor * unscale.dout * probability_unit;
+  Result* dk = result_of(problem.dk, place.batch, place.kv_head, part.kv.first);
+  Result* dv = result_of(problem.dv, place.batch, place.kv_head, part.kv.first);
   backward.finish(dk, dv, dk_factor, factor);
 }
 

@@ -6,6 +6,7 @@
 // the next V while the rest is.
 #pragma once
 
+#include "cuda/shared/again.cuh"
 #include "cuda/shared/schedule.cuh"
 #include "cuda/shared/score_rows.cuh"
 
@@ -20,6 +21,11 @@ using VTile = Tile<block_kv, parts * tile_value_head_dim>;
 constexpr int group = Mma::group(tile_head_dim, 1);  // of columns of dQ
 constexpr bool irregular = bounded_left || in_segments;
 
+// The next V is on its way from Q K^T on, or where it waits in registers that are short then, while dS K is computed.
+constexpr int step_registers =
+    row_tiles * (tile_head_dim + 2 * block_kv) / 2 + block_kv * parts * tile_value_head_dim / (2 * threads);
+constexpr bool early_v = !loads_take_registers || step_registers <= 160;
+
 struct SharedStorage {
   char q[QTile::bytes];  // and dQ, at the end, unless it is stored from registers
   char dout[OutTile::bytes];
@@ -28,6 +34,22 @@ struct SharedStorage {
 };
 
 extern "C" __constant__ LaunchFacts jax_flash_backward_dq_facts = {threads, block_q, sizeof(SharedStorage), 0};
+
+// What a block works on.
+struct Place {
+  Part part;
+  int batch, head, kv_head;
+  int first_row;
+};
+JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
+  // Under causal the last rows have the most keys, and go first.
+  const int row_blocks = blocks_of(problem, problem.q_length, block_q);
+  const Work work = work_of(block, row_blocks, problem.q_heads, problem.batch, problem.kv_length);
+  int row_block = option_causal ? row_blocks - 1 - work.block : work.block;
+  const int document = document_of(problem, problem.cu_q_lengths, work.batch, block_q, row_block);
+  const int kv_head = work.head / (problem.q_heads / problem.kv_heads);
+  return {part_of(problem, work.batch, document), work.batch, work.head, kv_head, row_block * block_q};
+}
 
 struct BackwardDq {
   const Problem& problem;
@@ -46,17 +68,27 @@ struct BackwardDq {
   float anchors[row_tiles][2];  // what is subtracted before exp2
   float deltas[row_tiles][2];
 
+  // `whole` when all keys of the tile are there.
+  template <bool whole = false>
   __device__ __forceinline__ void start_k(int tile) {
-    k_load.start(shared_address(shared.k), k, problem.k.row_stride, tile * block_kv, part.kv.length, threadIdx.x);
+    k_load.template start<whole>(shared_address(shared.k), k, problem.k.row_stride, tile * block_kv, part.kv.length,
+                                 threadIdx.x);
     copies_commit();
   }
+  template <bool whole = false>
   __device__ __forceinline__ void start_v(int tile) {
-    v_load.start(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, part.kv.length, threadIdx.x);
+    v_load.template start<whole>(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, part.kv.length,
+                                 threadIdx.x);
     copies_commit();
   }
 
   __device__ __forceinline__ int row_of(int m, int half) const {
     return first_row + (warp * row_tiles + m) * 16 + lane / 4 + half * 8;
+  }
+
+  __device__ __forceinline__ void find_lane() {
+    warp = thread_again() / 32;
+    lane = Lanes::of(thread_again());
   }
 
   __device__ __forceinline__ void load_statistics(const float* lse, const float* delta) {
@@ -82,10 +114,13 @@ struct BackwardDq {
   template <bool masked>
   __device__ __forceinline__ void step(int tile, int next) {
     FragmentC ds[row_tiles][block_kv / 8] = {};
+    if constexpr (!early_v) find_lane();  // so that no address waits in registers for the next step
+    // Through registers a tile that nobody needs at the end, rather than a branch, at which the assembler spills.
+    const bool more = loads_take_registers || next >= 0;
     copies_wait<0>();
     v_load.finish(shared_address(shared.v), threadIdx.x);
     __syncthreads();  // V has landed; everybody is done with the previous K
-    start_k(tile);
+    start_k<!masked>(tile);
     Mma::multiply_rows<value_head_dim>(ds,
                                        Mma::reader_a<OutTile>(shared_address(shared.dout), warp * row_tiles * 16, lane),
                                        Mma::reader_b<VTile>(shared_address(shared.v), 0, lane));
@@ -94,7 +129,7 @@ struct BackwardDq {
     copies_wait<0>();
     k_load.finish(shared_address(shared.k), threadIdx.x);
     __syncthreads();  // K has landed; everybody is done with V
-    if (next >= 0) start_v(next);
+    if (early_v && more) start_v<!masked>(at_least(next, 0));
     Mma::multiply_rows<head_dim>(p, Mma::reader_a<QTile>(shared_address(shared.q), warp * row_tiles * 16, lane),
                                  Mma::reader_b<KTile>(shared_address(shared.k), 0, lane));
 
@@ -131,6 +166,7 @@ struct BackwardDq {
         }
       }
     }
+    if (!early_v) start_v<!masked>(at_least(next, 0));
     Mma::multiply_columns<block_kv>(
         dq, [&](int m, int kk) { return Mma::operand(ds[m], kk); },
         Mma::ColumnReader<KTile, group>(shared_address(shared.k), lane));
@@ -163,15 +199,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   extern __shared__ __align__(128) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
 
-  // Under causal the last rows have the most keys, and go first.
-  const int row_blocks = blocks_of(problem, problem.q_length, block_q);
-  const Work work = work_of(blockIdx.x, row_blocks, problem.q_heads, problem.batch, problem.kv_length);
-  int row_block = option_causal ? row_blocks - 1 - work.block : work.block;
-  const int head = work.head, batch = work.batch;
-  const Part part = part_of(problem, batch, document_of(problem, problem.cu_q_lengths, batch, block_q, row_block));
-  const int first_row = row_block * block_q;
-  if (packed && first_row >= part.q.stored) return;
-  const int kv_head = head / (problem.q_heads / problem.kv_heads);
+  Place place = place_of(problem, blockIdx.x);
+  if (packed && place.first_row >= place.part.q.stored) return;
+  const Part& part = place.part;
+  const int head = place.head, batch = place.batch, kv_head = place.kv_head, first_row = place.first_row;
   const int warp = threadIdx.x / 32, lane = Lanes::of(threadIdx.x);
   const Unscales unscales = unscales_of(problem, batch, kv_head);
   const float scale = static_cast<float>(problem.options.scale);
@@ -235,7 +266,14 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     for (; tile >= tiles.bare_end; --tile) backward.step<true>(tile, tile - 1);
     for (; tile >= 0; --tile) backward.step<false>(tile, tile - 1);
   }
-  backward.finish(result_of(problem.dq, batch, head, part.q.first), scale * unscales.key / unscales.ds);
+  // Where the loop takes all registers there are, nothing else is kept in them.
+  if constexpr (loads_take_registers) {
+    place = place_of(problem, block_again());
+    backward.first_row = place.first_row;
+    backward.find_lane();
+  }
+  const Unscales unscale = unscales_of(problem, place.batch, place.kv_head);
+  backward.finish(result_of(problem.dq, place.batch, place.head, part.q.first), scale * unscale.key / unscale.ds);
 }
 
 }  // namespace jax_flash

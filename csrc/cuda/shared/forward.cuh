@@ -79,20 +79,27 @@ struct Forward {
   FragmentC out[row_tiles][tile_value_head_dim / 8];
   RowStatistics statistics[row_tiles][2];
 
+  // `whole` when all keys of the tile are there.
+  template <bool whole = false>
   __device__ __forceinline__ void start_k(int tile) {
-    k_load.start(shared_address(shared.k), k, problem.k.row_stride, tile * block_kv, part.kv.length, threadIdx.x);
+    k_load.template start<whole>(shared_address(shared.k), k, problem.k.row_stride, tile * block_kv, part.kv.length,
+                                 threadIdx.x);
     copies_commit();
   }
+  template <bool whole = false>
   __device__ __forceinline__ void start_v(int tile) {
-    v_load.start(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, part.kv.length, threadIdx.x);
+    v_load.template start<whole>(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, part.kv.length,
+                                 threadIdx.x);
     copies_commit();
   }
 
+  template <bool whole>
   __device__ __forceinline__ void change_tiles(int next) {
     copies_wait<0>();
     v_load.finish(shared_address(shared.v), threadIdx.x);
     __syncthreads();  // V has landed; everybody is done with K
-    if (next >= 0) start_k(next);
+    // Through registers a tile that nobody needs at the end, rather than a branch, at which the assembler spills.
+    if (next >= 0 || loads_take_registers) start_k<whole>(at_least(next, 0));
   }
 
   __device__ __forceinline__ int row_of(int m, int half) const {
@@ -107,14 +114,14 @@ struct Forward {
     copies_wait<0>();
     k_load.finish(shared_address(shared.k), threadIdx.x);
     __syncthreads();  // K has landed; everybody is done with the previous V
-    if constexpr (early_v) start_v(tile);
+    if constexpr (early_v) start_v<!masked>(tile);
 
     if constexpr (!early_v) {
       q_reader.first = fresh(q_reader.first);
       k_reader.first = fresh(k_reader.first);
     }
     Mma::multiply_rows<head_dim>(scores, q_reader, k_reader);
-    if constexpr (early_v) change_tiles(next);
+    if constexpr (early_v) change_tiles<!masked>(next);
 
     if constexpr (masked || modifies_scores || has_mask) {
 #pragma unroll
@@ -125,7 +132,7 @@ struct Forward {
         }
       }
     }
-    if constexpr (!early_v) start_v(tile);
+    if constexpr (!early_v) start_v(tile);  // the test whether it is whole keeps the assembler from spilling
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
 #pragma unroll
@@ -155,7 +162,7 @@ struct Forward {
       if constexpr (with_dropout_rate) rows.drop<false>(scores[m], row_of(m, 0), tile * block_kv, lane);
     }
 
-    if constexpr (!early_v) change_tiles(next);
+    if constexpr (!early_v) change_tiles<!masked>(next);
     const u32 v_tile = shared_address(shared.v);
     Mma::multiply_columns<block_kv>(
         out, [&](int m, int kk) { return Mma::operand(scores[m], kk); },

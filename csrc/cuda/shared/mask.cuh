@@ -91,16 +91,17 @@ struct SegmentRange {
   }
 };
 
-// Of the blocks of kSegmentBlock that hold the rows [first, first + rows); `rows` divides that number, or it `rows`.
+// Of the blocks of kSegmentBlock that hold the rows [first, first + rows), `first` being a multiple of `rows`.
 template <int rows>
 JAX_FLASH_DEVICE SegmentRange segment_range(const int* ranges, int batch, int length, int first) {
   const int blocks = ceil_div(length, kSegmentBlock);
   const int2* from = reinterpret_cast<const int2*>(ranges) + static_cast<i64>(batch) * blocks;
+  constexpr bool aligned = rows % kSegmentBlock == 0 || kSegmentBlock % rows == 0;
   SegmentRange range{0x7fffffff, -0x7fffffff - 1};
 #pragma unroll
-  for (int i = 0; i < ceil_div(rows, kSegmentBlock); ++i) {
+  for (int i = 0; i < ceil_div(rows, kSegmentBlock) + (aligned ? 0 : 1); ++i) {
     const int block = first / kSegmentBlock + i;
-    if (block < blocks) {
+    if (block < blocks && (aligned || block * kSegmentBlock < first + rows)) {
       const int2 next = from[block];
       range = {at_most(range.first, next.x), at_least(range.last, next.y)};
     }

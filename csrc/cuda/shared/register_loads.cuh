@@ -56,10 +56,11 @@ struct TileLoad : ThreadRows<T, threads> {
     for (int j = 0; j < row_chunks; ++j) store_shared(to + j * row_threads * 16, chunks[j]);
   }
 
+  template <bool whole = false>  // when no row lies beyond the end
   __device__ __forceinline__ void start(u32, const Element* base, i64 row_stride, int first, int length, int thread) {
     const Element* from = base + first * row_stride;
     const int row = row_of(thread);
-    if (first + T::rows <= length) {
+    if (whole || first + T::rows <= length) {
 #pragma unroll
       for (int i = 0; i < passes; ++i) {
         fetch(chunks[i], from + i * pass_rows * row_stride, in_tile(row + i * pass_rows), thread);

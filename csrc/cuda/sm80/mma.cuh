@@ -72,6 +72,7 @@ JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, i
 template <typename T, int columns, int threads>
 struct TileLoad {
   static __device__ __forceinline__ const Element* base(const Element* head, i64, int) { return head; }
+  template <bool whole = false>
   __device__ __forceinline__ void start(u32 tile, const Element* head, i64 row_stride, int first, int length,
                                         int thread) {
     load_tile<T, columns, threads>(tile, head, row_stride, first, length, thread);
