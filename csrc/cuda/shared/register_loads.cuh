@@ -74,8 +74,9 @@ struct TileLoad : ThreadRows<T, threads> {
     }
   }
   __device__ __forceinline__ void finish(u32 tile, int thread) const {
-    // Chunks change places by the row modulo 16 at most.
-    constexpr int phases = pass_rows >= 16 ? 1 : 16 / pass_rows;
+    // Chunks change places by the row modulo 16 at most, which every so many passes comes back to where it was.
+    constexpr int phases = pass_rows % 16 == 0 ? 1 : pass_rows % 8 == 0 ? 2 : pass_rows % 4 == 0 ? 4 : 8;
+    static_assert(pass_rows % 2 == 0);
     const int row = row_of(thread);
     u32 to[phases];
 #pragma unroll
