@@ -1,17 +1,21 @@
-// TensorMaps: what the copy engine of compute capability 9.0 reads arrays by. Compiled by the host compiler and by NVRTC.
+// What a kernel that copies by the tensor memory accelerator is given beside Problem. Compiled by the host compiler and
+// by NVRTC, so it includes nothing.
 #pragma once
 
 namespace jax_flash {
 
-// The driver's CUtensorMap, of an array [batch, length, heads, head_dim] of 16-bit elements; its dimensions, fastest
-// first, are head_dim, length, heads, batch. A box has 64 columns and as many rows as the kernel's LaunchFacts say; in
-// shared memory a row of it is a line of 128 bytes, its chunks of 16 bytes swizzled. What is out of range is zeros.
+// The driver's CUtensorMap.
 struct TensorMap {
   alignas(64) unsigned long long opaque[16];
 };
 
+// Of [batch, length, heads, head_dim] arrays of 16-bit elements. Coordinates are {column, row, head, batch}. A copy
+// brings a box of kBoxColumns columns and of as many rows of one head as the kernel's LaunchFacts say, with the
+// 128-byte swizzle; what lies outside the array comes as zeros, and counts among the bytes that arrive.
 struct TensorMaps {
-  TensorMap q, k, v, dout;
+  TensorMap q, k, v, dout;  // dout in backward only
 };
+
+constexpr int kBoxColumns = 64;  // 128 bytes
 
 }  // namespace jax_flash
