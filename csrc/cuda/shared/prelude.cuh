@@ -10,6 +10,7 @@
 #pragma once
 
 #include "cuda/launch_facts.h"
+#include "cuda/shared/arithmetic.cuh"
 #include "problem.h"
 
 namespace jax_flash {
@@ -54,24 +55,6 @@ using Result = Select<has_unscales, float, Element>::type;
 
 // Whether something happens to the scores between product and softmax (scores.cuh).
 constexpr bool modifies_scores = with_softcap || has_bias || has_alibi_slopes;
-
-JAX_FLASH_DEVICE float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-JAX_FLASH_DEVICE float log2_approx(float x) {
-  float y;
-  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-JAX_FLASH_DEVICE float reciprocal_approx(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 JAX_FLASH_DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
