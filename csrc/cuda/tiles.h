@@ -40,6 +40,10 @@ constexpr Pass forward = Pass::forward, backward = Pass::backward, backward_dq =
 // where others lost. Rules that an H200 has no need of were timed on one all the same.
 inline constexpr TileRule all[] = {
     // family, parts, pass, head_dim, shared KB, {block_q, block_kv, warps, stages, min_blocks}
+    {"sm90a", 1, forward, 64, 90, {192, 128, 16, 2, 1}},
+    {"sm90a", 1, forward, 128, 162, {128, 128, 12, 2, 1}},
+    {"sm90a", 1, forward, 192, 218, {128, 112, 12, 2, 1}},
+    {"sm90a", 1, forward, 256, 226, {128, 80, 12, 2, 1}},
     {"sm80", 1, forward, 64, 32, {128, 64, 4, 1, 2}},     // 318; first: 287, 64x64 253, 128x128 with 8 warps 249
     {"sm80", 1, forward, 128, 128, {128, 64, 4, 1, 2}},   // 369; room for two blocks
     {"sm80", 1, forward, 128, 48, {128, 32, 4, 1, 2}},    // 350; first: 312, 128x128 with 8 warps 295, 128x64 276

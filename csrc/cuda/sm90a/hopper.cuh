@@ -62,7 +62,8 @@ JAX_FLASH_DEVICE void stores_ready() { asm volatile("fence.proxy.async.shared::c
 JAX_FLASH_DEVICE void prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-// Brings a box of kBoxColumns columns to shared memory, to an address that is a multiple of 1024; its bytes count at `barrier`.
+// Brings a box of kBoxColumns columns to shared memory, to an address that is a multiple of 1024; its bytes count at
+// `barrier`.
 JAX_FLASH_DEVICE void copy_box(u32 to, const TensorMap* map, u32 barrier, int column, int row, int head, int batch) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
