@@ -27,7 +27,7 @@ COMPILER = shutil.which("g++")
 INCLUDES = ["-I", HOST, "-I", ROOT / "csrc"]
 """In this order: the host's files take the place of the device's."""
 
-KERNEL = ["-std=c++20", "-O1", "-w", "-fPIC", "-fno-exceptions", "-fsanitize=thread", "-fvisibility=default"]
+KERNEL = ["-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-fno-exceptions", "-fsanitize=thread", "-fvisibility=default"]
 """-fsanitize=thread for its calls before every plain access, which emulator.cc answers; warnings would be of #pragma
 unroll and of results that inline PTX no longer sets."""
 
