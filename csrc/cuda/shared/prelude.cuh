@@ -9,6 +9,7 @@
 //   column_step                        what the columns of its tiles are a multiple of
 #pragma once
 
+#include "cuda/launch_facts.h"
 #include "problem.h"
 
 namespace jax_flash {
@@ -53,14 +54,6 @@ using Result = Select<has_unscales, float, Element>::type;
 
 // Whether something happens to the scores between product and softmax (scores.cuh).
 constexpr bool modifies_scores = with_softcap || has_bias || has_alibi_slopes;
-
-// Host and kernel must agree on these; the kernel states them, the host reads them out of the cubin.
-struct LaunchFacts {
-  int threads;        // per block
-  int block_rows;     // rows of query (forward) or key (backward) that a block owns
-  int shared_bytes;   // dynamic shared memory
-  int convert_warps;  // per block of jax_flash_convert_dq; 0 where there is no such kernel
-};
 
 JAX_FLASH_DEVICE float exp2_approx(float x) {
   float y;
