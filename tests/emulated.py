@@ -152,8 +152,9 @@ def errors(got: np.ndarray, want: np.ndarray) -> tuple[float, float]:
     if bad.any():
         return np.inf, np.inf
     difference = got - want
-    size, norm = np.abs(want).max(initial=0.0), np.linalg.norm(want)
-    return float(np.abs(difference).max() / size) if size else 0.0, float(np.linalg.norm(difference) / norm or 0)
+    # Values near 0 are the difference of larger ones.
+    size, norm = max(np.abs(want).max(initial=0.0), 0.01), max(np.linalg.norm(want), 0.01 * want.size**0.5)
+    return float(np.abs(difference).max() / size), float(np.linalg.norm(difference) / norm)
 
 
 def where_wrong(got: np.ndarray, want: np.ndarray, limit: float) -> str:

@@ -54,8 +54,8 @@ struct Thread {
   std::vector<std::pair<unsigned, unsigned>> unfenced;  // stores to shared memory: address and bytes
 
   bool products_fenced = false;
-  uint64_t products = 0;              // issued
-  std::deque<uint64_t> groups;        // the number of the last product of each committed group
+  uint64_t products = 0;                        // issued
+  std::deque<uint64_t> groups;                  // the number of the last product of each committed group
   std::map<float*, Accumulators> accumulators;  // of products under way
 
   uint64_t bulks_committed = 0, bulk_groups_done = 0;
@@ -366,10 +366,8 @@ std::string run_block(unsigned index, unsigned blocks, unsigned threads, unsigne
   block_.warps.resize(threads / 32);
   block_.warpgroups.resize((threads + 127) / 128);
   block_.random.seed(seed * 1000003 + index);
-  constexpr When kWhen[][2] = {{When::late, When::late},
-                               {When::early, When::late},
-                               {When::late, When::early},
-                               {When::any, When::any}};
+  constexpr When kWhen[][2] = {
+      {When::late, When::late}, {When::early, When::late}, {When::late, When::early}, {When::any, When::any}};
   block_.copies_when = kWhen[seed % 4][0];
   block_.products_when = kWhen[seed % 4][1];
   std::memset(memory, 0xff, sizeof(memory));  // NaN
@@ -448,8 +446,8 @@ const char* exchange(const void* mine, unsigned size, const Site& site) {
 }
 
 void named_barrier(unsigned barrier, unsigned count, bool waits, const Site& site) {
-  if (barrier >= 16 || count % 32 || count > threads()) stop("barrier " + std::to_string(barrier) + " of " +
-                                                             std::to_string(count) + " threads, " + place(site));
+  if (barrier >= 16 || count % 32 || count > threads())
+    stop("barrier " + std::to_string(barrier) + " of " + std::to_string(count) + " threads, " + place(site));
   NamedBarrier& named = block_.named[barrier];
   if (named.arrived == 0) named.count = count;
   if (named.count != count) stop("barrier " + std::to_string(barrier) + " has another count, " + place(site));
