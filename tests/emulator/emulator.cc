@@ -54,8 +54,8 @@ struct Thread {
   std::vector<std::pair<unsigned, unsigned>> unfenced;  // stores to shared memory: address and bytes
 
   bool products_fenced = false;
-  uint64_t products = 0;              // issued
-  std::deque<uint64_t> groups;        // the number of the last product of each committed group
+  uint64_t products = 0;                        // issued
+  std::deque<uint64_t> groups;                  // the number of the last product of each committed group
   std::map<float*, Accumulators> accumulators;  // of products under way
 
   uint64_t bulks_committed = 0, bulk_groups_done = 0;
@@ -74,11 +74,12 @@ struct WarpgroupProduct {
   Product shape;
   Site site;
   std::array<Product, 128> of_thread;
-  unsigned issued = 0;  // threads
+  std::array<unsigned, 4> issued{};  // threads of each warp
 };
 struct Warpgroup {
-  std::deque<WarpgroupProduct> products;  // not done
+  std::deque<WarpgroupProduct> products;  // not done by all warps
   uint64_t first = 0;                     // the number of the first of these
+  std::array<uint64_t, 4> done{};         // by each warp
   int registers = 0;
 };
 
@@ -98,12 +99,6 @@ struct Barrier {
 struct NamedBarrier {
   unsigned count = 0, arrived = 0;
   uint64_t generation = 0;
-};
-
-struct Pending {
-  int warpgroup;  // whose next product this is, or -1
-  Thread* owner;  // of a group of bulk additions
-  std::function<void()> run;
 };
 
 // When what runs behind the threads' backs is done.
@@ -194,12 +189,14 @@ void read_operand(std::vector<float>& to, unsigned long long descriptor, unsigne
   }
 }
 
-void run_product(WarpgroupProduct& all, int warpgroup) {
+// The 16 rows of one warp.
+void run_product(WarpgroupProduct& all, int warpgroup, unsigned warp) {
+  const unsigned first_thread = 32 * warp;
   const Product& p = all.shape;
   std::vector<float> a(64 * 16), b;
   read_operand(b, p.b, p.columns, p.b_by_columns, p.bf16, all.site);
   if (p.a_in_registers) {
-    for (unsigned t = 0; t < 128; ++t) {
+    for (unsigned t = first_thread; t < first_thread + 32; ++t) {
       for (unsigned i = 0; i < 4; ++i) {
         for (unsigned e = 0; e < 2; ++e) {
           const unsigned row = t / 32 * 16 + t % 32 / 4 + i % 2 * 8, k = i / 2 * 8 + t % 4 * 2 + e;
@@ -212,7 +209,7 @@ void run_product(WarpgroupProduct& all, int warpgroup) {
     read_operand(a, p.a, 64, p.a_by_columns, p.bf16, all.site);
   }
   std::vector<float> sums(p.columns);
-  for (unsigned row = 0; row < 64; ++row) {
+  for (unsigned row = 16 * warp; row < 16 * warp + 16; ++row) {
     std::fill(sums.begin(), sums.end(), 0.f);
     for (unsigned k = 0; k < 16; ++k) {
       const float x = a[k * 64 + row];
@@ -231,7 +228,7 @@ void run_product(WarpgroupProduct& all, int warpgroup) {
       }
     }
   }
-  for (unsigned t = 0; t < 128; ++t) {
+  for (unsigned t = first_thread; t < first_thread + 32; ++t) {
     Thread& thread = *block_.threads[128 * warpgroup + t];
     const auto found = thread.accumulators.find(all.of_thread[t].accumulators);
     if (--found->second.pending == 0) {
@@ -241,16 +238,20 @@ void run_product(WarpgroupProduct& all, int warpgroup) {
   }
 }
 
-void finish_product(int warpgroup) {
+// A warp's part may begin when that warp has asked for it, whether or not the others have: they must not rely on its
+// waiting for them. It is done for all of them when it is for each.
+void finish_product(int warpgroup, unsigned warp) {
   Warpgroup& group = block_.warpgroups[warpgroup];
-  run_product(group.products.front(), warpgroup);
-  group.products.pop_front();
-  ++group.first;
+  run_product(group.products[group.done[warp]++ - group.first], warpgroup, warp);
+  while (*std::min_element(group.done.begin(), group.done.end()) > group.first) {
+    group.products.pop_front();
+    ++group.first;
+  }
 }
 
 // What runs behind the threads' backs and can be done now: copies in any order, products and bulk additions in theirs.
 struct Choice {
-  int copy = -1, warpgroup = -1, bulk = -1;
+  int copy = -1, warp = -1, bulk = -1;
 };
 std::vector<Choice> choices(bool of_copies, bool of_products) {
   std::vector<Choice> all;
@@ -264,9 +265,10 @@ std::vector<Choice> choices(bool of_copies, bool of_products) {
     }
   }
   if (of_products) {
-    for (int i = 0; i < static_cast<int>(block_.warpgroups.size()); ++i) {
-      const Warpgroup& group = block_.warpgroups[i];
-      if (!group.products.empty() && group.products.front().issued == 128) all.push_back({-1, i, -1});
+    for (int i = 0; i < static_cast<int>(block_.warps.size()); ++i) {
+      const Warpgroup& group = block_.warpgroups[i / 4];
+      const uint64_t next = group.done[i % 4] - group.first;
+      if (next < group.products.size() && group.products[next].issued[i % 4] == 32) all.push_back({-1, i, -1});
     }
   }
   return all;
@@ -282,7 +284,7 @@ void finish(const Choice& choice) {
     for (const auto& add : group.second) add();
     ++group.first->bulk_groups_done;
   } else {
-    finish_product(choice.warpgroup);
+    finish_product(choice.warp / 4, choice.warp % 4);
   }
 }
 
@@ -364,10 +366,8 @@ std::string run_block(unsigned index, unsigned blocks, unsigned threads, unsigne
   block_.warps.resize(threads / 32);
   block_.warpgroups.resize((threads + 127) / 128);
   block_.random.seed(seed * 1000003 + index);
-  constexpr When kWhen[][2] = {{When::late, When::late},
-                               {When::early, When::late},
-                               {When::late, When::early},
-                               {When::any, When::any}};
+  constexpr When kWhen[][2] = {
+      {When::late, When::late}, {When::early, When::late}, {When::late, When::early}, {When::any, When::any}};
   block_.copies_when = kWhen[seed % 4][0];
   block_.products_when = kWhen[seed % 4][1];
   std::memset(memory, 0xff, sizeof(memory));  // NaN
@@ -446,8 +446,8 @@ const char* exchange(const void* mine, unsigned size, const Site& site) {
 }
 
 void named_barrier(unsigned barrier, unsigned count, bool waits, const Site& site) {
-  if (barrier >= 16 || count % 32 || count > threads()) stop("barrier " + std::to_string(barrier) + " of " +
-                                                             std::to_string(count) + " threads, " + place(site));
+  if (barrier >= 16 || count % 32 || count > threads())
+    stop("barrier " + std::to_string(barrier) + " of " + std::to_string(count) + " threads, " + place(site));
   NamedBarrier& named = block_.named[barrier];
   if (named.arrived == 0) named.count = count;
   if (named.count != count) stop("barrier " + std::to_string(barrier) + " has another count, " + place(site));
@@ -568,7 +568,7 @@ void product(const Product& product, const Site& site) {
   if (!me.products_fenced) stop("a product without a fence since the last wait, " + place(site));
   const uint64_t number = me.products++;
   if (number < group.first) std::abort();
-  if (number - group.first == group.products.size()) group.products.push_back({product, site, {}, 0});
+  if (number - group.first == group.products.size()) group.products.push_back({product, site, {}, {}});
   WarpgroupProduct& all = group.products[number - group.first];
   const Product& p = all.shape;
   if (p.columns != product.columns || p.a != product.a || p.b != product.b || p.accumulate != product.accumulate ||
@@ -587,7 +587,7 @@ void product(const Product& product, const Site& site) {
     stop("accumulators of another size than those of a product under way, " + place(site));
   }
   me.site = site;
-  ++all.issued;
+  ++all.issued[me.index % 128 / 32];
 }
 void products_fence() { self().products_fenced = true; }
 void products_commit() { self().groups.push_back(self().products); }

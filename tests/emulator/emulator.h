@@ -48,7 +48,7 @@ struct Product {
   bool bf16;
   bool a_in_registers, a_by_columns, b_by_columns;
   bool accumulate;
-  unsigned long long a, b;   // descriptors
+  unsigned long long a, b;  // descriptors
   unsigned a_registers[4];
   float* accumulators;  // columns / 2 of them
 };

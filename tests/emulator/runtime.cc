@@ -1,5 +1,5 @@
-// The driver and the door of jit for kernels that run in the emulator, below the real launch.cc: kernels are compiled by
-// the host's compiler. And what Python calls.
+// The driver and the door of jit for kernels that run in the emulator, below the real launch.cc: kernels are compiled
+// by the host's compiler. And what Python calls.
 #include "runtime.h"
 
 #include <dlfcn.h>
@@ -172,13 +172,14 @@ EMULATOR_CALL void call_delete(Call* call) { delete call; }
 EMULATOR_CALL int call_number(Call* call, const char* name_, double value) {
   const std::string name = name_;
   Problem& p = call->problem;
-  for (auto [known, field] : std::initializer_list<std::pair<const char*, int*>>{{"batch", &p.batch},
-                                                                                 {"q_length", &p.q_length},
-                                                                                 {"kv_length", &p.kv_length},
-                                                                                 {"q_heads", &p.q_heads},
-                                                                                 {"kv_heads", &p.kv_heads},
-                                                                                 {"head_dim", &p.head_dim},
-                                                                                 {"value_head_dim", &p.value_head_dim}}) {
+  for (auto [known, field] :
+       std::initializer_list<std::pair<const char*, int*>>{{"batch", &p.batch},
+                                                           {"q_length", &p.q_length},
+                                                           {"kv_length", &p.kv_length},
+                                                           {"q_heads", &p.q_heads},
+                                                           {"kv_heads", &p.kv_heads},
+                                                           {"head_dim", &p.head_dim},
+                                                           {"value_head_dim", &p.value_head_dim}}) {
     if (name == known) return *field = static_cast<int>(value), 1;
   }
 #define SET(type, option) \

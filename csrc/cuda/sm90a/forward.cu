@@ -120,7 +120,7 @@ struct Producer {
     if (lane == 0) {
       barrier_expect(shared_address(full), S::bytes);
 #pragma unroll
-      for (int slab = 0; slab < S::count; ++slab) {
+      for (int slab = 0; slab < S::slabs; ++slab) {
         copy_box(shared_address(to) + slab * S::slab_bytes, map, shared_address(full), slab * kBoxColumns, row, head,
                  batch);
       }

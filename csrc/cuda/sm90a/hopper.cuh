@@ -90,6 +90,13 @@ JAX_FLASH_DEVICE void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(pending) : "memory");
 }
 
+// Adds to four floats in global memory, at a multiple of 16 bytes.
+JAX_FLASH_DEVICE void add_four(float* to, const FragmentC& c) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(c.x[0]), "f"(c.x[1]), "f"(c.x[2]),
+               "f"(c.x[3])
+               : "memory");
+}
+
 // stmatrix: four 8 x 8 matrices of 16-bit elements, of which eight lanes each address the rows (or the columns) of one.
 JAX_FLASH_DEVICE void store_matrices(u32 address, const u32 (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
