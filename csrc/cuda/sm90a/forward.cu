@@ -24,9 +24,9 @@ constexpr bool producer_searches = has_q_segment_ids || has_cu_q_lengths;
 constexpr int producer_registers = consumers == 3 ? (producer_searches ? 56 : 32) : (producer_searches ? 40 : 24);
 constexpr int consumer_registers = consumers == 3 ? (producer_searches ? 152 : 160) : (producer_searches ? 232 : 240);
 
-using QSlabs = Slabs<block_q, tile_head_dim>;
-using KSlabs = Slabs<block_kv, tile_head_dim>;
-using VSlabs = Slabs<block_kv, tile_value_head_dim>;
+using QSlabs = Slabs<block_q, head_dim>;
+using KSlabs = Slabs<block_kv, head_dim>;
+using VSlabs = Slabs<block_kv, value_head_dim>;
 // With these the tiles to visit, or the bare ones among them, are not one range up to the end.
 constexpr bool irregular = bounded_left || in_segments;
 // Where keys past the end stand in the same array as those before it, V may hold anything there.
@@ -119,11 +119,7 @@ struct Producer {
   __device__ __forceinline__ void bring(char* to, const TensorMap* map, u64* full, int row, int head, int batch) {
     if (lane == 0) {
       barrier_expect(shared_address(full), S::bytes);
-#pragma unroll
-      for (int slab = 0; slab < S::slabs; ++slab) {
-        copy_box(shared_address(to) + slab * S::slab_bytes, map, shared_address(full), slab * kBoxColumns, row, head,
-                 batch);
-      }
+      S::copy(shared_address(to), map, shared_address(full), row, head, batch);
     }
     __syncwarp();
   }
@@ -274,10 +270,8 @@ struct Consumer {
     if constexpr (in_turns) named_sync(turn_barrier + number, 2 * warpgroup);
     wgmma_fence();
 #pragma unroll
-    for (int kk = 0; kk < tile_head_dim / 16; ++kk) {
-      const int within = kk % 4 * 32;
-      wgmma<false, false>(scores, moved(q, kk / 4 * QSlabs::slab_bytes + within),
-                          moved(k, kk / 4 * KSlabs::slab_bytes + within), kk > 0);
+    for (int kk = 0; kk < QSlabs::steps; ++kk) {
+      wgmma<false, false>(scores, moved(q, QSlabs::step_offset(kk)), moved(k, KSlabs::step_offset(kk)), kk > 0);
     }
     wgmma_commit();
   }
