@@ -5,7 +5,7 @@
 // ever is found, and said.
 //
 // Shared memory is kept twice: as threads see it, and as products and the copy engine do. The latter see a thread's
-// stores after its fence (fence.proxy.async).
+// stores after its fence (fence.proxy.async) or, with half of the seeds, before.
 #include "emulator.h"
 
 #include <sys/mman.h>
@@ -118,6 +118,7 @@ struct Block {
   unsigned shared_bytes = 0;
   std::mt19937 random;
   When copies_when = When::late, products_when = When::late;
+  bool stores_at_once = false;  // whether products and the copy engine see stores before their fence
   std::string error;
 };
 Block block_;
@@ -144,6 +145,15 @@ std::string place(const Site& site) {
 Thread& self() { return *block_.running; }
 Warp& warp_of(const Thread& thread) { return block_.warps[thread.index / 32]; }
 Warpgroup& warpgroup_of(const Thread& thread) { return block_.warpgroups[thread.index / 128]; }
+
+// What makes threads wait for each other, as `place`s, and the one of them that is left off.
+std::map<std::string, bool> waits_;
+std::string omitted_;
+bool omitted(const char* what, const Site& site) {
+  const std::string text = what + (" in " + place(site));
+  waits_[text] = true;
+  return text == omitted_;
+}
 
 // Lets others run until `ready`.
 void wait(std::string what, const Site& site, std::function<bool()> ready) {
@@ -189,9 +199,17 @@ void read_operand(std::vector<float>& to, unsigned long long descriptor, unsigne
   }
 }
 
+void show_stores() {
+  if (!block_.stores_at_once) return;
+  for (const auto& thread : block_.threads) {
+    for (auto [address, bytes] : thread->unfenced) std::memcpy(engine_memory + address, memory + address, bytes);
+  }
+}
+
 // The 16 rows of one warp.
 void run_product(WarpgroupProduct& all, int warpgroup, unsigned warp) {
   const unsigned first_thread = 32 * warp;
+  show_stores();
   const Product& p = all.shape;
   std::vector<float> a(64 * 16), b;
   read_operand(b, p.b, p.columns, p.b_by_columns, p.bf16, all.site);
@@ -370,6 +388,7 @@ std::string run_block(unsigned index, unsigned blocks, unsigned threads, unsigne
       {When::late, When::late}, {When::early, When::late}, {When::late, When::early}, {When::any, When::any}};
   block_.copies_when = kWhen[seed % 4][0];
   block_.products_when = kWhen[seed % 4][1];
+  block_.stores_at_once = seed / 4 % 2 == 1;
   std::memset(memory, 0xff, sizeof(memory));  // NaN
   std::memset(engine_memory, 0xff, sizeof(engine_memory));
   body_ = &body;
@@ -420,6 +439,14 @@ std::string run_block(unsigned index, unsigned blocks, unsigned threads, unsigne
   return block_.error;
 }
 
+std::string waits() {
+  std::string text;
+  for (const auto& [wait, _] : waits_) text += wait + "\n";
+  return text;
+}
+void forget() { waits_.clear(); }
+void omit(const std::string& wait) { omitted_ = wait; }
+
 unsigned thread() { return self().index; }
 unsigned block() { return block_.index; }
 unsigned blocks() { return block_.count; }
@@ -448,6 +475,7 @@ const char* exchange(const void* mine, unsigned size, const Site& site) {
 void named_barrier(unsigned barrier, unsigned count, bool waits, const Site& site) {
   if (barrier >= 16 || count % 32 || count > threads())
     stop("barrier " + std::to_string(barrier) + " of " + std::to_string(count) + " threads, " + place(site));
+  if (omitted(waits ? "numbered barrier" : "arrival at a numbered barrier", site)) return;
   NamedBarrier& named = block_.named[barrier];
   if (named.arrived == 0) named.count = count;
   if (named.count != count) stop("barrier " + std::to_string(barrier) + " has another count, " + place(site));
@@ -468,7 +496,8 @@ char* shared(unsigned address, unsigned width, const Site& site) {
   return memory + address;
 }
 void written(unsigned address, unsigned bytes) { self().unfenced.push_back({address, bytes}); }
-void proxy_fence() {
+void proxy_fence(const Site& site) {
+  if (omitted("fence of stores", site)) return;
   for (auto [address, bytes] : self().unfenced) std::memcpy(engine_memory + address, memory + address, bytes);
   self().unfenced.clear();
 }
@@ -487,6 +516,7 @@ void barrier_init(unsigned barrier, unsigned arrivals, const Site& site) {
   block_.barriers[barrier] = {arrivals, arrivals, 0, 0};
 }
 void barrier_arrive(unsigned barrier, const Site& site) {
+  if (omitted("arrival", site)) return;
   Barrier& b = known_barrier(barrier, site);
   if (b.missing == 0) stop("more arrivals than the barrier counts, " + place(site));
   --b.missing;
@@ -500,6 +530,7 @@ void barrier_expect(unsigned barrier, unsigned bytes, const Site& site) {
   b.settle();
 }
 void barrier_wait(unsigned barrier, unsigned parity, const Site& site) {
+  if (omitted("wait", site)) return;
   const Barrier& b = known_barrier(barrier, site);
   if (parity > 1) stop("a parity of " + std::to_string(parity) + ", " + place(site));
   wait("barrier at " + std::to_string(barrier) + ", parity " + std::to_string(parity), site,
@@ -544,6 +575,7 @@ void add_bulk(float* to, unsigned from, unsigned bytes, const Site& site) {
     stop("a bulk addition of " + std::to_string(bytes) + " bytes at " + std::to_string(from) + ", " + place(site));
   }
   self().open_bulks.push_back([=] {
+    show_stores();
     for (unsigned i = 0; i < bytes / 4; ++i) {
       float x;
       std::memcpy(&x, engine_memory + from + 4 * i, 4);
@@ -558,6 +590,7 @@ void bulk_commit() {
   me.open_bulks.clear();
 }
 void bulk_wait(unsigned pending, const Site& site) {
+  if (omitted("wait for bulk additions", site)) return;
   Thread& me = self();
   wait("its bulk additions", site, [&me, pending] { return me.bulk_groups_done + pending >= me.bulks_committed; });
 }
@@ -589,9 +622,12 @@ void product(const Product& product, const Site& site) {
   me.site = site;
   ++all.issued[me.index % 128 / 32];
 }
-void products_fence() { self().products_fenced = true; }
+void products_fence(const Site& site) {
+  if (!omitted("fence of products", site)) self().products_fenced = true;
+}
 void products_commit() { self().groups.push_back(self().products); }
 void products_wait(unsigned pending, const Site& site) {
+  if (omitted("wait for products", site)) return;
   Thread& me = self();
   const Warpgroup& group = warpgroup_of(me);
   while (me.groups.size() > pending) {
