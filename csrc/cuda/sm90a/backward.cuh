@@ -200,7 +200,7 @@ struct Backward {
     int i = 0;
     for (Walk at = block.first(); at.head <= block.last_head; ++i, ring.advance()) {
       step(at, ring, i);
-      at = weights.move(at, block);
+      at = weights.move<true>(at, block);
     }
     hold(dk);
     hold(dv);

@@ -216,11 +216,13 @@ struct Weights {
     dropout.enter(problem, part, head);
   }
 
-  // What the tile after `at` wants to know, and the gradients of the query head behind its last tile.
+  // What the tile after `at` wants to know; and, of a warp that derives, the gradients of a query head behind its last
+  // tile.
+  template <bool derives>
   __device__ __forceinline__ Walk move(const Walk& at, const Block& block) {
     const Walk next = at.after(block.tiles, block.segments);
     if (next.head != at.head) {
-      if constexpr (has_dbias || has_dalibi_slopes) {
+      if constexpr (derives && (has_dbias || has_dalibi_slopes)) {
         gradients.flush(problem, part, at.head, first_key + lane / 4, lane);
       }
       if (next.head <= block.last_head) enter(next.head);
