@@ -122,18 +122,30 @@ JAX_FLASH_DEVICE float* dq_fragment(const Problem& problem, int batch, int head,
   return static_cast<float*>(problem.scratch) + (tile * (head_dim / 8) + column_tile) * 128;
 }
 
-// dQ of 16 rows, from `row` of a tile on, and of columns `column` and on.
-template <int n>
+// dQ of 16 rows, from `row` of a tile on: of columns column + 8 * begin to column + 8 * end, the first ones of `dq` being
+// `column`.
+template <int begin, int end, int n>
 JAX_FLASH_DEVICE void add_dq(const Block& block, const FragmentC (&dq)[n], const Walk& at, int row, int column,
-                             int lane) {
+                             int lane, bool valid = true) {
   const Place& place = block.place;
   row += at.tile * block_q;
-  if (row >= place.part.q.length) return;
+  valid &= row < place.part.q.length;
   const int row_tile = first_dq_tile(block.problem, place.batch, place.document) + row / 16;
   float* to = dq_fragment(block.problem, place.batch, at.head, row_tile, column / 8) + lane * 4;
 #pragma unroll
+  for (int i = begin; i < end; ++i) {
+    add_four(to + i * 128, dq[i], valid && (head_dim == KSlabs::columns || column + i * 8 < head_dim));
+  }
+}
+
+// to = c * factor. By an instruction that the compiler must not leave out: registers that wait for their addition while
+// other products are under way may not be those of a product, or the assembler waits for all of them at each addition.
+template <int n>
+JAX_FLASH_DEVICE void scale(FragmentC (&to)[n], const FragmentC (&c)[n], float factor) {
+#pragma unroll
   for (int i = 0; i < n; ++i) {
-    if (head_dim == KSlabs::columns || column + i * 8 < head_dim) add_four(to + i * 128, dq[i]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) asm volatile("mul.f32 %0, %1, %2;" : "=f"(to[i].x[e]) : "f"(c[i].x[e]), "f"(factor));
   }
 }
 

@@ -144,7 +144,7 @@ struct Half {
       wgmma_wait<0>();
       hold(dq);
       arrive(shared.ds_empty);
-      add_dq(block, dq, at, warp * 16, first_slab * kBoxColumns, lane);
+      add_dq<0, slabs * 8>(block, dq, at, warp * 16, first_slab * kBoxColumns, lane);
     } else {
       wgmma_wait<0>();
       arrive(empty);
