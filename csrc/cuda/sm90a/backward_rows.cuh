@@ -138,14 +138,14 @@ JAX_FLASH_DEVICE void add_dq(const Block& block, const FragmentC (&dq)[n], const
   }
 }
 
-// to = c * factor. By an instruction that the compiler must not leave out: registers that wait for their addition while
-// other products are under way may not be those of a product, or the assembler waits for all of them at each addition.
+// to = c * factor. Registers that wait for their addition while other products are under way may not be those of a
+// product, or the assembler waits for all products at each addition.
 template <int n>
 JAX_FLASH_DEVICE void scale(FragmentC (&to)[n], const FragmentC (&c)[n], float factor) {
 #pragma unroll
   for (int i = 0; i < n; ++i) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) asm volatile("mul.f32 %0, %1, %2;" : "=f"(to[i].x[e]) : "f"(c[i].x[e]), "f"(factor));
+    for (int e = 0; e < 4; ++e) to[i].x[e] = multiplied(c[i].x[e], factor);
   }
 }
 
