@@ -29,7 +29,7 @@ static __device__ __forceinline__ float half_to_float(unsigned short x) {
 }
 
 // x * y by an instruction of its own, whatever the compiler knows of y.
-JAX_FLASH_DEVICE float multiplied(float x, float y) {
+static __device__ __forceinline__ float multiplied(float x, float y) {
   float z;
   asm volatile("mul.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
   return z;

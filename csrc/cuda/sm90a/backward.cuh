@@ -79,7 +79,6 @@ struct Backward {
   int group;  // warpgroup, of those that compute
   int warp;   // in the warpgroup
   int lane;
-  float dq_factor;
   Weights weights;
   FragmentC dk[KSlabs::columns / 8], dv[VSlabs::columns / 8];
   u32 k_operand[keys_in_registers ? KSlabs::columns / 16 : 1][4];
@@ -215,11 +214,13 @@ struct Backward {
       hold(fresh);
       if (lane == 0) barrier_arrive(shared_address(&shared.ds_empty[i % 2]));
       if constexpr (DQ_WAY == 0) {
+        scale(fresh, fresh, weights.dq_factor);
         add_dq<0, dq_columns / 8>(block, fresh, at, warp * 16, group * dq_columns, lane);
       } else if constexpr (DQ_WAY == 4) {
+        scale(fresh, fresh, weights.dq_factor);
         send_dq(fresh, at);
       } else {
-        scale(dq, fresh, dq_factor);
+        scale(dq, fresh, weights.dq_factor);
       }
     } else {
       wgmma_wait<0>();
@@ -279,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     const int group = warp / 4 - 1;
     const Unscales unscales = unscales_of(problem, block.place.batch, block.place.kv_head);
     const int first_key = block.place.first_key + group * 64 + warp % 4 * 16;
-    Backward backward{block, shared, group, warp % 4, lane, 1.f / block.problem.q_heads * block.problem.q_heads, {block, unscales, first_key, lane}};
+    Backward backward{block, shared, group, warp % 4, lane, {block, unscales, first_key, lane}};
     backward.run();
     store_dk(block, backward.dk, first_key, lane);
     store_dv(block, backward.dv, backward.weights.dropout.factor, first_key, lane);

@@ -198,6 +198,7 @@ struct Weights {
   Dropout dropout;
   float scale_log2;
   float dp_factor;  // dS is a multiple of what it stands for
+  float dq_factor;  // what makes dQ of dS K
   OperandGradients gradients;
 
   __device__ __forceinline__ Weights(const Block& block, const Unscales& unscales, int first_key, int lane)
@@ -212,7 +213,8 @@ struct Weights {
         masks(problem.mask, problem.mask_strides, batch, block.first_head),
         dropout(problem, part, block.first_head),
         scale_log2(score_scale(unscales) * kLog2e),
-        dp_factor(unscales.dout * unscales.value * unscales.ds * probability_unit) {
+        dp_factor(unscales.dout * unscales.value * unscales.ds * probability_unit),
+        dq_factor(static_cast<float>(problem.options.scale) * unscales.key / unscales.ds) {
     gradients.unscale = 1.f / unscales.ds;
     if constexpr (has_dbias || has_dalibi_slopes) gradients.clear();
   }
@@ -356,7 +358,7 @@ JAX_FLASH_DEVICE void round_kept(Operand64& operand, const Scores64& p) {
   }
 }
 
-// dq = scale * (the sum in scratch). One warp turns 16 rows of one head: a lane puts together eight columns of two
+// dq = the sum in scratch. One warp turns 16 rows of one head: a lane puts together eight columns of two
 // rows, which four lanes had held.
 extern "C" __global__ void __launch_bounds__(32 * convert_warps)
     jax_flash_convert_dq(const __grid_constant__ Problem problem) {
@@ -369,8 +371,6 @@ extern "C" __global__ void __launch_bounds__(32 * convert_warps)
   const int batch = static_cast<int>(item / tiles / problem.q_heads);
   int row_tile = tile;
   const Part part = part_of(problem, batch, document_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
-  const Unscales unscales = unscales_of(problem, batch, head / (problem.q_heads / problem.kv_heads));
-  const float scale = static_cast<float>(problem.options.scale) * unscales.key / unscales.ds;
   const float* from = dq_fragment(problem, batch, head, tile, 0);
   Result* to = result_of(problem.dq, batch, head, part.q.first);
   constexpr int column_tiles = head_dim / 8;
@@ -392,8 +392,8 @@ extern "C" __global__ void __launch_bounds__(32 * convert_warps)
       float x[8];
 #pragma unroll
       for (int t = 0; t < 4; ++t) {
-        x[2 * t] = (half ? quad[t].z : quad[t].x) * scale;
-        x[2 * t + 1] = (half ? quad[t].w : quad[t].y) * scale;
+        x[2 * t] = half ? quad[t].z : quad[t].x;
+        x[2 * t + 1] = half ? quad[t].w : quad[t].y;
       }
       if constexpr (has_unscales) {
         *reinterpret_cast<float4*>(here) = {x[0], x[1], x[2], x[3]};

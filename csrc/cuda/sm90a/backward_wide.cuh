@@ -124,27 +124,36 @@ struct Half {
     wgmma_commit();
   }
 
-  // This warpgroup's share of dQ, slabs first_slab and on; and the end of what has been started before, whose tile
-  // `empty` then says is free.
+  // This warpgroup's share of dQ: its slabs, and columns from which on.
+  static constexpr int first_slabs = (KSlabs::slabs + 1) / 2;
+  template <int slabs>
+  using DqShare = FragmentC[at_least(1, slabs * kBoxColumns / 8)];
   template <int first_slab, int slabs>
-  __device__ __forceinline__ void finish(const Walk& at, const u64& empty, u32 parity) const {
+  __device__ __forceinline__ void add(const DqShare<slabs>& dq, const Walk& at, bool valid) const {
     if constexpr (adds_dq && slabs > 0) {
-      FragmentC dq[slabs * kBoxColumns / 8];
+      add_dq<0, slabs * kBoxColumns / 8>(block, dq, at, warp * 16, first_slab * kBoxColumns, lane, valid);
+    }
+  }
+  // Computes it, and ends what has been started before, whose tile `empty` then says is free.
+  template <int first_slab, int slabs>
+  __device__ __forceinline__ void finish(DqShare<slabs>& dq, float factor, const u64& empty, u32 parity) const {
+    if constexpr (adds_dq && slabs > 0) {
+      DqShare<slabs> fresh;
       const u64 a = by_columns(shared_address(shared.ds), 0);
       const u64 b = by_columns(shared_address(shared.k) + first_slab * KSlabs::slab_bytes, KSlabs::slab_bytes);
       barrier_wait(shared_address(&shared.ds_full), parity);
       wgmma_fence();
 #pragma unroll
       for (int kk = 0; kk < block_kv / 16; ++kk) {
-        wgmma<true, true>(dq, moved(a, 2048 * kk), moved(b, 2048 * kk), kk > 0);
+        wgmma<true, true>(fresh, moved(a, 2048 * kk), moved(b, 2048 * kk), kk > 0);
       }
       wgmma_commit();
       wgmma_wait<1>();
       arrive(empty);
       wgmma_wait<0>();
-      hold(dq);
+      hold(fresh);
       arrive(shared.ds_empty);
-      add_dq<0, slabs * 8>(block, dq, at, warp * 16, first_slab * kBoxColumns, lane);
+      scale(dq, fresh, factor);
     } else {
       wgmma_wait<0>();
       arrive(empty);
@@ -155,13 +164,16 @@ struct Half {
     wait_for_keys();
     Ring<buffers> ring{0, 0};
     u32 parity = 0;
-    for (Walk at = block.first(); at.head <= block.last_head; parity ^= 1, ring.advance()) {
+    DqShare<first_slabs> dq = {};
+    Walk at = block.first(), before = at;
+    for (bool later = false; at.head <= block.last_head; parity ^= 1, ring.advance(), later = true) {
       const int stage = ring.stage;
       Scores64 s;  // S^T, and then P^T
       FragmentC derivatives[with_softcap ? block_q / 8 : 1];
       Operand64 operand;
       wait_for_rows<QSlabs>(shared.q_full[stage], shared.q[stage], at, ring.parity);
       score_product<KSlabs, QSlabs>(s, shared.k, shared.q[stage]);
+      add<0, first_slabs>(dq, before, later);
       wgmma_wait<0>();
       hold(s);
       weights.weigh(s, derivatives, at, block, shared.anchors[stage]);
@@ -182,9 +194,11 @@ struct Half {
       wgmma_fence();
       multiply_rows<OutSlabs>(dv, operand, shared_address(shared.dout[stage]));
       wgmma_commit();
-      finish<0, (KSlabs::slabs + 1) / 2>(at, shared.dout_empty[stage], parity);
+      finish<0, first_slabs>(dq, weights.dq_factor, shared.dout_empty[stage], parity);
+      before = at;
       at = weights.move<false>(at, block);
     }
+    add<0, first_slabs>(dq, before, true);
     hold(dv);
   }
 
@@ -192,13 +206,17 @@ struct Half {
     wait_for_keys();
     Ring<buffers> ring{0, 0};
     u32 parity = 0;
-    for (Walk at = block.first(); at.head <= block.last_head; parity ^= 1, ring.advance()) {
+    constexpr int share = KSlabs::slabs - first_slabs;
+    DqShare<share> dq = {};
+    Walk at = block.first(), before = at;
+    for (bool later = false; at.head <= block.last_head; parity ^= 1, ring.advance(), later = true) {
       const int stage = ring.stage;
       Scores64 p, dp;  // dP^T, and then dS^T
       FragmentC derivatives[with_softcap ? block_q / 8 : 1];
       Operand64 operand;
       wait_for_rows<OutSlabs>(shared.dout_full[stage], shared.dout[stage], at, ring.parity);
       score_product<VSlabs, OutSlabs>(dp, shared.v, shared.dout[stage]);
+      add<first_slabs, share>(dq, before, later);
       wgmma_wait<0>();
       hold(dp);
       barrier_wait(shared_address(&shared.p_full[warp]), parity);
@@ -227,9 +245,11 @@ struct Half {
       wgmma_fence();
       multiply_rows<QSlabs>(dk, operand, shared_address(shared.q[stage]));
       wgmma_commit();
-      finish<(KSlabs::slabs + 1) / 2, KSlabs::slabs / 2>(at, shared.q_empty[stage], parity);
+      finish<first_slabs, share>(dq, weights.dq_factor, shared.q_empty[stage], parity);
+      before = at;
       at = weights.move<true>(at, block);
     }
+    add<first_slabs, share>(dq, before, true);
     hold(dk);
   }
 };
