@@ -23,7 +23,16 @@ import oracle
 ROOT = pathlib.Path(__file__).parent.parent
 HOST = ROOT / "tests" / "emulator"
 COMPILER = shutil.which("g++")
-KERNEL = ["-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-fno-exceptions", "-fsanitize=thread", "-fvisibility=default"]
+KERNEL = [
+    "-std=c++20",
+    "-O1",
+    "-w",
+    "-Wno-psabi",
+    "-fPIC",
+    "-fno-exceptions",
+    "-fsanitize=thread",
+    "-fvisibility=default",
+]
 """-fsanitize=thread for its calls before every plain access, which emulator.cc answers; warnings would be of #pragma
 unroll and of results that inline PTX no longer sets."""
 
@@ -32,7 +41,7 @@ def build(folder: pathlib.Path, sources: pathlib.Path = ROOT / "csrc") -> ctypes
     """The emulator, with the runtime's own launch.cc and jit.cc, whose way to the device it takes the place of."""
     includes = ["-I", HOST, "-I", sources]  # in this order: the host's files take the place of the device's
     parts = {
-        HOST / "emulator.cc": ["-O3"],
+        HOST / "emulator.cc": ["-O3", "-U_FORTIFY_SOURCE"],  # which forbids jumps to other stacks
         HOST / "runtime.cc": ["-O0"],
         sources / "cuda/launch.cc": ["-O0"],
         sources / "cuda/jit.cc": ["-O0", "-Dkernels_of=device_kernels_of"],
@@ -178,7 +187,9 @@ class Problem:
         if "unscales" in options:
             assert self.dtype == np.float16
             factors = 2.0 ** random.integers(-3, 4, (batch, kv_heads, 4))
-            self.arrays["unscales"] = np.concatenate([factors, np.full_like(factors[..., :1], 64)], -1, dtype=np.float32)
+            self.arrays["unscales"] = np.concatenate(
+                [factors, np.full_like(factors[..., :1], 64)], -1, dtype=np.float32
+            )
             true_k, true_v = (x * factors[:, None, :, i, None] for i, x in ((1, true_k), (2, true_v)))
             by_query = np.repeat(factors, q_heads // kv_heads, axis=1)
             true_q, true_dout = (x * by_query[:, None, :, i, None] for i, x in ((0, true_q), (3, true_dout)))

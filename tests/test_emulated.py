@@ -24,7 +24,7 @@ CASES = {
     "causal-64": {"q_length": 333, "kv_length": 197, "options": ["causal"], **GROUPS},
     "lengths-64": {"batch": 2, "dtype": "float16", "options": ["causal", "lengths"], **ODD},
     "documents-64": {"options": ["documents", "alibi"], **ODD},
-    "full-128": {"head_dim": 128, "dtype": "float16", **ODD, **GROUPS},
+    "full-128": {"head_dim": 128, "dtype": "float16", **ODD},
     "lengths-128": {"head_dim": 128, "batch": 2, "options": ["lengths", "causal"], **ODD},
     "unscales-128": {"head_dim": 128, "dtype": "float16", "options": ["unscales", "window"], **ODD},
     "narrow": {"head_dim": 40, "value_head_dim": 80, "options": ["q_offset", "causal"], **ODD},
@@ -37,14 +37,15 @@ CASES = {
 
 CALLS = [(name, kernel_pass) for name in CASES for kernel_pass in ("forward", "backward")]
 
-SERVED_BY_SM80 = {("causal-256", "backward")}
+SERVED_BY_SM80: set[tuple[str, str]] = set()
 
 UNNOTICED = {
     "numbered barrier in start_scores": "the turns of the warpgroups are for speed alone",
     "fence of products in start_dp": "that of the scores comes before",
     "fence of products in start_dq": "that of dV and dK comes before",
     "fence of stores in wait_for_keys": "K and V are in registers at head_dim 64, and before dQ there is another fence",
-    "wait in round": "a warpgroup waits for dS of a tile from all others, who have read that of two tiles before by then",
+    "wait in put_ds": "a warpgroup waits for dS of a tile from all others, who have read that of two tiles before by then",
+    "wait in skip": "the turns keep the warpgroups together",
 }
 """What a kernel can do without as it stands, or so much that no order goes wrong, and why."""
 

@@ -8,6 +8,7 @@
 // stores after its fence (fence.proxy.async) or, with half of the seeds, before.
 #include "emulator.h"
 
+#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -45,7 +46,9 @@ struct Accumulators {
 };
 
 struct Thread {
-  ucontext_t context;
+  ucontext_t beginning;
+  jmp_buf rest;  // behind the beginning: unlike swapcontext a jump asks nothing of the operating system
+  bool begun = false;
   unsigned index;
   bool done = false;
   std::function<bool()> ready;  // what it waits for; empty when it can go on
@@ -113,7 +116,7 @@ struct Block {
   std::array<NamedBarrier, 16> named;
   std::deque<std::function<void()>> copies;
   std::deque<std::pair<Thread*, std::vector<std::function<void()>>>> bulk_groups;
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   Thread* running = nullptr;
   unsigned shared_bytes = 0;
   std::mt19937 random;
@@ -130,6 +133,11 @@ std::string place(const Site& site) {
   return std::string(site.function ? site.function : "?") + " (" + file + ":" + std::to_string(site.line) + ")";
 }
 
+// From a thread back to what chooses the next.
+void leave() {
+  if (_setjmp(block_.running->rest) == 0) _longjmp(block_.scheduler, 1);
+}
+
 [[noreturn]] void stop(const std::string& what) {
   if (block_.error.empty()) {
     block_.error = what;
@@ -138,7 +146,7 @@ std::string place(const Site& site) {
                      ", lane " + std::to_string(block_.running->index % 32) + ": " + what;
     }
   }
-  if (block_.running) swapcontext(&block_.running->context, &block_.scheduler);
+  if (block_.running) leave();
   std::abort();  // never resumed
 }
 
@@ -162,7 +170,7 @@ void wait(std::string what, const Site& site, std::function<bool()> ready) {
   me.ready = std::move(ready);
   me.waits_for = std::move(what);
   me.site = site;
-  swapcontext(&me.context, &block_.scheduler);
+  leave();
 }
 
 bool chance(double p) { return std::uniform_real_distribution<double>()(block_.random) < p; }
@@ -172,12 +180,15 @@ size_t below(size_t n) { return std::uniform_int_distribution<size_t>(0, n - 1)(
 
 float bf16_to_float(uint16_t x) { return __builtin_bit_cast(float, static_cast<uint32_t>(x) << 16); }
 
-uint16_t element(unsigned address, const Site& site) {
+// Eight neighbours.
+std::array<float, 8> elements(unsigned address, bool bf16, const Site& site) {
   address ^= (address >> 7 & 7) << 4;  // the 128-byte swizzle
-  if (address + 2 > block_.shared_bytes) stop("a product reads at " + std::to_string(address) + ", " + place(site));
-  uint16_t x;
-  std::memcpy(&x, engine_memory + address, 2);
-  return x;
+  if (address + 16 > block_.shared_bytes) stop("a product reads at " + std::to_string(address) + ", " + place(site));
+  std::array<uint16_t, 8> from;
+  std::memcpy(&from, engine_memory + address, 16);
+  std::array<float, 8> to;
+  for (unsigned i = 0; i < 8; ++i) to[i] = bf16 ? bf16_to_float(from[i]) : half_to_float(from[i]);
+  return to;
 }
 
 // Operand [16][n] in floats, k the slower index.
@@ -189,12 +200,20 @@ void read_operand(std::vector<float>& to, unsigned long long descriptor, unsigne
   if (descriptor >> 49 & 7) stop("a product's operand with a base offset, " + place(site));
   if (start >> 7 & 7) stop("a product's operand that begins within a pattern of the swizzle, " + place(site));
   to.resize(16 * n);
-  for (unsigned k = 0; k < 16; ++k) {
+  if (by_columns) {
+    for (unsigned k = 0; k < 16; ++k) {
+      for (unsigned i = 0; i < n; i += 8) {
+        const unsigned offset = i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * 2;
+        const std::array<float, 8> x = elements(start + offset, bf16, site);
+        std::copy(x.begin(), x.end(), &to[k * n + i]);
+      }
+    }
+  } else {
     for (unsigned i = 0; i < n; ++i) {
-      const unsigned offset = by_columns ? i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * 2
-                                         : i / 8 * stride + i % 8 * 128 + k * 2;
-      const uint16_t x = element(start + offset, site);
-      to[k * n + i] = bf16 ? bf16_to_float(x) : half_to_float(x);
+      for (unsigned k = 0; k < 16; k += 8) {
+        const std::array<float, 8> x = elements(start + i / 8 * stride + i % 8 * 128 + k * 2, bf16, site);
+        for (unsigned j = 0; j < 8; ++j) to[(k + j) * n + i] = x[j];
+      }
     }
   }
 }
@@ -309,7 +328,11 @@ void finish(const Choice& choice) {
 void run_thread(Thread& thread) {
   thread.ready = nullptr;
   block_.running = &thread;
-  swapcontext(&block_.scheduler, &thread.context);
+  if (_setjmp(block_.scheduler) == 0) {
+    if (thread.begun) _longjmp(thread.rest, 1);
+    thread.begun = true;
+    setcontext(&thread.beginning);
+  }
   block_.running = nullptr;
 }
 
@@ -321,7 +344,7 @@ void thread_main() {
     stop("ends with bulk additions under way");
   }
   me.done = true;
-  swapcontext(&me.context, &block_.scheduler);
+  leave();
 }
 
 bool runnable(const Thread& thread) { return !thread.done && (!thread.ready || thread.ready()); }
@@ -396,11 +419,11 @@ std::string run_block(unsigned index, unsigned blocks, unsigned threads, unsigne
     block_.threads.push_back(std::make_unique<Thread>());
     Thread& thread = *block_.threads.back();
     thread.index = i;
-    getcontext(&thread.context);
-    thread.context.uc_stack.ss_sp = stack_of(i);
-    thread.context.uc_stack.ss_size = kStackBytes;
-    thread.context.uc_link = nullptr;
-    makecontext(&thread.context, thread_main, 0);
+    getcontext(&thread.beginning);
+    thread.beginning.uc_stack.ss_sp = stack_of(i);
+    thread.beginning.uc_stack.ss_size = kStackBytes;
+    thread.beginning.uc_link = nullptr;
+    makecontext(&thread.beginning, thread_main, 0);
   }
 
   // Always the first warp that can go on, of an order that changes now and then: so one warp runs far ahead of others.
@@ -548,20 +571,21 @@ void copy_box(unsigned to, const void* map, unsigned barrier, int column, int ro
   known_barrier(barrier, site);
   block_.copies.push_back([=] {
     for (unsigned i = 0; i < rows; ++i) {
-      for (unsigned c = 0; c < 64; ++c) {
-        const int64_t at[4] = {column + static_cast<int64_t>(c), row + static_cast<int64_t>(i), head, batch};
-        bool inside = true;
-        int64_t offset = 2 * at[0];
-        for (int d = 0; d < 4; ++d) {
-          inside = inside && at[d] >= 0 && at[d] < static_cast<int64_t>(m.sizes[d]);
-          if (d) offset += at[d] * static_cast<int64_t>(m.strides[d - 1]);
-        }
-        uint16_t x = 0;
-        if (inside) std::memcpy(&x, static_cast<const char*>(m.data) + offset, 2);
-        unsigned address = to + i * 128 + c * 2;
+      const int64_t at[4] = {column, row + static_cast<int64_t>(i), head, batch};
+      bool inside = at[0] >= 0;
+      const char* from = static_cast<const char*>(m.data) + 2 * at[0];
+      for (int d = 1; d < 4; ++d) {
+        inside = inside && at[d] >= 0 && at[d] < static_cast<int64_t>(m.sizes[d]);
+        from += at[d] * static_cast<int64_t>(m.strides[d - 1]);
+      }
+      const int64_t there = inside ? std::clamp<int64_t>(static_cast<int64_t>(m.sizes[0]) - at[0], 0, 64) : 0;
+      char line[128] = {};  // zeros where the array is not
+      std::memcpy(line, from, 2 * there);
+      for (unsigned chunk = 0; chunk < 8; ++chunk) {
+        unsigned address = to + i * 128 + chunk * 16;
         address ^= (address >> 7 & 7) << 4;
-        std::memcpy(memory + address, &x, 2);
-        std::memcpy(engine_memory + address, &x, 2);
+        std::memcpy(memory + address, line + 16 * chunk, 16);
+        std::memcpy(engine_memory + address, line + 16 * chunk, 16);
       }
     }
     Barrier& b = block_.barriers.at(barrier);

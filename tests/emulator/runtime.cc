@@ -245,6 +245,6 @@ EMULATOR_CALL const char* call_prepare(Call* call, int backward) {
 }
 EMULATOR_CALL const char* call_run(Call* call, int backward, unsigned seed) {
   the_seed = seed;
-  return guarded(
-      call, [&] { launch(0, nullptr, backward ? Pass::backward : Pass::forward, call->dtype, call->problem); });
+  return guarded(call,
+                 [&] { launch(0, nullptr, backward ? Pass::backward : Pass::forward, call->dtype, call->problem); });
 }
