@@ -39,7 +39,7 @@ def test_the_same_bits_every_time(target: Target, dtype: str) -> None:
 @pytest.mark.parametrize("operand", ["alibi_slopes", "bias"])
 def test_gradients_by_atomic_additions(operand: str) -> None:
     """The kernels don't serve them in one order; plain JAX does, where it may."""
-    query = jnp.ones((2, 16, 2, 8), jnp.float16)
+    query = jax.random.normal(jax.random.key(0), (2, 16, 2, 8), jnp.float16)
     shared = {"alibi_slopes": jnp.ones(2, jnp.float32), "bias": jnp.ones((1, 2, 16, 16), jnp.float16)}[operand]
 
     def loss(x: jax.Array, **options: Any) -> jax.Array:

@@ -30,7 +30,7 @@ bytes. All other forward kernels spill nothing.
 """
 
 FLOAT32_GATE = {
-    "default": {**SPILL_GATE, "backward": 152, "backward_dq": 0},
+    "default": {**SPILL_GATE, "backward": 152, "backward_dq": 40},
     "highest": {"forward": 240, "backward": 176, "backward_dq": 192},
 }
 """Of float32 on sm_80 and sm_86: "default" is float16 kernels with two factors more, "highest" holds two parts of every
@@ -66,8 +66,8 @@ OLD_WARPS = {
         ("backward", 160): 4,
         ("backward", 192): 4,
         ("backward", 256): 4,
-        ("backward_dq", 96): 6,
-        ("backward_dq", 128): 6,
+        ("backward_dq", 96): 4,
+        ("backward_dq", 128): 4,
         ("backward_dq", 160): 4,
         ("backward_dq", 192): 4,
         ("backward_dq", 256): 3,
