@@ -23,9 +23,15 @@ std::string loader_error() {
 }  // namespace
 
 // Values of the driver's enumerations, which never change.
-constexpr int kAttributeMajor = 75;        // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-constexpr int kAttributeMinor = 76;        // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
-constexpr int kMaxDynamicSharedBytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kAttributeMajor = 75;            // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+constexpr int kAttributeMinor = 76;            // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
+constexpr int kAttributeMultiprocessors = 16;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+constexpr int kMaxDynamicSharedBytes = 8;      // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kMapUint16 = 1;                  // CU_TENSOR_MAP_DATA_TYPE_UINT16: bits are copied, whatever they mean
+constexpr int kMapNoInterleave = 0;            // CU_TENSOR_MAP_INTERLEAVE_NONE
+constexpr int kMapSwizzle128Bytes = 3;         // CU_TENSOR_MAP_SWIZZLE_128B
+constexpr int kMapPromote128Bytes = 2;         // CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+constexpr int kMapZeroFill = 0;                // CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE: zeros
 
 struct Driver::Functions {
   int (*init)(unsigned);
@@ -46,6 +52,8 @@ struct Driver::Functions {
   int (*launch_kernel)(CuFunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CuStream,
                        void**, void**);
   int (*memset_d32_async)(unsigned long long, unsigned, size_t, CuStream);
+  int (*tensor_map_encode_tiled)(TensorMap*, int, unsigned, void*, const unsigned long long*, const unsigned long long*,
+                                 const unsigned*, const unsigned*, int, int, int, int);
 };
 
 Driver::Driver() {
@@ -72,6 +80,7 @@ Driver::Driver() {
     bind(library, "cuKernelSetAttribute", f.kernel_set_attribute);
     bind(library, "cuLaunchKernel", f.launch_kernel);
     bind(library, "cuMemsetD32Async", f.memset_d32_async);
+    bind(library, "cuTensorMapEncodeTiled", f.tensor_map_encode_tiled);
   } catch (const std::runtime_error& e) {
     throw std::runtime_error(std::string("the CUDA driver is older than 12.0: ") + e.what());
   }
@@ -116,6 +125,13 @@ int Driver::compute_capability(int device) const {
   return 10 * major + minor;
 }
 
+int Driver::multiprocessors(int device) const {
+  int handle = 0, count = 0;
+  check(f_->device_get(&handle, device), "cuDeviceGet");
+  check(f_->device_get_attribute(&count, kAttributeMultiprocessors, handle), "cuDeviceGetAttribute");
+  return count;
+}
+
 CuLibrary Driver::load(const std::string& cubin) const {
   CuLibrary library = nullptr;
   check(f_->library_load_data(&library, cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0), "cuLibraryLoadData");
@@ -145,12 +161,21 @@ void Driver::ready(CuKernel kernel, int device, int shared_bytes) const {
 }
 
 void Driver::launch(CuKernel kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, CuStream stream,
-                    const void* argument) const {
-  void* arguments[] = {const_cast<void*>(argument)};
+                    const void* const* arguments) const {
   // The driver takes a context-independent kernel wherever it takes a function.
   check(f_->launch_kernel(reinterpret_cast<CuFunction>(kernel), blocks, 1, 1, threads, 1, 1, shared_bytes, stream,
-                          arguments, nullptr),
+                          const_cast<void**>(arguments), nullptr),
         "cuLaunchKernel");
+}
+
+TensorMap Driver::tensor_map(void* data, const unsigned long long (&sizes)[4], const unsigned long long (&strides)[3],
+                             const unsigned (&box)[4]) const {
+  static constexpr unsigned kEveryElement[4] = {1, 1, 1, 1};
+  TensorMap map;
+  check(f_->tensor_map_encode_tiled(&map, kMapUint16, 4, data, sizes, strides, box, kEveryElement, kMapNoInterleave,
+                                    kMapSwizzle128Bytes, kMapPromote128Bytes, kMapZeroFill),
+        "cuTensorMapEncodeTiled");
+  return map;
 }
 
 void Driver::zero(void* floats, size_t count, CuStream stream) const {

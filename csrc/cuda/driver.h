@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "tensor_maps.h"
+
 namespace jax_flash::cuda {
 
 // The driver's handles, as opaque as its own header has them.
@@ -24,13 +26,19 @@ class Driver {
   int device_count() const;
   std::string device_name(int device) const;
   int compute_capability(int device) const;  // 90 for 9.0
+  int multiprocessors(int device) const;
 
   CuLibrary load(const std::string& cubin) const;
   CuKernel kernel(CuLibrary library, const char* name) const;
   // Loads the kernel onto the device, with so much dynamic shared memory, before any launch or graph capture.
   void ready(CuKernel kernel, int device, int shared_bytes) const;
+  // `arguments` points to each, as many as the kernel takes.
   void launch(CuKernel kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, CuStream stream,
-              const void* argument) const;
+              const void* const* arguments) const;
+  // Of a 4-dimensional array of 16-bit elements, the fastest dimension first, which is contiguous; its first element is
+  // on 16 bytes, and the strides in bytes of the others are multiples of 16. What TensorMaps says holds for the copies.
+  TensorMap tensor_map(void* data, const unsigned long long (&sizes)[4], const unsigned long long (&strides)[3],
+                       const unsigned (&box)[4]) const;
   void zero(void* floats, size_t count, CuStream stream) const;
 
  private:

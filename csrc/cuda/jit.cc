@@ -95,17 +95,19 @@ std::string source_key(const Variant& variant) {
   return Hash().add(of_all).add(variant.name()).add(variant.source()).hex();
 }
 
-std::vector<std::string> compile_options(int target) {
+std::vector<std::string> compile_options(const Variant& variant, int target) {
+  // wgmma and setmaxnreg are in the target of compute capability 9.0 alone, whose name ends in a letter.
+  const std::string suffix = variant.family == "sm90a" ? "a" : "";
   // Verbose costs nothing, and puts registers and spills into the log. Not every kernel uses every constant of its
   // variant (177).
-  return {"--gpu-architecture=sm_" + std::to_string(target), "--std=c++17", "--ptxas-options=-v",
+  return {"--gpu-architecture=sm_" + std::to_string(target) + suffix, "--std=c++17", "--ptxas-options=-v",
           "--diag-suppress=177"};
 }
 
 std::string compiled_key(const Variant& variant, const Nvrtc& nvrtc, int target) {
   Hash hash;
   hash.add(source_key(variant)).add(nvrtc.version());
-  for (const std::string& option : compile_options(target)) hash.add(option);
+  for (const std::string& option : compile_options(variant, target)) hash.add(option);
   return hash.hex();
 }
 
@@ -168,7 +170,8 @@ const Nvrtc& nvrtc_for(int arch) {
 }
 
 Nvrtc::Result compile(const Variant& variant, const Nvrtc& nvrtc) {
-  return nvrtc.compile(variant.name(), variant.source(), sources(), compile_options(nvrtc.target(variant.arch)));
+  return nvrtc.compile(variant.name(), variant.source(), sources(),
+                       compile_options(variant, nvrtc.target(variant.arch)));
 }
 
 }  // namespace

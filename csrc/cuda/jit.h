@@ -7,6 +7,7 @@
 
 #include "cuda.h"
 #include "driver.h"
+#include "launch_facts.h"
 #include "tiles.h"
 
 namespace jax_flash::cuda {
@@ -24,14 +25,6 @@ struct Variant {
 
   std::string name() const;    // readable and unique, apart from the tile row
   std::string source() const;  // the named constants, and the include of the family's file
-};
-
-// As csrc/cuda/shared/prelude.cuh has it.
-struct LaunchFacts {
-  int threads;
-  int block_rows;
-  int shared_bytes;
-  int convert_warps;
 };
 
 struct Loaded {

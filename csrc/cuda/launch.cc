@@ -14,6 +14,7 @@
 #include "cuda.h"
 #include "driver.h"
 #include "jit.h"
+#include "tensor_maps.h"
 #include "tiles.h"
 
 namespace jax_flash::cuda {
@@ -31,18 +32,20 @@ int64_t blocks_of(const Problem& p, int length, int size) {
 std::string family_of(int compute_capability) {
   struct Family {
     const char* name;
-    int from;  // compute capability
+    int from, to;  // compute capabilities
   };
-  static constexpr Family kFamilies[] = {{"sm80", 80}, {"sm75", 75}, {"sm70", 70}};
+  static constexpr int kAll = std::numeric_limits<int>::max();
+  static constexpr Family kFamilies[] = {{"sm90a", 90, 90}, {"sm80", 80, kAll}, {"sm75", 75, kAll}, {"sm70", 70, kAll}};
   const char* forced = std::getenv("JAX_FLASH_CUDA_FAMILY");
   std::string known;
   for (const Family& family : kFamilies) {
-    if ((!forced || std::string(forced) == family.name) && compute_capability >= family.from) return family.name;
+    const bool runs = compute_capability >= family.from && compute_capability <= family.to;
+    if (runs && (!forced || std::string(forced) == family.name)) return family.name;
     known += std::string(known.empty() ? "" : ", ") + family.name;
   }
   if (forced) {
-    throw std::runtime_error("JAX_FLASH_CUDA_FAMILY must be one of " + known +
-                             ", for a GPU that is new enough for it, got " + forced);
+    throw std::runtime_error("JAX_FLASH_CUDA_FAMILY must be one of " + known + ", for a GPU that can run it, got " +
+                             forced);
   }
   return "";
 }
@@ -56,24 +59,31 @@ std::string served_family(int arch) {
   return family;
 }
 
+// The family whose kernel serves a pass: that of the GPU, or where it has none, sm80 in place of sm90a.
+std::string pass_family(const std::string& family, int arch, int parts, Pass pass, int head_dim) {
+  return family == "sm90a" && !find_tile_row(family, parts, pass, head_dim, arch) ? "sm80" : family;
+}
+
 // Whether dQ has a pass of its own. Volta's kernels have no other way, nor have those for arrays in two parts.
 bool deterministic(const std::string& family, const Options& options) {
   return options.deterministic || options.highest_precision || family == "sm70";
 }
 
-Variant variant_of(const std::string& family, int arch, Pass pass, DType dtype, int head_dim, int value_head_dim,
+Variant variant_of(const std::string& device_family, int arch, Pass pass, DType dtype, int head_dim, int value_head_dim,
                    const Options& options) {
+  const int parts = options.highest_precision ? 2 : 1;
+  const int largest = std::max(head_dim, value_head_dim);
+  const std::string family = pass_family(device_family, arch, parts, pass, largest);
   if (dtype == DType::f32 || dtype == DType::f64) {
     throw std::invalid_argument("kernels are for float16 and bfloat16; float32 comes as float16 with unscales");
   }
-  if (dtype == DType::bf16 && family != "sm80") {
+  if (dtype == DType::bf16 && (family == "sm70" || family == "sm75")) {
     throw std::invalid_argument("kernels of " + family + " are for float16; bfloat16 comes as float16 with unscales");
   }
   if (options.highest_precision && !options.has_unscales) {
     throw std::invalid_argument("highest_precision is for float16 arrays in two parts, which come with unscales");
   }
-  const TileRow& tile =
-      tile_row(family, options.highest_precision ? 2 : 1, pass, std::max(head_dim, value_head_dim), arch);
+  const TileRow& tile = tile_row(family, parts, pass, largest, arch, is_plain(options));
   Variant variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile};
   variant.options.deterministic = pass != Pass::forward && deterministic(family, options);
   return variant;
@@ -85,6 +95,15 @@ int arch_of(int device) {
   std::lock_guard<std::mutex> lock(mutex);
   auto found = archs.find(device);
   if (found == archs.end()) found = archs.emplace(device, Driver::get().compute_capability(device)).first;
+  return found->second;
+}
+
+int multiprocessors_of(int device) {
+  static std::mutex mutex;
+  static std::map<int, int> counts;
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = counts.find(device);
+  if (found == counts.end()) found = counts.emplace(device, Driver::get().multiprocessors(device)).first;
   return found->second;
 }
 
@@ -152,6 +171,28 @@ int64_t bias_elements(const Problem& p) {
          extent(s.column, p.kv_length);
 }
 
+// All zeros where the kernel asks for none.
+TensorMap tensor_map(const Tensor& tensor, const char* name, int box_rows, const Problem& p, int length, int heads,
+                     int head_dim) {
+  if (!box_rows) return {};
+  // XLA aligns its arrays, and parts of them that it hands over are whole rows, whose heads are multiples of 16 bytes.
+  if (reinterpret_cast<uintptr_t>(tensor.data) % 16) {
+    throw std::invalid_argument(std::string(name) + " must begin at a multiple of 16 bytes");
+  }
+  auto size = [](int64_t x) { return static_cast<unsigned long long>(x); };
+  return Driver::get().tensor_map(
+      tensor.data, {size(head_dim), size(length), size(heads), size(p.batch)},
+      {size(2 * tensor.row_stride), size(2 * tensor.head_stride), size(2 * tensor.batch_stride)},
+      {kBoxColumns, static_cast<unsigned>(box_rows), 1, 1});
+}
+
+TensorMaps tensor_maps(const LaunchFacts& facts, const Problem& p) {
+  return {tensor_map(p.q, "query", facts.q_box_rows, p, p.q_length, p.q_heads, p.head_dim),
+          tensor_map(p.k, "key", facts.k_box_rows, p, p.kv_length, p.kv_heads, p.head_dim),
+          tensor_map(p.v, "value", facts.v_box_rows, p, p.kv_length, p.kv_heads, p.value_head_dim),
+          tensor_map(p.dout, "dout", facts.dout_box_rows, p, p.q_length, p.q_heads, p.value_head_dim)};
+}
+
 unsigned grid(int64_t blocks) {
   if (blocks > std::numeric_limits<int>::max()) throw std::invalid_argument("the call needs too many blocks");
   return static_cast<unsigned>(blocks);
@@ -166,8 +207,13 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& pr
   const Driver& driver = Driver::get();
   const CuStream on = static_cast<CuStream>(stream);
   auto run = [&](const Loaded& loaded, int length, int64_t heads) {
-    const int64_t blocks = blocks_of(problem, length, loaded.facts.block_rows) * heads * problem.batch;
-    driver.launch(loaded.main, grid(blocks), loaded.facts.threads, loaded.facts.shared_bytes, on, &problem);
+    const LaunchFacts& facts = loaded.facts;
+    const TensorMaps maps = tensor_maps(facts, problem);
+    const void* const arguments[] = {&problem, &maps};
+    int64_t blocks = blocks_of(problem, length, facts.block_rows) * heads * problem.batch;
+    grid(blocks);  // items are counted in an int
+    if (facts.persistent) blocks = std::min(blocks, int64_t{facts.persistent} * multiprocessors_of(device));
+    driver.launch(loaded.main, grid(blocks), facts.threads, facts.shared_bytes, on, arguments);
   };
   if (pass == Pass::forward) return run(found.main, problem.q_length, problem.q_heads);
 
@@ -181,7 +227,8 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& pr
   if (found.dq.main) run(found.dq, problem.q_length, problem.q_heads);
   if (warps) {
     const int64_t items = problem.batch * problem.q_heads * blocks_of(problem, problem.q_length, 16);
-    driver.launch(found.main.convert_dq, grid(divide_up(items, warps)), 32 * warps, 0, on, &problem);
+    const void* const arguments[] = {&problem};
+    driver.launch(found.main.convert_dq, grid(divide_up(items, warps)), 32 * warps, 0, on, arguments);
   }
 }
 
@@ -220,7 +267,8 @@ int largest_head_dim(int arch, bool highest_precision) {
   for (int head_dim = 256; head_dim > 0; head_dim -= 8) {
     bool served = true;
     for (Pass pass : {Pass::forward, Pass::backward, Pass::backward_dq}) {
-      served = served && find_tile_row(family, highest_precision ? 2 : 1, pass, head_dim, arch);
+      const int parts = highest_precision ? 2 : 1;
+      served = served && find_tile_row(pass_family(family, arch, parts, pass, head_dim), parts, pass, head_dim, arch);
     }
     if (served) return head_dim;
   }

@@ -29,6 +29,7 @@ struct TileRule {
   int max_head_dim;  // serves head dims up to this
   int shared_kb;     // needs so much dynamic shared memory a block
   TileRow row;
+  bool plain = false;  // for calls alone where between product and softmax there is a scale and a band of keys at most
 };
 
 namespace rules {
@@ -40,6 +41,13 @@ constexpr Pass forward = Pass::forward, backward = Pass::backward, backward_dq =
 // where others lost. Rules that an H200 has no need of were timed on one all the same.
 inline constexpr TileRule all[] = {
     // family, parts, pass, head_dim, shared KB, {block_q, block_kv, warps, stages, min_blocks}
+    {"sm90a", 1, forward, 64, 114, {192, 128, 16, 2, 1}, true},  // 160 registers: with other options it spills
+    {"sm90a", 1, forward, 64, 98, {128, 128, 12, 2, 1}},
+    {"sm90a", 1, forward, 128, 194, {128, 128, 12, 2, 1}},
+    {"sm90a", 1, forward, 192, 218, {128, 112, 12, 2, 1}},
+    {"sm90a", 1, forward, 256, 226, {128, 80, 12, 2, 1}},
+    {"sm90a", 1, backward, 64, 99, {64, 128, 12, 2, 1}},
+    {"sm90a", 1, backward, 128, 164, {64, 128, 12, 2, 1}},
     {"sm80", 1, forward, 64, 32, {128, 64, 4, 1, 2}},       // 318; first: 287, 64x64 253, 128x128 with 8 warps 249
     {"sm80", 1, forward, 128, 128, {128, 64, 4, 1, 2}},     // 369; room for two blocks
     {"sm80", 1, forward, 128, 48, {128, 32, 4, 1, 2}},      // 350; first: 312, 128x128 with 8 warps 295, 128x64 276
@@ -130,19 +138,26 @@ inline int shared_kb_of(int arch) {
   }
 }
 
+inline bool is_plain(const Options& options) {
+  return options.softcap == 0 && options.dropout_rate == 0 && !options.has_bias && !options.has_alibi_slopes &&
+         !options.has_mask && !options.has_q_segment_ids && !options.has_cu_q_lengths;
+}
+
 // nullptr where no row serves.
-inline const TileRow* find_tile_row(const std::string& family, int parts, Pass pass, int head_dim, int arch) {
+inline const TileRow* find_tile_row(const std::string& family, int parts, Pass pass, int head_dim, int arch,
+                                    bool plain = false) {
   for (const TileRule& rule : rules::all) {
     if (family == rule.family && parts == rule.parts && pass == rule.pass && head_dim <= rule.max_head_dim &&
-        rule.shared_kb <= shared_kb_of(arch)) {
+        rule.shared_kb <= shared_kb_of(arch) && (plain || !rule.plain)) {
       return &rule.row;
     }
   }
   return nullptr;
 }
 
-inline const TileRow& tile_row(const std::string& family, int parts, Pass pass, int head_dim, int arch) {
-  if (const TileRow* row = find_tile_row(family, parts, pass, head_dim, arch)) return *row;
+inline const TileRow& tile_row(const std::string& family, int parts, Pass pass, int head_dim, int arch,
+                               bool plain = false) {
+  if (const TileRow* row = find_tile_row(family, parts, pass, head_dim, arch, plain)) return *row;
   throw std::invalid_argument("no tile row for family " + family + ", head_dim " + std::to_string(head_dim) +
                               ", compute capability " + std::to_string(arch) + (parts == 2 ? ", in two parts" : ""));
 }

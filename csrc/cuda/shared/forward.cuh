@@ -7,7 +7,7 @@
 #pragma once
 
 #include "cuda/shared/again.cuh"
-#include "cuda/shared/schedule.cuh"
+#include "cuda/shared/place.cuh"
 #include "cuda/shared/score_rows.cuh"
 #include "cuda/shared/softmax.cuh"
 
@@ -40,27 +40,6 @@ struct SharedStorage {
 };
 
 extern "C" __constant__ LaunchFacts jax_flash_forward_facts = {threads, block_q, sizeof(SharedStorage), 0};
-
-// What a block works on.
-struct Place {
-  Part part;
-  int batch, head, kv_head;
-  int first_row;
-
-  __device__ __forceinline__ float sink(const Problem& problem) const {
-    if constexpr (!has_sinks) return -JAX_FLASH_INFINITY;
-    return static_cast<const float*>(problem.sinks)[batch * problem.q_heads + head];
-  }
-};
-JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
-  // Under causal the last rows have the most keys, and go first.
-  const int row_blocks = blocks_of(problem, problem.q_length, block_q);
-  const Work work = work_of(block, row_blocks, problem.q_heads, problem.batch, problem.kv_length);
-  int row_block = option_causal ? row_blocks - 1 - work.block : work.block;
-  const int document = document_of(problem, problem.cu_q_lengths, work.batch, block_q, row_block);
-  const int kv_head = work.head / (problem.q_heads / problem.kv_heads);
-  return {part_of(problem, work.batch, document), work.batch, work.head, kv_head, row_block * block_q};
-}
 
 struct Forward {
   const Problem& problem;

@@ -2,21 +2,11 @@
 // multiply_16bit() and pack().
 #pragma once
 
+#include "cuda/shared/hardware_lanes.cuh"
 #include "cuda/shared/prelude.cuh"
 #include "cuda/shared/shared_memory.cuh"
 #include "cuda/shared/tile.cuh"
-
-namespace jax_flash {
-
-// The hardware's own numbers.
-struct Lanes {
-  static __device__ __forceinline__ int of(int thread) { return thread % 32; }
-  static __device__ __forceinline__ constexpr int in_row(int i) { return 1 << i; }
-  static __device__ __forceinline__ constexpr int in_column(int i) { return 4 << i; }
-};
-
-}  // namespace jax_flash
-
+//
 #include "cuda/shared/lanes.cuh"
 #include "cuda/shared/products.cuh"
 

@@ -9,6 +9,8 @@
 //   column_step                        what the columns of its tiles are a multiple of
 #pragma once
 
+#include "cuda/launch_facts.h"
+#include "cuda/shared/arithmetic.cuh"
 #include "problem.h"
 
 namespace jax_flash {
@@ -53,32 +55,6 @@ using Result = Select<has_unscales, float, Element>::type;
 
 // Whether something happens to the scores between product and softmax (scores.cuh).
 constexpr bool modifies_scores = with_softcap || has_bias || has_alibi_slopes;
-
-// Host and kernel must agree on these; the kernel states them, the host reads them out of the cubin.
-struct LaunchFacts {
-  int threads;        // per block
-  int block_rows;     // rows of query (forward) or key (backward) that a block owns
-  int shared_bytes;   // dynamic shared memory
-  int convert_warps;  // per block of jax_flash_convert_dq; 0 where there is no such kernel
-};
-
-JAX_FLASH_DEVICE float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-JAX_FLASH_DEVICE float log2_approx(float x) {
-  float y;
-  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-JAX_FLASH_DEVICE float reciprocal_approx(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 JAX_FLASH_DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 

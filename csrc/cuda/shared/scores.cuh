@@ -8,9 +8,7 @@ namespace jax_flash {
 JAX_FLASH_DEVICE float as_float(float x) { return x; }
 JAX_FLASH_DEVICE float as_float(u16 x) {
   if constexpr (dtype == DType::bf16) return __uint_as_float(static_cast<u32>(x) << 16);
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-  return y;
+  return half_to_float(x);
 }
 
 template <bool wide>

@@ -6,6 +6,7 @@ constexpr int column_step = 16;
 }
 
 #include "cuda/shared/matrices.cuh"
+#include "cuda/shared/pack.cuh"
 #include "cuda/shared/thread_rows.cuh"
 
 namespace jax_flash {
@@ -102,17 +103,6 @@ JAX_FLASH_DEVICE void multiply_16bit(FragmentC& c, const Matrix4& a, u32 b0, u32
         : "+f"(c.x[0]), "+f"(c.x[1]), "+f"(c.x[2]), "+f"(c.x[3])
         : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b0), "r"(b1));
   }
-}
-
-// Two floats to two 16-bit elements, the first in the low half.
-JAX_FLASH_DEVICE u32 pack(float low, float high) {
-  u32 packed;
-  if constexpr (dtype == DType::bf16) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  }
-  return packed;
 }
 
 using Mma = Products<Matrices<16>>;

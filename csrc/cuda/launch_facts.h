@@ -1,0 +1,22 @@
+// What host and kernel must agree on: the kernel states it, the host reads it out of the cubin. Compiled by the host
+// compiler and by NVRTC, so it includes nothing.
+#pragma once
+
+namespace jax_flash {
+
+struct LaunchFacts {
+  int threads;        // per block
+  int block_rows;     // rows of query (forward, backward_dq) or key (backward) of an item of work
+  int shared_bytes;   // dynamic shared memory
+  int convert_warps;  // per block of jax_flash_convert_dq; 0 where there is no such kernel
+
+  // Blocks per multiprocessor of a grid that stays, whose blocks walk over the items of work; 0: a block for each item.
+  int persistent = 0;
+  // Rows that a copy by tensor map brings, at most 256; 0: no such map. With any, TensorMaps is the second parameter.
+  int q_box_rows = 0;
+  int k_box_rows = 0;
+  int v_box_rows = 0;
+  int dout_box_rows = 0;
+};
+
+}  // namespace jax_flash

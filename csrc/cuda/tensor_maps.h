@@ -1,0 +1,21 @@
+// What a kernel that copies by the tensor memory accelerator is given beside Problem. Compiled by the host compiler and
+// by NVRTC, so it includes nothing.
+#pragma once
+
+namespace jax_flash {
+
+// The driver's CUtensorMap.
+struct TensorMap {
+  alignas(64) unsigned long long opaque[16];
+};
+
+// Of [batch, length, heads, head_dim] arrays of 16-bit elements. Coordinates are {column, row, head, batch}. A copy
+// brings a box of kBoxColumns columns and of as many rows of one head as the kernel's LaunchFacts say, with the
+// 128-byte swizzle; what lies outside the array comes as zeros, and counts among the bytes that arrive.
+struct TensorMaps {
+  TensorMap q, k, v, dout;  // dout in backward only
+};
+
+constexpr int kBoxColumns = 64;  // 128 bytes
+
+}  // namespace jax_flash

@@ -1,0 +1,355 @@
+"""Kernels of Hopper without one: compiled for the host and run in tests/emulator, below the real launch.cc.
+
+`python tests/emulated.py --help` runs shapes of one's own.
+"""
+
+import argparse
+import concurrent.futures
+import ctypes
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import oracle
+
+ROOT = pathlib.Path(__file__).parent.parent
+HOST = ROOT / "tests" / "emulator"
+COMPILER = shutil.which("g++")
+KERNEL = ["-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-fno-exceptions", "-fsanitize=thread", "-fvisibility=default"]
+"""-fsanitize=thread for its calls before every plain access, which emulator.cc answers; warnings would be of #pragma
+unroll and of results that inline PTX no longer sets."""
+
+
+def build(folder: pathlib.Path, sources: pathlib.Path = ROOT / "csrc") -> ctypes.CDLL:
+    """The emulator, with the runtime's own launch.cc and jit.cc, whose way to the device it takes the place of."""
+    includes = ["-I", HOST, "-I", sources]  # in this order: the host's files take the place of the device's
+    parts = {
+        HOST / "emulator.cc": ["-O3"],
+        HOST / "runtime.cc": ["-O0"],
+        sources / "cuda/launch.cc": ["-O0"],
+        sources / "cuda/jit.cc": ["-O0", "-Dkernels_of=device_kernels_of"],
+        sources / "cuda/driver.cc": ["-O0", "-DDriver=DeviceDriver"],
+    }
+
+    def one(source: pathlib.Path) -> pathlib.Path:
+        made = folder / f"{source.name}.o"
+        run(COMPILER, "-std=c++20", "-fPIC", "-w", *parts[source], *includes, "-c", "-o", made, source)
+        return made
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(one, parts))
+    library = folder / "emulator.so"
+    run(COMPILER, "-shared", "-o", library, *objects, "-ldl", "-pthread")
+    script = folder / "compile"
+    flags = " ".join(str(part) for part in [*KERNEL, "-include", HOST / "device.h", *includes])
+    script.write_text(f"#!/bin/sh\nset -e\n{COMPILER} {flags} -c -o $1.o $1\n{COMPILER} -shared -o $2 $1.o\n")
+    script.chmod(0o755)
+    emulator = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    emulator.call_new.restype = ctypes.c_void_p
+    emulator.call_run.restype = emulator.call_prepare.restype = ctypes.c_char_p
+    emulator.call_scratch.restype = ctypes.c_longlong
+    emulator.emulator_configure(str(script).encode(), str(folder).encode(), 2)
+    return emulator
+
+
+def run(*command: Any) -> None:
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    assert result.returncode == 0, f"{command[0]}: {result.returncode}\n{result.stderr[-4000:]}"
+
+
+GUARD = 64
+"""Elements around every array, which nobody may touch."""
+
+
+class Guarded:
+    """A result, full of NaN, between guards."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+        self.all = np.full(int(np.prod(shape)) + 2 * GUARD, np.nan, dtype)
+        self.array = self.all[GUARD:-GUARD].reshape(shape)
+
+    def check(self, name: str) -> np.ndarray:
+        guards = np.concatenate([self.all[:GUARD], self.all[-GUARD:]]).astype(np.float64)
+        assert np.isnan(guards).all(), f"{name} is written beyond its ends"
+        return self.array
+
+
+class Call:
+    """One pass of a problem, by the kernels of sm90a in the emulator."""
+
+    def __init__(self, emulator: ctypes.CDLL, problem: "Problem", kernel_pass: str) -> None:
+        self.emulator, self.problem, self.kernel_pass = emulator, problem, kernel_pass
+        self.call = ctypes.c_void_p(emulator.call_new(int(problem.q.dtype == ml_dtypes.bfloat16)))
+        self.kept: list[np.ndarray] = []
+        (batch, q_length, q_heads, head_dim), (_, kv_length, kv_heads, _) = problem.q.shape, problem.k.shape
+        numbers = {
+            "batch": batch, "q_length": q_length, "q_heads": q_heads, "head_dim": head_dim, "kv_length": kv_length,
+            "kv_heads": kv_heads, "value_head_dim": problem.v.shape[3], "scale": head_dim**-0.5, **problem.numbers,
+        }  # fmt: skip
+        for name, number in numbers.items():
+            assert emulator.call_number(self.call, name.encode(), ctypes.c_double(number)), name
+        arrays = {name: getattr(problem, name) for name in "qkv"} | problem.arrays
+        if kernel_pass == "backward":
+            arrays |= {"dout": problem.dout, "lse": problem.lse, "delta": problem.delta}
+        for name, array in arrays.items():
+            self.put(name, array)
+        self.outputs = {}
+        for name in problem.results(kernel_pass):
+            self.outputs[name] = problem.output(name)
+            self.put(name, self.outputs[name].array)
+        if kernel_pass == "backward" and (elements := emulator.call_scratch(self.call)):
+            self.scratch = Guarded((elements,), np.float32)
+            self.put("scratch", self.scratch.array)
+
+    def __del__(self) -> None:
+        self.emulator.call_delete(self.call)
+
+    def put(self, name: str, array: np.ndarray) -> None:
+        strides = [
+            0 if size == 1 and name in ("bias", "mask") else stride // array.itemsize
+            for stride, size in zip(array.strides, array.shape, strict=True)
+        ]
+        self.kept.append(array)
+        pointer = ctypes.c_void_p(array.ctypes.data)
+        four = (ctypes.c_longlong * 4)(*(strides + [0] * 4)[:4])
+        assert self.emulator.call_array(self.call, name.encode(), pointer, four), name
+
+    def prepare(self) -> None:
+        """Compiles the kernels; may run beside others."""
+        error = self.emulator.call_prepare(self.call, int(self.kernel_pass == "backward")).decode()
+        assert not error, error
+
+    def run(self, seed: int) -> dict[str, np.ndarray]:
+        """The results with an order of threads and of what runs behind their backs that ``seed`` gives."""
+        for output in self.outputs.values():
+            output.all[:] = np.nan
+        error = self.emulator.call_run(self.call, int(self.kernel_pass == "backward"), seed).decode()
+        assert not error, error
+        return {name: output.check(name) for name, output in self.outputs.items()}
+
+
+# Problems, and what is right
+
+TOLERANCE = {"out": 1.5, "lse": 0.02, "dq": 3.0, "dk": 3.0, "dv": 2.0, "dbias": 1.5, "dalibi_slopes": 1.5}
+"""In units of the inputs' epsilon, of the largest and of the L2 error."""
+
+OPTIONS = (
+    "causal", "window", "q_offset", "lengths", "segments", "documents", "mask", "bias", "alibi", "softcap", "sinks",
+    "dropout", "unscales",
+)  # fmt: skip
+
+
+class Problem:
+    """Inputs of a shape with some of OPTIONS, as the kernels take them, and the oracle's results."""
+
+    def __init__(
+        self, dtype: str = "bfloat16", batch: int = 1, q_length: int = 200, kv_length: int = 200, q_heads: int = 2,
+        kv_heads: int = 1, head_dim: int = 64, value_head_dim: int | None = None, options: Sequence[str] = (),
+        seed: int = 0,
+    ) -> None:  # fmt: skip
+        assert set(options) <= set(OPTIONS)
+        random = np.random.default_rng(seed)
+        self.dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16)
+        value_head_dim = value_head_dim or head_dim
+
+        def normal(*shape: int) -> np.ndarray:
+            return random.standard_normal(shape).astype(self.dtype)
+
+        self.q, self.dout = (normal(batch, q_length, q_heads, width) for width in (head_dim, value_head_dim))
+        self.k, self.v = (normal(batch, kv_length, kv_heads, width) for width in (head_dim, value_head_dim))
+        dlse = random.standard_normal((batch, q_heads, q_length))
+        true_q, true_k, true_v, true_dout = (x.astype(np.float64) for x in (self.q, self.k, self.v, self.dout))
+        self.numbers: dict[str, float] = {}
+        self.arrays: dict[str, np.ndarray] = {}
+        of: dict[str, Any] = {}  # the oracle's options
+        self.trainable: list[str] = []
+        documents = 1
+        rows = np.ones((batch, q_length), bool)  # which are no padding
+
+        if "unscales" in options:
+            assert self.dtype == np.float16
+            factors = 2.0 ** random.integers(-3, 4, (batch, kv_heads, 4))
+            self.arrays["unscales"] = np.concatenate([factors, np.full_like(factors[..., :1], 64)], -1, dtype=np.float32)
+            true_k, true_v = (x * factors[:, None, :, i, None] for i, x in ((1, true_k), (2, true_v)))
+            by_query = np.repeat(factors, q_heads // kv_heads, axis=1)
+            true_q, true_dout = (x * by_query[:, None, :, i, None] for i, x in ((0, true_q), (3, true_dout)))
+            self.numbers["scale"] = of["scale"] = head_dim**-0.5 / 4
+        if "documents" in options:
+            documents = 4
+            assert batch == 1
+            for name, length in (("cu_q_lengths", q_length), ("cu_kv_lengths", kv_length)):
+                middle = np.sort(random.integers(0, length, documents))
+                self.arrays[name] = np.concatenate([[0], middle]).astype(np.int32)[None]
+                of[name] = self.arrays[name][0]
+            rows &= np.arange(q_length) < of["cu_q_lengths"][-1]
+            self.numbers["documents"] = documents
+        if "causal" in options:
+            self.numbers["causal"] = of["causal"] = True
+        if "window" in options:
+            of["window"] = (kv_length // 3, None if "causal" in options else 17)
+            self.numbers["window_left"] = of["window"][0]
+            if of["window"][1] is not None:
+                self.numbers["window_right"] = of["window"][1]
+        if "q_offset" in options:
+            offsets = random.integers(-q_length // 4, kv_length // 2, (batch, documents))
+            self.arrays["q_offset"] = offsets.astype(np.int32)
+            of["q_offset"] = offsets[0] if documents > 1 else offsets[:, 0]
+        if "lengths" in options:
+            for name, length in (("q_lengths", q_length), ("kv_lengths", kv_length)):
+                limits = random.integers(length // 3, length, batch, endpoint=True)
+                limits[-1] = max(1, length // 2 + 1)
+                self.arrays[name] = of[name] = limits.astype(np.int32)
+            rows &= np.arange(q_length) < of["q_lengths"][:, None]
+        if "segments" in options:
+            for name, length in (("q_segment_ids", q_length), ("kv_segment_ids", kv_length)):
+                ids = np.sort(random.integers(0, 3, (batch, length)), axis=1).astype(np.int32)
+                self.arrays[name] = of[name] = ids
+                padded = np.pad(ids, ((0, 0), (0, -length % 32)), mode="edge").reshape(batch, -1, 32)
+                self.arrays[name.replace("ids", "ranges")] = np.stack([padded.min(-1), padded.max(-1)], -1)
+        if "mask" in options:
+            self.arrays["mask"] = of["mask"] = random.random((batch, 1, q_length, kv_length)) < 0.8
+        if "bias" in options:
+            self.arrays["bias"] = of["bias"] = normal(1, q_heads, q_length, kv_length)
+            self.trainable.append("bias")
+        if "alibi" in options:
+            slopes = (random.random((batch, documents, q_heads)) / 8).astype(np.float32)
+            self.arrays["alibi_slopes"] = slopes
+            of["alibi_slopes"] = slopes[0] if documents > 1 else slopes[:, 0]
+            self.trainable.append("alibi_slopes")
+        if "softcap" in options:
+            self.numbers["softcap"] = of["softcap"] = 2.5
+        if "sinks" in options:
+            of["sinks"] = random.standard_normal(q_heads).astype(np.float32)
+            self.arrays["sinks"] = np.tile(of["sinks"], (batch, 1))
+        if "dropout" in options:
+            seeds = random.integers(0, 2**32, (batch, documents, q_heads, 2), dtype=np.uint32)
+            self.arrays["dropout_seeds"] = seeds
+            rate = self.numbers["dropout_rate"] = 0.25
+            assert documents == 1
+            keep = oracle.dropout_keep(seeds[:, 0], rate, q_length, kv_length)
+            of["dropout_factors"] = keep * (65536 / (65536 - oracle.threshold(rate)))
+
+        if "documents" in options:
+            of |= {"max_q_length": q_length, "max_kv_length": kv_length}
+            inputs = (x[0] for x in (true_q, true_k, true_v, true_dout, dlse))
+            right = oracle.attention_packed(*inputs, **of)
+            self.right = {name: x[None] for name, x in right.items() if isinstance(x, np.ndarray)}
+        else:
+            self.right = oracle.attention(true_q, true_k, true_v, true_dout, dlse, **of)
+        # What nobody may read.
+        keys = np.ones((batch, kv_length), bool)
+        if "lengths" in options:
+            keys &= np.arange(kv_length) < of["kv_lengths"][:, None]
+        if "documents" in options:
+            keys &= np.arange(kv_length) < of["cu_kv_lengths"][-1]
+        for x, there in ((self.q, rows), (self.dout, rows), (self.k, keys), (self.v, keys)):
+            x[~there] = np.nan
+        delta = np.moveaxis((true_dout * self.right["out"]).sum(-1), 1, 2) - dlse
+        self.delta, self.lse = (
+            np.ascontiguousarray(np.where(rows[:, None], x, np.nan), np.float32) for x in (delta, self.right["lse"])
+        )
+
+    def results(self, kernel_pass: str) -> list[str]:
+        if kernel_pass == "forward":
+            return ["out", "lse"]
+        return ["dq", "dk", "dv", *(f"d{name}" for name in self.trainable)]
+
+    def output(self, name: str) -> Guarded:
+        narrow = np.dtype(np.float32) if "unscales" in self.arrays else self.dtype
+        if name == "out":
+            return Guarded(self.dout.shape, narrow)
+        if name == "lse":
+            return Guarded(self.lse.shape, np.float32)
+        if name[1:] in "qkv":
+            return Guarded(getattr(self, name[1:]).shape, narrow)
+        return Guarded(self.arrays[name[1:]].shape, np.float32)
+
+    def wrong(self, name: str, got: np.ndarray) -> tuple[float, str]:
+        """The error in units of epsilon, and where it is too large, or nothing."""
+        want = self.right[name].reshape(got.shape)
+        epsilon = float(ml_dtypes.finfo(self.dtype).eps)
+        error = max(errors(got, want)) / epsilon
+        limit = TOLERANCE[name]
+        if error <= limit:
+            return error, ""
+        return error, f"{name}: {error:.2f} epsilons of {limit}; {where_wrong(got, want, limit * epsilon)}"
+
+
+def errors(got: np.ndarray, want: np.ndarray) -> tuple[float, float]:
+    """Largest error relative to the largest value, and L2 error relative to the L2 norm."""
+    got = got.astype(np.float64)
+    if not np.isfinite(want).all():
+        assert (np.isneginf(got) == np.isneginf(want)).all(), "lse is -inf exactly where a row keeps no key"
+        got, want = (np.where(np.isfinite(want), x, 0) for x in (got, want))
+    if not np.isfinite(got).all():
+        return np.inf, np.inf
+    difference = got - want
+    # Values near 0 are the difference of larger ones.
+    size, norm = max(np.abs(want).max(initial=0.0), 0.01), max(np.linalg.norm(want), 0.01 * want.size**0.5)
+    return float(np.abs(difference).max() / size), float(np.linalg.norm(difference) / norm)
+
+
+def where_wrong(got: np.ndarray, want: np.ndarray, limit: float) -> str:
+    got = got.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        wrong = ~(np.abs(got - want) <= limit * np.abs(want[np.isfinite(want)]).max(initial=0.0))
+    wrong &= ~(np.isneginf(got) & np.isneginf(want))
+    text = f"{wrong.sum()} of {wrong.size} elements, {np.isnan(got).sum()} of them NaN"
+    for axis, indices in enumerate(np.nonzero(wrong)):
+        if indices.size:
+            of_axis = np.unique(indices)
+            text += f"; axis {axis}: {len(of_axis)} of {got.shape[axis]}, {of_axis[0]} to {of_axis[-1]}"
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("passes", choices=["forward", "backward", "both"])
+    parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
+    sizes = {"batch": 1, "q_length": 200, "kv_length": 200, "q_heads": 2, "kv_heads": 1, "head_dim": 64}
+    short = {"q_length": "-t", "kv_length": "-s", "q_heads": "-n", "kv_heads": "-k", "head_dim": "-d", "batch": "-b"}
+    for name, default in sizes.items():
+        parser.add_argument(short[name], f"--{name}", type=int, default=default)
+    parser.add_argument("--value_head_dim", type=int)
+    parser.add_argument("-o", "--options", default="", help=f"some of {','.join(OPTIONS)}")
+    parser.add_argument("--seeds", type=int, default=4, help="how many orders to run in; see emulator.cc")
+    parser.add_argument("--first_seed", type=int, default=0)
+    parser.add_argument("--sources", type=pathlib.Path, default=ROOT / "csrc", help="the folder csrc to take")
+    parser.add_argument("--keep", type=pathlib.Path, help="folder for sources and objects")
+    a = parser.parse_args()
+    folder = a.keep or pathlib.Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
+    emulator = build(folder, a.sources)
+    options = [name for name in a.options.split(",") if name]
+    problem = Problem(a.dtype, *(getattr(a, name) for name in sizes), a.value_head_dim, options)
+    failed = False
+    for kernel_pass in ["forward", "backward"] if a.passes == "both" else [a.passes]:
+        call = Call(emulator, problem, kernel_pass)
+        call.prepare()
+        for seed in range(a.first_seed, a.first_seed + a.seeds):
+            began = time.perf_counter()
+            try:
+                results = {name: problem.wrong(name, got) for name, got in call.run(seed).items()}
+            except AssertionError as error:
+                print(f"{kernel_pass}, seed {seed}: WRONG {error}")
+                failed = True
+                continue
+            text = ", ".join(f"{name} {error:.2f}" for name, (error, _) in results.items())
+            print(f"{kernel_pass}, seed {seed}: {text} epsilons; {time.perf_counter() - began:.1f} s", flush=True)
+            for _, wrong in results.values():
+                if wrong:
+                    print(f"  WRONG {wrong}")
+                    failed = True
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,11 @@
+// In place of csrc/cuda/shared/arithmetic.cuh.
+#pragma once
+
+namespace jax_flash {
+
+inline float exp2_approx(float x) { return __builtin_exp2f(x); }
+inline float log2_approx(float x) { return __builtin_log2f(x); }
+inline float reciprocal_approx(float x) { return 1.f / x; }
+inline float half_to_float(unsigned short x) { return emulator::half_to_float(x); }
+
+}  // namespace jax_flash

@@ -1,0 +1,656 @@
+// Runs the threads of a block one after the other on the host, each until it has to wait, in an order that a seed
+// gives, and does what Hopper's instructions do behind the threads' backs: copies, products, and the barriers that tell
+// of them. When these are done is given by the seed too: as late as waiting for them allows, at once, or in between. So
+// what a kernel does not wait for, or writes over too early, gives wrong results with some seed; and what waits for
+// ever is found, and said.
+//
+// Shared memory is kept twice: as threads see it, and as products and the copy engine do. The latter see a thread's
+// stores after its fence (fence.proxy.async).
+#include "emulator.h"
+
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <limits>
+#include <map>
+#include <memory>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "runtime.h"
+
+constexpr unsigned kSharedBytes = 227 * 1024;
+alignas(1024) char memory[kSharedBytes];
+
+namespace emulator {
+namespace {
+
+alignas(1024) char engine_memory[kSharedBytes];  // as products and the copy engine see it
+constexpr size_t kStackBytes = 1 << 20;
+
+struct Accumulators {
+  std::vector<float> values;
+  int pending = 0;  // products under way
+};
+
+struct Thread {
+  ucontext_t context;
+  unsigned index;
+  bool done = false;
+  std::function<bool()> ready;  // what it waits for; empty when it can go on
+  std::string waits_for;
+  Site site{};
+  std::vector<std::pair<unsigned, unsigned>> unfenced;  // stores to shared memory: address and bytes
+
+  bool products_fenced = false;
+  uint64_t products = 0;                        // issued
+  std::deque<uint64_t> groups;                  // the number of the last product of each committed group
+  std::map<float*, Accumulators> accumulators;  // of products under way
+
+  uint64_t bulks_committed = 0, bulk_groups_done = 0;
+  std::vector<std::function<void()>> open_bulks;
+};
+
+struct Warp {
+  // Of two exchanges, one after the other: a lane that begins the next has read what it wanted of the last.
+  alignas(64) char slots[2][32][64];
+  uint64_t exchanges = 0;
+  unsigned arrived = 0;
+  Site site{};
+};
+
+struct WarpgroupProduct {
+  Product shape;
+  Site site;
+  std::array<Product, 128> of_thread;
+  std::array<unsigned, 4> issued{};  // threads of each warp
+};
+struct Warpgroup {
+  std::deque<WarpgroupProduct> products;  // not done by all warps
+  uint64_t first = 0;                     // the number of the first of these
+  std::array<uint64_t, 4> done{};         // by each warp
+  int registers = 0;
+};
+
+struct Barrier {
+  unsigned arrivals = 0;  // of each phase
+  unsigned missing = 0;   // arrivals, of this phase
+  int64_t bytes = 0;      // expected and not there
+  uint64_t phase = 0;
+
+  void settle() {
+    if (missing || bytes) return;
+    ++phase;
+    missing = arrivals;
+  }
+};
+
+struct NamedBarrier {
+  unsigned count = 0, arrived = 0;
+  uint64_t generation = 0;
+};
+
+// When what runs behind the threads' backs is done.
+enum class When { late, early, any };
+
+struct Block {
+  unsigned index = 0, count = 0;
+  std::vector<std::unique_ptr<Thread>> threads;
+  std::vector<Warp> warps;
+  std::vector<Warpgroup> warpgroups;
+  std::map<unsigned, Barrier> barriers;
+  std::array<NamedBarrier, 16> named;
+  std::deque<std::function<void()>> copies;
+  std::deque<std::pair<Thread*, std::vector<std::function<void()>>>> bulk_groups;
+  ucontext_t scheduler;
+  Thread* running = nullptr;
+  unsigned shared_bytes = 0;
+  std::mt19937 random;
+  When copies_when = When::late, products_when = When::late;
+  std::string error;
+};
+Block block_;
+const std::function<void()>* body_ = nullptr;
+
+std::string place(const Site& site) {
+  std::string file = site.file ? site.file : "";
+  if (size_t at = file.rfind("csrc/"); at != std::string::npos) file = file.substr(at);
+  return std::string(site.function ? site.function : "?") + " (" + file + ":" + std::to_string(site.line) + ")";
+}
+
+[[noreturn]] void stop(const std::string& what) {
+  if (block_.error.empty()) {
+    block_.error = what;
+    if (block_.running) {
+      block_.error = "block " + std::to_string(block_.index) + ", warp " + std::to_string(block_.running->index / 32) +
+                     ", lane " + std::to_string(block_.running->index % 32) + ": " + what;
+    }
+  }
+  if (block_.running) swapcontext(&block_.running->context, &block_.scheduler);
+  std::abort();  // never resumed
+}
+
+Thread& self() { return *block_.running; }
+Warp& warp_of(const Thread& thread) { return block_.warps[thread.index / 32]; }
+Warpgroup& warpgroup_of(const Thread& thread) { return block_.warpgroups[thread.index / 128]; }
+
+// Lets others run until `ready`.
+void wait(std::string what, const Site& site, std::function<bool()> ready) {
+  if (ready()) return;
+  Thread& me = self();
+  me.ready = std::move(ready);
+  me.waits_for = std::move(what);
+  me.site = site;
+  swapcontext(&me.context, &block_.scheduler);
+}
+
+bool chance(double p) { return std::uniform_real_distribution<double>()(block_.random) < p; }
+size_t below(size_t n) { return std::uniform_int_distribution<size_t>(0, n - 1)(block_.random); }
+
+// Products
+
+float bf16_to_float(uint16_t x) { return __builtin_bit_cast(float, static_cast<uint32_t>(x) << 16); }
+
+uint16_t element(unsigned address, const Site& site) {
+  address ^= (address >> 7 & 7) << 4;  // the 128-byte swizzle
+  if (address + 2 > block_.shared_bytes) stop("a product reads at " + std::to_string(address) + ", " + place(site));
+  uint16_t x;
+  std::memcpy(&x, engine_memory + address, 2);
+  return x;
+}
+
+// Operand [16][n] in floats, k the slower index.
+void read_operand(std::vector<float>& to, unsigned long long descriptor, unsigned n, bool by_columns, bool bf16,
+                  const Site& site) {
+  const unsigned start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4,
+                 stride = (descriptor >> 32 & 0x3fff) << 4;
+  if (descriptor >> 62 != 1) stop("a product's operand without the 128-byte swizzle, " + place(site));
+  if (descriptor >> 49 & 7) stop("a product's operand with a base offset, " + place(site));
+  if (start >> 7 & 7) stop("a product's operand that begins within a pattern of the swizzle, " + place(site));
+  to.resize(16 * n);
+  for (unsigned k = 0; k < 16; ++k) {
+    for (unsigned i = 0; i < n; ++i) {
+      const unsigned offset = by_columns ? i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * 2
+                                         : i / 8 * stride + i % 8 * 128 + k * 2;
+      const uint16_t x = element(start + offset, site);
+      to[k * n + i] = bf16 ? bf16_to_float(x) : half_to_float(x);
+    }
+  }
+}
+
+// The 16 rows of one warp.
+void run_product(WarpgroupProduct& all, int warpgroup, unsigned warp) {
+  const unsigned first_thread = 32 * warp;
+  const Product& p = all.shape;
+  std::vector<float> a(64 * 16), b;
+  read_operand(b, p.b, p.columns, p.b_by_columns, p.bf16, all.site);
+  if (p.a_in_registers) {
+    for (unsigned t = first_thread; t < first_thread + 32; ++t) {
+      for (unsigned i = 0; i < 4; ++i) {
+        for (unsigned e = 0; e < 2; ++e) {
+          const unsigned row = t / 32 * 16 + t % 32 / 4 + i % 2 * 8, k = i / 2 * 8 + t % 4 * 2 + e;
+          const uint16_t x = all.of_thread[t].a_registers[i] >> 16 * e;
+          a[k * 64 + row] = p.bf16 ? bf16_to_float(x) : half_to_float(x);
+        }
+      }
+    }
+  } else {
+    read_operand(a, p.a, 64, p.a_by_columns, p.bf16, all.site);
+  }
+  std::vector<float> sums(p.columns);
+  for (unsigned row = 16 * warp; row < 16 * warp + 16; ++row) {
+    std::fill(sums.begin(), sums.end(), 0.f);
+    for (unsigned k = 0; k < 16; ++k) {
+      const float x = a[k * 64 + row];
+      for (unsigned i = 0; i < p.columns; ++i) sums[i] += x * b[k * p.columns + i];
+    }
+    for (unsigned quarter = 0; quarter < 4; ++quarter) {
+      const unsigned t = row / 16 * 32 + row % 8 * 4 + quarter, half = row / 8 % 2;
+      Thread& thread = *block_.threads[128 * warpgroup + t];
+      const Product& own = all.of_thread[t];
+      std::vector<float>& values = thread.accumulators.at(own.accumulators).values;
+      for (unsigned n = 0; n < p.columns / 8; ++n) {
+        for (unsigned e = 0; e < 2; ++e) {
+          float& to = values[n * 4 + 2 * half + e];
+          to = (p.accumulate ? to : 0.f) + sums[n * 8 + quarter * 2 + e];
+        }
+      }
+    }
+  }
+  for (unsigned t = first_thread; t < first_thread + 32; ++t) {
+    Thread& thread = *block_.threads[128 * warpgroup + t];
+    const auto found = thread.accumulators.find(all.of_thread[t].accumulators);
+    if (--found->second.pending == 0) {
+      std::copy(found->second.values.begin(), found->second.values.end(), found->first);
+      thread.accumulators.erase(found);
+    }
+  }
+}
+
+// A warp's part may begin when that warp has asked for it, whether or not the others have: they must not rely on its
+// waiting for them. It is done for all of them when it is for each.
+void finish_product(int warpgroup, unsigned warp) {
+  Warpgroup& group = block_.warpgroups[warpgroup];
+  run_product(group.products[group.done[warp]++ - group.first], warpgroup, warp);
+  while (*std::min_element(group.done.begin(), group.done.end()) > group.first) {
+    group.products.pop_front();
+    ++group.first;
+  }
+}
+
+// What runs behind the threads' backs and can be done now: copies in any order, products and bulk additions in theirs.
+struct Choice {
+  int copy = -1, warp = -1, bulk = -1;
+};
+std::vector<Choice> choices(bool of_copies, bool of_products) {
+  std::vector<Choice> all;
+  if (of_copies) {
+    for (int i = 0; i < static_cast<int>(block_.copies.size()); ++i) all.push_back({i, -1, -1});
+    std::vector<Thread*> seen;
+    for (int i = 0; i < static_cast<int>(block_.bulk_groups.size()); ++i) {
+      Thread* owner = block_.bulk_groups[i].first;
+      if (std::find(seen.begin(), seen.end(), owner) == seen.end()) all.push_back({-1, -1, i});
+      seen.push_back(owner);
+    }
+  }
+  if (of_products) {
+    for (int i = 0; i < static_cast<int>(block_.warps.size()); ++i) {
+      const Warpgroup& group = block_.warpgroups[i / 4];
+      const uint64_t next = group.done[i % 4] - group.first;
+      if (next < group.products.size() && group.products[next].issued[i % 4] == 32) all.push_back({-1, i, -1});
+    }
+  }
+  return all;
+}
+void finish(const Choice& choice) {
+  if (choice.copy >= 0) {
+    const auto copy = std::move(block_.copies[choice.copy]);
+    block_.copies.erase(block_.copies.begin() + choice.copy);
+    copy();
+  } else if (choice.bulk >= 0) {
+    const auto group = std::move(block_.bulk_groups[choice.bulk]);
+    block_.bulk_groups.erase(block_.bulk_groups.begin() + choice.bulk);
+    for (const auto& add : group.second) add();
+    ++group.first->bulk_groups_done;
+  } else {
+    finish_product(choice.warp / 4, choice.warp % 4);
+  }
+}
+
+void run_thread(Thread& thread) {
+  thread.ready = nullptr;
+  block_.running = &thread;
+  swapcontext(&block_.scheduler, &thread.context);
+  block_.running = nullptr;
+}
+
+void thread_main() {
+  (*body_)();
+  Thread& me = self();
+  if (!me.accumulators.empty()) stop("ends with products under way, " + place(me.site));
+  if (me.bulk_groups_done != me.bulks_committed || !me.open_bulks.empty()) {
+    stop("ends with bulk additions under way");
+  }
+  me.done = true;
+  swapcontext(&me.context, &block_.scheduler);
+}
+
+bool runnable(const Thread& thread) { return !thread.done && (!thread.ready || thread.ready()); }
+
+// Runs the lanes of a warp as far as they go; whether any could.
+bool run_warp(unsigned warp) {
+  bool any = false;
+  for (bool again = true; again && block_.error.empty();) {
+    again = false;
+    for (unsigned lane = 0; lane < 32 && block_.error.empty(); ++lane) {
+      Thread& thread = *block_.threads[32 * warp + lane];
+      if (!runnable(thread)) continue;
+      run_thread(thread);
+      any = again = true;
+    }
+  }
+  return any;
+}
+
+std::string deadlock() {
+  std::string text = "block " + std::to_string(block_.index) + ": everybody waits";
+  for (const auto& thread : block_.threads) {
+    if (thread->done) continue;
+    const bool first = thread->index % 32 == 0;
+    const Thread* before = first ? nullptr : block_.threads[thread->index - 1].get();
+    if (before && !before->done && before->waits_for == thread->waits_for && before->site.line == thread->site.line) {
+      continue;
+    }
+    text += "\n  warp " + std::to_string(thread->index / 32) + " from lane " + std::to_string(thread->index % 32) +
+            ": for " + thread->waits_for + ", in " + place(thread->site);
+  }
+  for (const auto& [address, barrier] : block_.barriers) {
+    text += "\n  barrier at " + std::to_string(address) + ": phase " + std::to_string(barrier.phase) + ", " +
+            std::to_string(barrier.missing) + " of " + std::to_string(barrier.arrivals) + " arrivals and " +
+            std::to_string(barrier.bytes) + " bytes missing";
+  }
+  return text;
+}
+
+char* stack_of(unsigned thread) {
+  static std::vector<char*> stacks;
+  while (stacks.size() <= thread) {
+    void* p = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) std::abort();
+    stacks.push_back(static_cast<char*>(p));
+  }
+  return stacks[thread];
+}
+
+}  // namespace
+
+// Runs one block; returns what is wrong, or nothing.
+std::string run_block(unsigned index, unsigned blocks, unsigned threads, unsigned shared_bytes, unsigned seed,
+                      const std::function<void()>& body) {
+  if (shared_bytes > kSharedBytes) return std::to_string(shared_bytes) + " bytes of shared memory";
+  block_ = Block{};
+  block_.index = index;
+  block_.count = blocks;
+  block_.shared_bytes = shared_bytes;
+  block_.warps.resize(threads / 32);
+  block_.warpgroups.resize((threads + 127) / 128);
+  block_.random.seed(seed * 1000003 + index);
+  constexpr When kWhen[][2] = {
+      {When::late, When::late}, {When::early, When::late}, {When::late, When::early}, {When::any, When::any}};
+  block_.copies_when = kWhen[seed % 4][0];
+  block_.products_when = kWhen[seed % 4][1];
+  std::memset(memory, 0xff, sizeof(memory));  // NaN
+  std::memset(engine_memory, 0xff, sizeof(engine_memory));
+  body_ = &body;
+  for (unsigned i = 0; i < threads; ++i) {
+    block_.threads.push_back(std::make_unique<Thread>());
+    Thread& thread = *block_.threads.back();
+    thread.index = i;
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = stack_of(i);
+    thread.context.uc_stack.ss_size = kStackBytes;
+    thread.context.uc_link = nullptr;
+    makecontext(&thread.context, thread_main, 0);
+  }
+
+  // Always the first warp that can go on, of an order that changes now and then: so one warp runs far ahead of others.
+  std::vector<unsigned> order(threads / 32);
+  for (unsigned i = 0; i < order.size(); ++i) order[i] = i;
+  if (seed == 1) std::reverse(order.begin(), order.end());
+  while (block_.error.empty()) {
+    if (seed > 1 && chance(0.05)) std::shuffle(order.begin(), order.end(), block_.random);
+    for (int i = 0; i < 2; ++i) {
+      const bool of_copies = i == 0;
+      const When when = of_copies ? block_.copies_when : block_.products_when;
+      if (when == When::late) continue;
+      for (;;) {
+        const std::vector<Choice> now = choices(of_copies, !of_copies);
+        if (now.empty() || (when == When::any && !chance(0.3))) break;
+        finish(now[below(now.size())]);
+      }
+    }
+    bool any = false;
+    for (size_t i = 0; i < order.size() && !any; ++i) any = run_warp(order[i]);
+    if (any || !block_.error.empty()) continue;
+    const std::vector<Choice> left = choices(true, true);
+    if (!left.empty()) {
+      finish(left[below(left.size())]);
+      continue;
+    }
+    const bool done = std::all_of(block_.threads.begin(), block_.threads.end(), [](auto& t) { return t->done; });
+    if (!done) block_.error = deadlock();
+    break;
+  }
+  int registers = 0;
+  for (const Warpgroup& group : block_.warpgroups) registers += group.registers;
+  if (block_.error.empty() && registers > 512) {
+    block_.error = "warpgroups take " + std::to_string(registers) + " registers for each of 128 threads, of 512";
+  }
+  return block_.error;
+}
+
+unsigned thread() { return self().index; }
+unsigned block() { return block_.index; }
+unsigned blocks() { return block_.count; }
+unsigned threads() { return static_cast<unsigned>(block_.threads.size()); }
+unsigned address_of(const void* shared) { return static_cast<unsigned>(static_cast<const char*>(shared) - memory); }
+void fail(const char* what, const Site& site) { stop(std::string(what) + ", " + place(site)); }
+
+const char* exchange(const void* mine, unsigned size, const Site& site) {
+  Thread& me = self();
+  Warp& warp = warp_of(me);
+  const uint64_t number = warp.exchanges;
+  if (warp.arrived == 0) warp.site = site;
+  if (warp.site.line != site.line || std::strcmp(warp.site.file, site.file) != 0) {
+    stop("lanes of a warp meet at " + place(warp.site) + " and at " + place(site));
+  }
+  std::memcpy(warp.slots[number % 2][me.index % 32], mine, size);
+  if (++warp.arrived == 32) {
+    warp.arrived = 0;
+    ++warp.exchanges;
+  } else {
+    wait("the other lanes of the warp", site, [&warp, number] { return warp.exchanges > number; });
+  }
+  return warp.slots[number % 2][0];
+}
+
+void named_barrier(unsigned barrier, unsigned count, bool waits, const Site& site) {
+  if (barrier >= 16 || count % 32 || count > threads())
+    stop("barrier " + std::to_string(barrier) + " of " + std::to_string(count) + " threads, " + place(site));
+  NamedBarrier& named = block_.named[barrier];
+  if (named.arrived == 0) named.count = count;
+  if (named.count != count) stop("barrier " + std::to_string(barrier) + " has another count, " + place(site));
+  const uint64_t generation = named.generation;
+  if (++named.arrived == count) {
+    named.arrived = 0;
+    ++named.generation;
+  } else if (waits) {
+    wait("numbered barrier " + std::to_string(barrier) + " of " + std::to_string(count) + " threads", site,
+         [&named, generation] { return named.generation > generation; });
+  }
+}
+
+char* shared(unsigned address, unsigned width, const Site& site) {
+  if (address % width || address + width > block_.shared_bytes) {
+    stop("address " + std::to_string(address) + " of " + std::to_string(width) + " bytes, " + place(site));
+  }
+  return memory + address;
+}
+void written(unsigned address, unsigned bytes) { self().unfenced.push_back({address, bytes}); }
+void proxy_fence() {
+  for (auto [address, bytes] : self().unfenced) std::memcpy(engine_memory + address, memory + address, bytes);
+  self().unfenced.clear();
+}
+
+namespace {
+Barrier& known_barrier(unsigned address, const Site& site) {
+  const auto found = block_.barriers.find(address);
+  if (found == block_.barriers.end()) stop("no barrier at " + std::to_string(address) + ", " + place(site));
+  return found->second;
+}
+}  // namespace
+
+void barrier_init(unsigned barrier, unsigned arrivals, const Site& site) {
+  shared(barrier, 8, site);
+  if (block_.barriers.count(barrier)) stop("barrier made twice, " + place(site));
+  block_.barriers[barrier] = {arrivals, arrivals, 0, 0};
+}
+void barrier_arrive(unsigned barrier, const Site& site) {
+  Barrier& b = known_barrier(barrier, site);
+  if (b.missing == 0) stop("more arrivals than the barrier counts, " + place(site));
+  --b.missing;
+  b.settle();
+}
+void barrier_expect(unsigned barrier, unsigned bytes, const Site& site) {
+  Barrier& b = known_barrier(barrier, site);
+  if (b.missing == 0) stop("more arrivals than the barrier counts, " + place(site));
+  b.bytes += bytes;
+  --b.missing;
+  b.settle();
+}
+void barrier_wait(unsigned barrier, unsigned parity, const Site& site) {
+  const Barrier& b = known_barrier(barrier, site);
+  if (parity > 1) stop("a parity of " + std::to_string(parity) + ", " + place(site));
+  wait("barrier at " + std::to_string(barrier) + ", parity " + std::to_string(parity), site,
+       [&b, parity] { return b.phase % 2 != parity; });
+}
+
+void copy_box(unsigned to, const void* map, unsigned barrier, int column, int row, int head, int batch,
+              const Site& site) {
+  Map m;
+  std::memcpy(&m, map, sizeof(m));
+  if (m.mark != Map::kMark) stop("no tensor map, " + place(site));
+  const unsigned rows = m.box[1];
+  if (to % 1024) stop("a copy to " + std::to_string(to) + ", no multiple of 1024, " + place(site));
+  if (to + rows * 128 > block_.shared_bytes) stop("a copy beyond shared memory, " + place(site));
+  known_barrier(barrier, site);
+  block_.copies.push_back([=] {
+    for (unsigned i = 0; i < rows; ++i) {
+      for (unsigned c = 0; c < 64; ++c) {
+        const int64_t at[4] = {column + static_cast<int64_t>(c), row + static_cast<int64_t>(i), head, batch};
+        bool inside = true;
+        int64_t offset = 2 * at[0];
+        for (int d = 0; d < 4; ++d) {
+          inside = inside && at[d] >= 0 && at[d] < static_cast<int64_t>(m.sizes[d]);
+          if (d) offset += at[d] * static_cast<int64_t>(m.strides[d - 1]);
+        }
+        uint16_t x = 0;
+        if (inside) std::memcpy(&x, static_cast<const char*>(m.data) + offset, 2);
+        unsigned address = to + i * 128 + c * 2;
+        address ^= (address >> 7 & 7) << 4;
+        std::memcpy(memory + address, &x, 2);
+        std::memcpy(engine_memory + address, &x, 2);
+      }
+    }
+    Barrier& b = block_.barriers.at(barrier);
+    b.bytes -= rows * 128;
+    b.settle();
+  });
+}
+
+void add_bulk(float* to, unsigned from, unsigned bytes, const Site& site) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 || from % 16 || bytes % 16 || from + bytes > block_.shared_bytes) {
+    stop("a bulk addition of " + std::to_string(bytes) + " bytes at " + std::to_string(from) + ", " + place(site));
+  }
+  self().open_bulks.push_back([=] {
+    for (unsigned i = 0; i < bytes / 4; ++i) {
+      float x;
+      std::memcpy(&x, engine_memory + from + 4 * i, 4);
+      to[i] += x;
+    }
+  });
+}
+void bulk_commit() {
+  Thread& me = self();
+  ++me.bulks_committed;
+  block_.bulk_groups.push_back({&me, std::move(me.open_bulks)});
+  me.open_bulks.clear();
+}
+void bulk_wait(unsigned pending, const Site& site) {
+  Thread& me = self();
+  wait("its bulk additions", site, [&me, pending] { return me.bulk_groups_done + pending >= me.bulks_committed; });
+}
+
+void product(const Product& product, const Site& site) {
+  Thread& me = self();
+  Warpgroup& group = warpgroup_of(me);
+  if (!me.products_fenced) stop("a product without a fence since the last wait, " + place(site));
+  const uint64_t number = me.products++;
+  if (number < group.first) std::abort();
+  if (number - group.first == group.products.size()) group.products.push_back({product, site, {}, {}});
+  WarpgroupProduct& all = group.products[number - group.first];
+  const Product& p = all.shape;
+  if (p.columns != product.columns || p.a != product.a || p.b != product.b || p.accumulate != product.accumulate ||
+      p.a_in_registers != product.a_in_registers || p.a_by_columns != product.a_by_columns ||
+      p.b_by_columns != product.b_by_columns) {
+    stop("a product that is another one for other threads of the warpgroup, " + place(site));
+  }
+  all.of_thread[me.index % 128] = product;
+  // Until it is done nobody knows what is in the accumulators.
+  const unsigned count = product.columns / 2;
+  Accumulators& own = me.accumulators[product.accumulators];
+  if (own.pending++ == 0) {
+    own.values.assign(product.accumulators, product.accumulators + count);
+    std::fill_n(product.accumulators, count, std::numeric_limits<float>::quiet_NaN());
+  } else if (own.values.size() != count) {
+    stop("accumulators of another size than those of a product under way, " + place(site));
+  }
+  me.site = site;
+  ++all.issued[me.index % 128 / 32];
+}
+void products_fence() { self().products_fenced = true; }
+void products_commit() { self().groups.push_back(self().products); }
+void products_wait(unsigned pending, const Site& site) {
+  Thread& me = self();
+  const Warpgroup& group = warpgroup_of(me);
+  while (me.groups.size() > pending) {
+    const uint64_t last = me.groups.front();
+    wait("its products", site, [&group, last] { return group.first >= last; });
+    me.groups.pop_front();
+  }
+  me.products_fenced = false;
+}
+
+void registers(unsigned count, bool, const Site& site) {
+  if (count % 8 || count < 24 || count > 256) stop(std::to_string(count) + " registers, " + place(site));
+  warpgroup_of(self()).registers = static_cast<int>(count);
+}
+
+float half_to_float(unsigned short x) {
+  static const std::vector<float> all = [] {
+    std::vector<float> all(1 << 16);
+    for (unsigned i = 0; i < all.size(); ++i) {
+      all[i] = static_cast<float>(__builtin_bit_cast(_Float16, static_cast<unsigned short>(i)));
+    }
+    return all;
+  }();
+  return all[x];
+}
+unsigned short float_to_half(float x) { return __builtin_bit_cast(unsigned short, static_cast<_Float16>(x)); }
+unsigned short float_to_bf16(float x) {
+  uint32_t bits = __builtin_bit_cast(uint32_t, x);
+  if (std::isnan(x)) return static_cast<unsigned short>(bits >> 16 | 0x40);
+  bits += 0x7fff + (bits >> 16 & 1);
+  return static_cast<unsigned short>(bits >> 16);
+}
+
+namespace {
+void plain_write(const void* p, unsigned bytes) {
+  const char* at = static_cast<const char*>(p);
+  if (block_.running && at >= memory && at < memory + sizeof(memory)) written(address_of(p), bytes);
+}
+}  // namespace
+
+}  // namespace emulator
+
+// What -fsanitize=thread calls: at the beginning, around every function, and before every access to memory.
+extern "C" {
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+void __tsan_read_range(void*, unsigned long) {}
+void __tsan_write_range(void* p, unsigned long bytes) { emulator::plain_write(p, static_cast<unsigned>(bytes)); }
+#define PLAIN_ACCESS(bytes)                                                        \
+  void __tsan_read##bytes(void*) {}                                                \
+  void __tsan_unaligned_read##bytes(void*) {}                                      \
+  void __tsan_write##bytes(void* p) { emulator::plain_write(p, bytes); }           \
+  void __tsan_unaligned_write##bytes(void* p) { emulator::plain_write(p, bytes); } \
+  void __tsan_volatile_read##bytes(void*) {}                                       \
+  void __tsan_volatile_write##bytes(void* p) { emulator::plain_write(p, bytes); }
+PLAIN_ACCESS(1)
+PLAIN_ACCESS(2)
+PLAIN_ACCESS(4)
+PLAIN_ACCESS(8)
+PLAIN_ACCESS(16)
+}

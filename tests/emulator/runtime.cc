@@ -1,0 +1,242 @@
+// The driver and the door of jit for kernels that run in the emulator, below the real launch.cc: kernels are compiled
+// by the host's compiler. And what Python calls.
+#include "runtime.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/cuda.h"
+#include "cuda/driver.h"
+#include "cuda/jit.h"
+
+using namespace jax_flash;
+using namespace jax_flash::cuda;
+
+namespace {
+
+std::string compile_command;  // makes its second argument of its first
+std::string folder;
+int the_multiprocessors = 1;
+unsigned the_seed = 0;
+
+// What a CuKernel points to here: one of the two is null.
+struct Emulated {
+  void (*of_maps)(const Problem&, const TensorMaps&);
+  void (*of_problem)(const Problem&);
+};
+
+const char* entry_point(Pass pass) {
+  return pass == Pass::forward    ? "jax_flash_forward"
+         : pass == Pass::backward ? "jax_flash_backward"
+                                  : "jax_flash_backward_dq";
+}
+
+}  // namespace
+
+namespace jax_flash::cuda {
+
+Driver::Driver() : f_(nullptr) {}
+const Driver& Driver::get() {
+  static const Driver driver;
+  return driver;
+}
+int Driver::version() const { return 12000; }
+int Driver::device_count() const { return 1; }
+std::string Driver::device_name(int) const { return "emulator"; }
+int Driver::compute_capability(int) const { return 90; }
+int Driver::multiprocessors(int) const { return the_multiprocessors; }
+CuLibrary Driver::load(const std::string&) const { throw std::logic_error("the emulator loads no cubins"); }
+CuKernel Driver::kernel(CuLibrary, const char*) const { throw std::logic_error("the emulator loads no cubins"); }
+void Driver::ready(CuKernel, int, int) const {}
+
+void Driver::launch(CuKernel kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, CuStream,
+                    const void* const* arguments) const {
+  const Emulated& emulated = *reinterpret_cast<const Emulated*>(kernel);
+  const Problem& problem = *static_cast<const Problem*>(arguments[0]);
+  const auto body = [&] {
+    if (emulated.of_problem) return emulated.of_problem(problem);
+    emulated.of_maps(problem, *static_cast<const TensorMaps*>(arguments[1]));
+  };
+  for (unsigned i = 0; i < blocks; ++i) {
+    const unsigned block = the_seed % 2 ? blocks - 1 - i : i;
+    const std::string error = emulator::run_block(block, blocks, threads, shared_bytes, the_seed, body);
+    if (!error.empty()) throw std::runtime_error(error);
+  }
+}
+
+void Driver::zero(void* floats, size_t count, CuStream) const { std::memset(floats, 0, 4 * count); }
+
+TensorMap Driver::tensor_map(void* data, const unsigned long long (&sizes)[4], const unsigned long long (&strides)[3],
+                             const unsigned (&box)[4]) const {
+  emulator::Map map{emulator::Map::kMark, data, {}, {}, {}};
+  std::copy_n(sizes, 4, map.sizes);
+  std::copy_n(strides, 3, map.strides);
+  std::copy_n(box, 4, map.box);
+  // What the driver refuses.
+  bool good = reinterpret_cast<uintptr_t>(data) % 16 == 0 && box[0] == 64 && box[1] >= 1 && box[1] <= 256 &&
+              box[2] == 1 && box[3] == 1;
+  for (unsigned long long size : sizes) good = good && size >= 1 && size <= 1ull << 32;
+  for (unsigned long long stride : strides) good = good && stride % 16 == 0 && stride < 1ull << 40;
+  if (!good) throw std::runtime_error("cuTensorMapEncodeTiled failed: CUDA_ERROR_INVALID_VALUE");
+  TensorMap encoded{};
+  std::memcpy(&encoded, &map, sizeof(map));
+  return encoded;
+}
+
+Loaded kernels_of(const Variant& variant, int) {
+  const std::string name = variant.name();  // asked for once: launch.cc remembers
+  if (variant.family != "sm90a") throw std::runtime_error("the emulator has no " + name);
+  const std::string entry = entry_point(variant.pass), base = folder + "/" + name;
+  {
+    std::ofstream file(base + ".cc");
+    file << variant.source() << "namespace jax_flash {\n"
+         << "extern \"C\" LaunchFacts emulated_facts() { return " << entry << "_facts; }\n"
+         << "extern \"C\" void emulated_main(const Problem& problem, const TensorMaps& maps) { " << entry
+         << "(problem, maps); }\n";
+    if (variant.pass == Pass::backward && !variant.options.deterministic) {
+      file << "extern \"C\" void emulated_convert_dq(const Problem& problem) { jax_flash_convert_dq(problem); }\n";
+    }
+    file << "}  // namespace jax_flash\n";
+  }
+  const std::string command = compile_command + " " + base + ".cc " + base + ".so";
+  if (std::system(command.c_str()) != 0) throw std::runtime_error("can't compile " + base + ".cc");
+  void* library = dlopen((base + ".so").c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!library) throw std::runtime_error(dlerror());
+  Loaded loaded{};
+  loaded.facts = reinterpret_cast<LaunchFacts (*)()>(dlsym(library, "emulated_facts"))();
+  auto kernel = [&](const char* maps, const char* problem) {
+    return reinterpret_cast<CuKernel>(
+        new Emulated{reinterpret_cast<decltype(Emulated::of_maps)>(maps ? dlsym(library, maps) : nullptr),
+                     reinterpret_cast<decltype(Emulated::of_problem)>(problem ? dlsym(library, problem) : nullptr)});
+  };
+  loaded.main = kernel("emulated_main", nullptr);
+  if (loaded.facts.convert_warps) loaded.convert_dq = kernel(nullptr, "emulated_convert_dq");
+  return loaded;
+}
+
+}  // namespace jax_flash::cuda
+
+// What Python calls. A call is made of names and numbers, and run as often as one likes.
+
+namespace {
+
+struct Call {
+  Problem problem{};
+  DType dtype = DType::f16;
+  std::string error;
+};
+
+Tensor* tensor_of(Problem& p, const std::string& name) {
+  if (name == "q") return &p.q;
+  if (name == "k") return &p.k;
+  if (name == "v") return &p.v;
+  if (name == "out") return &p.out;
+  if (name == "dout") return &p.dout;
+  if (name == "dq") return &p.dq;
+  if (name == "dk") return &p.dk;
+  if (name == "dv") return &p.dv;
+  return nullptr;
+}
+
+}  // namespace
+
+#define EMULATOR_CALL extern "C" __attribute__((visibility("default")))
+
+EMULATOR_CALL void emulator_configure(const char* command, const char* to, int multiprocessors) {
+  compile_command = command;
+  folder = to;
+  the_multiprocessors = multiprocessors;
+}
+
+EMULATOR_CALL Call* call_new(int bf16) {
+  Call* call = new Call;
+  call->dtype = bf16 ? DType::bf16 : DType::f16;
+  call->problem.options.documents = 1;
+  return call;
+}
+EMULATOR_CALL void call_delete(Call* call) { delete call; }
+
+// Sizes, and options that are numbers; 0 when there is none of that name.
+EMULATOR_CALL int call_number(Call* call, const char* name_, double value) {
+  const std::string name = name_;
+  Problem& p = call->problem;
+  for (auto [known, field] :
+       std::initializer_list<std::pair<const char*, int*>>{{"batch", &p.batch},
+                                                           {"q_length", &p.q_length},
+                                                           {"kv_length", &p.kv_length},
+                                                           {"q_heads", &p.q_heads},
+                                                           {"kv_heads", &p.kv_heads},
+                                                           {"head_dim", &p.head_dim},
+                                                           {"value_head_dim", &p.value_head_dim}}) {
+    if (name == known) return *field = static_cast<int>(value), 1;
+  }
+#define SET(type, option) \
+  if (name == #option) return p.options.option = static_cast<type>(value), 1;
+#define SET_FEATURE(type, option, absent) SET(type, option)
+#define NOTHING(type, option, dims)
+  JAX_FLASH_OPTIONS(SET, SET, SET_FEATURE, NOTHING, NOTHING)
+#undef NOTHING
+#undef SET_FEATURE
+#undef SET
+  return 0;
+}
+
+// Arrays, with their strides in elements: of [B, L, N, H] the first three, of bias and mask all four.
+EMULATOR_CALL int call_array(Call* call, const char* name_, void* data, const long long* strides) {
+  const std::string name = name_;
+  Problem& p = call->problem;
+  if (Tensor* tensor = tensor_of(p, name)) return *tensor = {data, strides[0], strides[1], strides[2]}, 1;
+  const Strides all = strides ? Strides{strides[0], strides[1], strides[2], strides[3]} : Strides{};
+  if (name == "bias") p.bias_strides = all;
+  if (name == "mask") p.mask_strides = all;
+  if (name == "lse") return p.lse = data, 1;
+  if (name == "delta") return p.delta = data, 1;
+  if (name == "scratch") return p.scratch = data, 1;
+#define NOTHING(type, option)
+#define NO_FEATURE(type, option, absent)
+#define SET(type, option, dims) \
+  if (name == #option) return p.option = static_cast<const type*>(data), p.options.has_##option = data != nullptr, 1;
+#define SETS(type, option, dims) \
+  SET(type, option, dims)        \
+  if (name == "d" #option) return p.d##option = data, p.options.has_d##option = data != nullptr, 1;
+  JAX_FLASH_OPTIONS(NOTHING, NOTHING, NO_FEATURE, SET, SETS)
+#undef SETS
+#undef SET
+#undef NO_FEATURE
+#undef NOTHING
+  return 0;
+}
+
+EMULATOR_CALL long long call_scratch(Call* call) { return backward_scratch(call->dtype, call->problem); }
+
+namespace {
+
+const char* guarded(Call* call, const std::function<void()>& body) {
+  call->error.clear();
+  try {
+    body();
+  } catch (const std::exception& e) {
+    call->error = e.what();
+  }
+  return call->error.c_str();
+}
+
+}  // namespace
+
+// Both return what is wrong, or an empty text. Several threads may prepare at the same time.
+EMULATOR_CALL const char* call_prepare(Call* call, int backward) {
+  return guarded(call, [&] { prepare(0, backward ? Pass::backward : Pass::forward, call->dtype, call->problem); });
+}
+EMULATOR_CALL const char* call_run(Call* call, int backward, unsigned seed) {
+  the_seed = seed;
+  return guarded(
+      call, [&] { launch(0, nullptr, backward ? Pass::backward : Pass::forward, call->dtype, call->problem); });
+}

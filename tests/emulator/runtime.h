@@ -1,0 +1,24 @@
+// What the parts of the emulator on the host's side share.
+#pragma once
+
+#include <functional>
+#include <string>
+
+namespace emulator {
+
+// What a tensor map holds here.
+struct Map {
+  static constexpr unsigned long long kMark = 0x6d61702d666f7572;
+  unsigned long long mark;
+  void* data;
+  unsigned long long sizes[4];
+  unsigned long long strides[3];  // bytes
+  unsigned box[4];
+};
+static_assert(sizeof(Map) <= 128);
+
+// Runs one block; returns what is wrong, or nothing.
+std::string run_block(unsigned index, unsigned blocks, unsigned threads, unsigned shared_bytes, unsigned seed,
+                      const std::function<void()>& body);
+
+}  // namespace emulator
