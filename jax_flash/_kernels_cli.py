@@ -64,21 +64,23 @@ def list_(arches: Iterable[int] | None) -> None:
         _show(_compiled(ARCHES.values() if arches is None else arches, pathlib.Path(folder)))
 
 
-MODELLED: dict[str, Any] = {
-    "dtypes": ("float16",),
-    "head_dims": tuple(pair for pair in COMMON["head_dims"] if pair[0] in (64, 128, 256)),
-    "options": ({"causal": False},),
-}
-"""The variants that ``kernels model`` predicts: bfloat16 has the same instructions, and full attention no masks."""
+def modelled(arch: int) -> dict[str, Any]:
+    """The variants that ``kernels model`` predicts: bfloat16 has the same instructions, and full attention no masks.
+
+    The backward is the default of the compute capability: in two passes for Volta and Turing.
+    """
+    return {
+        "dtypes": ("float16",),
+        "head_dims": tuple(pair for pair in COMMON["head_dims"] if pair[0] in (64, 128, 256)),
+        "options": ({"causal": False, "deterministic": arch < 80},),
+    }
 
 
 def model(arches: Iterable[int] | None, conflicts: float) -> None:
     """Shows what the main loops of the kernels need, and how long they should take. Raises RuntimeError and OSError."""
     task = _model.Task()
     with tempfile.TemporaryDirectory(prefix="jax_flash_") as folder:
-        for arch, kernels in _compile(
-            _model.CHIPS if arches is None else arches, pathlib.Path(folder), lambda _: MODELLED
-        ):
+        for arch, kernels in _compile(_model.CHIPS if arches is None else arches, pathlib.Path(folder), modelled):
             chip = _model.CHIPS[arch]
             predictions = []
             for kernel in kernels:

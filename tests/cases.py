@@ -78,13 +78,13 @@ epsilon times the magnitude of what is right."""
 
 
 def units(name: str, dtype: Any) -> int:
-    """A few: one where sums are wider than what is returned, four where they are made in the dtype itself.
+    """A few: one where sums are wider than what is returned, four where they are made in the dtype itself, as lse is.
 
     Gradients in 16 bits have three: FlashAttention takes delta from out as it was returned, and rounds ds between two
     products, where plain JAX keeps both in float32. Where keys that hardly differ compete (the cases with twins), dq is
     a difference that blows this up to twice epsilon in relative L2, most of it by delta.
     """
-    if jnp.dtype(dtype).itemsize >= 4:
+    if name == "lse" or jnp.dtype(dtype).itemsize >= 4:
         return 4
     return 3 if name in GRADIENTS else 1
 

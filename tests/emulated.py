@@ -1,12 +1,11 @@
 """Kernels of Hopper without one: compiled for the host and run in tests/emulator, below the real launch.cc.
 
-`python tests/emulated.py --help` runs shapes of one's own; see there.
+`python tests/emulated.py --help` runs shapes of one's own.
 """
 
 import argparse
 import concurrent.futures
 import ctypes
-import dataclasses
 import os
 import pathlib
 import shutil
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -55,7 +54,7 @@ def build(folder: pathlib.Path, sources: pathlib.Path = ROOT / "csrc") -> ctypes
     script.chmod(0o755)
     emulator = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     emulator.call_new.restype = ctypes.c_void_p
-    emulator.call_run.restype = ctypes.c_char_p
+    emulator.call_run.restype = emulator.call_prepare.restype = ctypes.c_char_p
     emulator.call_scratch.restype = ctypes.c_longlong
     emulator.emulator_configure(str(script).encode(), str(folder).encode(), 2)
     return emulator
@@ -84,72 +83,213 @@ class Guarded:
 
 
 class Call:
-    """attention() of [B, T, N, H] arrays, by the kernels of sm90a in the emulator.
+    """One pass of a problem, by the kernels of sm90a in the emulator."""
 
-    ``numbers`` are options by the names of csrc/options.h, ``arrays`` the operands, NumPy arrays as the FFI has them.
-    """
-
-    def __init__(
-        self, emulator: ctypes.CDLL, q: np.ndarray, k: np.ndarray, v: np.ndarray, numbers: Mapping[str, float] = {},
-        arrays: Mapping[str, np.ndarray] = {},
-    ) -> None:  # fmt: skip
-        self.emulator = emulator
-        self.call = ctypes.c_void_p(emulator.call_new(int(q.dtype == ml_dtypes.bfloat16)))
+    def __init__(self, emulator: ctypes.CDLL, problem: "Problem", kernel_pass: str) -> None:
+        self.emulator, self.problem, self.kernel_pass = emulator, problem, kernel_pass
+        self.call = ctypes.c_void_p(emulator.call_new(int(problem.q.dtype == ml_dtypes.bfloat16)))
         self.kept: list[np.ndarray] = []
-        self.q, self.k, self.v = q, k, v
-        self.results = np.dtype(np.float32) if "unscales" in arrays else q.dtype
-        batch, q_length, q_heads, head_dim = q.shape
-        sizes = {
-            "batch": batch, "q_length": q_length, "q_heads": q_heads, "head_dim": head_dim,
-            "kv_length": k.shape[1], "kv_heads": k.shape[2], "value_head_dim": v.shape[3],
+        (batch, q_length, q_heads, head_dim), (_, kv_length, kv_heads, _) = problem.q.shape, problem.k.shape
+        numbers = {
+            "batch": batch, "q_length": q_length, "q_heads": q_heads, "head_dim": head_dim, "kv_length": kv_length,
+            "kv_heads": kv_heads, "value_head_dim": problem.v.shape[3], "scale": head_dim**-0.5, **problem.numbers,
         }  # fmt: skip
-        for name, value in {**sizes, "scale": head_dim**-0.5, **numbers}.items():
-            assert emulator.call_number(self.call, name.encode(), ctypes.c_double(value)), name
-        for name, array in {"q": q, "k": k, "v": v, **arrays}.items():
+        for name, number in numbers.items():
+            assert emulator.call_number(self.call, name.encode(), ctypes.c_double(number)), name
+        arrays = {name: getattr(problem, name) for name in "qkv"} | problem.arrays
+        if kernel_pass == "backward":
+            arrays |= {"dout": problem.dout, "lse": problem.lse, "delta": problem.delta}
+        for name, array in arrays.items():
             self.put(name, array)
+        self.outputs = {}
+        for name in problem.results(kernel_pass):
+            self.outputs[name] = problem.output(name)
+            self.put(name, self.outputs[name].array)
+        if kernel_pass == "backward" and (elements := emulator.call_scratch(self.call)):
+            self.scratch = Guarded((elements,), np.float32)
+            self.put("scratch", self.scratch.array)
 
-    def put(self, name: str, array: np.ndarray) -> np.ndarray:
-        strides = [s // array.itemsize if n > 1 or name in "qkv" else 0 for s, n in zip(array.strides, array.shape)]
-        strides = (ctypes.c_longlong * 4)(*(strides + [0] * 4)[:4])
+    def __del__(self) -> None:
+        self.emulator.call_delete(self.call)
+
+    def put(self, name: str, array: np.ndarray) -> None:
+        strides = [
+            0 if size == 1 and name in ("bias", "mask") else stride // array.itemsize
+            for stride, size in zip(array.strides, array.shape, strict=True)
+        ]
         self.kept.append(array)
         pointer = ctypes.c_void_p(array.ctypes.data)
-        assert self.emulator.call_array(self.call, name.encode(), pointer, strides), name
-        return array
+        four = (ctypes.c_longlong * 4)(*(strides + [0] * 4)[:4])
+        assert self.emulator.call_array(self.call, name.encode(), pointer, four), name
 
-    def results_of(self, backward: bool, seed: int, outputs: dict[str, Guarded]) -> dict[str, np.ndarray]:
-        for name, output in outputs.items():
-            self.put(name, output.array)
-        error = self.emulator.call_run(self.call, int(backward), seed).decode()
+    def prepare(self) -> None:
+        """Compiles the kernels; may run beside others."""
+        error = self.emulator.call_prepare(self.call, int(self.kernel_pass == "backward")).decode()
         assert not error, error
-        return {name: output.check(name) for name, output in outputs.items() if name != "scratch"}
 
-    def forward(self, seed: int = 0) -> dict[str, np.ndarray]:
-        batch, q_length, q_heads, _ = self.q.shape
-        shape = batch, q_length, q_heads, self.v.shape[3]
-        outputs = {"out": Guarded(shape, self.results), "lse": Guarded((batch, q_heads, q_length), np.float32)}
-        return self.results_of(False, seed, outputs)
-
-    def backward(self, dout: np.ndarray, lse: np.ndarray, delta: np.ndarray, seed: int = 0) -> dict[str, np.ndarray]:
-        for name, array in {"dout": dout, "lse": lse, "delta": delta}.items():
-            self.put(name, array)
-        outputs = {f"d{x}": Guarded(getattr(self, x).shape, self.results) for x in "qkv"}
-        if scratch := self.emulator.call_scratch(self.call):
-            outputs["scratch"] = Guarded((scratch,), np.float32)
-        return self.results_of(True, seed, outputs)
+    def run(self, seed: int) -> dict[str, np.ndarray]:
+        """The results with an order of threads and of what runs behind their backs that ``seed`` gives."""
+        for output in self.outputs.values():
+            output.all[:] = np.nan
+        error = self.emulator.call_run(self.call, int(self.kernel_pass == "backward"), seed).decode()
+        assert not error, error
+        return {name: output.check(name) for name, output in self.outputs.items()}
 
 
-# Right and wrong
+# Problems, and what is right
+
+TOLERANCE = {"out": 1.5, "lse": 0.02, "dq": 3.0, "dk": 3.0, "dv": 2.0, "dbias": 1.5, "dalibi_slopes": 1.5}
+"""In units of the inputs' epsilon, of the largest and of the L2 error."""
+
+OPTIONS = (
+    "causal", "window", "q_offset", "lengths", "segments", "documents", "mask", "bias", "alibi", "softcap", "sinks",
+    "dropout", "unscales",
+)  # fmt: skip
+
+
+class Problem:
+    """Inputs of a shape with some of OPTIONS, as the kernels take them, and the oracle's results."""
+
+    def __init__(
+        self, dtype: str = "bfloat16", batch: int = 1, q_length: int = 200, kv_length: int = 200, q_heads: int = 2,
+        kv_heads: int = 1, head_dim: int = 64, value_head_dim: int | None = None, options: Sequence[str] = (),
+        seed: int = 0,
+    ) -> None:  # fmt: skip
+        assert set(options) <= set(OPTIONS)
+        random = np.random.default_rng(seed)
+        self.dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16)
+        value_head_dim = value_head_dim or head_dim
+
+        def normal(*shape: int) -> np.ndarray:
+            return random.standard_normal(shape).astype(self.dtype)
+
+        self.q, self.dout = (normal(batch, q_length, q_heads, width) for width in (head_dim, value_head_dim))
+        self.k, self.v = (normal(batch, kv_length, kv_heads, width) for width in (head_dim, value_head_dim))
+        dlse = random.standard_normal((batch, q_heads, q_length))
+        true_q, true_k, true_v, true_dout = (x.astype(np.float64) for x in (self.q, self.k, self.v, self.dout))
+        self.numbers: dict[str, float] = {}
+        self.arrays: dict[str, np.ndarray] = {}
+        of: dict[str, Any] = {}  # the oracle's options
+        self.trainable: list[str] = []
+        documents = 1
+        rows = np.ones((batch, q_length), bool)  # which are no padding
+
+        if "unscales" in options:
+            assert self.dtype == np.float16
+            factors = 2.0 ** random.integers(-3, 4, (batch, kv_heads, 4))
+            self.arrays["unscales"] = np.concatenate([factors, np.full_like(factors[..., :1], 64)], -1, dtype=np.float32)
+            true_k, true_v = (x * factors[:, None, :, i, None] for i, x in ((1, true_k), (2, true_v)))
+            by_query = np.repeat(factors, q_heads // kv_heads, axis=1)
+            true_q, true_dout = (x * by_query[:, None, :, i, None] for i, x in ((0, true_q), (3, true_dout)))
+            self.numbers["scale"] = of["scale"] = head_dim**-0.5 / 4
+        if "documents" in options:
+            documents = 4
+            assert batch == 1
+            for name, length in (("cu_q_lengths", q_length), ("cu_kv_lengths", kv_length)):
+                middle = np.sort(random.integers(0, length, documents))
+                self.arrays[name] = np.concatenate([[0], middle]).astype(np.int32)[None]
+                of[name] = self.arrays[name][0]
+            rows &= np.arange(q_length) < of["cu_q_lengths"][-1]
+            self.numbers["documents"] = documents
+        if "causal" in options:
+            self.numbers["causal"] = of["causal"] = True
+        if "window" in options:
+            of["window"] = (kv_length // 3, None if "causal" in options else 17)
+            self.numbers["window_left"] = of["window"][0]
+            if of["window"][1] is not None:
+                self.numbers["window_right"] = of["window"][1]
+        if "q_offset" in options:
+            offsets = random.integers(-q_length // 4, kv_length // 2, (batch, documents))
+            self.arrays["q_offset"] = offsets.astype(np.int32)
+            of["q_offset"] = offsets[0] if documents > 1 else offsets[:, 0]
+        if "lengths" in options:
+            for name, length in (("q_lengths", q_length), ("kv_lengths", kv_length)):
+                limits = random.integers(length // 3, length, batch, endpoint=True)
+                limits[-1] = max(1, length // 2 + 1)
+                self.arrays[name] = of[name] = limits.astype(np.int32)
+            rows &= np.arange(q_length) < of["q_lengths"][:, None]
+        if "segments" in options:
+            for name, length in (("q_segment_ids", q_length), ("kv_segment_ids", kv_length)):
+                ids = np.sort(random.integers(0, 3, (batch, length)), axis=1).astype(np.int32)
+                self.arrays[name] = of[name] = ids
+                padded = np.pad(ids, ((0, 0), (0, -length % 32)), mode="edge").reshape(batch, -1, 32)
+                self.arrays[name.replace("ids", "ranges")] = np.stack([padded.min(-1), padded.max(-1)], -1)
+        if "mask" in options:
+            self.arrays["mask"] = of["mask"] = random.random((batch, 1, q_length, kv_length)) < 0.8
+        if "bias" in options:
+            self.arrays["bias"] = of["bias"] = normal(1, q_heads, q_length, kv_length)
+            self.trainable.append("bias")
+        if "alibi" in options:
+            slopes = (random.random((batch, documents, q_heads)) / 8).astype(np.float32)
+            self.arrays["alibi_slopes"] = slopes
+            of["alibi_slopes"] = slopes[0] if documents > 1 else slopes[:, 0]
+            self.trainable.append("alibi_slopes")
+        if "softcap" in options:
+            self.numbers["softcap"] = of["softcap"] = 2.5
+        if "sinks" in options:
+            of["sinks"] = random.standard_normal(q_heads).astype(np.float32)
+            self.arrays["sinks"] = np.tile(of["sinks"], (batch, 1))
+        if "dropout" in options:
+            seeds = random.integers(0, 2**32, (batch, documents, q_heads, 2), dtype=np.uint32)
+            self.arrays["dropout_seeds"] = seeds
+            rate = self.numbers["dropout_rate"] = 0.25
+            assert documents == 1
+            keep = oracle.dropout_keep(seeds[:, 0], rate, q_length, kv_length)
+            of["dropout_factors"] = keep * (65536 / (65536 - oracle.threshold(rate)))
+
+        if "documents" in options:
+            of |= {"max_q_length": q_length, "max_kv_length": kv_length}
+            inputs = (x[0] for x in (true_q, true_k, true_v, true_dout, dlse))
+            right = oracle.attention_packed(*inputs, **of)
+            self.right = {name: x[None] for name, x in right.items() if isinstance(x, np.ndarray)}
+        else:
+            self.right = oracle.attention(true_q, true_k, true_v, true_dout, dlse, **of)
+        # What nobody may read.
+        keys = np.ones((batch, kv_length), bool)
+        if "lengths" in options:
+            keys &= np.arange(kv_length) < of["kv_lengths"][:, None]
+        if "documents" in options:
+            keys &= np.arange(kv_length) < of["cu_kv_lengths"][-1]
+        for x, there in ((self.q, rows), (self.dout, rows), (self.k, keys), (self.v, keys)):
+            x[~there] = np.nan
+        delta = np.moveaxis((true_dout * self.right["out"]).sum(-1), 1, 2) - dlse
+        self.delta, self.lse = (
+            np.ascontiguousarray(np.where(rows[:, None], x, np.nan), np.float32) for x in (delta, self.right["lse"])
+        )
+
+    def results(self, kernel_pass: str) -> list[str]:
+        if kernel_pass == "forward":
+            return ["out", "lse"]
+        return ["dq", "dk", "dv", *(f"d{name}" for name in self.trainable)]
+
+    def output(self, name: str) -> Guarded:
+        narrow = np.dtype(np.float32) if "unscales" in self.arrays else self.dtype
+        if name == "out":
+            return Guarded(self.dout.shape, narrow)
+        if name == "lse":
+            return Guarded(self.lse.shape, np.float32)
+        if name[1:] in "qkv":
+            return Guarded(getattr(self, name[1:]).shape, narrow)
+        return Guarded(self.arrays[name[1:]].shape, np.float32)
+
+    def wrong(self, name: str, got: np.ndarray) -> tuple[float, str]:
+        """The error in units of epsilon, and where it is too large, or nothing."""
+        want = self.right[name].reshape(got.shape)
+        epsilon = float(ml_dtypes.finfo(self.dtype).eps)
+        error = max(errors(got, want)) / epsilon
+        limit = TOLERANCE[name]
+        if error <= limit:
+            return error, ""
+        return error, f"{name}: {error:.2f} epsilons of {limit}; {where_wrong(got, want, limit * epsilon)}"
 
 
 def errors(got: np.ndarray, want: np.ndarray) -> tuple[float, float]:
     """Largest error relative to the largest value, and L2 error relative to the L2 norm."""
-    assert got.shape == want.shape
     got = got.astype(np.float64)
     if not np.isfinite(want).all():
-        assert (np.isneginf(got) == np.isneginf(want)).all()
-        got, want = np.where(np.isfinite(want), got, 0), np.where(np.isfinite(want), want, 0)
-    bad = ~np.isfinite(got)
-    if bad.any():
+        assert (np.isneginf(got) == np.isneginf(want)).all(), "lse is -inf exactly where a row keeps no key"
+        got, want = (np.where(np.isfinite(want), x, 0) for x in (got, want))
+    if not np.isfinite(got).all():
         return np.inf, np.inf
     difference = got - want
     # Values near 0 are the difference of larger ones.
@@ -158,98 +298,29 @@ def errors(got: np.ndarray, want: np.ndarray) -> tuple[float, float]:
 
 
 def where_wrong(got: np.ndarray, want: np.ndarray, limit: float) -> str:
+    got = got.astype(np.float64)
     with np.errstate(invalid="ignore"):
-        wrong = ~(np.abs(got.astype(np.float64) - want) <= limit * np.abs(want[np.isfinite(want)]).max(initial=0.0))
-    wrong &= ~(np.isneginf(got.astype(np.float64)) & np.isneginf(want))
-    if not wrong.any():
-        return ""
-    text = f"{wrong.sum()} of {wrong.size} elements are wrong, {np.isnan(got.astype(np.float64)).sum()} NaN;"
+        wrong = ~(np.abs(got - want) <= limit * np.abs(want[np.isfinite(want)]).max(initial=0.0))
+    wrong &= ~(np.isneginf(got) & np.isneginf(want))
+    text = f"{wrong.sum()} of {wrong.size} elements, {np.isnan(got).sum()} of them NaN"
     for axis, indices in enumerate(np.nonzero(wrong)):
-        of_axis = np.unique(indices)
-        text += f" axis {axis}: {len(of_axis)} of {got.shape[axis]} ({of_axis[0]}..{of_axis[-1]})"
+        if indices.size:
+            of_axis = np.unique(indices)
+            text += f"; axis {axis}: {len(of_axis)} of {got.shape[axis]}, {of_axis[0]} to {of_axis[-1]}"
     return text
-
-
-TOLERANCE = {"out": 1.5, "lse": 0.02, "dq": 3.0, "dk": 3.0, "dv": 2.0}
-"""In units of the inputs' epsilon, of the largest and of the L2 error."""
-
-
-@dataclasses.dataclass
-class Problem:
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    dout: np.ndarray
-    oracle_options: dict[str, Any]
-    numbers: dict[str, float]
-    arrays: dict[str, np.ndarray]
-
-    def __post_init__(self) -> None:
-        dlse = np.zeros((self.q.shape[0], self.q.shape[2], self.q.shape[1]))
-        self.right = oracle.attention(self.q, self.k, self.v, self.dout, dlse, **self.oracle_options)
-
-    def run(self, emulator: ctypes.CDLL, kernel_pass: str, seed: int) -> dict[str, tuple[str, bool]]:
-        """Of every result what to say of it, and whether it is right."""
-        call = Call(emulator, self.q, self.k, self.v, self.numbers, self.arrays)
-        if kernel_pass == "forward":
-            found = call.forward(seed)
-        else:
-            lse = self.right["lse"].astype(np.float32)
-            rows = oracle.within(self.q.shape[1], self.oracle_options.get("q_lengths"), self.q.shape[:1])
-            dout = np.where(rows[..., None, None], self.dout.astype(np.float64), 0)
-            delta = np.moveaxis((dout * self.right["out"]).sum(-1), 1, 2).astype(np.float32)
-            if "q_lengths" in self.arrays:
-                delta = np.where(rows[:, None], delta, np.nan).astype(np.float32)
-                lse = np.where(rows[:, None], lse, np.nan).astype(np.float32)
-            found = call.backward(self.dout, lse, np.ascontiguousarray(delta), seed)
-        epsilon = float(ml_dtypes.finfo(self.q.dtype).eps)
-        verdicts = {}
-        for name, got in found.items():
-            largest, l2 = (x / epsilon for x in errors(got, self.right[name]))
-            limit = TOLERANCE[name]
-            text = f"{largest:.2f} epsilons at most, {l2:.2f} in L2 ({limit})"
-            right = max(largest, l2) <= limit
-            if not right:
-                text += "; " + where_wrong(got, self.right[name], limit * epsilon)
-            verdicts[name] = text, right
-        return verdicts
-
-
-def problem(
-    dtype: str, batch: int, q_length: int, kv_length: int, q_heads: int, kv_heads: int, head_dim: int,
-    value_head_dim: int, causal: bool = False, lengths: bool = False, seed: int = 0,
-) -> Problem:  # fmt: skip
-    random = np.random.default_rng(seed)
-    narrow = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16
-
-    def array(*shape: int) -> np.ndarray:
-        return random.standard_normal(shape).astype(narrow)
-
-    q, dout = array(batch, q_length, q_heads, head_dim), array(batch, q_length, q_heads, value_head_dim)
-    k, v = array(batch, kv_length, kv_heads, head_dim), array(batch, kv_length, kv_heads, value_head_dim)
-    options: dict[str, Any] = {"causal": causal}
-    arrays: dict[str, np.ndarray] = {}
-    if lengths:
-        for name, length, of_them in (("q_lengths", q_length, (q, dout)), ("kv_lengths", kv_length, (k, v))):
-            limits = random.integers(length // 3, length, batch, dtype=np.int32, endpoint=True)
-            limits[-1] = max(1, length // 2)
-            options[name] = arrays[name] = limits
-            for x in of_them:
-                x[np.arange(length) >= limits[:, None]] = np.nan
-    return Problem(q, k, v, dout, options, {"causal": float(causal)}, arrays)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("passes", choices=["forward", "backward", "both"])
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
-    for name, default in {"batch": 1, "t": 200, "s": 200, "heads": 2, "kv_heads": 1, "head_dim": 64}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    sizes = {"batch": 1, "q_length": 200, "kv_length": 200, "q_heads": 2, "kv_heads": 1, "head_dim": 64}
+    short = {"q_length": "-t", "kv_length": "-s", "q_heads": "-n", "kv_heads": "-k", "head_dim": "-d", "batch": "-b"}
+    for name, default in sizes.items():
+        parser.add_argument(short[name], f"--{name}", type=int, default=default)
     parser.add_argument("--value_head_dim", type=int)
-    parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--lengths", action="store_true", help="q_lengths and kv_lengths, NaN behind them")
-    parser.add_argument("--number", action="append", default=[], metavar="NAME=VALUE", help="options.h's VALUEs")
-    parser.add_argument("--seeds", type=int, default=4, help="orders to run in; see emulator.cc")
+    parser.add_argument("-o", "--options", default="", help=f"some of {','.join(OPTIONS)}")
+    parser.add_argument("--seeds", type=int, default=4, help="how many orders to run in; see emulator.cc")
     parser.add_argument("--first_seed", type=int, default=0)
     parser.add_argument("--sources", type=pathlib.Path, default=ROOT / "csrc", help="the folder csrc to take")
     parser.add_argument("--keep", type=pathlib.Path, help="folder for sources and objects")
@@ -257,26 +328,27 @@ def main() -> None:
     folder = a.keep or pathlib.Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     emulator = build(folder, a.sources)
-    p = problem(
-        a.dtype, a.batch, a.t, a.s, a.heads, a.kv_heads, a.head_dim, a.value_head_dim or a.head_dim,
-        causal=a.causal, lengths=a.lengths,
-    )  # fmt: skip
-    p.numbers.update({name: float(value) for name, value in (n.split("=") for n in a.number)})
-    wrong = False
+    options = [name for name in a.options.split(",") if name]
+    problem = Problem(a.dtype, *(getattr(a, name) for name in sizes), a.value_head_dim, options)
+    failed = False
     for kernel_pass in ["forward", "backward"] if a.passes == "both" else [a.passes]:
+        call = Call(emulator, problem, kernel_pass)
+        call.prepare()
         for seed in range(a.first_seed, a.first_seed + a.seeds):
             began = time.perf_counter()
             try:
-                found = p.run(emulator, kernel_pass, seed)
+                results = {name: problem.wrong(name, got) for name, got in call.run(seed).items()}
             except AssertionError as error:
-                print(f"{kernel_pass}, seed {seed}: {error}")
-                wrong = True
+                print(f"{kernel_pass}, seed {seed}: WRONG {error}")
+                failed = True
                 continue
-            for name, (line, right) in found.items():
-                wrong = wrong or not right
-                print(f"{kernel_pass}, seed {seed}, {name}: {line}{'' if right else ' WRONG'}")
-            print(f"  {time.perf_counter() - began:.1f} s", flush=True)
-    sys.exit(wrong)
+            text = ", ".join(f"{name} {error:.2f}" for name, (error, _) in results.items())
+            print(f"{kernel_pass}, seed {seed}: {text} epsilons; {time.perf_counter() - began:.1f} s", flush=True)
+            for _, wrong in results.values():
+                if wrong:
+                    print(f"  WRONG {wrong}")
+                    failed = True
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

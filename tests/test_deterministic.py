@@ -18,6 +18,8 @@ CASE = Case("deterministic", 150, 290, q_heads=4, kv_heads=2, head_dim=64, causa
 @pytest.mark.parametrize(("target", "dtype"), cases.targets_and_dtypes(lambda target: target.kernel))
 @pytest.mark.parametrize("head_dim", [64, 136])
 def test_values(target: Target, dtype: str, head_dim: int) -> None:
+    if target.max_head_dim and dtype == "float32" and head_dim > cases.highest_precision_head_dim():
+        pytest.skip(f"no kernels of float32's accuracy for head_dim {head_dim} on this GPU")
     problem = cases.problem(dataclasses.replace(CASE, head_dim=head_dim), dtype)
     problem.check(target.platform, cases.differentiate(cases.call(target, problem, deterministic=True), problem))
 
@@ -37,8 +39,8 @@ def test_the_same_bits_every_time(target: Target, dtype: str) -> None:
 @pytest.mark.parametrize("operand", ["alibi_slopes", "bias"])
 def test_gradients_by_atomic_additions(operand: str) -> None:
     """The kernels don't serve them in one order; plain JAX does, where it may."""
-    query = jnp.ones((2, 16, 2, 8), jnp.float16)
-    shared = {"alibi_slopes": jnp.ones(2), "bias": jnp.ones((1, 2, 16, 16), jnp.float16)}[operand]
+    query = jax.random.normal(jax.random.key(0), (2, 16, 2, 8), jnp.float16)
+    shared = {"alibi_slopes": jnp.ones(2, jnp.float32), "bias": jnp.ones((1, 2, 16, 16), jnp.float16)}[operand]
 
     def loss(x: jax.Array, **options: Any) -> jax.Array:
         out = jax_flash.attention(query, query, query, **{operand: x}, **options)

@@ -30,8 +30,8 @@ bytes. All other forward kernels spill nothing.
 """
 
 FLOAT32_GATE = {
-    "default": {**SPILL_GATE, "backward_dq": 0},
-    "highest": {"forward": 240, "backward": 160, "backward_dq": 160},
+    "default": {**SPILL_GATE, "backward": 152, "backward_dq": 40},
+    "highest": {"forward": 240, "backward": 176, "backward_dq": 192},
 }
 """Of float32 on sm_80 and sm_86: "default" is float16 kernels with two factors more, "highest" holds two parts of every
 operand. What spills is head_dim 256."""
@@ -46,7 +46,7 @@ OLD_GATE = {
     },
     75: {
         ("forward", 64): {"dropout": 80},
-        ("forward", 256): {"dropout": 40},
+        ("forward", 256): {"dropout": 48},
         ("backward", 256): dict.fromkeys(["plain", "scaled", "bias", "mask", "dropout"], 264),
         ("backward_dq", 256): dict.fromkeys(["plain", "scaled", "bias", "mask", "dropout"], 88),
     },
@@ -66,8 +66,8 @@ OLD_WARPS = {
         ("backward", 160): 4,
         ("backward", 192): 4,
         ("backward", 256): 4,
-        ("backward_dq", 96): 6,
-        ("backward_dq", 128): 6,
+        ("backward_dq", 96): 4,
+        ("backward_dq", 128): 4,
         ("backward_dq", 160): 4,
         ("backward_dq", 192): 4,
         ("backward_dq", 256): 3,
@@ -75,7 +75,7 @@ OLD_WARPS = {
 }
 """Warps that a multiprocessor has at a time, where shared memory has no room for 8: two for each of its partitions."""
 
-OPTION_GATE = {"forward": 328, "backward": 300}
+OPTION_GATE = {"forward": 328, "backward": 304}
 """With one option, at head_dim 128. `window` takes most forward, the gradient of `bias` backward."""
 
 ON = {

@@ -83,7 +83,7 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
   if (options.highest_precision && !options.has_unscales) {
     throw std::invalid_argument("highest_precision is for float16 arrays in two parts, which come with unscales");
   }
-  const TileRow& tile = tile_row(family, parts, pass, largest, arch);
+  const TileRow& tile = tile_row(family, parts, pass, largest, arch, is_plain(options));
   Variant variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile};
   variant.options.deterministic = pass != Pass::forward && deterministic(family, options);
   return variant;

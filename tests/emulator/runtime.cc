@@ -9,7 +9,6 @@
 #include <cstring>
 #include <fstream>
 #include <functional>
-#include <map>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -93,9 +92,7 @@ TensorMap Driver::tensor_map(void* data, const unsigned long long (&sizes)[4], c
 }
 
 Loaded kernels_of(const Variant& variant, int) {
-  static std::map<std::string, Loaded> all;
-  const std::string name = variant.name();
-  if (const auto found = all.find(name); found != all.end()) return found->second;
+  const std::string name = variant.name();  // asked for once: launch.cc remembers
   if (variant.family != "sm90a") throw std::runtime_error("the emulator has no " + name);
   const std::string entry = entry_point(variant.pass), base = folder + "/" + name;
   {
@@ -122,7 +119,6 @@ Loaded kernels_of(const Variant& variant, int) {
   };
   loaded.main = kernel("emulated_main", nullptr);
   if (loaded.facts.convert_warps) loaded.convert_dq = kernel(nullptr, "emulated_convert_dq");
-  all.emplace(name, loaded);
   return loaded;
 }
 
@@ -221,14 +217,26 @@ EMULATOR_CALL int call_array(Call* call, const char* name_, void* data, const lo
 
 EMULATOR_CALL long long call_scratch(Call* call) { return backward_scratch(call->dtype, call->problem); }
 
-// What is wrong, or an empty text.
-EMULATOR_CALL const char* call_run(Call* call, int backward, unsigned seed) {
-  the_seed = seed;
+namespace {
+
+const char* guarded(Call* call, const std::function<void()>& body) {
   call->error.clear();
   try {
-    launch(0, nullptr, backward ? Pass::backward : Pass::forward, call->dtype, call->problem);
+    body();
   } catch (const std::exception& e) {
     call->error = e.what();
   }
   return call->error.c_str();
+}
+
+}  // namespace
+
+// Both return what is wrong, or an empty text. Several threads may prepare at the same time.
+EMULATOR_CALL const char* call_prepare(Call* call, int backward) {
+  return guarded(call, [&] { prepare(0, backward ? Pass::backward : Pass::forward, call->dtype, call->problem); });
+}
+EMULATOR_CALL const char* call_run(Call* call, int backward, unsigned seed) {
+  the_seed = seed;
+  return guarded(
+      call, [&] { launch(0, nullptr, backward ? Pass::backward : Pass::forward, call->dtype, call->problem); });
 }

@@ -156,13 +156,18 @@ struct Keep {
   Band band;
 
   __device__ __forceinline__ bool operator()(int row, int column) const {
-    bool kept = column < part.kv.length && in_band(band, row, column);
-    if constexpr (in_segments) {
-      const int q_rows = at_most(row, problem.q_length - 1), keys = at_most(column, problem.kv_length - 1);
-      kept &= problem.q_segment_ids[static_cast<i64>(part.batch) * problem.q_length + q_rows] ==
-              problem.kv_segment_ids[static_cast<i64>(part.batch) * problem.kv_length + keys];
-    }
-    return kept;
+    return column < part.kv.length && in_band(band, row, column) && in_segment(row, column);
+  }
+  // The keys that a row keeps as far as segments let it are one range, from `first` to `last`.
+  __device__ __forceinline__ int first(int row) const { return bounded_left ? row + band.low : 0; }
+  __device__ __forceinline__ int last(int row) const {
+    return bounded_right ? at_most(row + band.high, part.kv.length - 1) : part.kv.length - 1;
+  }
+  __device__ __forceinline__ bool in_segment(int row, int column) const {
+    if constexpr (!in_segments) return true;
+    const int q_rows = at_most(row, problem.q_length - 1), keys = at_most(column, problem.kv_length - 1);
+    return problem.q_segment_ids[static_cast<i64>(part.batch) * problem.q_length + q_rows] ==
+           problem.kv_segment_ids[static_cast<i64>(part.batch) * problem.kv_length + keys];
   }
 };
 

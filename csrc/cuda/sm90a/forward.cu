@@ -19,29 +19,51 @@ namespace jax_flash {
 constexpr int consumers = block_q / 64;  // warpgroups
 constexpr int threads = warpgroup * (1 + consumers);
 static_assert(block_q % 64 == 0 && warps == threads / 32 && min_blocks == 1, "a producer, and 64 rows a consumer");
-// A multiprocessor has 512 registers for a thread of each of its four parts; the producer needs few.
-constexpr int producer_registers = consumers == 3 ? 32 : 24;
-constexpr int consumer_registers = consumers == 3 ? 160 : 240;
+// What a block is given at first, threads times registers, is what its warpgroups share: the producer needs few.
+constexpr bool producer_searches = has_q_segment_ids || has_cu_q_lengths;
+constexpr int producer_registers = consumers == 3 ? (producer_searches ? 56 : 32) : (producer_searches ? 40 : 24);
+constexpr int consumer_registers = consumers == 3 ? (producer_searches ? 152 : 160) : (producer_searches ? 232 : 240);
 
-using QSlabs = Slabs<block_q, tile_head_dim>;
-using KSlabs = Slabs<block_kv, tile_head_dim>;
-using VSlabs = Slabs<block_kv, tile_value_head_dim>;
+using QSlabs = Slabs<block_q, head_dim>;
+using KSlabs = Slabs<block_kv, head_dim>;
+using VSlabs = Slabs<block_kv, value_head_dim>;
 // With these the tiles to visit, or the bare ones among them, are not one range up to the end.
 constexpr bool irregular = bounded_left || in_segments;
 // Where keys past the end stand in the same array as those before it, V may hold anything there.
 constexpr bool ragged = has_kv_lengths || packed;
-// Products of the warpgroups by turns. At head_dim 256 those of one warpgroup are long enough.
-constexpr bool in_turns = consumers > 1 && tile_head_dim <= 128;
+// Products of the warpgroups by turns: on an H200 1 to 9% faster at head_dim 64, 0 to 2% at 128 and 256.
+constexpr bool in_turns = consumers > 1;
 
-struct SharedStorage {
-  alignas(1024) char q[QSlabs::bytes];
+// Rows of query with all their keys, as the producer tells it to the consumers.
+struct Item {
+  Place place;
+  TileRange range;        // of keys
+  SegmentRange segments;  // of the rows
+  bool is_last;           // and no item, but the end
+
+  __device__ __forceinline__ bool has_keys() const { return range.begin < range.end; }
+};
+
+struct Tiles {
   char k[stages][KSlabs::bytes];
   char v[stages][VSlabs::bytes];
-  // Tiles have landed; warps have done with them.
-  u64 q_full, q_empty;
+};
+// Where there is room for two, the rows of the next item are there before those of this one have been done with, and
+// the last product of an item runs beside the first softmax of the next.
+constexpr int most_bytes = 227 * 1024, small_bytes = 1024;
+constexpr bool crossing = sizeof(Tiles) + 2 * QSlabs::bytes + small_bytes <= most_bytes;
+constexpr int q_stages = crossing ? 2 : 1;
+
+struct SharedStorage {
+  alignas(1024) char q[q_stages][QSlabs::bytes];
+  Tiles tiles;
+  Item items[2];
+  // Full: an item is told, and its Q has landed; a tile has landed. Empty: all warps have done with it.
+  u64 item_full[2], item_empty[2], q_empty;
   u64 k_full[stages], k_empty[stages];
   u64 v_full[stages], v_empty[stages];
 };
+static_assert(sizeof(SharedStorage) <= most_bytes, "the tiles are too large");
 
 extern "C" __constant__ LaunchFacts jax_flash_forward_facts = {
     threads, block_q, sizeof(SharedStorage), 0, 1, block_q, block_kv, block_kv, 0};
@@ -49,13 +71,14 @@ extern "C" __constant__ LaunchFacts jax_flash_forward_facts = {
 // Numbers of the hardware's barriers, from these on one for each consumer.
 constexpr int turn_barrier = 1, own_barrier = 1 + consumers;
 
-// Where in a ring of `stages` tiles, and how often around.
+// Where in a ring, and how often around.
+template <int size>
 struct RingPlace {
   int stage = 0;
   u32 parity = 0;
 
   __device__ __forceinline__ void advance() {
-    if (++stage == stages) {
+    if (++stage == size) {
       stage = 0;
       parity ^= 1;
     }
@@ -67,16 +90,9 @@ struct KeyTiles {
   TileRange range;
   SegmentTiles<block_kv> segments;
 
-  __device__ __forceinline__ KeyTiles(const Problem& problem, const Place& place, const Band& band, int lane)
-      : range(key_tiles_of<block_kv>(band, place.part, place.first_row, block_q)),
-        segments{problem.kv_segment_ranges, place.batch, problem.kv_length,
-                 in_segments
-                     ? segment_range<block_q>(problem.q_segment_ranges, place.batch, problem.q_length, place.first_row)
-                     : SegmentRange{0, 0}} {
-    segments.trim(range, lane);
-  }
+  __device__ __forceinline__ KeyTiles(const Problem& problem, const Item& item)
+      : range(item.range), segments{problem.kv_segment_ranges, item.place.batch, problem.kv_length, item.segments} {}
 
-  __device__ __forceinline__ bool none() const { return range.end <= range.begin; }
   __device__ __forceinline__ int last() const { return range.end - 1; }
   // Below range.begin when there are no more.
   __device__ __forceinline__ int before(int tile) const {
@@ -84,110 +100,187 @@ struct KeyTiles {
     while (in_segments && tile >= range.begin && !segments.visits(tile)) --tile;
     return tile;
   }
-  __device__ __forceinline__ bool bare(int tile) const {
-    return irregular ? range.bare(tile) && segments.uniform(tile) : tile < range.bare_end;
-  }
 };
-
-// Calls `body(place)` for each item of this block.
-template <typename Body>
-JAX_FLASH_DEVICE void for_items(const Problem& problem, const Body& body) {
-  const int items = blocks_of(problem, problem.q_length, block_q) * problem.q_heads * problem.batch;
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    const Place place = place_of<Grid::persistent>(problem, item);
-    if (packed && place.first_row >= place.part.q.stored) continue;
-    body(place);
-  }
-}
 
 // Of one warp, whose lane 0 starts the copies.
 struct Producer {
+  const Problem& problem;
   const TensorMaps& maps;
   SharedStorage& shared;
   int lane;
-  RingPlace ring;
+  RingPlace<stages> ring;
+  RingPlace<2> item_ring;
   u32 q_parity = 0;
 
   template <typename S>
   __device__ __forceinline__ void bring(char* to, const TensorMap* map, u64* full, int row, int head, int batch) {
     if (lane == 0) {
       barrier_expect(shared_address(full), S::bytes);
-#pragma unroll
-      for (int slab = 0; slab < S::slabs; ++slab) {
-        copy_box(shared_address(to) + slab * S::slab_bytes, map, shared_address(full), slab * kBoxColumns, row, head,
-                 batch);
-      }
+      S::copy(shared_address(to), map, shared_address(full), row, head, batch);
     }
     __syncwarp();
   }
-  __device__ __forceinline__ void bring_k(const Place& place, const RingPlace& at, int tile) {
+  __device__ __forceinline__ void bring_k(const Place& place, const RingPlace<stages>& at, int tile) {
     barrier_wait(shared_address(&shared.k_empty[at.stage]), at.parity ^ 1);
-    bring<KSlabs>(shared.k[at.stage], &maps.k, &shared.k_full[at.stage], place.part.kv.first + tile * block_kv,
+    bring<KSlabs>(shared.tiles.k[at.stage], &maps.k, &shared.k_full[at.stage], place.part.kv.first + tile * block_kv,
                   place.kv_head, place.batch);
   }
-  __device__ __forceinline__ void bring_v(const Place& place, const RingPlace& at, int tile) {
+  __device__ __forceinline__ void bring_v(const Place& place, const RingPlace<stages>& at, int tile) {
     barrier_wait(shared_address(&shared.v_empty[at.stage]), at.parity ^ 1);
-    bring<VSlabs>(shared.v[at.stage], &maps.v, &shared.v_full[at.stage], place.part.kv.first + tile * block_kv,
+    bring<VSlabs>(shared.tiles.v[at.stage], &maps.v, &shared.v_full[at.stage], place.part.kv.first + tile * block_kv,
                   place.kv_head, place.batch);
   }
 
-  __device__ __forceinline__ void item(const Problem& problem, const Place& place) {
-    const KeyTiles keys(problem, place, band_of(problem, place.part), lane);
-    if (keys.none()) return;
+  // Brings the rows of the item in a slot.
+  __device__ __forceinline__ void bring_q(int slot) {
+    const Place& place = shared.items[slot].place;
+    if constexpr (!crossing) {
+      barrier_wait(shared_address(&shared.q_empty), q_parity ^ 1);
+      q_parity ^= 1;
+    }
+    bring<QSlabs>(shared.q[crossing ? slot : 0], &maps.q, &shared.item_full[slot], place.part.q.first + place.first_row,
+                  place.head, place.batch);
+  }
+
+  // Tells an item, in the next slot.
+  __device__ __forceinline__ void tell(const Item& item) {
+    barrier_wait(shared_address(&shared.item_empty[item_ring.stage]), item_ring.parity ^ 1);
+    if (lane == 0) shared.items[item_ring.stage] = item;
+    __syncwarp();
+  }
+  // That there is no Q to wait for.
+  __device__ __forceinline__ void told_all() {
+    if (lane == 0) barrier_arrive(shared_address(&shared.item_full[item_ring.stage]));
+    item_ring.advance();
+  }
+
+  // Looks at an item, and whether there is anything of it.
+  __device__ __forceinline__ bool tell_item(int index) {
+    Item item;
+    const Place& place = item.place = place_of<Grid::persistent>(problem, index);
+    if (packed && place.first_row >= place.part.q.stored) return false;
+    item.is_last = false;
+    item.range = key_tiles_of<block_kv>(band_of(problem, place.part), place.part, place.first_row, block_q);
+    if constexpr (in_segments) {
+      item.segments = segment_range<block_q>(problem.q_segment_ranges, place.batch, problem.q_length, place.first_row);
+      KeyTiles(problem, item).segments.trim(item.range, lane);
+    }
+    tell(item);
+    return true;
+  }
+
+  // Brings the tiles of the item that has been told.
+  __device__ __forceinline__ void bring_tiles() {
+    const int slot = item_ring.stage;
+    const Item& item = shared.items[slot];
+    if (!item.has_keys()) return told_all();
+    const KeyTiles keys(problem, item);
     int tile = keys.last();
-    bring_k(place, ring, tile);
-    barrier_wait(shared_address(&shared.q_empty), q_parity ^ 1);
-    bring<QSlabs>(shared.q, &maps.q, &shared.q_full, place.part.q.first + place.first_row, place.head, place.batch);
-    q_parity ^= 1;
     // In the order in which they are asked for: K a tile ahead of V.
+    if constexpr (crossing) bring_q(slot);
+    bring_k(item.place, ring, tile);
+    if constexpr (!crossing) bring_q(slot);
+    item_ring.advance();
     for (int next; (next = keys.before(tile)) >= keys.range.begin; tile = next) {
       const RingPlace v_ring = ring;
       ring.advance();
-      bring_k(place, ring, next);
-      bring_v(place, v_ring, tile);
+      bring_k(item.place, ring, next);
+      bring_v(item.place, v_ring, tile);
     }
-    bring_v(place, ring, tile);
+    bring_v(item.place, ring, tile);
     ring.advance();
+  }
+
+  __device__ __forceinline__ void run() {
+    const int items = blocks_of(problem, problem.q_length, block_q) * problem.q_heads * problem.batch;
+    for (int index = blockIdx.x; index < items; index += gridDim.x) {
+      if (tell_item(index)) bring_tiles();
+    }
+    Item end;
+    end.is_last = true;
+    tell(end);
+    told_all();
+  }
+};
+
+// What a consumer has to know of an item while it walks over the keys.
+struct Scope {
+  const Item& item;
+  float scale;  // of raw scores
+  float scale_log2;
+  int row;  // this lane's first
+  ScoreRows rows;
+  float sink;
+
+  __device__ __forceinline__ Scope(const Problem& problem, const Item& item, int own_row)
+      : item(item),
+        scale(scale_of(problem, item)),
+        scale_log2(scale_log2_of(scale)),
+        row(item.place.first_row + own_row),
+        rows(problem, item.place.part, item.place.batch, item.place.head, scale),
+        sink(item.place.sink(problem)) {}
+
+  static __device__ __forceinline__ float scale_of(const Problem& problem, const Item& item) {
+    const Unscales unscales = unscales_of(problem, item.place.batch, item.place.kv_head);
+    return static_cast<float>(problem.options.scale) * unscales.query * unscales.key;
+  }
+  static __device__ __forceinline__ float scale_log2_of(float scale) { return modifies_scores ? 1.f : scale * kLog2e; }
+};
+
+struct Statistics {
+  RowStatistics row[2];  // of this lane's rows `row` and `row` + 8
+
+  __device__ __forceinline__ void begin(const Scope& scope, int lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      row[half] = RowStatistics();
+      if constexpr (has_sinks) row[half].begin_with(scope.sink * kLog2e, scope.scale_log2, lane % 4 == 0);
+    }
   }
 };
 
 // One warpgroup, with 64 rows.
 struct Consumer {
+  const Problem& problem;
   SharedStorage& shared;
-  int number;  // of this warpgroup, from 0
-  int warp;    // in it
+  int number;   // of this warpgroup, from 0
+  int own_row;  // this lane's first, in the item
   int lane;
-  RingPlace ring;  // of K; V of the tile before stands one place back
-  u32 q_parity = 0;
+  RingPlace<stages> ring;  // of the tile that waits for its product with V, or of the next when none does
 
   FragmentC out[tile_value_head_dim / 8];
-  u32 weights[block_kv / 16][4];  // of a tile, as A of the product with V
-  RowStatistics statistics[2];
+  u32 weights[block_kv / 16][4];  // of the tile that waits, as A
+  Statistics statistics;
 
   __device__ __forceinline__ void release(const u64& empty) const {
     if (lane == 0) barrier_arrive(shared_address(&empty));
   }
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (in_turns) named_arrive(turn_barrier + (number + 1) % consumers, 2 * warpgroup);
+  }
 
   // Starts Q K^T, once K is there.
-  __device__ __forceinline__ void start_scores(FragmentC (&scores)[block_kv / 8]) {
+  __device__ __forceinline__ void start_scores(FragmentC (&scores)[block_kv / 8], int slot) {
     barrier_wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
-    const u64 q = by_rows(shared_address(shared.q) + number * 64 * 128),
-              k = by_rows(shared_address(shared.k[ring.stage]));
+    const u64 q = by_rows(shared_address(shared.q[crossing ? slot : 0]) + number * 64 * 128);
+    const u64 k = by_rows(shared_address(shared.tiles.k[ring.stage]));
     if constexpr (in_turns) named_sync(turn_barrier + number, 2 * warpgroup);
     wgmma_fence();
 #pragma unroll
-    for (int kk = 0; kk < tile_head_dim / 16; ++kk) {
-      const int within = kk % 4 * 32;
-      wgmma<false, false>(scores, moved(q, kk / 4 * QSlabs::slab_bytes + within),
-                          moved(k, kk / 4 * KSlabs::slab_bytes + within), kk > 0);
+    for (int kk = 0; kk < QSlabs::steps; ++kk) {
+      wgmma<false, false>(scores, moved(q, QSlabs::step_offset(kk)), moved(k, KSlabs::step_offset(kk)), kk > 0);
     }
     wgmma_commit();
   }
+  __device__ __forceinline__ void end_scores(FragmentC (&scores)[block_kv / 8]) {
+    hold(scores);
+    release(shared.k_empty[ring.stage]);
+  }
 
   // Starts out += P V, once V is there.
-  __device__ __forceinline__ void start_out(const RingPlace& at, int tile, const Part& part) {
+  __device__ __forceinline__ void start_out(const RingPlace<stages>& at, const Part& part, int tile) {
     barrier_wait(shared_address(&shared.v_full[at.stage]), at.parity);
-    char* v = shared.v[at.stage];
+    char* v = shared.tiles.v[at.stage];
     if (ragged && (tile + 1) * block_kv > part.kv.length) {
       // Each warpgroup for itself: all of them write the same.
       VSlabs::zero_rows(shared_address(v), part.kv.length - tile * block_kv, threadIdx.x % warpgroup);
@@ -200,38 +293,42 @@ struct Consumer {
     for (int kk = 0; kk < block_kv / 16; ++kk) wgmma<true>(out, weights[kk], moved(columns, kk * 2048), true);
     wgmma_commit();
   }
+  __device__ __forceinline__ void end_out(const RingPlace<stages>& at) {
+    wgmma_wait<0>();
+    hold(out);
+    hold(weights);
+    release(shared.v_empty[at.stage]);
+  }
 
   // Scores become weights, and out is to shrink by the factors of its rows.
   template <bool masked>
-  __device__ __forceinline__ void softmax(FragmentC (&scores)[block_kv / 8], float (&shrink)[2], const ScoreRows& rows,
-                                          float scale_log2, int row, int tile) {
+  __device__ __forceinline__ void softmax(FragmentC (&scores)[block_kv / 8], Statistics& of, float (&shrink)[2],
+                                          const Scope& scope, int tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (masked || modifies_scores || has_mask) {
-        rows.modify<masked>(scores, nullptr, row + 8 * half, half, tile * block_kv, lane);
+        scope.rows.modify<masked>(scores, nullptr, scope.row + 8 * half, half, tile * block_kv, lane);
       }
       float maximum = -JAX_FLASH_INFINITY;
 #pragma unroll
       for (int n = 0; n < block_kv / 8; ++n) {
         maximum = fmaxf(maximum, fmaxf(scores[n].x[2 * half], scores[n].x[2 * half + 1]));
       }
-      RowStatistics& of = statistics[half];
-      shrink[half] = of.update(quad_max(maximum), scale_log2);
+      shrink[half] = of.row[half].update(quad_max(maximum), scope.scale_log2);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      RowStatistics& of = statistics[half];
-      const float anchor = of.anchor(scale_log2);
+      const float anchor = of.row[half].anchor(scope.scale_log2);
 #pragma unroll
       for (int n = 0; n < block_kv / 8; ++n) {
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          scores[n].x[e] = exp2_approx(scores[n].x[e] * scale_log2 - anchor);
-          of.total += scores[n].x[e];
+          scores[n].x[e] = exp2_approx(scores[n].x[e] * scope.scale_log2 - anchor);
+          of.row[half].total += scores[n].x[e];
         }
       }
     }
-    if constexpr (with_dropout_rate) rows.drop<false>(scores, row, tile * block_kv, lane);
+    if constexpr (with_dropout_rate) scope.rows.drop<false>(scores, scope.row, tile * block_kv, lane);
   }
 
   __device__ __forceinline__ void keep_weights(const FragmentC (&scores)[block_kv / 8]) {
@@ -245,38 +342,63 @@ struct Consumer {
     }
   }
 
-  // The first tile of an item.
+  __device__ __forceinline__ void clear_out() {
+#pragma unroll
+    for (int n = 0; n < tile_value_head_dim / 8; ++n) out[n] = {};
+  }
+
+  // The first tile of an item, when no tile waits.
   template <bool masked>
-  __device__ __forceinline__ void begin(const ScoreRows& rows, float scale_log2, int row, int tile) {
+  __device__ __forceinline__ void begin(const Scope& scope, int slot, int tile) {
     FragmentC scores[block_kv / 8];
     float shrink[2];
-    start_scores(scores);
-    if constexpr (in_turns) named_arrive(turn_barrier + (number + 1) % consumers, 2 * warpgroup);
+    start_scores(scores, slot);
+    pass_turn();
+    statistics.begin(scope, lane);
+    clear_out();
     wgmma_wait<0>();
-    hold(scores);
-    release(shared.k_empty[ring.stage]);
-    softmax<masked>(scores, shrink, rows, scale_log2, row, tile);
+    end_scores(scores);
+    softmax<masked>(scores, statistics, shrink, scope, tile);
     keep_weights(scores);
   }
 
-  // Any other: its scores, and the product of the tile `before` with V meanwhile.
+  // The first tile of an item, while tile `before` of the item in the other slot waits.
   template <bool masked>
-  __device__ __forceinline__ void step(const ScoreRows& rows, float scale_log2, int row, int tile, int before) {
+  __device__ __forceinline__ void cross(const Scope& scope, int slot, int tile, int before) {
+    FragmentC scores[block_kv / 8];
+    float shrink[2];
+    const RingPlace v_ring = ring;
+    const Item& other = shared.items[slot ^ 1];
+    ring.advance();
+    start_scores(scores, slot);
+    start_out(v_ring, other.place.part, before);
+    pass_turn();
+    Statistics fresh;
+    fresh.begin(scope, lane);
+    wgmma_wait<1>();
+    end_scores(scores);
+    softmax<masked>(scores, fresh, shrink, scope, tile);
+    end_out(v_ring);
+    finish(slot ^ 1);
+    statistics = fresh;
+    clear_out();
+    keep_weights(scores);
+  }
+
+  // Any other tile, while tile `before` waits.
+  template <bool masked>
+  __device__ __forceinline__ void step(const Scope& scope, int slot, int tile, int before) {
     FragmentC scores[block_kv / 8];
     float shrink[2];
     const RingPlace v_ring = ring;
     ring.advance();
-    start_scores(scores);
-    start_out(v_ring, before, rows.part);
-    if constexpr (in_turns) named_arrive(turn_barrier + (number + 1) % consumers, 2 * warpgroup);
+    start_scores(scores, slot);
+    start_out(v_ring, scope.item.place.part, before);
+    pass_turn();
     wgmma_wait<1>();
-    hold(scores);
-    release(shared.k_empty[ring.stage]);
-    softmax<masked>(scores, shrink, rows, scale_log2, row, tile);
-    wgmma_wait<0>();
-    hold(out);
-    hold(weights);
-    release(shared.v_empty[v_ring.stage]);
+    end_scores(scores);
+    softmax<masked>(scores, statistics, shrink, scope, tile);
+    end_out(v_ring);
 #pragma unroll
     for (int n = 0; n < tile_value_head_dim / 8; ++n) {
 #pragma unroll
@@ -285,64 +407,45 @@ struct Consumer {
     keep_weights(scores);
   }
 
-  __device__ __forceinline__ void item(const Problem& problem, const Place& place) {
+  // The last product of an item, when there is no other to run beside it.
+  __device__ __forceinline__ void flush(int slot, int before) {
+    start_out(ring, shared.items[slot].place.part, before);
+    end_out(ring);
+    ring.advance();
+    finish(slot);
+  }
+
+  // A tile that none of this warpgroup's rows keeps, while no other waits.
+  __device__ __forceinline__ void skip() {
+    barrier_wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
+    if constexpr (in_turns) named_sync(turn_barrier + number, 2 * warpgroup);
+    pass_turn();
+    release(shared.k_empty[ring.stage]);
+    barrier_wait(shared_address(&shared.v_full[ring.stage]), ring.parity);
+    release(shared.v_empty[ring.stage]);
+    ring.advance();
+  }
+
+  // Writes the results of an item, and is done with it.
+  __device__ __forceinline__ void finish(int slot) {
+    const Item& item = shared.items[slot];
+    const Place& place = item.place;
     const Part& part = place.part;
-    const Unscales unscales = unscales_of(problem, place.batch, place.kv_head);
-    const float scale = static_cast<float>(problem.options.scale) * unscales.query * unscales.key;
-    const float scale_log2 = modifies_scores ? 1.f : scale * kLog2e;
-    const int row = place.first_row + number * 64 + warp * 16 + lane / 4;
-    const ScoreRows rows(problem, part, place.batch, place.head, scale);
-    const KeyTiles keys(problem, place, rows.keep.band, lane);
-    const float sink = place.sink(problem);
-
-#pragma unroll
-    for (int n = 0; n < tile_value_head_dim / 8; ++n) out[n] = {};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      statistics[half] = RowStatistics();
-      if constexpr (has_sinks) statistics[half].begin_with(sink * kLog2e, scale_log2, lane % 4 == 0);
-    }
-    if (!keys.none()) {
-      int tile = keys.last(), next;
-      barrier_wait(shared_address(&shared.q_full), q_parity);
-      q_parity ^= 1;
-      if (keys.bare(tile)) {
-        begin<false>(rows, scale_log2, row, tile);
-      } else {
-        begin<true>(rows, scale_log2, row, tile);
-      }
-      if constexpr (irregular) {
-        for (; (next = keys.before(tile)) >= keys.range.begin; tile = next) {
-          if (keys.bare(next)) {
-            step<false>(rows, scale_log2, row, next, tile);
-          } else {
-            step<true>(rows, scale_log2, row, next, tile);
-          }
-        }
-      } else {
-        for (; tile > keys.range.bare_end; --tile) step<true>(rows, scale_log2, row, tile - 1, tile);
-        for (; tile > 0; --tile) step<false>(rows, scale_log2, row, tile - 1, tile);
-      }
-      release(shared.q_empty);
-      start_out(ring, tile, part);
-      wgmma_wait<0>();
-      hold(out);
-      release(shared.v_empty[ring.stage]);
-      ring.advance();
-    }
-
+    const float scale_log2 = Scope::scale_log2_of(Scope::scale_of(problem, item));
+    const float unscale = unscales_of(problem, place.batch, place.kv_head).value;
+    const float factor = Dropout(problem, part, place.head).factor;
     Result* out_head = result_of(problem.out, place.batch, place.head, part.q.first);
     float* lse = static_cast<float*>(problem.lse) +
                  (static_cast<i64>(place.batch) * problem.q_heads + place.head) * problem.q_length + part.q.first;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      RowStatistics& of = statistics[half];
+      RowStatistics& of = statistics.row[half];
       of.total = quad_sum(of.total);
-      float inverse = of.total == 0.f ? 0.f : rows.dropout.factor * unscales.value / of.total;
+      float inverse = of.total == 0.f ? 0.f : factor * unscale / of.total;
       float row_lse = of.lse(scale_log2);
-      const int t = row + 8 * half;
+      const int t = place.first_row + own_row + 8 * half;
       if (has_q_lengths && t >= part.q.length) {
-        row_lse = sink;
+        row_lse = place.sink(problem);
         inverse = 0.f;
         // What was read there may have been anything.
 #pragma unroll
@@ -352,6 +455,70 @@ struct Consumer {
       if (lane % 4 == 0 && stored) lse[t] = row_lse;
       store_row<value_head_dim>(out, half, inverse, out_head + t * problem.out.row_stride, stored, lane);
     }
+    __syncwarp();
+    release(shared.item_empty[slot]);
+  }
+
+  __device__ __forceinline__ void run() {
+    RingPlace<2> at;       // of items
+    bool waiting = false;  // a tile waits: `tile` of the item before
+    int tile = 0;
+    for (;; at.advance()) {
+      const int slot = at.stage;
+      const Item& item = shared.items[slot];
+      barrier_wait(shared_address(&shared.item_full[slot]), at.parity);
+      if (item.is_last) break;
+      const Scope scope(problem, item, own_row);
+      const KeyTiles keys(problem, item);
+      // What this warpgroup's rows keep of them.
+      const TileRange own =
+          key_tiles_of<block_kv>(scope.rows.keep.band, item.place.part, item.place.first_row + number * 64, 64);
+      int next = keys.last();
+      if (next >= own.end || next < keys.range.begin) {
+        if (waiting) flush(slot ^ 1, tile);
+        waiting = false;
+        for (; next >= at_least(own.end, keys.range.begin); next = keys.before(next)) skip();
+      }
+      if (next < keys.range.begin) {
+        if (!crossing && item.has_keys()) release(shared.q_empty);
+        statistics.begin(scope, lane);
+        clear_out();
+        finish(slot);
+        continue;
+      }
+      const auto bare = [&](int i) { return irregular ? own.bare(i) && keys.segments.uniform(i) : i < own.bare_end; };
+      if (waiting) {
+        if (bare(next)) {
+          cross<false>(scope, slot, next, tile);
+        } else {
+          cross<true>(scope, slot, next, tile);
+        }
+      } else if (bare(next)) {
+        begin<false>(scope, slot, next);
+      } else {
+        begin<true>(scope, slot, next);
+      }
+      tile = next;
+      if constexpr (irregular) {
+        for (; (next = keys.before(tile)) >= keys.range.begin; tile = next) {
+          if (bare(next)) {
+            step<false>(scope, slot, next, tile);
+          } else {
+            step<true>(scope, slot, next, tile);
+          }
+        }
+      } else {
+        for (; tile > own.bare_end; --tile) step<true>(scope, slot, tile - 1, tile);
+        for (; tile > 0; --tile) step<false>(scope, slot, tile - 1, tile);
+      }
+      if constexpr (crossing) {
+        waiting = true;
+      } else {
+        release(shared.q_empty);
+        flush(slot, tile);
+      }
+    }
+    if (waiting) flush(at.stage ^ 1, tile);
   }
 };
 
@@ -367,8 +534,12 @@ extern "C" __global__ void __launch_bounds__(threads, 1)
     prefetch_map(&maps.k);
     prefetch_map(&maps.v);
     constexpr int readers = 4 * consumers;  // warps
-    barrier_init(shared_address(&shared.q_full), 1);
     barrier_init(shared_address(&shared.q_empty), readers);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(shared_address(&shared.item_full[i]), 1);
+      barrier_init(shared_address(&shared.item_empty[i]), readers);
+    }
 #pragma unroll
     for (int i = 0; i < stages; ++i) {
       barrier_init(shared_address(&shared.k_full[i]), 1);
@@ -382,15 +553,12 @@ extern "C" __global__ void __launch_bounds__(threads, 1)
 
   if (warp < 4) {
     give_registers<producer_registers>();
-    if (warp == 0) {
-      Producer producer{maps, shared, lane};
-      for_items(problem, [&](const Place& place) { producer.item(problem, place); });
-    }
+    if (warp == 0) Producer{problem, maps, shared, lane}.run();
   } else {
     take_registers<consumer_registers>();
-    Consumer consumer{shared, warp / 4 - 1, warp % 4, lane};
-    if (in_turns && consumer.number == consumers - 1) named_arrive(turn_barrier, 2 * warpgroup);
-    for_items(problem, [&](const Place& place) { consumer.item(problem, place); });
+    const int number = warp / 4 - 1;
+    if (in_turns && number == consumers - 1) named_arrive(turn_barrier, 2 * warpgroup);
+    Consumer{problem, shared, number, number * 64 + warp % 4 * 16 + lane / 4, lane}.run();
   }
 }
 

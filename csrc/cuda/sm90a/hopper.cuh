@@ -6,6 +6,7 @@
 #include "cuda/shared/hardware_lanes.cuh"
 #include "cuda/shared/lanes.cuh"
 #include "cuda/shared/prelude.cuh"
+#include "cuda/sm90a/operands.cuh"
 #include "cuda/tensor_maps.h"
 
 namespace jax_flash {
@@ -114,23 +115,6 @@ JAX_FLASH_DEVICE void store_transposed(u32 address, const u32 (&x)[4]) {
                "r"(x[1]), "r"(x[2]), "r"(x[3])
                : "memory");
 }
-
-// A product's operand in shared memory, in slabs [rows][64 columns] as copy_box brings them, from `address` on.
-//   by_rows:     A [m, k] or B [n, k]. Its 16 k lie in one slab; the next ones 32 bytes on, rows `r` on 128 * r bytes
-//   on
-//                (r a multiple of 8).
-//   by_columns:  A [k, m] or B [k, n], transposed on the way. More than 64 m or n go on in the next slab, slab_bytes
-//                away; the next 16 k lie 2048 bytes on.
-JAX_FLASH_DEVICE u64 by_rows(u32 address) {
-  constexpr u32 swizzle_128 = 1u << 30, group_of_8_rows = 1024;
-  return static_cast<u64>(swizzle_128 | group_of_8_rows >> 4) << 32 | (1u << 16 | (address & 0x3ffff) >> 4);
-}
-JAX_FLASH_DEVICE u64 by_columns(u32 address, u32 slab_bytes) {
-  constexpr u32 swizzle_128 = 1u << 30, group_of_8_rows = 1024;
-  return static_cast<u64>(swizzle_128 | group_of_8_rows >> 4) << 32 |
-         (slab_bytes >> 4 << 16 | (address & 0x3ffff) >> 4);
-}
-JAX_FLASH_DEVICE u64 moved(u64 operand, u32 bytes) { return operand + (bytes >> 4); }
 
 // Products of a warpgroup run behind its back: fence() before the first, and wherever registers that one takes have
 // been written; commit() ends a group; wait<n>() waits till at most n groups are under way. Until then their

@@ -4,6 +4,7 @@
 #include "cuda/shared/hardware_lanes.cuh"
 #include "cuda/shared/lanes.cuh"
 #include "cuda/shared/prelude.cuh"
+#include "cuda/sm90a/operands.cuh"
 #include "cuda/tensor_maps.h"
 
 namespace jax_flash {
@@ -76,17 +77,6 @@ inline void store_matrices(u32 address, const u32 (&x)[4], EMULATOR_SITE) {
 inline void store_transposed(u32 address, const u32 (&x)[4], EMULATOR_SITE) {
   store_matrices_of(address, x, true, site);
 }
-
-inline u64 by_rows(u32 address) {
-  constexpr u32 swizzle_128 = 1u << 30, group_of_8_rows = 1024;
-  return static_cast<u64>(swizzle_128 | group_of_8_rows >> 4) << 32 | (1u << 16 | (address & 0x3ffff) >> 4);
-}
-inline u64 by_columns(u32 address, u32 slab_bytes) {
-  constexpr u32 swizzle_128 = 1u << 30, group_of_8_rows = 1024;
-  return static_cast<u64>(swizzle_128 | group_of_8_rows >> 4) << 32 |
-         (slab_bytes >> 4 << 16 | (address & 0x3ffff) >> 4);
-}
-inline u64 moved(u64 operand, u32 bytes) { return operand + (bytes >> 4); }
 
 inline void wgmma_fence() { emulator::products_fence(); }
 inline void wgmma_commit() { emulator::products_commit(); }
