@@ -67,8 +67,8 @@ def list_(arches: Iterable[int] | None) -> None:
 def modelled(arch: int) -> dict[str, Any]:
     """The variants that ``kernels model`` predicts: bfloat16 has the same instructions, and full attention no masks.
 
-    The backward is the default of the compute capability: in two passes for Volta and Turing. The model knows nothing of
-    Hopper's products and copies behind the back of a warp, and predicts sm80's kernels there.
+    The backward is the default of the compute capability: in two passes for Volta and Turing. Of the products and
+    copies that Hopper makes behind a warp's back the model knows nothing: there it predicts the kernels of sm80.
     """
     return {
         "family": "sm80" if arch == 90 else "",
