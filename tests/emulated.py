@@ -143,7 +143,7 @@ TOLERANCE = {"out": 1.5, "lse": 0.02, "dq": 3.0, "dk": 3.0, "dv": 2.0, "dbias": 
 
 OPTIONS = (
     "causal", "window", "q_offset", "lengths", "segments", "documents", "mask", "bias", "alibi", "softcap", "sinks",
-    "dropout", "unscales",
+    "dropout", "unscales", "deterministic",
 )  # fmt: skip
 
 
@@ -191,6 +191,8 @@ class Problem:
                 of[name] = self.arrays[name][0]
             rows &= np.arange(q_length) < of["cu_q_lengths"][-1]
             self.numbers["documents"] = documents
+        if "deterministic" in options:
+            self.numbers["deterministic"] = True
         if "causal" in options:
             self.numbers["causal"] = of["causal"] = True
         if "window" in options:

@@ -87,7 +87,7 @@ struct Backward {
   __device__ __forceinline__ void wait_for_keys(u32 (&k_operand)[k][4], u32 (&v_operand)[v][4]) const {
     barrier_wait(shared_address(&shared.keys_full), 0);
     const int valid = block.place.part.kv.length - block.place.first_key;
-    if (valid < block_kv) {
+    if (ragged_keys && valid < block_kv) {
       KSlabs::zero_rows(shared_address(shared.k), valid, warp * 32 + lane);
       VSlabs::zero_rows(shared_address(shared.v), valid, warp * 32 + lane);
       stores_ready();
@@ -101,7 +101,7 @@ struct Backward {
   __device__ __forceinline__ void wait_for_rows(const Walk& at, const Ring<stages>& ring) const {
     barrier_wait(shared_address(&shared.full[ring.stage]), ring.parity);
     const int valid = block.place.part.q.length - at.tile * block_q;
-    if (valid < block_q) {
+    if (ragged_rows && valid < block_q) {
       // Each warpgroup for itself: none waits for another here.
       QSlabs::zero_rows(shared_address(shared.q[ring.stage]), valid, warp * 32 + lane);
       OutSlabs::zero_rows(shared_address(shared.dout[ring.stage]), valid, warp * 32 + lane);
