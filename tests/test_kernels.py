@@ -26,7 +26,7 @@ SPILL_GATE = {"forward": 288, "backward": 128}
 
 The forward at head_dim 128 holds 192 accumulators; with 64 keys it spills 200 bytes and makes 369 TFLOP/s on an H200,
 with 32 keys it spills nothing and makes 350. The backward at head_dim 64 and 128 spills a few addresses, 16 to 80
-bytes. All other forward kernels spill nothing.
+bytes. All other forward kernels, and all of Hopper's, spill nothing.
 """
 
 FLOAT32_GATE = {
@@ -103,7 +103,9 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
         folder: pathlib.Path = tmp_path_factory.mktemp(f"sm_{arch}")
         options = _kernels_cli.COMMON["options"]
         rows = compiled(arch, folder, dtypes=dtypes, head_dims=head_dims, options=options)
-        assert len(list(folder.iterdir())) == len(rows) == 4 * len(dtypes) * len(head_dims)
+        # Hopper's dQ has a pass of its own above head_dim 128.
+        passes = sum(3 if arch == 90 and h > 128 else 2 for h in head_dims)
+        assert len(list(folder.iterdir())) == len(rows) == len(options) * len(dtypes) * passes
         return rows
 
     return build
@@ -130,7 +132,8 @@ def pass_of(kernel: Mapping[str, Any]) -> str:
 @pytest.mark.parametrize("arch", [80, 86, 89, 90])
 def test_gates(kernels: Any, arch: int) -> None:
     for kernel in kernels(arch):
-        gate = 0 if pass_of(kernel) == "forward" and "-d128-" not in kernel["name"] else SPILL_GATE[pass_of(kernel)]
+        spills = pass_of(kernel) == "backward" or "-d128-" in kernel["name"]
+        gate = SPILL_GATE[pass_of(kernel)] if spills and arch != 90 else 0
         assert kernel["spill_bytes"] <= gate, kernel["name"]
         assert kernel["local_bytes"] <= gate, kernel["name"]
 
