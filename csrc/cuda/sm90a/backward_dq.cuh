@@ -19,8 +19,6 @@ namespace jax_flash {
 constexpr int threads = 32 * warps;
 constexpr int computing = warps / 4 - 1;  // warpgroups
 static_assert(warps % 4 == 0 && block_q == 64 * computing && block_kv % 32 == 0, "64 rows a warpgroup");
-constexpr int loading_registers = 24;
-constexpr int computing_registers = computing == 3 ? 160 : 240;
 constexpr int one_computing = 1;  // named barrier, and on, one of each warpgroup
 // Where keys past the end stand in the same array as those before it, these may hold anything there.
 constexpr bool ragged = has_kv_lengths || packed;

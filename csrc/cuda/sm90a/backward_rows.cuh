@@ -28,10 +28,6 @@ using Operand64 = u32[block_q / 16][4];   // the same, rounded, as A of a produc
 constexpr bool ragged_rows = has_q_lengths || packed;
 constexpr bool ragged_keys = has_kv_lengths || packed;
 
-// Registers of a thread: of 65536, in portions of 8 a thread.
-constexpr int loading_registers = 32;
-constexpr int computing_registers = at_most(240, (65536 / warpgroup - loading_registers) / computing / 8 * 8);
-
 // Named barriers.
 constexpr int all_computing = 1;
 constexpr int one_computing = 2;  // and on, one of each warpgroup
