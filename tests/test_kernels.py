@@ -149,23 +149,26 @@ HOPPER_GATE = {
 """Bytes of spill stores plus loads of sm90a's kernels by pass, head_dim and option, with NVRTC 12.9. All others spill
 nothing."""
 
-HOPPER_HEAD_DIMS = {
-    64: ["plain", "causal", "unscales", "bias", "dropout", "segments"],
-    128: ["plain", "causal", "unscales", *ON],
-    256: ["plain", "causal", "unscales", "bias", "mask", "dropout", "segments"],
-    **dict.fromkeys([40, 96, 192], ["plain"]),
-}
-"""With which options."""
+HOPPER_OPTIONS = [
+    (64, ["plain", "causal", "unscales", "bias", "dropout", "segments"]),
+    (128, ["plain", "causal", "unscales", *ON]),
+    (256, ["plain", "causal", "unscales", "bias", "mask", "dropout", "segments"]),
+    (64, ["deterministic"]),
+    (128, ["deterministic"]),
+    *((head_dim, ["plain"]) for head_dim in (40, 96, 192)),
+]
+"""By head_dim. Beyond 128 dQ always has a pass of its own."""
 
 
-@pytest.mark.slow
 def test_gates_of_hopper(tmp_path: pathlib.Path) -> None:
     """Nor may products wait for each other, or registers stay where they are, of which the assembler complains."""
-    on = {"plain": {}, "causal": {"causal": True}, "unscales": {"has_unscales": True}, **ON}
+    flags = {"plain": {}, "causal": {"causal": True}, "unscales": {"has_unscales": True}}
+    on = flags | {"deterministic": {"deterministic": True}} | ON
     failed = []
-    for head_dim, names in HOPPER_HEAD_DIMS.items():
-        options = [on[name] for name in names]
-        rows = compiled(90, tmp_path, dtypes=["float16"], head_dims=[head_dim], options=options)
+    for head_dim, names in HOPPER_OPTIONS:
+        rows = compiled(90, tmp_path, dtypes=["float16"], head_dims=[head_dim], options=[on[name] for name in names])
+        split = head_dim > 128 or names == ["deterministic"]
+        assert len(rows) == (3 if split else 2) * len(names)
         for i, kernel in enumerate(rows):
             assert kernel["name"].startswith("sm90a-")
             gate = HOPPER_GATE.get((kernel["pass"], head_dim), {}).get(names[i % len(names)], 0)

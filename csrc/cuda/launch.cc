@@ -68,9 +68,11 @@ std::string pass_family(const std::string& family, int arch, int parts, Pass pas
   return family == "sm90a" && !find_tile_row(family, parts, pass, head_dim, arch, plain) ? "sm80" : family;
 }
 
-// Whether dQ has a pass of its own. Volta's kernels have no other way, nor have those for arrays in two parts.
-bool deterministic(const std::string& family, const Options& options) {
-  return options.deterministic || options.highest_precision || family == "sm70";
+// Whether dQ has a pass of its own. Volta's kernels have no other way, nor have those for arrays in two parts; and
+// Hopper's are faster so above head_dim 128, where a block owns 64 keys only and would add to dQ all the more often.
+bool deterministic(const std::string& family, const Options& options, int largest_head_dim) {
+  return options.deterministic || options.highest_precision || family == "sm70" ||
+         (family == "sm90a" && largest_head_dim > 128);
 }
 
 Variant variant_of(const std::string& device_family, int arch, Pass pass, DType dtype, int head_dim, int value_head_dim,
@@ -89,7 +91,7 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
   }
   const TileRow& tile = tile_row(family, parts, pass, largest, arch, is_plain(options));
   Variant variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile};
-  variant.options.deterministic = pass != Pass::forward && deterministic(family, options);
+  variant.options.deterministic = pass != Pass::forward && deterministic(device_family, options, largest);
   return variant;
 }
 
@@ -162,7 +164,8 @@ Found find(int device, Pass pass, DType dtype, const Problem& problem) {
                       device);
   };
   Found found{kernels(pass), {}};
-  if (pass == Pass::backward && deterministic(family, problem.options)) found.dq = kernels(Pass::backward_dq);
+  const int largest = std::max(problem.head_dim, problem.value_head_dim);
+  if (pass == Pass::backward && deterministic(family, problem.options, largest)) found.dq = kernels(Pass::backward_dq);
   std::lock_guard<std::mutex> lock(mutex);
   all.emplace(key, found);
   return found;
@@ -287,7 +290,8 @@ std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std:
     for (DType dtype : dtypes) {
       for (auto [head_dim, value_head_dim] : head_dims) {
         for (const Options& record : options) {
-          if (pass == Pass::backward_dq && !deterministic(family, record)) continue;
+          const bool own_dq = deterministic(family, record, std::max(head_dim, value_head_dim));
+          if (pass == Pass::backward_dq && !own_dq) continue;
           variants.push_back(variant_of(family, arch, pass, dtype, head_dim, value_head_dim, record));
         }
       }

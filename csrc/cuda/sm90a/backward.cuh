@@ -24,15 +24,22 @@ static_assert(kBoxColumns % dq_columns == 0 && dq_columns % 16 == 0, "dQ's colum
 // K and V as operands in registers, where there is room: they need not be read again for each tile of rows then.
 constexpr bool keys_in_registers = KSlabs::columns + VSlabs::columns <= 128;
 
+#ifndef DQ_ADDERS
+#define DQ_ADDERS 1
+#endif
+constexpr bool adders = adds_dq && DQ_ADDERS;
+constexpr int dq_pieces = dq_columns / 8;
+
 struct SharedStorage {
   char k[KSlabs::bytes];
   char v[VSlabs::bytes];
   char q[stages][QSlabs::bytes];
   char dout[stages][OutSlabs::bytes];
   char ds[adds_dq ? 2 : 1][Slabs<block_kv, block_q>::bytes];  // dS^T
+  float4 dq[adders ? 4 * computing : 1][dq_pieces][32];  // of a warp each, on its way to global memory
   float anchors[stages][block_q];
   float deltas[stages][block_q];
-  u64 keys_full, full[stages], empty[stages], ds_full[2], ds_empty[2];
+  u64 keys_full, full[stages], empty[stages], ds_full[2], ds_empty[2], dq_full[4 * computing], dq_empty[4 * computing];
 };
 
 extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {
@@ -69,6 +76,30 @@ JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const Ten
   }
 }
 
+// By a warp for each warpgroup: adds what its four warps have computed of dQ to global memory.
+JAX_FLASH_DEVICE void add_all(const Block& block, SharedStorage& shared, int group, int lane) {
+  u32 parity = 0;
+  for (Walk at = block.first(); at.head <= block.last_head; at = at.after(block.tiles, block.segments), parity ^= 1) {
+#pragma unroll 1
+    for (int warp = 0; warp < 4; ++warp) {
+      const float4(&from)[dq_pieces][32] = shared.dq[group * 4 + warp];
+      barrier_wait(shared_address(&shared.dq_full[group * 4 + warp]), parity);
+      const Place& place = block.place;
+      const int row = at.tile * block_q + warp * 16, column = group * dq_columns;
+      const bool valid = row < place.part.q.length;
+      const int row_tile = first_dq_tile(block.problem, place.batch, place.document) + row / 16;
+      float* to = dq_fragment(block.problem, place.batch, at.head, row_tile, column / 8) + lane * 4;
+#pragma unroll 2
+      for (int i = 0; i < dq_pieces; ++i) {
+        const float4 x = from[i][lane];
+        add_four(to + i * 128, {x.x, x.y, x.z, x.w}, valid && (head_dim == KSlabs::columns || column + i * 8 < head_dim));
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(&shared.dq_empty[group * 4 + warp]));
+    }
+  }
+}
+
 struct Backward {
   const Block& block;
   SharedStorage& shared;
@@ -87,7 +118,7 @@ struct Backward {
   __device__ __forceinline__ void wait_for_keys(u32 (&k_operand)[k][4], u32 (&v_operand)[v][4]) const {
     barrier_wait(shared_address(&shared.keys_full), 0);
     const int valid = block.place.part.kv.length - block.place.first_key;
-    if (valid < block_kv) {
+    if (ragged_keys && valid < block_kv) {
       KSlabs::zero_rows(shared_address(shared.k), valid, warp * 32 + lane);
       VSlabs::zero_rows(shared_address(shared.v), valid, warp * 32 + lane);
       stores_ready();
@@ -101,7 +132,7 @@ struct Backward {
   __device__ __forceinline__ void wait_for_rows(const Walk& at, const Ring<stages>& ring) const {
     barrier_wait(shared_address(&shared.full[ring.stage]), ring.parity);
     const int valid = block.place.part.q.length - at.tile * block_q;
-    if (valid < block_q) {
+    if (ragged_rows && valid < block_q) {
       // Each warpgroup for itself: none waits for another here.
       QSlabs::zero_rows(shared_address(shared.q[ring.stage]), valid, warp * 32 + lane);
       OutSlabs::zero_rows(shared_address(shared.dout[ring.stage]), valid, warp * 32 + lane);
@@ -184,7 +215,18 @@ struct Backward {
       hold(dq);
       if (lane == 0) barrier_arrive(shared_address(&shared.ds_empty[i % 2]));
       scale(dq, dq, weights.dq_factor);
-      add_dq(block, dq, at, warp * 16, group * dq_columns, lane);
+      if constexpr (adders) {
+        const int own = group * 4 + warp;
+        barrier_wait(shared_address(&shared.dq_empty[own]), (i + 1) % 2);
+#pragma unroll
+        for (int n = 0; n < dq_pieces; ++n) {
+          shared.dq[own][n][lane] = float4{dq[n].x[0], dq[n].x[1], dq[n].x[2], dq[n].x[3]};
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&shared.dq_full[own]));
+      } else {
+        add_dq(block, dq, at, warp * 16, group * dq_columns, lane);
+      }
     } else {
       wgmma_wait<0>();
       if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
@@ -223,6 +265,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       barrier_init(shared_address(&shared.full[i]), 1 + 32);
       barrier_init(shared_address(&shared.empty[i]), 4 * computing);
     }
+    for (int i = 0; i < 4 * computing; ++i) {
+      barrier_init(shared_address(&shared.dq_full[i]), 1);
+      barrier_init(shared_address(&shared.dq_empty[i]), 1);
+    }
     for (int i = 0; i < 2; ++i) {
       barrier_init(shared_address(&shared.ds_full[i]), 4 * computing);
       barrier_init(shared_address(&shared.ds_empty[i]), 4 * computing);
@@ -234,6 +280,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   if (warp < 4) {
     give_registers<loading_registers>();
     if (warp == 0 && !block.idle()) bring(block, shared, maps, lane);
+    if (adders && warp > 0 && warp <= computing && !block.idle()) add_all(block, shared, warp - 1, lane);
   } else {
     take_registers<computing_registers>();
     const int group = warp / 4 - 1;

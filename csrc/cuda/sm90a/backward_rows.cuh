@@ -4,6 +4,7 @@
 
 #include "cuda/shared/backward_block.cuh"
 #include "cuda/shared/score_rows.cuh"
+#include "cuda/sm90a/pipeline.cuh"
 #include "cuda/sm90a/slabs.cuh"
 #include "cuda/sm90a/stores.cuh"
 
@@ -23,12 +24,9 @@ using OutSlabs = Slabs<block_q, value_head_dim>;
 using Scores64 = FragmentC[block_q / 8];  // of a warpgroup: 64 keys and a tile of rows
 using Operand64 = u32[block_q / 16][4];   // the same, rounded, as A of a product over the rows
 
-// Registers of a thread: of 65536, in portions of 8 a thread.
-constexpr int loading_registers = 24;
-constexpr int computing_registers = at_most(240, (65536 / warpgroup - loading_registers) / computing / 8 * 8);
-
-// The warp of this thread, the same in all lanes, so that the compiler knows it.
-JAX_FLASH_DEVICE int uniform_warp() { return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0); }
+// Where rows or keys past the end stand in the same array as those before it, these may hold anything there.
+constexpr bool ragged_rows = has_q_lengths || packed;
+constexpr bool ragged_keys = has_kv_lengths || packed;
 
 // Named barriers.
 constexpr int all_computing = 1;
@@ -43,20 +41,6 @@ struct Walk {
     int next = tile + 1;
     while (in_segments && next < tiles.end && !segments.visits(next)) ++next;
     return next < tiles.end ? Walk{head, next} : Walk{head + 1, tiles.begin};
-  }
-};
-
-// Which buffer of a ring is next, and the parity of the phase to wait for.
-template <int buffers>
-struct Ring {
-  int stage;
-  u32 parity;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == buffers) {
-      stage = 0;
-      parity ^= 1;
-    }
   }
 };
 

@@ -93,7 +93,7 @@ struct Half {
     barrier_wait(shared_address(&shared.k_full), 0);
     barrier_wait(shared_address(&shared.v_full), 0);
     const int valid = block.place.part.kv.length - block.place.first_key;
-    if (valid < block_kv) {
+    if (ragged_keys && valid < block_kv) {
       if (group == 0) KSlabs::zero_rows(shared_address(shared.k), valid, thread());
       if (group == 1) VSlabs::zero_rows(shared_address(shared.v), valid, thread());
       stores_ready();
@@ -104,7 +104,7 @@ struct Half {
   __device__ __forceinline__ void wait_for_rows(const u64& full, const char* tile, const Walk& at, u32 parity) const {
     barrier_wait(shared_address(&full), parity);
     const int valid = block.place.part.q.length - at.tile * block_q;
-    if (valid < block_q) {
+    if (ragged_rows && valid < block_q) {
       // Each warpgroup for itself: none waits for the other here.
       T::zero_rows(shared_address(tile), valid, thread());
       stores_ready();

@@ -1,0 +1,346 @@
+// dQ alone, for a backward pass without atomic additions.
+//
+// A block owns block_q rows of one query head, 64 for each of its warpgroups that compute, and walks over the keys from
+// the last to the first, as forward does. With
+//   S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  dS = P * (dP - delta)
+// it accumulates dQ += dS K in registers, dS being an operand in registers as it is. One warp of one more warpgroup
+// brings the keys. Warpgroups never wait for each other: one is at its exponentials while the tensor cores are the
+// other's.
+#pragma once
+
+#include "cuda/shared/place.cuh"
+#include "cuda/shared/score_rows.cuh"
+#include "cuda/sm90a/pipeline.cuh"
+#include "cuda/sm90a/slabs.cuh"
+#include "cuda/sm90a/stores.cuh"
+
+namespace jax_flash {
+
+constexpr int threads = 32 * warps;
+constexpr int computing = warps / 4 - 1;  // warpgroups
+static_assert(warps % 4 == 0 && block_q == 64 * computing && block_kv % 32 == 0, "64 rows a warpgroup");
+constexpr int one_computing = 1;  // named barrier, and on, one of each warpgroup
+// Where keys past the end stand in the same array as those before it, these may hold anything there.
+constexpr bool ragged = has_kv_lengths || packed;
+
+using QSlabs = Slabs<block_q, head_dim>;
+using OutSlabs = Slabs<block_q, value_head_dim>;
+using KSlabs = Slabs<block_kv, head_dim>;
+using VSlabs = Slabs<block_kv, value_head_dim>;
+
+// K is needed from the first to the last product of a tile, V for one: where there is no room for as many of both, the
+// buffers that are fewer are those of V.
+constexpr int most_bytes = 227 * 1024, small_bytes = 1024;
+constexpr int all_bytes = QSlabs::bytes + OutSlabs::bytes + stages * (KSlabs::bytes + VSlabs::bytes) + small_bytes;
+constexpr int v_stages = all_bytes <= most_bytes ? stages : stages - 1;
+static_assert(stages >= 2, "dQ of a tile is under way while the scores of the next are computed");
+
+struct SharedStorage {
+  char q[QSlabs::bytes];
+  char dout[OutSlabs::bytes];
+  char k[stages][KSlabs::bytes];
+  char v[v_stages][VSlabs::bytes];
+  u64 q_full, dout_full;
+  u64 k_full[stages], k_empty[stages], v_full[v_stages], v_empty[v_stages];
+};
+static_assert(sizeof(SharedStorage) <= most_bytes, "the tiles are too large");
+
+extern "C" __constant__ LaunchFacts jax_flash_backward_dq_facts = {
+    threads, block_q, sizeof(SharedStorage), 0, 0, block_q, block_kv, block_kv, block_q};
+
+// What the warps of a block all know.
+struct Block {
+  const Problem& problem;
+  Place place;
+  TileRange tiles;  // of keys
+  SegmentTiles<block_kv> segments;
+
+  __device__ __forceinline__ explicit Block(const Problem& problem)
+      : problem(problem),
+        place(place_of(problem, blockIdx.x)),
+        tiles(key_tiles_of<block_kv>(band_of(problem, place.part), place.part, place.first_row, block_q)),
+        segments{problem.kv_segment_ranges, place.batch, problem.kv_length,
+                 in_segments
+                     ? segment_range<block_q>(problem.q_segment_ranges, place.batch, problem.q_length, place.first_row)
+                     : SegmentRange{0, 0}} {
+    segments.trim(tiles, threadIdx.x % 32);
+  }
+  __device__ __forceinline__ int first() const { return tiles.end - 1; }
+  // Below tiles.begin when there are no more.
+  __device__ __forceinline__ int after(int tile) const {
+    --tile;
+    while (in_segments && tile >= tiles.begin && !segments.visits(tile)) --tile;
+    return tile;
+  }
+};
+
+// By one thread.
+JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const TensorMaps& maps) {
+  const Place& place = block.place;
+  const int row = place.part.q.first + place.first_row;
+  Ring<stages> k_ring{0, 1};
+  Ring<v_stages> v_ring{0, 1};
+  for (int tile = block.first(); tile >= block.tiles.begin; tile = block.after(tile)) {
+    const int key = place.part.kv.first + tile * block_kv;
+    if (tile == block.first()) {
+      const u32 full = shared_address(&shared.q_full);
+      barrier_expect(full, QSlabs::bytes);
+      QSlabs::copy(shared_address(shared.q), &maps.q, full, row, place.head, place.batch);
+    }
+    const u32 k_full = shared_address(&shared.k_full[k_ring.stage]);
+    barrier_wait(shared_address(&shared.k_empty[k_ring.stage]), k_ring.parity);
+    barrier_expect(k_full, KSlabs::bytes);
+    KSlabs::copy(shared_address(shared.k[k_ring.stage]), &maps.k, k_full, key, place.kv_head, place.batch);
+    k_ring.advance();
+    if (tile == block.first()) {
+      const u32 full = shared_address(&shared.dout_full);
+      barrier_expect(full, OutSlabs::bytes);
+      OutSlabs::copy(shared_address(shared.dout), &maps.dout, full, row, place.head, place.batch);
+    }
+    const u32 v_full = shared_address(&shared.v_full[v_ring.stage]);
+    barrier_wait(shared_address(&shared.v_empty[v_ring.stage]), v_ring.parity);
+    barrier_expect(v_full, VSlabs::bytes);
+    VSlabs::copy(shared_address(shared.v[v_ring.stage]), &maps.v, v_full, key, place.kv_head, place.batch);
+    v_ring.advance();
+  }
+}
+
+// One warpgroup, with 64 rows.
+struct BackwardDq {
+  const Block& block;
+  SharedStorage& shared;
+  int group;  // of those that compute
+  int lane;
+  int row;  // this lane's first; the other is 8 on
+  ScoreRows rows;
+  float scale_log2;
+  float dp_factor;  // dS is a multiple of what it stands for
+  float anchors[2], deltas[2];
+  Ring<stages> k_ring;
+  Ring<v_stages> v_ring;
+  FragmentC dq[KSlabs::columns / 8];
+  u32 operand[block_kv / 16][4];  // dS
+
+  __device__ __forceinline__ void arrive(const u64& barrier) const {
+    if (lane == 0) barrier_arrive(shared_address(&barrier));
+  }
+
+  __device__ __forceinline__ void load_statistics(float ds_factor) {
+    const Problem& problem = block.problem;
+    const Rows& q = block.place.part.q;
+    const i64 first = (static_cast<i64>(block.place.batch) * problem.q_heads + block.place.head) * problem.q_length;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = row + 8 * half;
+      const bool valid = at < q.length;
+      const i64 from = first + q.first + (valid ? at : 0);
+      // The weights are 0 of rows beyond the end, and of those that keep nothing.
+      const float lse = static_cast<const float*>(problem.lse)[from];
+      anchors[half] = valid && lse != -JAX_FLASH_INFINITY ? probability_anchor(lse) : JAX_FLASH_INFINITY;
+      deltas[half] = valid ? static_cast<const float*>(problem.delta)[from] * ds_factor : 0.f;
+    }
+  }
+
+  // What is beyond the end of the keys may be anything, and no weight of 0 would take it away. Each warpgroup for
+  // itself: all of them write the same.
+  template <typename T>
+  __device__ __forceinline__ void wait_for(const u64& full, const char* keys, int tile, u32 parity) const {
+    barrier_wait(shared_address(&full), parity);
+    const int valid = block.place.part.kv.length - tile * block_kv;
+    if (ragged && valid < block_kv) {
+      T::zero_rows(shared_address(keys), valid, threadIdx.x % warpgroup);
+      stores_ready();
+      named_sync(one_computing + group, warpgroup);
+    }
+  }
+
+  // c = X Y^T, for the warpgroup's 64 rows of X.
+  template <typename X, typename Y>
+  __device__ __forceinline__ void start(FragmentC (&c)[block_kv / 8], const char* x, const char* y) const {
+    const u64 a = by_rows(shared_address(x) + group * 64 * 128), b = by_rows(shared_address(y));
+    wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < X::steps; ++kk) {
+      wgmma<false, false>(c, moved(a, X::step_offset(kk)), moved(b, Y::step_offset(kk)), kk > 0);
+    }
+    wgmma_commit();
+  }
+
+  // Scores become weights, and with softcap what dP is multiplied with beside them; 32 keys at a time, or what is read
+  // and derived for all of them would crowd out the accumulators.
+  template <bool masked>
+  __device__ __forceinline__ void weigh(FragmentC (&s)[block_kv / 8], int tile) const {
+#pragma unroll
+    for (int first = 0; first < block_kv / 8; first += 4) {
+      FragmentC(&some)[4] = *reinterpret_cast<FragmentC(*)[4]>(&s[first]);
+      const int key = tile * block_kv + first * 8;
+      FragmentC derivatives[with_softcap ? 4 : 1];
+      if constexpr (masked || modifies_scores || has_mask) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) rows.modify<masked>(some, derivatives, row + 8 * half, half, key, lane);
+      }
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& x = some[n].x[e];
+          x = exp2_approx(x * scale_log2 - anchors[e / 2]);
+          if constexpr (with_softcap) x *= derivatives[n].x[e];
+        }
+      }
+      if constexpr (with_dropout_rate) rows.drop<true>(some, row, key, lane);
+    }
+  }
+
+  __device__ __forceinline__ void derive(FragmentC (&dp)[block_kv / 8], const FragmentC (&p)[block_kv / 8]) {
+#pragma unroll
+    for (int n = 0; n < block_kv / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float x = has_unscales ? dp[n].x[e] * dp_factor : dp[n].x[e];
+        if constexpr (with_dropout_rate) x = is_dropped(p[n].x[e]) ? 0.f : x * rows.dropout.factor;
+        dp[n].x[e] = weight_of(p[n].x[e]) * (x - deltas[e / 2]);
+      }
+    }
+#pragma unroll
+    for (int kk = 0; kk < block_kv / 16; ++kk) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* x = &dp[2 * kk + i / 2].x[i % 2 * 2];
+        operand[kk][i] = pack(x[0], x[1]);
+      }
+    }
+  }
+
+  // One tile of keys; dQ of the tile before is under way.
+  __device__ __forceinline__ void step(int tile, bool first, bool bare) {
+    FragmentC s[block_kv / 8], dp[block_kv / 8];  // S and then P, dP and then dS
+    const char* k = shared.k[k_ring.stage];
+    const char* v = shared.v[v_ring.stage];
+    wait_for<KSlabs>(shared.k_full[k_ring.stage], k, tile, k_ring.parity);
+    start<QSlabs, KSlabs>(s, shared.q, k);
+    wgmma_wait<1>();  // dQ of the tile before
+    hold(operand);
+    if (!first) arrive(shared.k_empty[(k_ring.stage + stages - 1) % stages]);
+    wait_for<VSlabs>(shared.v_full[v_ring.stage], v, tile, v_ring.parity);
+    start<OutSlabs, VSlabs>(dp, shared.dout, v);
+    wgmma_wait<1>();  // S
+    hold(s);
+    if (bare) {
+      weigh<false>(s, tile);
+    } else {
+      weigh<true>(s, tile);
+    }
+    wgmma_wait<0>();  // dP
+    hold(dp);
+    arrive(shared.v_empty[v_ring.stage]);
+    derive(dp, s);
+    const u64 columns = by_columns(shared_address(k), KSlabs::slab_bytes);
+    wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < block_kv / 16; ++kk) wgmma<true>(dq, operand[kk], moved(columns, 2048 * kk), true);
+    wgmma_commit();
+    k_ring.advance();
+    v_ring.advance();
+  }
+
+  // A tile that none of this warpgroup's rows keeps.
+  __device__ __forceinline__ void skip() {
+    barrier_wait(shared_address(&shared.k_full[k_ring.stage]), k_ring.parity);
+    arrive(shared.k_empty[k_ring.stage]);
+    barrier_wait(shared_address(&shared.v_full[v_ring.stage]), v_ring.parity);
+    arrive(shared.v_empty[v_ring.stage]);
+    k_ring.advance();
+    v_ring.advance();
+  }
+
+  __device__ __forceinline__ void run() {
+#pragma unroll
+    for (FragmentC& c : dq) c = {};
+    // What this warpgroup's rows keep of the tiles.
+    const TileRange own =
+        key_tiles_of<block_kv>(rows.keep.band, block.place.part, block.place.first_row + group * 64, 64);
+    const auto bare = [&](int tile) { return own.bare(tile) && block.segments.uniform(tile); };
+    int tile = block.first();
+    for (; tile >= at_least(own.end, block.tiles.begin); tile = block.after(tile)) skip();
+    const int last = at_least(own.begin, block.tiles.begin);
+    if (tile >= last) {
+      barrier_wait(shared_address(&shared.q_full), 0);
+      barrier_wait(shared_address(&shared.dout_full), 0);
+#pragma unroll
+      for (auto& a : operand) a[0] = a[1] = a[2] = a[3] = 0;
+      for (const int first = tile; tile >= last; tile = block.after(tile)) step(tile, tile == first, bare(tile));
+      wgmma_wait<0>();
+      hold(dq);
+      arrive(shared.k_empty[(k_ring.stage + stages - 1) % stages]);
+    }
+    for (; tile >= block.tiles.begin; tile = block.after(tile)) skip();
+  }
+
+  __device__ __forceinline__ void store(float factor) {
+    const Rows& q = block.place.part.q;
+    const Tensor& to = block.problem.dq;
+    Result* head = result_of(to, block.place.batch, block.place.head, q.first);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = row + 8 * half;
+      if (has_q_lengths && at >= q.length) {
+        // What was read there may have been anything.
+#pragma unroll
+        for (FragmentC& c : dq) c.x[2 * half] = c.x[2 * half + 1] = 0.f;
+      }
+      store_row<head_dim>(dq, half, factor, head + at * to.row_stride, at < q.stored, lane);
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(threads, min_blocks)
+    jax_flash_backward_dq(const __grid_constant__ Problem problem, const __grid_constant__ TensorMaps maps) {
+  extern __shared__ __align__(1024) char memory[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
+  const Block block(problem);
+  const Place& place = block.place;
+  if (packed && place.first_row >= place.part.q.stored) return;
+  const int warp = uniform_warp();
+  if (threadIdx.x == 0) {
+    barrier_init(shared_address(&shared.q_full), 1);
+    barrier_init(shared_address(&shared.dout_full), 1);
+    for (int i = 0; i < stages; ++i) {
+      barrier_init(shared_address(&shared.k_full[i]), 1);
+      barrier_init(shared_address(&shared.k_empty[i]), 4 * computing);
+    }
+    for (int i = 0; i < v_stages; ++i) {
+      barrier_init(shared_address(&shared.v_full[i]), 1);
+      barrier_init(shared_address(&shared.v_empty[i]), 4 * computing);
+    }
+    barriers_ready();
+  }
+  __syncthreads();
+
+  if (warp < 4) {
+    give_registers<loading_registers>();
+    if (threadIdx.x == 0) bring(block, shared, maps);
+  } else {
+    take_registers<computing_registers>();
+    const int group = warp / 4 - 1, lane = threadIdx.x % 32;
+    const Unscales unscales = unscales_of(problem, place.batch, place.kv_head);
+    const float scale = static_cast<float>(problem.options.scale);
+    const float score_scale = scale * unscales.query * unscales.key;
+    const float ds_factor = unscales.ds * probability_unit;
+    BackwardDq backward{
+        block,
+        shared,
+        group,
+        lane,
+        place.first_row + group * 64 + warp % 4 * 16 + lane / 4,
+        {problem, place.part, place.batch, place.head, score_scale},
+        modifies_scores ? 1.f : score_scale * kLog2e,
+        unscales.dout * unscales.value * ds_factor,
+    };
+    backward.load_statistics(ds_factor);
+    backward.run();
+    backward.store(scale * unscales.key / unscales.ds);
+  }
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,32 @@
+// Warps that bring tiles, and warpgroups that compute with them.
+#pragma once
+
+#include "cuda/shared/prelude.cuh"
+
+namespace jax_flash {
+
+// Registers of a thread. Warpgroups share what the block is given at its launch, as many for all threads, in portions of
+// 8; who asks for what is not there waits for ever.
+constexpr int launch_registers = 65536 / (32 * warps) / 8 * 8;
+constexpr int loading_registers = 24;
+constexpr int computing_registers =
+    at_most(240, (launch_registers * warps / 4 - loading_registers) / (warps / 4 - 1) / 8 * 8);
+
+// The warp of this thread, the same in all lanes, so that the compiler knows it.
+JAX_FLASH_DEVICE int uniform_warp() { return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0); }
+
+// Which buffer of a ring is next, and the parity of the phase to wait for.
+template <int buffers>
+struct Ring {
+  int stage;
+  u32 parity;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == buffers) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+}  // namespace jax_flash
