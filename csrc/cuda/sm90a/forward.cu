@@ -284,7 +284,7 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (masked || modifies_scores || has_mask) {
-        scope.rows.modify<masked>(scores, nullptr, scope.row + 8 * half, half, tile * block_kv, lane);
+        scope.rows.modify<masked, true>(scores, nullptr, scope.row + 8 * half, half, tile * block_kv, lane);
       }
       float maximum = -JAX_FLASH_INFINITY;
 #pragma unroll
