@@ -260,7 +260,9 @@ std::string Variant::name() const {
 
 std::string Variant::source() const {
   std::ostringstream out;
-  out << "#include \"problem.h\"\nnamespace jax_flash {\n"
+  // For what the preprocessor has to choose.
+  out << "#define JAX_FLASH_LARGEST_HEAD_DIM " << std::max(head_dim, value_head_dim) << "\n"
+      << "#include \"problem.h\"\nnamespace jax_flash {\n"
       << "constexpr DType dtype = DType::" << dtype_name(dtype) << ";\n"
       << "constexpr int head_dim = " << head_dim << ";\n"
       << "constexpr int value_head_dim = " << value_head_dim << ";\n"

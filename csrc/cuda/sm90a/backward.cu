@@ -1,3 +1,7 @@
 #include "cuda/sm90a/mma.cuh"
 //
+#if JAX_FLASH_LARGEST_HEAD_DIM > 128
+#include "cuda/sm90a/backward_wide.cuh"
+#else
 #include "cuda/sm90a/backward.cuh"
+#endif

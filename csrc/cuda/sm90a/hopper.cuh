@@ -91,11 +91,17 @@ JAX_FLASH_DEVICE void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-// Adds to four floats in global memory, at a multiple of 16 bytes.
-JAX_FLASH_DEVICE void add_four(float* to, const FragmentC& c) {
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(c.x[0]), "f"(c.x[1]), "f"(c.x[2]),
-               "f"(c.x[3])
-               : "memory");
+// Adds to four floats in global memory, at a multiple of 16 bytes, if `valid`: a predicate and no branch, for which the
+// assembler would wait for the products that are under way.
+JAX_FLASH_DEVICE void add_four(float* to, const FragmentC& c, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred valid;\n"
+      "setp.ne.u32 valid, %5, 0;\n"
+      "@valid red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n"
+      "}" ::"l"(to),
+      "f"(c.x[0]), "f"(c.x[1]), "f"(c.x[2]), "f"(c.x[3]), "r"(static_cast<u32>(valid))
+      : "memory");
 }
 
 // stmatrix: four 8 x 8 matrices of 16-bit elements, of which eight lanes each address the rows (or the columns) of one.

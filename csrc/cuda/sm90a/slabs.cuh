@@ -48,46 +48,14 @@ struct Slabs {
       for (int kk = 0; kk < 4; ++kk) load_matrices(a[4 * i + kk], from.address(0, kk));
     }
   }
-};
-
-// Writes accumulators of 16 rows, times `factor`, to global memory, through 16 rows of a tile in shared memory that
-// this warp alone uses: rows first_row and on of a head, as far as they are below `length`.
-template <typename T, int columns, int n>
-JAX_FLASH_DEVICE void store_rows(char* tile, int tile_row, const FragmentC (&c)[n], float factor, Result* head,
-                                 i64 row_stride, int first_row, int length, int lane) {
-  if constexpr (has_unscales) {
+  // And the way back, of one slab.
+  template <int n>
+  static __device__ __forceinline__ void put(u32 tile, int row, const u32 (&a)[n][4], int lane) {
+    static_assert(n == 4 && slabs == 1, "all columns");
+    const LaneReader<Tile<rows, kBoxColumns>> to(tile, row + (lane & 15), lane >> 4);
 #pragma unroll
-    for (int i = 0; i < columns / 8; ++i) {
-      Result* to = head + (first_row + lane / 4) * row_stride + i * 8 + lane % 4 * 2;
-      if (first_row + lane / 4 < length) {
-        *reinterpret_cast<float2*>(to) = {c[i].x[0] * factor, c[i].x[1] * factor};
-      }
-      if (first_row + lane / 4 + 8 < length) {
-        *reinterpret_cast<float2*>(to + 8 * row_stride) = {c[i].x[2] * factor, c[i].x[3] * factor};
-      }
-    }
-  } else {
-    const LaneReader<T> at(shared_address(tile), tile_row + (lane & 15), lane >> 4);
-#pragma unroll
-    for (int i = 0; i < n; i += 2) {
-      u32 x[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        x[j] = pack(c[i + j / 2].x[j % 2 * 2] * factor, c[i + j / 2].x[j % 2 * 2 + 1] * factor);
-      store_matrices(at.address(0, i / 2), x);
-    }
-    __syncwarp();
-    constexpr int filled = columns / 8;
-#pragma unroll
-    for (int i = 0; i < ceil_div(16 * filled, 32); ++i) {
-      const int piece = i * 32 + lane;
-      const int row = piece / filled, chunk = piece % filled;
-      if (row < 16 && first_row + row < length) {
-        *reinterpret_cast<uint4*>(head + (first_row + row) * row_stride + chunk * 8) =
-            *reinterpret_cast<const uint4*>(tile + T::offset(tile_row + row, chunk));
-      }
-    }
+    for (int kk = 0; kk < 4; ++kk) store_matrices(to.address(0, kk), a[kk]);
   }
-}
+};
 
 }  // namespace jax_flash

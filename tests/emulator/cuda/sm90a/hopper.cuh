@@ -52,8 +52,8 @@ void bulk_wait(EMULATOR_SITE) {
   emulator::bulk_wait(pending, site);
 }
 
-inline void add_four(float* to, const FragmentC& c) {
-  for (int i = 0; i < 4; ++i) to[i] += c.x[i];
+inline void add_four(float* to, const FragmentC& c, bool valid) {
+  for (int i = 0; valid && i < 4; ++i) to[i] += c.x[i];
 }
 
 inline void store_matrices_of(u32 address, const u32 (&x)[4], bool transposed, const emulator::Site& site) {

@@ -1,0 +1,407 @@
+// What the backward kernels of this family share: how they walk over the rows of query, what is done to the scores and
+// their derivatives in registers, and where dQ is summed up.
+#pragma once
+
+#include "cuda/shared/backward_block.cuh"
+#include "cuda/shared/score_rows.cuh"
+#include "cuda/sm90a/slabs.cuh"
+#include "cuda/sm90a/stores.cuh"
+
+namespace jax_flash {
+
+constexpr int threads = 32 * warps;
+constexpr int computing = warps / 4 - 1;  // warpgroups; one more brings the rows
+constexpr int computing_threads = warpgroup * computing;
+static_assert(warps % 4 == 0 && block_q == 64, "64 rows fit the accumulators beside dK and dV");
+constexpr bool adds_dq = !option_deterministic;  // else it is computed by a pass of its own
+constexpr int convert_warps = 4;                 // of jax_flash_convert_dq, a block
+
+using KSlabs = Slabs<block_kv, head_dim>;
+using VSlabs = Slabs<block_kv, value_head_dim>;
+using QSlabs = Slabs<block_q, head_dim>;
+using OutSlabs = Slabs<block_q, value_head_dim>;
+using Scores64 = FragmentC[block_q / 8];  // of a warpgroup: 64 keys and a tile of rows
+using Operand64 = u32[block_q / 16][4];   // the same, rounded, as A of a product over the rows
+
+// Registers of a thread: of 65536, in portions of 8 a thread.
+constexpr int loading_registers = 24;
+constexpr int computing_registers = at_most(240, (65536 / warpgroup - loading_registers) / computing / 8 * 8);
+
+// The warp of this thread, the same in all lanes, so that the compiler knows it.
+JAX_FLASH_DEVICE int uniform_warp() { return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0); }
+
+// Named barriers.
+constexpr int all_computing = 1;
+constexpr int one_computing = 2;  // and on, one of each warpgroup
+
+// The tiles of rows that a block walks over: those of one query head of its group after the other.
+struct Walk {
+  int head;
+  int tile;
+
+  __device__ __forceinline__ Walk after(const TileRange& tiles, const SegmentTiles<block_q>& segments) const {
+    int next = tile + 1;
+    while (in_segments && next < tiles.end && !segments.visits(next)) ++next;
+    return next < tiles.end ? Walk{head, next} : Walk{head + 1, tiles.begin};
+  }
+};
+
+// Which buffer of a ring is next, and the parity of the phase to wait for.
+template <int buffers>
+struct Ring {
+  int stage;
+  u32 parity;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == buffers) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// What the warps of a block all know.
+struct Block {
+  const Problem& problem;
+  Place place;
+  Band band;
+  TileRange tiles;
+  SegmentTiles<block_q> segments;
+  int first_head, last_head;
+
+  __device__ __forceinline__ explicit Block(const Problem& problem)
+      : problem(problem),
+        place(place_of(problem, blockIdx.x)),
+        band(band_of(problem, place.part)),
+        tiles(row_tiles_of<block_q>(band, place.part, place.first_key, block_kv)),
+        segments{problem.q_segment_ranges, place.batch, problem.q_length,
+                 in_segments ? segment_range<block_kv>(problem.kv_segment_ranges, place.batch, problem.kv_length,
+                                                       place.first_key)
+                             : SegmentRange{0, 0}} {
+    const int group = problem.q_heads / problem.kv_heads;
+    first_head = place.kv_head * group;
+    last_head = first_head + group - 1;
+    segments.trim(tiles, threadIdx.x % 32);
+  }
+  __device__ __forceinline__ Walk first() const { return {first_head, tiles.begin}; }
+  __device__ __forceinline__ bool idle() const { return tiles.begin >= tiles.end; }
+  __device__ __forceinline__ bool bare(const Walk& at) const {
+    return tiles.bare(at.tile) && segments.uniform(at.tile);
+  }
+};
+
+// lse and delta of a tile of rows, which a warp takes from global to shared memory.
+struct Statistics {
+  float anchors[block_q / 32], deltas[block_q / 32];
+
+  __device__ __forceinline__ Statistics(const Block& block, const Walk& at, float ds_factor, int lane) {
+    const Problem& problem = block.problem;
+    const Rows& rows = block.place.part.q;
+    const i64 first = (static_cast<i64>(block.place.batch) * problem.q_heads + at.head) * problem.q_length + rows.first;
+#pragma unroll
+    for (int i = 0; i < block_q / 32; ++i) {
+      const int row = at.tile * block_q + i * 32 + lane;
+      const bool valid = row < rows.length;
+      const i64 from = first + (valid ? row : 0);
+      // The weights are 0 of rows beyond the end, and of those that keep nothing.
+      const float lse = static_cast<const float*>(problem.lse)[from];
+      anchors[i] = valid && lse != -JAX_FLASH_INFINITY ? probability_anchor(lse) : JAX_FLASH_INFINITY;
+      deltas[i] = valid ? static_cast<const float*>(problem.delta)[from] * ds_factor : 0.f;
+    }
+  }
+  static __device__ __forceinline__ void put(float* to, const float (&from)[block_q / 32], int lane) {
+#pragma unroll
+    for (int i = 0; i < block_q / 32; ++i) to[i * 32 + lane] = from[i];
+  }
+};
+
+// Where dQ is summed up: for every 16 rows, for every 8 columns, the accumulators as the lanes hold them, four a lane,
+// so that one instruction of a warp adds 512 contiguous bytes. `row_tile` counts in the batch entry.
+JAX_FLASH_DEVICE float* dq_fragment(const Problem& problem, int batch, int head, int row_tile, int column_tile) {
+  const i64 tile = (static_cast<i64>(batch) * problem.q_heads + head) * dq_tiles(problem) + row_tile;
+  return static_cast<float*>(problem.scratch) + (tile * (head_dim / 8) + column_tile) * 128;
+}
+
+// dQ of 16 rows, from `row` of a tile on, and of columns `column` and on.
+template <int n>
+JAX_FLASH_DEVICE void add_dq(const Block& block, const FragmentC (&dq)[n], const Walk& at, int row, int column,
+                             int lane, bool valid = true) {
+  const Place& place = block.place;
+  row += at.tile * block_q;
+  valid &= row < place.part.q.length;
+  const int row_tile = first_dq_tile(block.problem, place.batch, place.document) + row / 16;
+  float* to = dq_fragment(block.problem, place.batch, at.head, row_tile, column / 8) + lane * 4;
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    add_four(to + i * 128, dq[i], valid && (head_dim == KSlabs::columns || column + i * 8 < head_dim));
+  }
+}
+
+// to = c * factor. Registers that wait for their addition while other products are under way may not be those of a
+// product, or the assembler waits for all products at each addition.
+template <int n>
+JAX_FLASH_DEVICE void scale(FragmentC (&to)[n], const FragmentC (&c)[n], float factor) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) to[i].x[e] = multiplied(c[i].x[e], factor);
+  }
+}
+
+// Results of 16 keys of a warp, from `first_key` on.
+template <int columns, int n>
+JAX_FLASH_DEVICE void store_keys(const Block& block, const Tensor& tensor, const FragmentC (&c)[n], float factor,
+                                 int first_key, int lane) {
+  const Rows& keys = block.place.part.kv;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int key = first_key + lane / 4 + 8 * half;
+    store_row<columns>(c, half, factor, result_of(tensor, block.place.batch, block.place.kv_head, keys.first + key),
+                       key < keys.stored, lane);
+  }
+}
+template <int n>
+JAX_FLASH_DEVICE void store_dk(const Block& block, const FragmentC (&dk)[n], int first_key, int lane) {
+  const Problem& problem = block.problem;
+  const Unscales unscales = unscales_of(problem, block.place.batch, block.place.kv_head);
+  store_keys<head_dim>(block, problem.dk, dk, static_cast<float>(problem.options.scale) * unscales.query / unscales.ds,
+                       first_key, lane);
+}
+template <int n>
+JAX_FLASH_DEVICE void store_dv(const Block& block, const FragmentC (&dv)[n], float dropout_factor, int first_key,
+                               int lane) {
+  const Unscales unscales = unscales_of(block.problem, block.place.batch, block.place.kv_head);
+  store_keys<value_head_dim>(block, block.problem.dv, dv, dropout_factor * unscales.dout * probability_unit, first_key,
+                             lane);
+}
+
+// c += A Y, of 64 keys in A and a tile of rows Y.
+template <typename Y, int n>
+JAX_FLASH_DEVICE void multiply_rows(FragmentC (&c)[n], const Operand64& a, u32 y) {
+  const u64 b = by_columns(y, Y::slab_bytes);
+#pragma unroll
+  for (int kk = 0; kk < block_q / 16; ++kk) wgmma<true>(c, a[kk], moved(b, 2048 * kk), true);
+}
+
+// What is done to the 16 keys of a warp and a tile of rows.
+struct Weights {
+  const Problem& problem;
+  const Part& part;
+  int batch;
+  int first_key;  // of the warp
+  int lane;
+  Keep keep;
+  Scores modified;
+  Plane<Bias> biases;
+  Plane<bool> masks;
+  Dropout dropout;
+  float scale_log2;
+  float dp_factor;  // dS is a multiple of what it stands for
+  float dq_factor;  // what makes dQ of dS K
+  OperandGradients gradients;
+
+  __device__ __forceinline__ Weights(const Block& block, const Unscales& unscales, int first_key, int lane)
+      : problem(block.problem),
+        part(block.place.part),
+        batch(block.place.batch),
+        first_key(first_key),
+        lane(lane),
+        keep{problem, part, block.band},
+        modified(problem, part, block.first_head, score_scale(unscales)),
+        biases(static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, block.first_head),
+        masks(problem.mask, problem.mask_strides, batch, block.first_head),
+        dropout(problem, part, block.first_head),
+        scale_log2(score_scale(unscales) * kLog2e),
+        dp_factor(unscales.dout * unscales.value * unscales.ds * probability_unit),
+        dq_factor(static_cast<float>(problem.options.scale) * unscales.key / unscales.ds) {
+    gradients.unscale = 1.f / unscales.ds;
+    if constexpr (has_dbias || has_dalibi_slopes) gradients.clear();
+  }
+  __device__ __forceinline__ float score_scale(const Unscales& unscales) const {
+    return static_cast<float>(problem.options.scale) * unscales.query * unscales.key;
+  }
+
+  // What depends on the query head.
+  __device__ __forceinline__ void enter(int head) {
+    modified.enter(head);
+    biases = {static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, head};
+    masks = {problem.mask, problem.mask_strides, batch, head};
+    dropout.enter(problem, part, head);
+  }
+
+  // What the tile after `at` wants to know; and, of a warp that derives, the gradients of a query head behind its last
+  // tile.
+  template <bool derives>
+  __device__ __forceinline__ Walk move(const Walk& at, const Block& block) {
+    const Walk next = at.after(block.tiles, block.segments);
+    if (next.head != at.head) {
+      if constexpr (derives && (has_dbias || has_dalibi_slopes)) {
+        gradients.flush(problem, part, at.head, first_key + lane / 4, lane);
+      }
+      if (next.head <= block.last_head) enter(next.head);
+    }
+    return next;
+  }
+
+  // Scores become weights. With softcap, its derivatives are to be multiplied with dS^T.
+  __device__ __forceinline__ void weigh(Scores64& s, FragmentC* derivatives, const Walk& at, const Block& block,
+                                        const float* anchors) const {
+    if (block.bare(at)) {
+      weigh<false>(s, derivatives, at, anchors);
+    } else {
+      weigh<true>(s, derivatives, at, anchors);
+    }
+    if constexpr (with_dropout_rate) drop(s, at);
+  }
+  template <bool masked>
+  __device__ __forceinline__ void weigh(Scores64& s, FragmentC* derivatives, const Walk& at,
+                                        const float* anchors) const {
+#pragma unroll
+    for (int n = 0; n < block_q / 8; ++n) {
+      const int column = 8 * n + lane % 4 * 2;
+      const float2 anchor = *reinterpret_cast<const float2*>(&anchors[column]);
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const int row = at.tile * block_q + column + odd;
+        const Bias* bias = nullptr;
+        const bool* mask = nullptr;
+        if constexpr (has_bias) bias = biases.row(row, part);
+        if constexpr (has_mask) mask = masks.row(row, part);
+#pragma unroll
+        for (int e = odd; e < 4; e += 2) {
+          const int key = first_key + lane / 4 + e / 2 * 8;
+          float& x = s[n].x[e];
+          float logit = x * scale_log2;
+          if constexpr (modifies_scores) {
+            float b = 0.f, unused;
+            if constexpr (has_bias)
+              b = as_float(masked ? biases.at(bias, key, part) : bias[key * biases.column_stride]);
+            logit = modified.logit(x, b, row, key, with_softcap ? derivatives[n].x[e] : unused);
+          }
+          x = exp2_approx(logit - (odd ? anchor.y : anchor.x));
+          bool kept = true;
+          if constexpr (masked) kept = keep(row, key);
+          if constexpr (has_mask) kept &= masked ? masks.at(mask, key, part) : mask[key * masks.column_stride];
+          if constexpr (masked || has_mask) x = kept ? x : 0.f;
+        }
+      }
+    }
+  }
+
+  // Weights that are dropped change their sign.
+  __device__ __forceinline__ void drop(Scores64& s, const Walk& at) const {
+    const int key = first_key;
+#pragma unroll
+    for (int n = 0; n < block_q / 8; n += 2) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const uint4 bits = dropout.bits(at.tile * block_q + 8 * n + lane % 4 * 2 + odd, key + lane / 4);
+        const bool second = key / 16 % 2 != 0;  // of the 32 keys that a call serves
+        const u32 words[2] = {second ? bits.z : bits.x, second ? bits.w : bits.y};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& weight = s[n + i % 2].x[i / 2 * 2 + odd];
+          if (!dropout.keeps(words[i / 2], i % 2)) weight = -weight;
+        }
+      }
+    }
+  }
+
+  // dP^T becomes dS^T, of weights.
+  __device__ __forceinline__ void derive(Scores64& dp, const Scores64& s, const FragmentC* derivatives, const Walk& at,
+                                         const float* deltas) {
+#pragma unroll
+    for (int n = 0; n < block_q / 8; ++n) {
+      const int column = 8 * n + lane % 4 * 2;
+      const float2 delta = *reinterpret_cast<const float2*>(&deltas[column]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float x = has_unscales ? dp[n].x[e] * dp_factor : dp[n].x[e];
+        if constexpr (with_dropout_rate) x = is_dropped(s[n].x[e]) ? 0.f : x * dropout.factor;
+        dp[n].x[e] = weight_of(s[n].x[e]) * (x - (e % 2 ? delta.y : delta.x));
+      }
+      if constexpr (has_dbias || has_dalibi_slopes) {
+        gradients.add(problem, part, modified, at.head, at.tile * block_q + column, first_key + lane / 4, dp[n], lane);
+      }
+      if constexpr (with_softcap) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dp[n].x[e] *= derivatives[n].x[e];
+      }
+    }
+  }
+};
+
+// P^T and dS^T to operands.
+JAX_FLASH_DEVICE void round_to(Operand64& operand, const Scores64& c) {
+#pragma unroll
+  for (int kk = 0; kk < block_q / 16; ++kk) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float* x = &c[2 * kk + j / 2].x[j % 2 * 2];
+      operand[kk][j] = pack(x[0], x[1]);
+    }
+  }
+}
+// Without the weights that are dropped.
+JAX_FLASH_DEVICE void round_kept(Operand64& operand, const Scores64& p) {
+  if constexpr (with_dropout_rate) {
+    FragmentC kept[block_q / 8];
+#pragma unroll
+    for (int n = 0; n < block_q / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) kept[n].x[e] = fmaxf(p[n].x[e], 0.f);
+    }
+    round_to(operand, kept);
+  } else {
+    round_to(operand, p);
+  }
+}
+
+// dq = the sum in scratch. One warp turns 16 rows of one head: a lane puts together eight columns of two
+// rows, which four lanes had held.
+extern "C" __global__ void __launch_bounds__(32 * convert_warps)
+    jax_flash_convert_dq(const __grid_constant__ Problem problem) {
+  const int tiles = dq_tiles(problem);
+  const i64 item = static_cast<i64>(blockIdx.x) * convert_warps + threadIdx.x / 32;
+  if (item >= static_cast<i64>(problem.batch) * problem.q_heads * tiles) return;
+  const int lane = threadIdx.x % 32;
+  const int tile = static_cast<int>(item % tiles);
+  const int head = static_cast<int>(item / tiles % problem.q_heads);
+  const int batch = static_cast<int>(item / tiles / problem.q_heads);
+  int row_tile = tile;
+  const Part part = part_of(problem, batch, document_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
+  const float* from = dq_fragment(problem, batch, head, tile, 0);
+  Result* to = result_of(problem.dq, batch, head, part.q.first);
+  constexpr int column_tiles = head_dim / 8;
+#pragma unroll
+  for (int i = 0; i < ceil_div(column_tiles, 4); ++i) {
+    const int piece = i * 32 + lane;
+    const int column_tile = piece % column_tiles, row = piece / column_tiles;
+    if (column_tiles % 4 != 0 && row >= 8) break;
+    float4 quad[4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      quad[t] = *reinterpret_cast<const float4*>(from + column_tile * 128 + (row * 4 + t) * 4);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = row_tile * 16 + row + 8 * half;
+      if (at >= part.q.stored) continue;
+      Result* here = to + at * problem.dq.row_stride + column_tile * 8;
+      float x[8];
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        x[2 * t] = half ? quad[t].z : quad[t].x;
+        x[2 * t + 1] = half ? quad[t].w : quad[t].y;
+      }
+      if constexpr (has_unscales) {
+        *reinterpret_cast<float4*>(here) = {x[0], x[1], x[2], x[3]};
+        *reinterpret_cast<float4*>(here + 4) = {x[4], x[5], x[6], x[7]};
+      } else {
+        *reinterpret_cast<uint4*>(here) = {pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])};
+      }
+    }
+  }
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,308 @@
+// The backward pass of backward.cuh for head dims above 128, where dK and dV of 64 keys take half of the registers of
+// two warpgroups each. So these two share the products instead of the keys:
+//   the first   S^T = K Q^T,   P^T = exp(scale S^T - lse),    dV += P^T dO
+//   the second  dP^T = V dO^T, dS^T = P^T * (dP^T - delta),   dK += dS^T Q
+// P^T goes from the first to the second through shared memory in float32, a thread to the one that holds the same keys
+// and rows. Of dQ each computes half of the columns.
+#pragma once
+
+#include "cuda/sm90a/backward_rows.cuh"
+
+namespace jax_flash {
+
+static_assert(block_kv == 64 && computing == 2, "64 keys, and a warpgroup for each half of the products");
+
+// Buffers of rows: one where the derivatives of softcap take the room of the others.
+constexpr int buffers = with_softcap ? 1 : stages;
+
+struct SharedStorage {
+  char k[KSlabs::bytes];
+  char v[VSlabs::bytes];
+  char q[buffers][QSlabs::bytes];
+  char dout[buffers][OutSlabs::bytes];
+  char ds[Slabs<block_kv, block_q>::bytes];  // dS^T
+  float4 p[block_q / 8][warpgroup];          // P^T, as its threads hold it
+  float4 derivatives[with_softcap ? block_q / 8 : 1][warpgroup];
+  float anchors[buffers][block_q];
+  float deltas[buffers][block_q];
+  u64 k_full, v_full, q_full[buffers], q_empty[buffers], dout_full[buffers], dout_empty[buffers];
+  u64 p_full[4], p_empty[4];  // of a warp each
+  u64 ds_full, ds_empty;
+};
+
+extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {
+    threads, block_kv, sizeof(SharedStorage), adds_dq ? convert_warps : 0, 0, block_q, block_kv, block_kv, block_q};
+
+// By one warp.
+JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const TensorMaps& maps, int lane) {
+  const Place& place = block.place;
+  const Unscales unscales = unscales_of(block.problem, place.batch, place.kv_head);
+  const float ds_factor = unscales.ds * probability_unit;
+  const int key = place.part.kv.first + place.first_key;
+  Ring<buffers> ring{0, 1};
+  bool first = true;
+  for (Walk at = block.first(); at.head <= block.last_head; at = at.after(block.tiles, block.segments)) {
+    const int stage = ring.stage, row = place.part.q.first + at.tile * block_q;
+    const u32 q_full = shared_address(&shared.q_full[stage]), dout_full = shared_address(&shared.dout_full[stage]);
+    const Statistics statistics(block, at, ds_factor, lane);
+    if (first && lane == 0) {
+      const u32 full = shared_address(&shared.k_full);
+      barrier_expect(full, KSlabs::bytes);
+      KSlabs::copy(shared_address(shared.k), &maps.k, full, key, place.kv_head, place.batch);
+    }
+    barrier_wait(shared_address(&shared.q_empty[stage]), ring.parity);
+    if (lane == 0) {
+      barrier_expect(q_full, QSlabs::bytes);
+      QSlabs::copy(shared_address(shared.q[stage]), &maps.q, q_full, row, at.head, place.batch);
+    }
+    Statistics::put(shared.anchors[stage], statistics.anchors, lane);
+    barrier_arrive(q_full);
+    if (first && lane == 0) {
+      const u32 full = shared_address(&shared.v_full);
+      barrier_expect(full, VSlabs::bytes);
+      VSlabs::copy(shared_address(shared.v), &maps.v, full, key, place.kv_head, place.batch);
+    }
+    barrier_wait(shared_address(&shared.dout_empty[stage]), ring.parity);
+    if (lane == 0) {
+      barrier_expect(dout_full, OutSlabs::bytes);
+      OutSlabs::copy(shared_address(shared.dout[stage]), &maps.dout, dout_full, row, at.head, place.batch);
+    }
+    Statistics::put(shared.deltas[stage], statistics.deltas, lane);
+    barrier_arrive(dout_full);
+    ring.advance();
+    first = false;
+  }
+}
+
+// One of the two warpgroups.
+struct Half {
+  const Block& block;
+  SharedStorage& shared;
+  int group;  // which of the two
+  int warp;   // in the warpgroup
+  int lane;
+  Weights weights;
+
+  __device__ __forceinline__ int thread() const { return warp * 32 + lane; }
+  __device__ __forceinline__ void arrive(const u64& barrier) const {
+    if (lane == 0) barrier_arrive(shared_address(&barrier));
+  }
+
+  // What is beyond the end of keys or rows may be anything, and no weight of 0 would take it away.
+  __device__ __forceinline__ void wait_for_keys() const {
+    barrier_wait(shared_address(&shared.k_full), 0);
+    barrier_wait(shared_address(&shared.v_full), 0);
+    const int valid = block.place.part.kv.length - block.place.first_key;
+    if (valid < block_kv) {
+      if (group == 0) KSlabs::zero_rows(shared_address(shared.k), valid, thread());
+      if (group == 1) VSlabs::zero_rows(shared_address(shared.v), valid, thread());
+      stores_ready();
+      named_sync(all_computing, computing_threads);
+    }
+  }
+  template <typename T>
+  __device__ __forceinline__ void wait_for_rows(const u64& full, const char* tile, const Walk& at, u32 parity) const {
+    barrier_wait(shared_address(&full), parity);
+    const int valid = block.place.part.q.length - at.tile * block_q;
+    if (valid < block_q) {
+      // Each warpgroup for itself: none waits for the other here.
+      T::zero_rows(shared_address(tile), valid, thread());
+      stores_ready();
+      named_sync(one_computing + group, warpgroup);
+    }
+  }
+
+  // c = X Y^T.
+  template <typename X, typename Y>
+  __device__ __forceinline__ void score_product(Scores64& c, const char* x, const char* y) const {
+    const u64 a = by_rows(shared_address(x)), b = by_rows(shared_address(y));
+    wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < X::steps; ++kk) {
+      wgmma<false, false>(c, moved(a, X::step_offset(kk)), moved(b, Y::step_offset(kk)), kk > 0);
+    }
+    wgmma_commit();
+  }
+
+  // This warpgroup's share of dQ: its slabs, and columns from which on.
+  static constexpr int first_slabs = (KSlabs::slabs + 1) / 2;
+  template <int slabs>
+  using DqShare = FragmentC[at_least(1, slabs* kBoxColumns / 8)];
+  template <int first_slab, int slabs>
+  __device__ __forceinline__ void add(const DqShare<slabs>& dq, const Walk& at, bool valid) const {
+    if constexpr (adds_dq && slabs > 0) {
+      add_dq(block, dq, at, warp * 16, first_slab * kBoxColumns, lane, valid);
+    }
+  }
+  // Computes it, and ends what has been started before, whose tile `empty` then says is free.
+  template <int first_slab, int slabs>
+  __device__ __forceinline__ void finish(DqShare<slabs>& dq, float factor, const u64& empty, u32 parity) const {
+    if constexpr (adds_dq && slabs > 0) {
+      DqShare<slabs> fresh;
+      const u64 a = by_columns(shared_address(shared.ds), 0);
+      const u64 b = by_columns(shared_address(shared.k) + first_slab * KSlabs::slab_bytes, KSlabs::slab_bytes);
+      barrier_wait(shared_address(&shared.ds_full), parity);
+      wgmma_fence();
+#pragma unroll
+      for (int kk = 0; kk < block_kv / 16; ++kk) {
+        wgmma<true, true>(fresh, moved(a, 2048 * kk), moved(b, 2048 * kk), kk > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<1>();
+      arrive(empty);
+      wgmma_wait<0>();
+      hold(fresh);
+      arrive(shared.ds_empty);
+      scale(dq, fresh, factor);
+    } else {
+      wgmma_wait<0>();
+      arrive(empty);
+    }
+  }
+
+  __device__ __forceinline__ void run_values(FragmentC (&dv)[VSlabs::columns / 8]) {
+    wait_for_keys();
+    Ring<buffers> ring{0, 0};
+    u32 parity = 0;
+    DqShare<first_slabs> dq = {};
+    Walk at = block.first(), before = at;
+    for (bool later = false; at.head <= block.last_head; parity ^= 1, ring.advance(), later = true) {
+      const int stage = ring.stage;
+      Scores64 s;  // S^T, and then P^T
+      FragmentC derivatives[with_softcap ? block_q / 8 : 1];
+      Operand64 operand;
+      wait_for_rows<QSlabs>(shared.q_full[stage], shared.q[stage], at, ring.parity);
+      score_product<KSlabs, QSlabs>(s, shared.k, shared.q[stage]);
+      add<0, first_slabs>(dq, before, later);
+      wgmma_wait<0>();
+      hold(s);
+      weights.weigh(s, derivatives, at, block, shared.anchors[stage]);
+      arrive(shared.q_empty[stage]);
+      barrier_wait(shared_address(&shared.p_empty[warp]), parity ^ 1);
+#pragma unroll
+      for (int n = 0; n < block_q / 8; ++n) {
+        shared.p[n][thread()] = float4{s[n].x[0], s[n].x[1], s[n].x[2], s[n].x[3]};
+        if constexpr (with_softcap) {
+          const FragmentC& d = derivatives[n];
+          shared.derivatives[n][thread()] = float4{d.x[0], d.x[1], d.x[2], d.x[3]};
+        }
+      }
+      __syncwarp();
+      arrive(shared.p_full[warp]);
+      round_kept(operand, s);
+      wait_for_rows<OutSlabs>(shared.dout_full[stage], shared.dout[stage], at, ring.parity);
+      wgmma_fence();
+      multiply_rows<OutSlabs>(dv, operand, shared_address(shared.dout[stage]));
+      wgmma_commit();
+      finish<0, first_slabs>(dq, weights.dq_factor, shared.dout_empty[stage], parity);
+      before = at;
+      at = weights.move<false>(at, block);
+    }
+    add<0, first_slabs>(dq, before, true);
+    hold(dv);
+  }
+
+  __device__ __forceinline__ void run_keys(FragmentC (&dk)[KSlabs::columns / 8]) {
+    wait_for_keys();
+    Ring<buffers> ring{0, 0};
+    u32 parity = 0;
+    constexpr int share = KSlabs::slabs - first_slabs;
+    DqShare<share> dq = {};
+    Walk at = block.first(), before = at;
+    for (bool later = false; at.head <= block.last_head; parity ^= 1, ring.advance(), later = true) {
+      const int stage = ring.stage;
+      Scores64 p, dp;  // dP^T, and then dS^T
+      FragmentC derivatives[with_softcap ? block_q / 8 : 1];
+      Operand64 operand;
+      wait_for_rows<OutSlabs>(shared.dout_full[stage], shared.dout[stage], at, ring.parity);
+      score_product<VSlabs, OutSlabs>(dp, shared.v, shared.dout[stage]);
+      add<first_slabs, share>(dq, before, later);
+      wgmma_wait<0>();
+      hold(dp);
+      barrier_wait(shared_address(&shared.p_full[warp]), parity);
+#pragma unroll
+      for (int n = 0; n < block_q / 8; ++n) {
+        const float4 x = shared.p[n][thread()];
+        p[n] = {x.x, x.y, x.z, x.w};
+        if constexpr (with_softcap) {
+          const float4 d = shared.derivatives[n][thread()];
+          derivatives[n] = {d.x, d.y, d.z, d.w};
+        }
+      }
+      __syncwarp();
+      arrive(shared.p_empty[warp]);
+      weights.derive(dp, p, derivatives, at, shared.deltas[stage]);
+      arrive(shared.dout_empty[stage]);
+      round_to(operand, dp);
+      if constexpr (adds_dq) {
+        barrier_wait(shared_address(&shared.ds_empty), parity ^ 1);
+        Slabs<block_kv, block_q>::put(shared_address(shared.ds), warp * 16, operand, lane);
+        stores_ready();
+        __syncwarp();
+        arrive(shared.ds_full);
+      }
+      wait_for_rows<QSlabs>(shared.q_full[stage], shared.q[stage], at, ring.parity);
+      wgmma_fence();
+      multiply_rows<QSlabs>(dk, operand, shared_address(shared.q[stage]));
+      wgmma_commit();
+      finish<first_slabs, share>(dq, weights.dq_factor, shared.q_empty[stage], parity);
+      before = at;
+      at = weights.move<true>(at, block);
+    }
+    add<first_slabs, share>(dq, before, true);
+    hold(dk);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(threads, min_blocks)
+    jax_flash_backward(const __grid_constant__ Problem problem, const __grid_constant__ TensorMaps maps) {
+  extern __shared__ __align__(1024) char memory[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
+  const Block block(problem);
+  if (packed && block.place.first_key >= block.place.part.kv.stored) return;
+  const int lane = threadIdx.x % 32;
+  const int warp = uniform_warp();
+  if (threadIdx.x == 0) {
+    barrier_init(shared_address(&shared.k_full), 1);
+    barrier_init(shared_address(&shared.v_full), 1);
+    for (int i = 0; i < buffers; ++i) {
+      barrier_init(shared_address(&shared.q_full[i]), 1 + 32);
+      barrier_init(shared_address(&shared.q_empty[i]), 4 * computing);
+      barrier_init(shared_address(&shared.dout_full[i]), 1 + 32);
+      barrier_init(shared_address(&shared.dout_empty[i]), 4 * computing);
+    }
+    for (int i = 0; i < 4; ++i) {
+      barrier_init(shared_address(&shared.p_full[i]), 1);
+      barrier_init(shared_address(&shared.p_empty[i]), 1);
+    }
+    barrier_init(shared_address(&shared.ds_full), 4);
+    barrier_init(shared_address(&shared.ds_empty), KSlabs::slabs > 1 ? 4 * computing : 4);
+    barriers_ready();
+  }
+  __syncthreads();
+
+  const int first_key = block.place.first_key + warp % 4 * 16;
+  if (warp < 4) {
+    give_registers<loading_registers>();
+    if (warp == 0 && !block.idle()) bring(block, shared, maps, lane);
+  } else {
+    take_registers<computing_registers>();
+    const Unscales unscales = unscales_of(problem, block.place.batch, block.place.kv_head);
+    Half half{block, shared, warp / 4 - 1, warp % 4, lane, {block, unscales, first_key, lane}};
+    if (half.group == 0) {
+      FragmentC dv[VSlabs::columns / 8];
+#pragma unroll
+      for (FragmentC& c : dv) c = {};
+      if (!block.idle()) half.run_values(dv);
+      store_dv(block, dv, half.weights.dropout.factor, first_key, lane);
+    } else {
+      FragmentC dk[KSlabs::columns / 8];
+#pragma unroll
+      for (FragmentC& c : dk) c = {};
+      if (!block.idle()) half.run_keys(dk);
+      store_dk(block, dk, first_key, lane);
+    }
+  }
+}
+
+}  // namespace jax_flash
