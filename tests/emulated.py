@@ -23,7 +23,7 @@ import oracle
 ROOT = pathlib.Path(__file__).parent.parent
 HOST = ROOT / "tests" / "emulator"
 COMPILER = shutil.which("g++")
-KERNEL = ["-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-fno-exceptions", "-fsanitize=thread", "-fvisibility=default"]
+KERNEL = ["-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-fno-exceptions", "-fsanitize=thread"]
 """-fsanitize=thread for its calls before every plain access, which emulator.cc answers; warnings would be of #pragma
 unroll and of results that inline PTX no longer sets."""
 
@@ -32,7 +32,7 @@ def build(folder: pathlib.Path, sources: pathlib.Path = ROOT / "csrc") -> ctypes
     """The emulator, with the runtime's own launch.cc and jit.cc, whose way to the device it takes the place of."""
     includes = ["-I", HOST, "-I", sources]  # in this order: the host's files take the place of the device's
     parts = {
-        HOST / "emulator.cc": ["-O3"],
+        HOST / "emulator.cc": ["-O3", "-U_FORTIFY_SOURCE"],  # which forbids jumps to other stacks
         HOST / "runtime.cc": ["-O0"],
         sources / "cuda/launch.cc": ["-O0"],
         sources / "cuda/jit.cc": ["-O0", "-Dkernels_of=device_kernels_of"],
@@ -55,6 +55,7 @@ def build(folder: pathlib.Path, sources: pathlib.Path = ROOT / "csrc") -> ctypes
     emulator = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     emulator.call_new.restype = ctypes.c_void_p
     emulator.call_run.restype = emulator.call_prepare.restype = ctypes.c_char_p
+    emulator.emulator_waits.restype = ctypes.c_char_p
     emulator.call_scratch.restype = ctypes.c_longlong
     emulator.emulator_configure(str(script).encode(), str(folder).encode(), 2)
     return emulator
@@ -177,7 +178,9 @@ class Problem:
         if "unscales" in options:
             assert self.dtype == np.float16
             factors = 2.0 ** random.integers(-3, 4, (batch, kv_heads, 4))
-            self.arrays["unscales"] = np.concatenate([factors, np.full_like(factors[..., :1], 64)], -1, dtype=np.float32)
+            self.arrays["unscales"] = np.concatenate(
+                [factors, np.full_like(factors[..., :1], 64)], -1, dtype=np.float32
+            )
             true_k, true_v = (x * factors[:, None, :, i, None] for i, x in ((1, true_k), (2, true_v)))
             by_query = np.repeat(factors, q_heads // kv_heads, axis=1)
             true_q, true_dout = (x * by_query[:, None, :, i, None] for i, x in ((0, true_q), (3, true_dout)))
@@ -310,6 +313,27 @@ def where_wrong(got: np.ndarray, want: np.ndarray, limit: float) -> str:
     return text
 
 
+def omissions(call: Call, seeds: int) -> dict[str, str]:
+    """What goes wrong, in the first of so many orders in which something does, without each of the waits there are."""
+    emulator, problem = call.emulator, call.problem
+    emulator.emulator_forget()
+    for seed in range(4):
+        assert not any(problem.wrong(name, got)[1] for name, got in call.run(seed).items())
+    waits = emulator.emulator_waits().decode().splitlines()
+    found = dict.fromkeys(waits, "")
+    for wait in found:
+        emulator.emulator_omit(wait.encode())
+        for seed in range(seeds):
+            try:
+                found[wait] = " ".join(problem.wrong(name, got)[1] for name, got in call.run(seed).items()).strip()
+            except AssertionError as error:
+                found[wait] = str(error).splitlines()[0]
+            if found[wait]:
+                break
+        emulator.emulator_omit(b"")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("passes", choices=["forward", "backward", "both"])
@@ -321,6 +345,7 @@ def main() -> None:
     parser.add_argument("--value_head_dim", type=int)
     parser.add_argument("-o", "--options", default="", help=f"some of {','.join(OPTIONS)}")
     parser.add_argument("--seeds", type=int, default=4, help="how many orders to run in; see emulator.cc")
+    parser.add_argument("--omit", action="store_true", help="leave each wait off in turn: some order must go wrong")
     parser.add_argument("--first_seed", type=int, default=0)
     parser.add_argument("--sources", type=pathlib.Path, default=ROOT / "csrc", help="the folder csrc to take")
     parser.add_argument("--keep", type=pathlib.Path, help="folder for sources and objects")
@@ -334,6 +359,10 @@ def main() -> None:
     for kernel_pass in ["forward", "backward"] if a.passes == "both" else [a.passes]:
         call = Call(emulator, problem, kernel_pass)
         call.prepare()
+        if a.omit:
+            for wait, found in omissions(call, a.seeds).items():
+                print(f"{'' if found else 'NOT NOTICED: '}without {wait}: {found}", flush=True)
+            continue
         for seed in range(a.first_seed, a.first_seed + a.seeds):
             began = time.perf_counter()
             try:

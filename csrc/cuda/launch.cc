@@ -60,8 +60,8 @@ std::string served_family(int arch) {
 }
 
 // The family whose kernel serves a pass: that of the GPU, or where it has none, sm80 in place of sm90a.
-std::string pass_family(const std::string& family, int arch, int parts, Pass pass, int head_dim) {
-  return family == "sm90a" && !find_tile_row(family, parts, pass, head_dim, arch) ? "sm80" : family;
+std::string pass_family(const std::string& family, int arch, int parts, Pass pass, int head_dim, bool plain = false) {
+  return family == "sm90a" && !find_tile_row(family, parts, pass, head_dim, arch, plain) ? "sm80" : family;
 }
 
 // Whether dQ has a pass of its own. Volta's kernels have no other way, nor have those for arrays in two parts.
@@ -73,7 +73,7 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
                    const Options& options) {
   const int parts = options.highest_precision ? 2 : 1;
   const int largest = std::max(head_dim, value_head_dim);
-  const std::string family = pass_family(device_family, arch, parts, pass, largest);
+  const std::string family = pass_family(device_family, arch, parts, pass, largest, is_plain(options));
   if (dtype == DType::f32 || dtype == DType::f64) {
     throw std::invalid_argument("kernels are for float16 and bfloat16; float32 comes as float16 with unscales");
   }

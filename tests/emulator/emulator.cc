@@ -5,9 +5,10 @@
 // ever is found, and said.
 //
 // Shared memory is kept twice: as threads see it, and as products and the copy engine do. The latter see a thread's
-// stores after its fence (fence.proxy.async).
+// stores after its fence (fence.proxy.async) or, with half of the seeds, before.
 #include "emulator.h"
 
+#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -45,7 +46,9 @@ struct Accumulators {
 };
 
 struct Thread {
-  ucontext_t context;
+  ucontext_t beginning;
+  jmp_buf rest;  // behind the beginning: unlike swapcontext a jump asks nothing of the operating system
+  bool begun = false;
   unsigned index;
   bool done = false;
   std::function<bool()> ready;  // what it waits for; empty when it can go on
@@ -113,11 +116,12 @@ struct Block {
   std::array<NamedBarrier, 16> named;
   std::deque<std::function<void()>> copies;
   std::deque<std::pair<Thread*, std::vector<std::function<void()>>>> bulk_groups;
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   Thread* running = nullptr;
   unsigned shared_bytes = 0;
   std::mt19937 random;
   When copies_when = When::late, products_when = When::late;
+  bool stores_at_once = false;  // whether products and the copy engine see stores before their fence
   std::string error;
 };
 Block block_;
@@ -129,6 +133,11 @@ std::string place(const Site& site) {
   return std::string(site.function ? site.function : "?") + " (" + file + ":" + std::to_string(site.line) + ")";
 }
 
+// From a thread back to what chooses the next.
+void leave() {
+  if (_setjmp(block_.running->rest) == 0) _longjmp(block_.scheduler, 1);
+}
+
 [[noreturn]] void stop(const std::string& what) {
   if (block_.error.empty()) {
     block_.error = what;
@@ -137,13 +146,22 @@ std::string place(const Site& site) {
                      ", lane " + std::to_string(block_.running->index % 32) + ": " + what;
     }
   }
-  if (block_.running) swapcontext(&block_.running->context, &block_.scheduler);
+  if (block_.running) leave();
   std::abort();  // never resumed
 }
 
 Thread& self() { return *block_.running; }
 Warp& warp_of(const Thread& thread) { return block_.warps[thread.index / 32]; }
 Warpgroup& warpgroup_of(const Thread& thread) { return block_.warpgroups[thread.index / 128]; }
+
+// What makes threads wait for each other, as `place`s, and the one of them that is left off.
+std::map<std::string, bool> waits_;
+std::string omitted_;
+bool omitted(const char* what, const Site& site) {
+  const std::string text = what + (" in " + place(site));
+  waits_[text] = true;
+  return text == omitted_;
+}
 
 // Lets others run until `ready`.
 void wait(std::string what, const Site& site, std::function<bool()> ready) {
@@ -152,7 +170,7 @@ void wait(std::string what, const Site& site, std::function<bool()> ready) {
   me.ready = std::move(ready);
   me.waits_for = std::move(what);
   me.site = site;
-  swapcontext(&me.context, &block_.scheduler);
+  leave();
 }
 
 bool chance(double p) { return std::uniform_real_distribution<double>()(block_.random) < p; }
@@ -162,12 +180,15 @@ size_t below(size_t n) { return std::uniform_int_distribution<size_t>(0, n - 1)(
 
 float bf16_to_float(uint16_t x) { return __builtin_bit_cast(float, static_cast<uint32_t>(x) << 16); }
 
-uint16_t element(unsigned address, const Site& site) {
+// Eight neighbours.
+std::array<float, 8> elements(unsigned address, bool bf16, const Site& site) {
   address ^= (address >> 7 & 7) << 4;  // the 128-byte swizzle
-  if (address + 2 > block_.shared_bytes) stop("a product reads at " + std::to_string(address) + ", " + place(site));
-  uint16_t x;
-  std::memcpy(&x, engine_memory + address, 2);
-  return x;
+  if (address + 16 > block_.shared_bytes) stop("a product reads at " + std::to_string(address) + ", " + place(site));
+  std::array<uint16_t, 8> from;
+  std::memcpy(&from, engine_memory + address, 16);
+  std::array<float, 8> to;
+  for (unsigned i = 0; i < 8; ++i) to[i] = bf16 ? bf16_to_float(from[i]) : half_to_float(from[i]);
+  return to;
 }
 
 // Operand [16][n] in floats, k the slower index.
@@ -179,19 +200,35 @@ void read_operand(std::vector<float>& to, unsigned long long descriptor, unsigne
   if (descriptor >> 49 & 7) stop("a product's operand with a base offset, " + place(site));
   if (start >> 7 & 7) stop("a product's operand that begins within a pattern of the swizzle, " + place(site));
   to.resize(16 * n);
-  for (unsigned k = 0; k < 16; ++k) {
-    for (unsigned i = 0; i < n; ++i) {
-      const unsigned offset = by_columns ? i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * 2
-                                         : i / 8 * stride + i % 8 * 128 + k * 2;
-      const uint16_t x = element(start + offset, site);
-      to[k * n + i] = bf16 ? bf16_to_float(x) : half_to_float(x);
+  if (by_columns) {
+    for (unsigned k = 0; k < 16; ++k) {
+      for (unsigned i = 0; i < n; i += 8) {
+        const unsigned offset = i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * 2;
+        const std::array<float, 8> x = elements(start + offset, bf16, site);
+        std::copy(x.begin(), x.end(), &to[k * n + i]);
+      }
     }
+  } else {
+    for (unsigned i = 0; i < n; ++i) {
+      for (unsigned k = 0; k < 16; k += 8) {
+        const std::array<float, 8> x = elements(start + i / 8 * stride + i % 8 * 128 + k * 2, bf16, site);
+        for (unsigned j = 0; j < 8; ++j) to[(k + j) * n + i] = x[j];
+      }
+    }
+  }
+}
+
+void show_stores() {
+  if (!block_.stores_at_once) return;
+  for (const auto& thread : block_.threads) {
+    for (auto [address, bytes] : thread->unfenced) std::memcpy(engine_memory + address, memory + address, bytes);
   }
 }
 
 // The 16 rows of one warp.
 void run_product(WarpgroupProduct& all, int warpgroup, unsigned warp) {
   const unsigned first_thread = 32 * warp;
+  show_stores();
   const Product& p = all.shape;
   std::vector<float> a(64 * 16), b;
   read_operand(b, p.b, p.columns, p.b_by_columns, p.bf16, all.site);
@@ -291,7 +328,11 @@ void finish(const Choice& choice) {
 void run_thread(Thread& thread) {
   thread.ready = nullptr;
   block_.running = &thread;
-  swapcontext(&block_.scheduler, &thread.context);
+  if (_setjmp(block_.scheduler) == 0) {
+    if (thread.begun) _longjmp(thread.rest, 1);
+    thread.begun = true;
+    setcontext(&thread.beginning);
+  }
   block_.running = nullptr;
 }
 
@@ -303,7 +344,7 @@ void thread_main() {
     stop("ends with bulk additions under way");
   }
   me.done = true;
-  swapcontext(&me.context, &block_.scheduler);
+  leave();
 }
 
 bool runnable(const Thread& thread) { return !thread.done && (!thread.ready || thread.ready()); }
@@ -370,6 +411,7 @@ std::string run_block(unsigned index, unsigned blocks, unsigned threads, unsigne
       {When::late, When::late}, {When::early, When::late}, {When::late, When::early}, {When::any, When::any}};
   block_.copies_when = kWhen[seed % 4][0];
   block_.products_when = kWhen[seed % 4][1];
+  block_.stores_at_once = seed / 4 % 2 == 1;
   std::memset(memory, 0xff, sizeof(memory));  // NaN
   std::memset(engine_memory, 0xff, sizeof(engine_memory));
   body_ = &body;
@@ -377,11 +419,11 @@ std::string run_block(unsigned index, unsigned blocks, unsigned threads, unsigne
     block_.threads.push_back(std::make_unique<Thread>());
     Thread& thread = *block_.threads.back();
     thread.index = i;
-    getcontext(&thread.context);
-    thread.context.uc_stack.ss_sp = stack_of(i);
-    thread.context.uc_stack.ss_size = kStackBytes;
-    thread.context.uc_link = nullptr;
-    makecontext(&thread.context, thread_main, 0);
+    getcontext(&thread.beginning);
+    thread.beginning.uc_stack.ss_sp = stack_of(i);
+    thread.beginning.uc_stack.ss_size = kStackBytes;
+    thread.beginning.uc_link = nullptr;
+    makecontext(&thread.beginning, thread_main, 0);
   }
 
   // Always the first warp that can go on, of an order that changes now and then: so one warp runs far ahead of others.
@@ -420,6 +462,14 @@ std::string run_block(unsigned index, unsigned blocks, unsigned threads, unsigne
   return block_.error;
 }
 
+std::string waits() {
+  std::string text;
+  for (const auto& [wait, _] : waits_) text += wait + "\n";
+  return text;
+}
+void forget() { waits_.clear(); }
+void omit(const std::string& wait) { omitted_ = wait; }
+
 unsigned thread() { return self().index; }
 unsigned block() { return block_.index; }
 unsigned blocks() { return block_.count; }
@@ -448,6 +498,7 @@ const char* exchange(const void* mine, unsigned size, const Site& site) {
 void named_barrier(unsigned barrier, unsigned count, bool waits, const Site& site) {
   if (barrier >= 16 || count % 32 || count > threads())
     stop("barrier " + std::to_string(barrier) + " of " + std::to_string(count) + " threads, " + place(site));
+  if (omitted(waits ? "numbered barrier" : "arrival at a numbered barrier", site)) return;
   NamedBarrier& named = block_.named[barrier];
   if (named.arrived == 0) named.count = count;
   if (named.count != count) stop("barrier " + std::to_string(barrier) + " has another count, " + place(site));
@@ -468,7 +519,8 @@ char* shared(unsigned address, unsigned width, const Site& site) {
   return memory + address;
 }
 void written(unsigned address, unsigned bytes) { self().unfenced.push_back({address, bytes}); }
-void proxy_fence() {
+void proxy_fence(const Site& site) {
+  if (omitted("fence of stores", site)) return;
   for (auto [address, bytes] : self().unfenced) std::memcpy(engine_memory + address, memory + address, bytes);
   self().unfenced.clear();
 }
@@ -487,6 +539,7 @@ void barrier_init(unsigned barrier, unsigned arrivals, const Site& site) {
   block_.barriers[barrier] = {arrivals, arrivals, 0, 0};
 }
 void barrier_arrive(unsigned barrier, const Site& site) {
+  if (omitted("arrival", site)) return;
   Barrier& b = known_barrier(barrier, site);
   if (b.missing == 0) stop("more arrivals than the barrier counts, " + place(site));
   --b.missing;
@@ -500,6 +553,7 @@ void barrier_expect(unsigned barrier, unsigned bytes, const Site& site) {
   b.settle();
 }
 void barrier_wait(unsigned barrier, unsigned parity, const Site& site) {
+  if (omitted("wait", site)) return;
   const Barrier& b = known_barrier(barrier, site);
   if (parity > 1) stop("a parity of " + std::to_string(parity) + ", " + place(site));
   wait("barrier at " + std::to_string(barrier) + ", parity " + std::to_string(parity), site,
@@ -517,20 +571,21 @@ void copy_box(unsigned to, const void* map, unsigned barrier, int column, int ro
   known_barrier(barrier, site);
   block_.copies.push_back([=] {
     for (unsigned i = 0; i < rows; ++i) {
-      for (unsigned c = 0; c < 64; ++c) {
-        const int64_t at[4] = {column + static_cast<int64_t>(c), row + static_cast<int64_t>(i), head, batch};
-        bool inside = true;
-        int64_t offset = 2 * at[0];
-        for (int d = 0; d < 4; ++d) {
-          inside = inside && at[d] >= 0 && at[d] < static_cast<int64_t>(m.sizes[d]);
-          if (d) offset += at[d] * static_cast<int64_t>(m.strides[d - 1]);
-        }
-        uint16_t x = 0;
-        if (inside) std::memcpy(&x, static_cast<const char*>(m.data) + offset, 2);
-        unsigned address = to + i * 128 + c * 2;
+      const int64_t at[4] = {column, row + static_cast<int64_t>(i), head, batch};
+      bool inside = at[0] >= 0;
+      const char* from = static_cast<const char*>(m.data) + 2 * at[0];
+      for (int d = 1; d < 4; ++d) {
+        inside = inside && at[d] >= 0 && at[d] < static_cast<int64_t>(m.sizes[d]);
+        from += at[d] * static_cast<int64_t>(m.strides[d - 1]);
+      }
+      const int64_t there = inside ? std::clamp<int64_t>(static_cast<int64_t>(m.sizes[0]) - at[0], 0, 64) : 0;
+      char line[128] = {};  // zeros where the array is not
+      std::memcpy(line, from, 2 * there);
+      for (unsigned chunk = 0; chunk < 8; ++chunk) {
+        unsigned address = to + i * 128 + chunk * 16;
         address ^= (address >> 7 & 7) << 4;
-        std::memcpy(memory + address, &x, 2);
-        std::memcpy(engine_memory + address, &x, 2);
+        std::memcpy(memory + address, line + 16 * chunk, 16);
+        std::memcpy(engine_memory + address, line + 16 * chunk, 16);
       }
     }
     Barrier& b = block_.barriers.at(barrier);
@@ -544,6 +599,7 @@ void add_bulk(float* to, unsigned from, unsigned bytes, const Site& site) {
     stop("a bulk addition of " + std::to_string(bytes) + " bytes at " + std::to_string(from) + ", " + place(site));
   }
   self().open_bulks.push_back([=] {
+    show_stores();
     for (unsigned i = 0; i < bytes / 4; ++i) {
       float x;
       std::memcpy(&x, engine_memory + from + 4 * i, 4);
@@ -558,6 +614,7 @@ void bulk_commit() {
   me.open_bulks.clear();
 }
 void bulk_wait(unsigned pending, const Site& site) {
+  if (omitted("wait for bulk additions", site)) return;
   Thread& me = self();
   wait("its bulk additions", site, [&me, pending] { return me.bulk_groups_done + pending >= me.bulks_committed; });
 }
@@ -589,9 +646,12 @@ void product(const Product& product, const Site& site) {
   me.site = site;
   ++all.issued[me.index % 128 / 32];
 }
-void products_fence() { self().products_fenced = true; }
+void products_fence(const Site& site) {
+  if (!omitted("fence of products", site)) self().products_fenced = true;
+}
 void products_commit() { self().groups.push_back(self().products); }
 void products_wait(unsigned pending, const Site& site) {
+  if (omitted("wait for products", site)) return;
   Thread& me = self();
   const Warpgroup& group = warpgroup_of(me);
   while (me.groups.size() > pending) {

@@ -29,7 +29,7 @@ void named_barrier(unsigned barrier, unsigned count, bool waits, const Site& sit
 // written there, which products and the copy engine see after a fence.
 char* shared(unsigned address, unsigned width, const Site& site);
 void written(unsigned address, unsigned bytes);
-void proxy_fence();
+void proxy_fence(const Site& site);
 
 void barrier_init(unsigned barrier, unsigned arrivals, const Site& site);
 void barrier_arrive(unsigned barrier, const Site& site);
@@ -53,7 +53,7 @@ struct Product {
   float* accumulators;  // columns / 2 of them
 };
 void product(const Product& product, const Site& site);
-void products_fence();
+void products_fence(const Site& site);
 void products_commit();
 void products_wait(unsigned pending, const Site& site);
 

@@ -156,6 +156,14 @@ EMULATOR_CALL void emulator_configure(const char* command, const char* to, int m
   the_multiprocessors = multiprocessors;
 }
 
+EMULATOR_CALL void emulator_forget() { emulator::forget(); }
+EMULATOR_CALL const char* emulator_waits() {
+  static std::string text;
+  text = emulator::waits();
+  return text.c_str();
+}
+EMULATOR_CALL void emulator_omit(const char* wait) { emulator::omit(wait); }
+
 EMULATOR_CALL Call* call_new(int bf16) {
   Call* call = new Call;
   call->dtype = bf16 ? DType::bf16 : DType::f16;
@@ -237,6 +245,6 @@ EMULATOR_CALL const char* call_prepare(Call* call, int backward) {
 }
 EMULATOR_CALL const char* call_run(Call* call, int backward, unsigned seed) {
   the_seed = seed;
-  return guarded(
-      call, [&] { launch(0, nullptr, backward ? Pass::backward : Pass::forward, call->dtype, call->problem); });
+  return guarded(call,
+                 [&] { launch(0, nullptr, backward ? Pass::backward : Pass::forward, call->dtype, call->problem); });
 }

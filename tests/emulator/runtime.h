@@ -21,4 +21,10 @@ static_assert(sizeof(Map) <= 128);
 std::string run_block(unsigned index, unsigned blocks, unsigned threads, unsigned shared_bytes, unsigned seed,
                       const std::function<void()>& body);
 
+// The places, a line each, where threads have waited for each other or told each other to go on; and leaves one of them
+// off, or none.
+std::string waits();
+void forget();
+void omit(const std::string& wait);
+
 }  // namespace emulator

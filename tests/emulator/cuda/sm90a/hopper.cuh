@@ -33,7 +33,7 @@ void take_registers(EMULATOR_SITE) {
   emulator::registers(registers, true, site);
 }
 
-inline void stores_ready() { emulator::proxy_fence(); }
+inline void stores_ready(EMULATOR_SITE) { emulator::proxy_fence(site); }
 
 inline void prefetch_map(const TensorMap*) {}
 inline void copy_box(u32 to, const TensorMap* map, u32 barrier, int column, int row, int head, int batch,
@@ -78,7 +78,7 @@ inline void store_transposed(u32 address, const u32 (&x)[4], EMULATOR_SITE) {
   store_matrices_of(address, x, true, site);
 }
 
-inline void wgmma_fence() { emulator::products_fence(); }
+inline void wgmma_fence(EMULATOR_SITE) { emulator::products_fence(site); }
 inline void wgmma_commit() { emulator::products_commit(); }
 template <int pending>
 void wgmma_wait(EMULATOR_SITE) {

@@ -1,0 +1,90 @@
+"""Kernels of Hopper, run without one (emulated.py): right values, in whatever order threads run and the hardware does
+what it does behind their backs, and no wait that could be left off. Needs no GPU, but a C++ compiler.
+"""
+
+import concurrent.futures
+import ctypes
+import os
+import sys
+
+import emulated
+import pytest
+
+pytestmark = pytest.mark.skipif(emulated.COMPILER is None or sys.platform != "linux", reason="needs g++ on Linux")
+
+ORDERS = 8
+"""Copies and products as late as waiting for them allows, early copies, early products, and a mix; then these once more
+with stores that products see before their fence."""
+
+GROUPS = {"q_heads": 4, "kv_heads": 2}
+ODD = {"q_length": 197, "kv_length": 333}
+CASES = {
+    "full-64": ODD,
+    "causal-64": {"q_length": 333, "kv_length": 197, "options": ["causal"], **GROUPS},
+    "lengths-64": {"batch": 2, "dtype": "float16", "options": ["causal", "lengths"], **ODD},
+    "documents-64": {"options": ["documents", "alibi"], **ODD},
+    "full-128": {"head_dim": 128, "dtype": "float16", **ODD},
+    "lengths-128": {"head_dim": 128, "batch": 2, "options": ["lengths", "causal"], **ODD},
+    "unscales-128": {"head_dim": 128, "dtype": "float16", "options": ["unscales", "window"], **ODD},
+    "narrow": {"head_dim": 40, "value_head_dim": 80, "options": ["q_offset", "causal"], **ODD},
+    "one-row-128": {"head_dim": 128, "q_length": 1, "kv_length": 700},
+    "causal-256": {"head_dim": 256, "options": ["causal"], **ODD},
+    "mask-bias-sinks": {"options": ["mask", "bias", "sinks"], **ODD},
+    "softcap-dropout-window": {"options": ["softcap", "dropout", "window"], **ODD, **GROUPS},
+    "segments-alibi": {"options": ["segments", "alibi", "q_offset", "causal"], **ODD},
+}
+
+CALLS = [(name, kernel_pass) for name in CASES for kernel_pass in ("forward", "backward")]
+
+SERVED_BY_SM80: set[tuple[str, str]] = set()
+
+UNNOTICED = {
+    "numbered barrier in start_scores": "the turns of the warpgroups are for speed alone",
+    "fence of products in start_dp": "that of the scores comes before",
+    "fence of products in start_dq": "that of dV and dK comes before",
+    "fence of stores in wait_for_keys": "K and V are in registers at head_dim 64, and before dQ there is another fence",
+    "wait in put_ds": "a warpgroup waits for dS of a tile from all others, who by then have read that of two before",
+    "wait in skip": "the turns keep the warpgroups together",
+}
+"""What a kernel can do without as it stands, or so much that no order goes wrong, and why."""
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return emulated.build(tmp_path_factory.mktemp("emulator"))
+
+
+@pytest.fixture(scope="module")
+def calls(emulator: ctypes.CDLL) -> dict[tuple[str, str], emulated.Call]:
+    """Every call of CALLS with its kernels compiled."""
+    problems = {name: emulated.Problem(**case) for name, case in CASES.items()}  # type: ignore[arg-type]
+    made = {(name, of): emulated.Call(emulator, problems[name], of) for name, of in CALLS}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        served = [call for of, call in made.items() if of not in SERVED_BY_SM80]
+        list(pool.map(emulated.Call.prepare, served))
+    return made
+
+
+@pytest.mark.parametrize(("name", "kernel_pass"), CALLS)
+def test_values(calls: dict[tuple[str, str], emulated.Call], name: str, kernel_pass: str) -> None:
+    call = calls[name, kernel_pass]
+    if (name, kernel_pass) in SERVED_BY_SM80:
+        with pytest.raises(AssertionError, match="the emulator has no sm80-backward"):
+            call.prepare()
+        return
+    for order in range(ORDERS):
+        wrong = [call.problem.wrong(of, got)[1] for of, got in call.run(order).items()]
+        assert not any(wrong), (order, wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel_pass", ["forward", "backward"])
+def test_no_wait_can_be_left_off(emulator: ctypes.CDLL, kernel_pass: str) -> None:
+    """Neither do kernels wait in vain, nor does the emulator overlook that one does not wait."""
+    problem = emulated.Problem(q_length=390, kv_length=460, options=["lengths"])
+    call = emulated.Call(emulator, problem, kernel_pass)
+    call.prepare()
+    found = emulated.omissions(call, 2 * ORDERS)
+    assert len(found) >= 15
+    unnoticed = [wait for wait, error in found.items() if not error]
+    assert not [wait for wait in unnoticed if not wait.startswith(tuple(UNNOTICED))]
