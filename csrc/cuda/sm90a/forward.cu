@@ -31,6 +31,9 @@ using VSlabs = Slabs<block_kv, value_head_dim>;
 constexpr bool irregular = bounded_left || in_segments;
 // Where keys past the end stand in the same array as those before it, V may hold anything there.
 constexpr bool ragged = has_kv_lengths || packed;
+// Where out is wide, it is multiplied by the factors of its rows only if one of the warp's is not 1: 1 to 4% faster at
+// head_dim 256, and slower at 64, where less is saved than the question costs.
+constexpr bool lazy = tile_value_head_dim > 128;
 // Products of the warpgroups by turns: on an H200 1 to 9% faster at head_dim 64, 0 to 2% at 128 and 256.
 constexpr bool in_turns = consumers > 1;
 
@@ -44,27 +47,16 @@ struct Item {
   __device__ __forceinline__ bool has_keys() const { return range.begin < range.end; }
 };
 
-struct Tiles {
+struct SharedStorage {
+  alignas(1024) char q[QSlabs::bytes];
   char k[stages][KSlabs::bytes];
   char v[stages][VSlabs::bytes];
-};
-// Where there is room for two, the rows of the next item are there before those of this one have been done with, and
-// the last product of an item runs beside the first softmax of the next.
-constexpr int most_bytes = 227 * 1024, small_bytes = 1024;
-constexpr bool crossing = sizeof(Tiles) + 2 * QSlabs::bytes + small_bytes <= most_bytes;
-constexpr int q_stages = crossing ? 2 : 1;
-
-struct SharedStorage {
-  alignas(1024) char q[q_stages][QSlabs::bytes];
-  Tiles tiles;
   Item items[2];
   // Full: an item is told, and its Q has landed; a tile has landed. Empty: all warps have done with it.
   u64 item_full[2], item_empty[2], q_empty;
   u64 k_full[stages], k_empty[stages];
   u64 v_full[stages], v_empty[stages];
 };
-static_assert(sizeof(SharedStorage) <= most_bytes, "the tiles are too large");
-
 extern "C" __constant__ LaunchFacts jax_flash_forward_facts = {
     threads, block_q, sizeof(SharedStorage), 0, 1, block_q, block_kv, block_kv, 0};
 
@@ -122,24 +114,22 @@ struct Producer {
   }
   __device__ __forceinline__ void bring_k(const Place& place, const RingPlace<stages>& at, int tile) {
     barrier_wait(shared_address(&shared.k_empty[at.stage]), at.parity ^ 1);
-    bring<KSlabs>(shared.tiles.k[at.stage], &maps.k, &shared.k_full[at.stage], place.part.kv.first + tile * block_kv,
+    bring<KSlabs>(shared.k[at.stage], &maps.k, &shared.k_full[at.stage], place.part.kv.first + tile * block_kv,
                   place.kv_head, place.batch);
   }
   __device__ __forceinline__ void bring_v(const Place& place, const RingPlace<stages>& at, int tile) {
     barrier_wait(shared_address(&shared.v_empty[at.stage]), at.parity ^ 1);
-    bring<VSlabs>(shared.tiles.v[at.stage], &maps.v, &shared.v_full[at.stage], place.part.kv.first + tile * block_kv,
+    bring<VSlabs>(shared.v[at.stage], &maps.v, &shared.v_full[at.stage], place.part.kv.first + tile * block_kv,
                   place.kv_head, place.batch);
   }
 
   // Brings the rows of the item in a slot.
   __device__ __forceinline__ void bring_q(int slot) {
     const Place& place = shared.items[slot].place;
-    if constexpr (!crossing) {
-      barrier_wait(shared_address(&shared.q_empty), q_parity ^ 1);
-      q_parity ^= 1;
-    }
-    bring<QSlabs>(shared.q[crossing ? slot : 0], &maps.q, &shared.item_full[slot], place.part.q.first + place.first_row,
-                  place.head, place.batch);
+    barrier_wait(shared_address(&shared.q_empty), q_parity ^ 1);
+    q_parity ^= 1;
+    bring<QSlabs>(shared.q, &maps.q, &shared.item_full[slot], place.part.q.first + place.first_row, place.head,
+                  place.batch);
   }
 
   // Tells an item, in the next slot.
@@ -177,9 +167,8 @@ struct Producer {
     const KeyTiles keys(problem, item);
     int tile = keys.last();
     // In the order in which they are asked for: K a tile ahead of V.
-    if constexpr (crossing) bring_q(slot);
     bring_k(item.place, ring, tile);
-    if constexpr (!crossing) bring_q(slot);
+    bring_q(slot);
     item_ring.advance();
     for (int next; (next = keys.before(tile)) >= keys.range.begin; tile = next) {
       const RingPlace v_ring = ring;
@@ -196,7 +185,7 @@ struct Producer {
     for (int index = blockIdx.x; index < items; index += gridDim.x) {
       if (tell_item(index)) bring_tiles();
     }
-    Item end;
+    Item end = {};
     end.is_last = true;
     tell(end);
     told_all();
@@ -227,18 +216,6 @@ struct Scope {
   static __device__ __forceinline__ float scale_log2_of(float scale) { return modifies_scores ? 1.f : scale * kLog2e; }
 };
 
-struct Statistics {
-  RowStatistics row[2];  // of this lane's rows `row` and `row` + 8
-
-  __device__ __forceinline__ void begin(const Scope& scope, int lane) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      row[half] = RowStatistics();
-      if constexpr (has_sinks) row[half].begin_with(scope.sink * kLog2e, scope.scale_log2, lane % 4 == 0);
-    }
-  }
-};
-
 // One warpgroup, with 64 rows.
 struct Consumer {
   const Problem& problem;
@@ -250,7 +227,7 @@ struct Consumer {
 
   FragmentC out[tile_value_head_dim / 8];
   u32 weights[block_kv / 16][4];  // of the tile that waits, as A
-  Statistics statistics;
+  RowStatistics statistics[2];    // of this lane's rows, 8 apart
 
   __device__ __forceinline__ void release(const u64& empty) const {
     if (lane == 0) barrier_arrive(shared_address(&empty));
@@ -260,10 +237,10 @@ struct Consumer {
   }
 
   // Starts Q K^T, once K is there.
-  __device__ __forceinline__ void start_scores(FragmentC (&scores)[block_kv / 8], int slot) {
+  __device__ __forceinline__ void start_scores(FragmentC (&scores)[block_kv / 8]) {
     barrier_wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
-    const u64 q = by_rows(shared_address(shared.q[crossing ? slot : 0]) + number * 64 * 128);
-    const u64 k = by_rows(shared_address(shared.tiles.k[ring.stage]));
+    const u64 q = by_rows(shared_address(shared.q) + number * 64 * 128);
+    const u64 k = by_rows(shared_address(shared.k[ring.stage]));
     if constexpr (in_turns) named_sync(turn_barrier + number, 2 * warpgroup);
     wgmma_fence();
 #pragma unroll
@@ -280,7 +257,7 @@ struct Consumer {
   // Starts out += P V, once V is there.
   __device__ __forceinline__ void start_out(const RingPlace<stages>& at, const Part& part, int tile) {
     barrier_wait(shared_address(&shared.v_full[at.stage]), at.parity);
-    char* v = shared.tiles.v[at.stage];
+    char* v = shared.v[at.stage];
     if (ragged && (tile + 1) * block_kv > part.kv.length) {
       // Each warpgroup for itself: all of them write the same.
       VSlabs::zero_rows(shared_address(v), part.kv.length - tile * block_kv, threadIdx.x % warpgroup);
@@ -302,8 +279,8 @@ struct Consumer {
 
   // Scores become weights, and out is to shrink by the factors of its rows.
   template <bool masked>
-  __device__ __forceinline__ void softmax(FragmentC (&scores)[block_kv / 8], Statistics& of, float (&shrink)[2],
-                                          const Scope& scope, int tile) {
+  __device__ __forceinline__ void softmax(FragmentC (&scores)[block_kv / 8], float (&shrink)[2], const Scope& scope,
+                                          int tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (masked || modifies_scores || has_mask) {
@@ -314,17 +291,17 @@ struct Consumer {
       for (int n = 0; n < block_kv / 8; ++n) {
         maximum = fmaxf(maximum, fmaxf(scores[n].x[2 * half], scores[n].x[2 * half + 1]));
       }
-      shrink[half] = of.row[half].update(quad_max(maximum), scope.scale_log2);
+      shrink[half] = statistics[half].update(quad_max(maximum), scope.scale_log2);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float anchor = of.row[half].anchor(scope.scale_log2);
+      const float anchor = statistics[half].anchor(scope.scale_log2);
 #pragma unroll
       for (int n = 0; n < block_kv / 8; ++n) {
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
           scores[n].x[e] = exp2_approx(scores[n].x[e] * scope.scale_log2 - anchor);
-          of.row[half].total += scores[n].x[e];
+          statistics[half].total += scores[n].x[e];
         }
       }
     }
@@ -342,80 +319,55 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void clear_out() {
+  __device__ __forceinline__ void clear(const Scope& scope) {
 #pragma unroll
     for (int n = 0; n < tile_value_head_dim / 8; ++n) out[n] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      statistics[half] = RowStatistics();
+      if constexpr (has_sinks) statistics[half].begin_with(scope.sink * kLog2e, scope.scale_log2, lane % 4 == 0);
+    }
   }
 
-  // The first tile of an item, when no tile waits.
+  // The first tile of an item.
   template <bool masked>
-  __device__ __forceinline__ void begin(const Scope& scope, int slot, int tile) {
+  __device__ __forceinline__ void begin(const Scope& scope, int tile) {
     FragmentC scores[block_kv / 8];
     float shrink[2];
-    start_scores(scores, slot);
+    start_scores(scores);
     pass_turn();
-    statistics.begin(scope, lane);
-    clear_out();
+    clear(scope);
     wgmma_wait<0>();
     end_scores(scores);
-    softmax<masked>(scores, statistics, shrink, scope, tile);
-    keep_weights(scores);
-  }
-
-  // The first tile of an item, while tile `before` of the item in the other slot waits.
-  template <bool masked>
-  __device__ __forceinline__ void cross(const Scope& scope, int slot, int tile, int before) {
-    FragmentC scores[block_kv / 8];
-    float shrink[2];
-    const RingPlace v_ring = ring;
-    const Item& other = shared.items[slot ^ 1];
-    ring.advance();
-    start_scores(scores, slot);
-    start_out(v_ring, other.place.part, before);
-    pass_turn();
-    Statistics fresh;
-    fresh.begin(scope, lane);
-    wgmma_wait<1>();
-    end_scores(scores);
-    softmax<masked>(scores, fresh, shrink, scope, tile);
-    end_out(v_ring);
-    finish(slot ^ 1);
-    statistics = fresh;
-    clear_out();
+    softmax<masked>(scores, shrink, scope, tile);
     keep_weights(scores);
   }
 
   // Any other tile, while tile `before` waits.
   template <bool masked>
-  __device__ __forceinline__ void step(const Scope& scope, int slot, int tile, int before) {
+  __device__ __forceinline__ void step(const Scope& scope, int tile, int before) {
     FragmentC scores[block_kv / 8];
     float shrink[2];
     const RingPlace v_ring = ring;
     ring.advance();
-    start_scores(scores, slot);
+    start_scores(scores);
     start_out(v_ring, scope.item.place.part, before);
     pass_turn();
     wgmma_wait<1>();
     end_scores(scores);
-    softmax<masked>(scores, statistics, shrink, scope, tile);
+    softmax<masked>(scores, shrink, scope, tile);
     end_out(v_ring);
+    if (!lazy || __any_sync(0xffffffffu, shrink[0] != 1.f || shrink[1] != 1.f)) {
 #pragma unroll
-    for (int n = 0; n < tile_value_head_dim / 8; ++n) {
+      for (int n = 0; n < tile_value_head_dim / 8; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) out[n].x[e] *= shrink[e / 2];
+        for (int e = 0; e < 4; ++e) out[n].x[e] *= shrink[e / 2];
+      }
     }
     keep_weights(scores);
   }
 
-  // The last product of an item, when there is no other to run beside it.
-  __device__ __forceinline__ void flush(int slot, int before) {
-    start_out(ring, shared.items[slot].place.part, before);
-    end_out(ring);
-    ring.advance();
-    finish(slot);
-  }
-
-  // A tile that none of this warpgroup's rows keeps, while no other waits.
+  // A tile that none of this warpgroup's rows keeps.
   __device__ __forceinline__ void skip() {
     barrier_wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
     if constexpr (in_turns) named_sync(turn_barrier + number, 2 * warpgroup);
@@ -426,26 +378,23 @@ struct Consumer {
     ring.advance();
   }
 
-  // Writes the results of an item, and is done with it.
-  __device__ __forceinline__ void finish(int slot) {
-    const Item& item = shared.items[slot];
-    const Place& place = item.place;
+  // Writes the results of an item.
+  __device__ __forceinline__ void finish(const Scope& scope) {
+    const Place& place = scope.item.place;
     const Part& part = place.part;
-    const float scale_log2 = Scope::scale_log2_of(Scope::scale_of(problem, item));
     const float unscale = unscales_of(problem, place.batch, place.kv_head).value;
-    const float factor = Dropout(problem, part, place.head).factor;
     Result* out_head = result_of(problem.out, place.batch, place.head, part.q.first);
     float* lse = static_cast<float*>(problem.lse) +
                  (static_cast<i64>(place.batch) * problem.q_heads + place.head) * problem.q_length + part.q.first;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      RowStatistics& of = statistics.row[half];
+      RowStatistics& of = statistics[half];
       of.total = quad_sum(of.total);
-      float inverse = of.total == 0.f ? 0.f : factor * unscale / of.total;
-      float row_lse = of.lse(scale_log2);
-      const int t = place.first_row + own_row + 8 * half;
+      float inverse = of.total == 0.f ? 0.f : scope.rows.dropout.factor * unscale / of.total;
+      float row_lse = of.lse(scope.scale_log2);
+      const int t = scope.row + 8 * half;
       if (has_q_lengths && t >= part.q.length) {
-        row_lse = place.sink(problem);
+        row_lse = scope.sink;
         inverse = 0.f;
         // What was read there may have been anything.
 #pragma unroll
@@ -455,70 +404,57 @@ struct Consumer {
       if (lane % 4 == 0 && stored) lse[t] = row_lse;
       store_row<value_head_dim>(out, half, inverse, out_head + t * problem.out.row_stride, stored, lane);
     }
-    __syncwarp();
-    release(shared.item_empty[slot]);
+  }
+
+  __device__ __forceinline__ void item(const Scope& scope) {
+    const Place& place = scope.item.place;
+    const KeyTiles keys(problem, scope.item);
+    // What this warpgroup's rows keep of them.
+    const TileRange own = key_tiles_of<block_kv>(scope.rows.keep.band, place.part, place.first_row + number * 64, 64);
+    const auto bare = [&](int i) { return irregular ? own.bare(i) && keys.segments.uniform(i) : i < own.bare_end; };
+    int tile = keys.last(), next;
+    while (tile >= at_least(own.end, keys.range.begin)) {
+      skip();
+      tile = keys.before(tile);
+    }
+    if (tile < keys.range.begin) {
+      if (scope.item.has_keys()) release(shared.q_empty);
+      return clear(scope);
+    }
+    if (bare(tile)) {
+      begin<false>(scope, tile);
+    } else {
+      begin<true>(scope, tile);
+    }
+    if constexpr (irregular) {
+      for (; (next = keys.before(tile)) >= keys.range.begin; tile = next) {
+        if (bare(next)) {
+          step<false>(scope, next, tile);
+        } else {
+          step<true>(scope, next, tile);
+        }
+      }
+    } else {
+      for (; tile > own.bare_end; --tile) step<true>(scope, tile - 1, tile);
+      for (; tile > 0; --tile) step<false>(scope, tile - 1, tile);
+    }
+    release(shared.q_empty);
+    start_out(ring, place.part, tile);
+    end_out(ring);
+    ring.advance();
   }
 
   __device__ __forceinline__ void run() {
-    RingPlace<2> at;       // of items
-    bool waiting = false;  // a tile waits: `tile` of the item before
-    int tile = 0;
-    for (;; at.advance()) {
-      const int slot = at.stage;
-      const Item& item = shared.items[slot];
-      barrier_wait(shared_address(&shared.item_full[slot]), at.parity);
-      if (item.is_last) break;
-      const Scope scope(problem, item, own_row);
-      const KeyTiles keys(problem, item);
-      // What this warpgroup's rows keep of them.
-      const TileRange own =
-          key_tiles_of<block_kv>(scope.rows.keep.band, item.place.part, item.place.first_row + number * 64, 64);
-      int next = keys.last();
-      if (next >= own.end || next < keys.range.begin) {
-        if (waiting) flush(slot ^ 1, tile);
-        waiting = false;
-        for (; next >= at_least(own.end, keys.range.begin); next = keys.before(next)) skip();
-      }
-      if (next < keys.range.begin) {
-        if (!crossing && item.has_keys()) release(shared.q_empty);
-        statistics.begin(scope, lane);
-        clear_out();
-        finish(slot);
-        continue;
-      }
-      const auto bare = [&](int i) { return irregular ? own.bare(i) && keys.segments.uniform(i) : i < own.bare_end; };
-      if (waiting) {
-        if (bare(next)) {
-          cross<false>(scope, slot, next, tile);
-        } else {
-          cross<true>(scope, slot, next, tile);
-        }
-      } else if (bare(next)) {
-        begin<false>(scope, slot, next);
-      } else {
-        begin<true>(scope, slot, next);
-      }
-      tile = next;
-      if constexpr (irregular) {
-        for (; (next = keys.before(tile)) >= keys.range.begin; tile = next) {
-          if (bare(next)) {
-            step<false>(scope, slot, next, tile);
-          } else {
-            step<true>(scope, slot, next, tile);
-          }
-        }
-      } else {
-        for (; tile > own.bare_end; --tile) step<true>(scope, slot, tile - 1, tile);
-        for (; tile > 0; --tile) step<false>(scope, slot, tile - 1, tile);
-      }
-      if constexpr (crossing) {
-        waiting = true;
-      } else {
-        release(shared.q_empty);
-        flush(slot, tile);
-      }
+    for (RingPlace<2> at;; at.advance()) {
+      const Item& next = shared.items[at.stage];
+      barrier_wait(shared_address(&shared.item_full[at.stage]), at.parity);
+      if (next.is_last) return;
+      const Scope scope(problem, next, own_row);
+      item(scope);
+      finish(scope);
+      __syncwarp();
+      release(shared.item_empty[at.stage]);
     }
-    if (waiting) flush(at.stage ^ 1, tile);
   }
 };
 
