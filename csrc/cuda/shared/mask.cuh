@@ -157,7 +157,7 @@ struct Keep {
 
   __device__ __forceinline__ bool operator()(int row, int column) const {
     bool kept = column < part.kv.length && in_band(band, row, column);
-    if constexpr (in_segments) kept &= in_segment(row, column);
+    if constexpr (in_segments) kept &= in_segment(row, column);  // read always: a branch for each would cost registers
     return kept;
   }
   // The keys that a row keeps as far as segments let it are one range, from `first` to `last`.

@@ -25,20 +25,21 @@ struct ScoreRows {
 
   // Scores of one row, keys `first_key` and on, become logits; those that are not kept, -inf. d logit / d (scale *
   // score) goes to `derivatives` where softcap makes it other than 1, unless that is null. Four n8 tiles at a time, or
-  // what is read for all of them crowds out the accumulators. Where registers are no worry, columns are tested
-  // `by_ends` of what the row keeps: against constants, by one instruction for each end.
-  template <bool masked, bool by_ends = false, int tiles>
+  // what is read for all of them crowds out the accumulators.
+  template <bool masked, int tiles>
   __device__ __forceinline__ void modify(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
                                          int first_key, int lane) const {
     constexpr int together = tiles % 4 == 0 ? 4 : 2;
     // The assembler would read for all rows at once, and spill. Of 64 keys it spills more with the barrier.
     if (loads_take_registers && tiles == together && (has_bias || has_mask || in_segments)) __syncwarp();
+    // Against what is constant, a column of a lane is tested by one instruction for each end. Where loads take registers
+    // too, the two ends would be spilled.
+    constexpr bool by_ends = !loads_take_registers || !(has_bias || has_mask || in_segments);
     const int own_key = first_key + lane % 4 * 2;
-    const int first_kept = masked && by_ends ? keep.first(row) - own_key : 0;
-    const int last_kept = masked && by_ends ? keep.last(row) - own_key : 0;
+    const int first_kept = masked ? keep.first(row) - own_key : 0, last_kept = masked ? keep.last(row) - own_key : 0;
 #pragma unroll
     for (int first_n = 0; first_n < tiles; first_n += together) {
-      const int first = first_key + first_n * 8 + lane % 4 * 2;
+      const int first = own_key + first_n * 8;
       Bias bias[together][2];
       bool mask[together][2];
       if constexpr (has_bias) biases.read<masked>(bias, row, first, part);
@@ -58,13 +59,12 @@ struct ScoreRows {
             }
           }
           if constexpr (has_mask) score = mask[n][odd] ? score : -JAX_FLASH_INFINITY;
-          if constexpr (masked && by_ends) {
+          if constexpr (masked) {
             const int here = (first_n + n) * 8 + odd;
-            const bool kept =
-                (!bounded_left || here >= first_kept) && here <= last_kept && keep.in_segment(row, column);
+            const bool kept = by_ends ? (!bounded_left || here >= first_kept) && here <= last_kept &&
+                                            keep.in_segment(row, column)
+                                      : keep(row, column);
             score = kept ? score : -JAX_FLASH_INFINITY;
-          } else if constexpr (masked) {
-            score = keep(row, column) ? score : -JAX_FLASH_INFINITY;
           }
         }
       }
@@ -75,19 +75,17 @@ struct ScoreRows {
   // kept get their factor at the end.
   template <bool turn, int tiles>
   __device__ __forceinline__ void drop(FragmentC (&weights)[tiles], int row, int first_key, int lane) const {
-    // A call serves 32 keys. Of 16 keys half of them; where tiles end amid 32 keys, every other one begins so too.
-    constexpr bool narrow = tiles == 2;
-    if (tiles % 4 != 0 && !narrow && first_key % 32 != 0) {
-      drop_from<turn, 2>(weights, row, first_key - 16, lane);
-      return;
-    }
-    if constexpr (!narrow) return drop_from<turn, 0>(weights, row, first_key, lane);
+    if constexpr (tiles == 2) {  // 16 keys, of the 32 that a call serves
 #pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
-      const uint4 bits = dropout.bits(row, first_key + lane % 4 * 2 + odd);
-      const bool second = first_key / 16 % 2 != 0;
-      const u32 words[4] = {second ? bits.z : bits.x, second ? bits.w : bits.y, bits.z, bits.w};
-      drop_words<turn>(weights, words, odd, 0);
+      for (int odd = 0; odd < 2; ++odd) {
+        const uint4 bits = dropout.bits(row, first_key + lane % 4 * 2 + odd);
+        const bool second = first_key / 16 % 2 != 0;
+        drop_words<turn>(weights, odd, 0, {second ? bits.z : bits.x, second ? bits.w : bits.y, 0, 0});
+      }
+    } else if (tiles % 4 == 0 || first_key % 32 == 0) {
+      drop_from<turn, 0>(weights, row, first_key, lane);
+    } else {
+      drop_from<turn, 2>(weights, row, first_key - 16, lane);
     }
   }
 
@@ -99,15 +97,13 @@ struct ScoreRows {
     for (int n = 0; n < tiles + before; n += 4) {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
-        const uint4 bits = dropout.bits(row, first_key + n * 8 + lane % 4 * 2 + odd);
-        const u32 words[4] = {bits.x, bits.y, bits.z, bits.w};
-        drop_words<turn>(weights, words, odd, n - before);
+        drop_words<turn>(weights, odd, n - before, dropout.bits(row, first_key + n * 8 + lane % 4 * 2 + odd));
       }
     }
   }
   template <bool turn, int tiles>
-  __device__ __forceinline__ void drop_words(FragmentC (&weights)[tiles], const u32 (&words)[4], int odd,
-                                             int first) const {
+  __device__ __forceinline__ void drop_words(FragmentC (&weights)[tiles], int odd, int first, const uint4& bits) const {
+    const u32 words[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (first + i < 0 || first + i >= tiles) continue;

@@ -24,16 +24,12 @@ static_assert(kBoxColumns % dq_columns == 0 && dq_columns % 16 == 0, "dQ's colum
 // K and V as operands in registers, where there is room: they need not be read again for each tile of rows then.
 constexpr bool keys_in_registers = KSlabs::columns + VSlabs::columns <= 128;
 
-#ifndef DQ_WAY
-#define DQ_WAY 1
-#endif
 struct SharedStorage {
   char k[KSlabs::bytes];
   char v[VSlabs::bytes];
   char q[stages][QSlabs::bytes];
   char dout[stages][OutSlabs::bytes];
   char ds[adds_dq ? 2 : 1][Slabs<block_kv, block_q>::bytes];  // dS^T
-  char dq[DQ_WAY == 4 ? 4 * computing : 1][16 * dq_columns * sizeof(float)];
   float anchors[stages][block_q];
   float deltas[stages][block_q];
   u64 keys_full, full[stages], empty[stages], ds_full[2], ds_empty[2];
@@ -154,46 +150,20 @@ struct Backward {
     wgmma_commit();
   }
 
-  // dQ of one warp passes through shared memory to the copy engine, which adds it to global memory in its own time.
-  __device__ __forceinline__ void send_dq(const FragmentC (&dq)[dq_columns / 8], const Walk& at) {
-    char* staging = shared.dq[group * 4 + warp];
-    if (lane == 0) bulk_wait_read<0>();
-    __syncwarp();
-#pragma unroll
-    for (int n = 0; n < dq_columns / 8; ++n) {
-      *reinterpret_cast<float4*>(staging + n * 512 + lane * 16) = {dq[n].x[0], dq[n].x[1], dq[n].x[2], dq[n].x[3]};
-    }
-    stores_ready();
-    __syncwarp();
-    const Place& place = block.place;
-    const int row = at.tile * block_q + warp * 16, column = group * dq_columns;
-    const int valid = at_most(dq_columns, head_dim - column);
-    if (lane == 0 && row < place.part.q.length && valid > 0) {
-      const int row_tile = first_dq_tile(block.problem, place.batch, place.document) + row / 16;
-      add_bulk(dq_fragment(block.problem, place.batch, at.head, row_tile, column / 8), shared_address(staging), valid * 64);
-      bulk_commit();
-    }
-  }
-
-  // One tile of rows, the i-th of all. What has been computed of dQ of the tile before is added to global memory while
-  // the scores of this one are computed.
-  __device__ __forceinline__ void step(const Walk& at, const Walk& before, const Ring<stages>& ring, int i,
-                                       FragmentC (&dq)[dq_columns / 8]) {
+  // One tile of rows, the i-th of all. dQ is added to global memory at once, by all its warps: on an H200 that did best
+  // at head_dim 64 and 128 (see docs/performance.md for what was tried).
+  __device__ __forceinline__ void step(const Walk& at, const Ring<stages>& ring, int i) {
     const int stage = ring.stage;
     Scores64 s, dp;  // S^T and then P^T, dP^T and then dS^T
     FragmentC derivatives[with_softcap ? block_q / 8 : 1];
     Operand64 p_operand, ds_operand;
     wait_for_rows(at, ring);
     start_scores<KSlabs, QSlabs>(s, k_operand, shared.k, shared.q[stage]);
-    if (adds_dq && DQ_WAY == 2) add_dq<0, dq_columns / 16>(block, dq, before, warp * 16, group * dq_columns, lane, i > 0);
     // With softcap the registers for both are wanting.
     if constexpr (!with_softcap) start_scores<VSlabs, OutSlabs>(dp, v_operand, shared.v, shared.dout[stage]);
-    if (adds_dq && DQ_WAY == 1) add_dq<0, dq_columns / 8>(block, dq, before, warp * 16, group * dq_columns, lane, i > 0);
-    if (adds_dq && DQ_WAY == 2) add_dq<dq_columns / 16, dq_columns / 8>(block, dq, before, warp * 16, group * dq_columns, lane, i > 0);
     wgmma_wait<with_softcap ? 0 : 1>();  // S^T
     hold(s);
     weights.weigh(s, derivatives, at, block, shared.anchors[stage]);
-    if (adds_dq && DQ_WAY == 3) add_dq<0, dq_columns / 8>(block, dq, before, warp * 16, group * dq_columns, lane, i > 0);
     if constexpr (with_softcap) start_scores<VSlabs, OutSlabs>(dp, v_operand, shared.v, shared.dout[stage]);
     wgmma_wait<0>();  // dP^T
     hold(dp);
@@ -206,22 +176,15 @@ struct Backward {
     multiply_rows<QSlabs>(dk, ds_operand, shared_address(shared.q[stage]));
     wgmma_commit();
     if constexpr (adds_dq) {
-      FragmentC fresh[dq_columns / 8];
-      start_dq(fresh, i);
+      FragmentC dq[dq_columns / 8];
+      start_dq(dq, i);
       wgmma_wait<1>();  // dV and dK
       if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
       wgmma_wait<0>();
-      hold(fresh);
+      hold(dq);
       if (lane == 0) barrier_arrive(shared_address(&shared.ds_empty[i % 2]));
-      if constexpr (DQ_WAY == 0) {
-        scale(fresh, fresh, weights.dq_factor);
-        add_dq<0, dq_columns / 8>(block, fresh, at, warp * 16, group * dq_columns, lane);
-      } else if constexpr (DQ_WAY == 4) {
-        scale(fresh, fresh, weights.dq_factor);
-        send_dq(fresh, at);
-      } else {
-        scale(dq, fresh, weights.dq_factor);
-      }
+      scale(dq, dq, weights.dq_factor);
+      add_dq(block, dq, at, warp * 16, group * dq_columns, lane);
     } else {
       wgmma_wait<0>();
       if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
@@ -236,15 +199,11 @@ struct Backward {
     if (block.idle()) return;
     wait_for_keys(k_operand, v_operand);
     Ring<stages> ring{0, 0};
-    FragmentC dq[dq_columns / 8] = {};
-    Walk at = block.first(), before = at;
-    for (int i = 0; at.head <= block.last_head; ++i, ring.advance()) {
-      step(at, before, ring, i, dq);
-      before = at;
+    int i = 0;
+    for (Walk at = block.first(); at.head <= block.last_head; ++i, ring.advance()) {
+      step(at, ring, i);
       at = weights.move<true>(at, block);
     }
-    if (adds_dq && DQ_WAY > 0 && DQ_WAY < 4) add_dq<0, dq_columns / 8>(block, dq, before, warp * 16, group * dq_columns, lane);
-    if (adds_dq && DQ_WAY == 4 && lane == 0) bulk_wait<0>();
     hold(dk);
     hold(dv);
   }

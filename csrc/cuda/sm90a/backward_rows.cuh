@@ -20,8 +20,8 @@ using KSlabs = Slabs<block_kv, head_dim>;
 using VSlabs = Slabs<block_kv, value_head_dim>;
 using QSlabs = Slabs<block_q, head_dim>;
 using OutSlabs = Slabs<block_q, value_head_dim>;
-using Scores64 = FragmentC[block_q / 8];        // of a warpgroup: 64 keys and a tile of rows
-using Operand64 = u32[block_q / 16][4];         // the same, rounded, as A of a product over the rows
+using Scores64 = FragmentC[block_q / 8];  // of a warpgroup: 64 keys and a tile of rows
+using Operand64 = u32[block_q / 16][4];   // the same, rounded, as A of a product over the rows
 
 // Registers of a thread: of 65536, in portions of 8 a thread.
 constexpr int loading_registers = 24;
@@ -122,9 +122,8 @@ JAX_FLASH_DEVICE float* dq_fragment(const Problem& problem, int batch, int head,
   return static_cast<float*>(problem.scratch) + (tile * (head_dim / 8) + column_tile) * 128;
 }
 
-// dQ of 16 rows, from `row` of a tile on: of columns column + 8 * begin to column + 8 * end, the first ones of `dq` being
-// `column`.
-template <int begin, int end, int n>
+// dQ of 16 rows, from `row` of a tile on, and of columns `column` and on.
+template <int n>
 JAX_FLASH_DEVICE void add_dq(const Block& block, const FragmentC (&dq)[n], const Walk& at, int row, int column,
                              int lane, bool valid = true) {
   const Place& place = block.place;
@@ -133,7 +132,7 @@ JAX_FLASH_DEVICE void add_dq(const Block& block, const FragmentC (&dq)[n], const
   const int row_tile = first_dq_tile(block.problem, place.batch, place.document) + row / 16;
   float* to = dq_fragment(block.problem, place.batch, at.head, row_tile, column / 8) + lane * 4;
 #pragma unroll
-  for (int i = begin; i < end; ++i) {
+  for (int i = 0; i < n; ++i) {
     add_four(to + i * 128, dq[i], valid && (head_dim == KSlabs::columns || column + i * 8 < head_dim));
   }
 }
@@ -165,8 +164,8 @@ template <int n>
 JAX_FLASH_DEVICE void store_dk(const Block& block, const FragmentC (&dk)[n], int first_key, int lane) {
   const Problem& problem = block.problem;
   const Unscales unscales = unscales_of(problem, block.place.batch, block.place.kv_head);
-  store_keys<head_dim>(block, problem.dk, dk,
-                       static_cast<float>(problem.options.scale) * unscales.query / unscales.ds, first_key, lane);
+  store_keys<head_dim>(block, problem.dk, dk, static_cast<float>(problem.options.scale) * unscales.query / unscales.ds,
+                       first_key, lane);
 }
 template <int n>
 JAX_FLASH_DEVICE void store_dv(const Block& block, const FragmentC (&dv)[n], float dropout_factor, int first_key,
@@ -309,8 +308,8 @@ struct Weights {
   }
 
   // dP^T becomes dS^T, of weights.
-  __device__ __forceinline__ void derive(Scores64& dp, const Scores64& s,
-                                         const FragmentC* derivatives, const Walk& at, const float* deltas) {
+  __device__ __forceinline__ void derive(Scores64& dp, const Scores64& s, const FragmentC* derivatives, const Walk& at,
+                                         const float* deltas) {
 #pragma unroll
     for (int n = 0; n < block_q / 8; ++n) {
       const int column = 8 * n + lane % 4 * 2;

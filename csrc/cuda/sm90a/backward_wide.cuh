@@ -127,11 +127,11 @@ struct Half {
   // This warpgroup's share of dQ: its slabs, and columns from which on.
   static constexpr int first_slabs = (KSlabs::slabs + 1) / 2;
   template <int slabs>
-  using DqShare = FragmentC[at_least(1, slabs * kBoxColumns / 8)];
+  using DqShare = FragmentC[at_least(1, slabs* kBoxColumns / 8)];
   template <int first_slab, int slabs>
   __device__ __forceinline__ void add(const DqShare<slabs>& dq, const Walk& at, bool valid) const {
     if constexpr (adds_dq && slabs > 0) {
-      add_dq<0, slabs * kBoxColumns / 8>(block, dq, at, warp * 16, first_slab * kBoxColumns, lane, valid);
+      add_dq(block, dq, at, warp * 16, first_slab * kBoxColumns, lane, valid);
     }
   }
   // Computes it, and ends what has been started before, whose tile `empty` then says is free.
