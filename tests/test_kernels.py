@@ -12,9 +12,12 @@ import pytest
 
 from jax_flash import _core, _kernels_cli, _origins, _registration
 
-pytestmark = pytest.mark.skipif(
-    not _registration.cuda_status()["nvrtc"], reason="no NVRTC here (the [test] extra installs it on Linux)"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not _registration.cuda_status()["nvrtc"], reason="no NVRTC here (the [test] extra installs it on Linux)"
+    ),
+    pytest.mark.xdist_group("kernels"),  # one process compiles for all of them
+]
 
 SHARED_LIMIT = {70: 96 * 1024, 75: 64 * 1024, 80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Dynamic shared memory a block may have (CUDA C++ Programming Guide, technical specifications)."""
