@@ -1,10 +1,12 @@
 """Strict JAX for every test: x64 on, implicit promotion forbidden; warnings are fatal by pyproject.toml."""
 
+import os
 from collections.abc import Iterator
 
 import jax
 import pytest
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share a GPU
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_num_cpu_devices", 4)  # for the sharding tests

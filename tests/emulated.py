@@ -23,16 +23,7 @@ import oracle
 ROOT = pathlib.Path(__file__).parent.parent
 HOST = ROOT / "tests" / "emulator"
 COMPILER = shutil.which("g++")
-KERNEL = [
-    "-std=c++20",
-    "-O1",
-    "-w",
-    "-Wno-psabi",
-    "-fPIC",
-    "-fno-exceptions",
-    "-fsanitize=thread",
-    "-fvisibility=default",
-]
+KERNEL = ["-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-fno-exceptions", "-fsanitize=thread"]
 """-fsanitize=thread for its calls before every plain access, which emulator.cc answers; warnings would be of #pragma
 unroll and of results that inline PTX no longer sets."""
 

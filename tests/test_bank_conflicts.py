@@ -26,7 +26,10 @@ HOST = ROOT / "tests" / "bank_conflicts"
 PAGE = ROOT / "docs" / "bank-conflicts.md"
 COMPILER = shutil.which("g++")
 
-pytestmark = pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="needs g++ on Linux")
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="needs g++ on Linux"),
+    pytest.mark.xdist_group("bank_conflicts"),  # one process compiles for all of them
+]
 
 DEVICE = ["-std=c++20", "-O0", "-w", "-fno-exceptions", "-fsanitize=thread", "-include", HOST / "device.h"]
 """-fsanitize=thread for its calls before every plain access, which count.cc answers; warnings would be of #pragma

@@ -1,11 +1,10 @@
-"""Kernels of Hopper, run without one (emulated.py): right values, whatever the order of threads and of what the hardware
-does behind their backs, and no wait that could be left off. Needs no GPU, but a C++ compiler.
+"""Kernels of Hopper, run without one (emulated.py): right values, in whatever order threads run and the hardware does
+what it does behind their backs, and no wait that could be left off. Needs no GPU, but a C++ compiler.
 """
 
 import concurrent.futures
 import ctypes
 import os
-import pathlib
 import sys
 
 import emulated
@@ -44,7 +43,7 @@ UNNOTICED = {
     "fence of products in start_dp": "that of the scores comes before",
     "fence of products in start_dq": "that of dV and dK comes before",
     "fence of stores in wait_for_keys": "K and V are in registers at head_dim 64, and before dQ there is another fence",
-    "wait in put_ds": "a warpgroup waits for dS of a tile from all others, who have read that of two tiles before by then",
+    "wait in put_ds": "a warpgroup waits for dS of a tile from all others, who by then have read that of two before",
     "wait in skip": "the turns keep the warpgroups together",
 }
 """What a kernel can do without as it stands, or so much that no order goes wrong, and why."""

@@ -359,9 +359,14 @@ def test_conflicts_cost_wavefronts():
 # Predicting
 
 
-needs_tools = pytest.mark.skipif(
+_no_nvrtc = pytest.mark.skipif(
     not _registration.cuda_status()["nvrtc"], reason="no NVRTC here (the [test] extra installs it on Linux)"
 )
+
+
+def needs_tools(test: Any) -> Any:
+    """Marks a test that compiles and disassembles; one process does that for all of them."""
+    return pytest.mark.xdist_group("model")(_no_nvrtc(test))
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 // THE table: which tile row a kernel is compiled with, by family, pass, head_dim and the shared memory there is.
 #pragma once
 
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -29,7 +30,7 @@ struct TileRule {
   int max_head_dim;  // serves head dims up to this
   int shared_kb;     // needs so much dynamic shared memory a block
   TileRow row;
-  bool plain = false;  // for calls alone where between product and softmax there is a scale and a band of keys at most
+  bool plain = false;  // for calls alone where between product and softmax there is a scale and `causal` at most
 };
 
 namespace rules {
@@ -48,24 +49,25 @@ inline constexpr TileRule all[] = {
     {"sm90a", 1, forward, 256, 225, {128, 80, 12, 2, 1}},   // 763; 128x64 761, 128x48 708
     {"sm90a", 1, backward, 64, 99, {64, 128, 12, 2, 1}},    // 460
     {"sm90a", 1, backward, 128, 164, {64, 128, 12, 2, 1}},  // 532, with three stages 3% less
-    {"sm90a", 1, backward, 256, 219, {64, 64, 12, 2, 1}},   // 423, with one stage 340
-    {"sm90a", 1, backward_dq, 64, 97, {128, 128, 12, 2, 1}},
-    {"sm90a", 1, backward_dq, 128, 193, {128, 128, 12, 2, 1}},
-    {"sm90a", 1, backward_dq, 256, 225, {128, 64, 12, 2, 1}},
-    {"sm80", 1, forward, 64, 32, {128, 64, 4, 1, 2}},       // 318; first: 287, 64x64 253, 128x128 with 8 warps 249
-    {"sm80", 1, forward, 128, 128, {128, 64, 4, 1, 2}},     // 369; room for two blocks
-    {"sm80", 1, forward, 128, 48, {128, 32, 4, 1, 2}},      // 350; first: 312, 128x128 with 8 warps 295, 128x64 276
-    {"sm80", 1, forward, 256, 128, {128, 64, 8, 1, 1}},     // 321; first: 287
-    {"sm80", 1, forward, 256, 96, {128, 32, 8, 1, 1}},      // first: 267, 64x64 with 4 warps 222
-    {"sm80", 1, backward, 64, 130, {128, 128, 8, 2, 1}},    // 264; first: 264, 64x64 with 4 warps 245
-    {"sm80", 1, backward, 64, 82, {64, 128, 8, 2, 1}},      // first: 242
-    {"sm80", 1, backward, 128, 146, {64, 128, 8, 2, 1}},    // 286, with one stage 277; first: 270 and 279
-    {"sm80", 1, backward, 128, 73, {64, 64, 4, 1, 1}},      // first: 256
-    {"sm80", 1, backward, 256, 145, {64, 64, 8, 1, 1}},     // 220; first: 207, two stages 205, 32x64 187
-    {"sm80", 1, backward, 256, 70, {32, 32, 4, 1, 1}},      // first: 176
-    {"sm80", 1, backward_dq, 64, 64, {128, 64, 4, 1, 2}},   // 389; 128x32 330, 128x128 with 8 warps 320
-    {"sm80", 1, backward_dq, 128, 80, {128, 32, 4, 1, 2}},  // 400; 64x64 344, 128x64 with 8 warps 320
-    {"sm80", 1, backward_dq, 256, 96, {64, 32, 4, 1, 1}},   // 308; 64x64 307, 128x32 with 8 warps 287
+    {"sm90a", 1, backward, 256, 211, {64, 64, 12, 2, 1}},   // 641 without dQ; with it 423, with one stage 340
+    // The pass for dQ alone, by its own three products.
+    {"sm90a", 1, backward_dq, 64, 97, {128, 128, 12, 2, 1}},    // 667; 192x64 620, 128x64 548
+    {"sm90a", 1, backward_dq, 128, 193, {128, 128, 12, 2, 1}},  // 794; 128x96 733, 128x64 718
+    {"sm90a", 1, backward_dq, 256, 225, {128, 64, 12, 2, 1}},   // 786; 128x32 with three stages 643
+    {"sm80", 1, forward, 64, 32, {128, 64, 4, 1, 2}},           // 318; first: 287, 64x64 253, 128x128 with 8 warps 249
+    {"sm80", 1, forward, 128, 128, {128, 64, 4, 1, 2}},         // 369; room for two blocks
+    {"sm80", 1, forward, 128, 48, {128, 32, 4, 1, 2}},          // 350; first: 312, 128x128 with 8 warps 295, 128x64 276
+    {"sm80", 1, forward, 256, 128, {128, 64, 8, 1, 1}},         // 321; first: 287
+    {"sm80", 1, forward, 256, 96, {128, 32, 8, 1, 1}},          // first: 267, 64x64 with 4 warps 222
+    {"sm80", 1, backward, 64, 130, {128, 128, 8, 2, 1}},        // 264; first: 264, 64x64 with 4 warps 245
+    {"sm80", 1, backward, 64, 82, {64, 128, 8, 2, 1}},          // first: 242
+    {"sm80", 1, backward, 128, 146, {64, 128, 8, 2, 1}},        // 286, with one stage 277; first: 270 and 279
+    {"sm80", 1, backward, 128, 73, {64, 64, 4, 1, 1}},          // first: 256
+    {"sm80", 1, backward, 256, 145, {64, 64, 8, 1, 1}},         // 220; first: 207, two stages 205, 32x64 187
+    {"sm80", 1, backward, 256, 70, {32, 32, 4, 1, 1}},          // first: 176
+    {"sm80", 1, backward_dq, 64, 64, {128, 64, 4, 1, 2}},       // 389; 128x32 330, 128x128 with 8 warps 320
+    {"sm80", 1, backward_dq, 128, 80, {128, 32, 4, 1, 2}},      // 400; 64x64 344, 128x64 with 8 warps 320
+    {"sm80", 1, backward_dq, 256, 96, {64, 32, 4, 1, 1}},       // 308; 64x64 307, 128x32 with 8 warps 287
     {"sm80", 2, backward_dq, 64, 96, {64, 64, 4, 1, 1}},
     {"sm80", 2, forward, 64, 48, {64, 64, 4, 1, 2}},
     {"sm80", 2, forward, 128, 96, {128, 32, 8, 1, 1}},
@@ -92,36 +94,43 @@ inline constexpr TileRule all[] = {
     {"sm70", 2, backward_dq, 128, 96, {32, 16, 2, 1, 1}},
     // Volta, 96 KB: 32 rows a warp where two blocks of four warps find registers for them, which halves what is read of
     // K and V, else eight warps of 16. Beside them the registers that NVRTC 12.9 takes.
-    {"sm70", 1, forward, 64, 32, {128, 64, 4, 1, 2}},       // two blocks, 233
-    {"sm70", 1, forward, 128, 48, {128, 32, 4, 1, 2}},      // two blocks, 254; of 64 keys it spills
-    {"sm70", 1, forward, 192, 96, {128, 64, 8, 1, 1}},      // 225
-    {"sm70", 1, forward, 256, 96, {128, 32, 8, 1, 1}},      // 227
-    {"sm70", 1, backward, 64, 33, {64, 64, 4, 1, 2}},       // two blocks, 247
-    {"sm70", 1, backward, 96, 73, {64, 128, 8, 1, 1}},      // 248; 32x64 in two blocks reads 1/8 more
-    {"sm70", 1, backward, 128, 81, {32, 128, 8, 1, 1}},     // 254
-    {"sm70", 1, backward, 192, 81, {32, 64, 8, 1, 1}},      // 245
-    {"sm70", 1, backward, 256, 69, {32, 32, 4, 1, 1}},      // 250; 64 keys have no room
-    {"sm70", 1, backward_dq, 64, 40, {128, 32, 4, 1, 2}},   // two blocks, 232
-    {"sm70", 1, backward_dq, 96, 72, {128, 64, 8, 1, 1}},   // 203
-    {"sm70", 1, backward_dq, 128, 80, {128, 32, 8, 1, 1}},  // 198
-    {"sm70", 1, backward_dq, 192, 96, {96, 32, 6, 1, 1}},   // 229
-    {"sm70", 1, backward_dq, 256, 96, {64, 32, 4, 1, 1}},   // 252
+    {"sm70", 1, forward, 64, 32, {128, 64, 4, 1, 2}, true},    // two blocks, 233; with an option more it spills
+    {"sm70", 1, forward, 64, 32, {128, 64, 8, 1, 1}},          // 170
+    {"sm70", 1, forward, 128, 48, {128, 32, 4, 1, 2}, true},   // two blocks, 254; of 64 keys it spills
+    {"sm70", 1, forward, 128, 64, {128, 64, 8, 1, 1}},         // 222
+    {"sm70", 1, forward, 192, 96, {128, 64, 8, 1, 1}},         // 225
+    {"sm70", 1, forward, 256, 96, {128, 32, 8, 1, 1}, true},   // 227
+    {"sm70", 1, forward, 256, 80, {128, 16, 8, 1, 1}},         // 248
+    {"sm70", 1, backward, 64, 33, {64, 64, 4, 1, 2}, true},    // two blocks, 247
+    {"sm70", 1, backward, 64, 25, {32, 64, 4, 1, 2}},          // two blocks, 250
+    {"sm70", 1, backward, 96, 73, {64, 128, 8, 1, 1}},         // 248; 32x64 in two blocks reads 1/8 more
+    {"sm70", 1, backward, 128, 81, {32, 128, 8, 1, 1}, true},  // 254
+    {"sm70", 1, backward, 128, 59, {32, 64, 8, 1, 1}},         // 252
+    {"sm70", 1, backward, 192, 81, {32, 64, 8, 1, 1}},         // 245
+    {"sm70", 1, backward, 256, 69, {32, 32, 4, 1, 1}},         // 250; 64 keys have no room
+    {"sm70", 1, backward_dq, 64, 40, {128, 32, 4, 1, 2}},      // two blocks, 232
+    {"sm70", 1, backward_dq, 96, 72, {128, 64, 8, 1, 1}},      // 203
+    {"sm70", 1, backward_dq, 128, 80, {128, 32, 8, 1, 1}},     // 198
+    {"sm70", 1, backward_dq, 192, 96, {96, 32, 6, 1, 1}},      // 229
+    {"sm70", 1, backward_dq, 256, 96, {64, 32, 4, 1, 1}},      // 252
     // Turing, 64 KB: eight warps wherever they find room.
-    {"sm75", 1, forward, 64, 32, {128, 64, 4, 1, 2}},      // two blocks, 233; with 8 warps 154
-    {"sm75", 1, forward, 128, 64, {128, 64, 8, 1, 1}},     // 206
-    {"sm75", 1, forward, 160, 63, {128, 32, 8, 1, 1}},     // 210
-    {"sm75", 1, forward, 192, 60, {128, 16, 8, 1, 1}},     // 202; 96x32 with 6 warps 234
-    {"sm75", 1, forward, 256, 64, {96, 16, 6, 1, 1}},      // 254; 64x32 with 4 warps spills
-    {"sm75", 1, backward, 64, 25, {32, 64, 4, 1, 2}},      // two blocks, 198; of 64 rows it spills
-    {"sm75", 1, backward, 96, 59, {16, 128, 8, 1, 1}},     // 218
-    {"sm75", 1, backward, 128, 59, {32, 64, 8, 1, 1}},     // 203; 4 warps spill
-    {"sm75", 1, backward, 192, 54, {32, 32, 4, 1, 1}},     // 252
-    {"sm75", 1, backward, 256, 52, {16, 32, 4, 1, 1}},     // 255, and a few addresses spilled
-    {"sm75", 1, backward_dq, 64, 32, {64, 64, 4, 1, 2}},   // two blocks, 179
-    {"sm75", 1, backward_dq, 128, 64, {64, 64, 4, 1, 1}},  // 229; on an H200, a block a time, 235 TFLOP/s, 96x32 200
-    {"sm75", 1, backward_dq, 160, 63, {64, 32, 4, 1, 1}},  // 229
-    {"sm75", 1, backward_dq, 192, 60, {64, 16, 4, 1, 1}},  // 251
-    {"sm75", 1, backward_dq, 256, 64, {48, 16, 3, 1, 1}},  // 255, and a few addresses spilled
+    {"sm75", 1, forward, 64, 32, {128, 64, 4, 1, 2}, true},  // two blocks, 233; with an option more it spills
+    {"sm75", 1, forward, 64, 32, {128, 64, 8, 1, 1}},        // 162
+    {"sm75", 1, forward, 128, 64, {128, 64, 8, 1, 1}},       // 206
+    {"sm75", 1, forward, 160, 63, {128, 32, 8, 1, 1}},       // 210
+    {"sm75", 1, forward, 192, 60, {128, 16, 8, 1, 1}},       // 202; 96x32 with 6 warps 234
+    {"sm75", 1, forward, 256, 64, {96, 16, 6, 1, 1}, true},  // 254; 64x32 with 4 warps spills
+    {"sm75", 1, forward, 256, 48, {64, 16, 4, 1, 1}},        // 254
+    {"sm75", 1, backward, 64, 25, {32, 64, 4, 1, 2}},        // two blocks, 198; of 64 rows it spills
+    {"sm75", 1, backward, 96, 59, {16, 128, 8, 1, 1}},       // 218
+    {"sm75", 1, backward, 128, 59, {32, 64, 8, 1, 1}},       // 203; 4 warps spill
+    {"sm75", 1, backward, 192, 54, {32, 32, 4, 1, 1}},       // 252
+    {"sm75", 1, backward, 256, 52, {16, 32, 4, 1, 1}},       // 255, and a few addresses spilled
+    {"sm75", 1, backward_dq, 64, 32, {64, 64, 4, 1, 2}},     // two blocks, 179
+    {"sm75", 1, backward_dq, 128, 64, {64, 64, 4, 1, 1}},    // 229; on an H200, a block a time, 235 TFLOP/s, 96x32 200
+    {"sm75", 1, backward_dq, 160, 63, {64, 32, 4, 1, 1}},    // 229
+    {"sm75", 1, backward_dq, 192, 60, {64, 16, 4, 1, 1}},    // 251
+    {"sm75", 1, backward_dq, 256, 64, {48, 16, 3, 1, 1}},    // 255, and a few addresses spilled
 };
 
 }  // namespace rules
@@ -143,8 +152,10 @@ inline int shared_kb_of(int arch) {
 }
 
 inline bool is_plain(const Options& options) {
-  return options.softcap == 0 && options.dropout_rate == 0 && !options.has_bias && !options.has_alibi_slopes &&
-         !options.has_mask && !options.has_q_segment_ids && !options.has_cu_q_lengths;
+  constexpr int unlimited = std::numeric_limits<int>::max();
+  return options.softcap == 0 && options.window_left == unlimited && options.window_right == unlimited &&
+         options.dropout_rate == 0 && !options.has_bias && !options.has_alibi_slopes && !options.has_mask &&
+         !options.has_q_segment_ids && !options.has_cu_q_lengths;
 }
 
 // nullptr where no row serves.

@@ -156,7 +156,9 @@ struct Keep {
   Band band;
 
   __device__ __forceinline__ bool operator()(int row, int column) const {
-    return column < part.kv.length && in_band(band, row, column) && in_segment(row, column);
+    bool kept = column < part.kv.length && in_band(band, row, column);
+    if constexpr (in_segments) kept &= in_segment(row, column);  // read always: a branch for each would cost registers
+    return kept;
   }
   // The keys that a row keeps as far as segments let it are one range, from `first` to `last`.
   __device__ __forceinline__ int first(int row) const { return bounded_left ? row + band.low : 0; }

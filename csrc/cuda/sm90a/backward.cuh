@@ -185,8 +185,7 @@ struct Backward {
       wgmma_wait<0>();
       hold(dq);
       if (lane == 0) barrier_arrive(shared_address(&shared.ds_empty[i % 2]));
-      scale(dq, dq, weights.dq_factor);
-      add_dq(block, dq, at, warp * 16, group * dq_columns, lane);
+      add_dq(block, dq, weights.dq_factor, at, warp * 16, group * dq_columns, lane);
     } else {
       wgmma_wait<0>();
       if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
