@@ -49,24 +49,25 @@ inline constexpr TileRule all[] = {
     {"sm90a", 1, forward, 256, 225, {128, 80, 12, 2, 1}},   // 763; 128x64 761, 128x48 708
     {"sm90a", 1, backward, 64, 99, {64, 128, 12, 2, 1}},    // 460
     {"sm90a", 1, backward, 128, 164, {64, 128, 12, 2, 1}},  // 532, with three stages 3% less
-    {"sm90a", 1, backward, 256, 219, {64, 64, 12, 2, 1}},   // 423, with one stage 340
-    {"sm90a", 1, backward_dq, 64, 97, {128, 128, 12, 2, 1}},
-    {"sm90a", 1, backward_dq, 128, 193, {128, 128, 12, 2, 1}},
-    {"sm90a", 1, backward_dq, 256, 225, {128, 64, 12, 2, 1}},
-    {"sm80", 1, forward, 64, 32, {128, 64, 4, 1, 2}},       // 318; first: 287, 64x64 253, 128x128 with 8 warps 249
-    {"sm80", 1, forward, 128, 128, {128, 64, 4, 1, 2}},     // 369; room for two blocks
-    {"sm80", 1, forward, 128, 48, {128, 32, 4, 1, 2}},      // 350; first: 312, 128x128 with 8 warps 295, 128x64 276
-    {"sm80", 1, forward, 256, 128, {128, 64, 8, 1, 1}},     // 321; first: 287
-    {"sm80", 1, forward, 256, 96, {128, 32, 8, 1, 1}},      // first: 267, 64x64 with 4 warps 222
-    {"sm80", 1, backward, 64, 130, {128, 128, 8, 2, 1}},    // 264; first: 264, 64x64 with 4 warps 245
-    {"sm80", 1, backward, 64, 82, {64, 128, 8, 2, 1}},      // first: 242
-    {"sm80", 1, backward, 128, 146, {64, 128, 8, 2, 1}},    // 286, with one stage 277; first: 270 and 279
-    {"sm80", 1, backward, 128, 73, {64, 64, 4, 1, 1}},      // first: 256
-    {"sm80", 1, backward, 256, 145, {64, 64, 8, 1, 1}},     // 220; first: 207, two stages 205, 32x64 187
-    {"sm80", 1, backward, 256, 70, {32, 32, 4, 1, 1}},      // first: 176
-    {"sm80", 1, backward_dq, 64, 64, {128, 64, 4, 1, 2}},   // 389; 128x32 330, 128x128 with 8 warps 320
-    {"sm80", 1, backward_dq, 128, 80, {128, 32, 4, 1, 2}},  // 400; 64x64 344, 128x64 with 8 warps 320
-    {"sm80", 1, backward_dq, 256, 96, {64, 32, 4, 1, 1}},   // 308; 64x64 307, 128x32 with 8 warps 287
+    {"sm90a", 1, backward, 256, 211, {64, 64, 12, 2, 1}},   // 641 without dQ; with it 423, with one stage 340
+    // The pass for dQ alone, by its own three products.
+    {"sm90a", 1, backward_dq, 64, 97, {128, 128, 12, 2, 1}},    // 667; 192x64 620, 128x64 548
+    {"sm90a", 1, backward_dq, 128, 193, {128, 128, 12, 2, 1}},  // 794; 128x96 733, 128x64 718
+    {"sm90a", 1, backward_dq, 256, 225, {128, 64, 12, 2, 1}},   // 786; 128x32 with three stages 643
+    {"sm80", 1, forward, 64, 32, {128, 64, 4, 1, 2}},           // 318; first: 287, 64x64 253, 128x128 with 8 warps 249
+    {"sm80", 1, forward, 128, 128, {128, 64, 4, 1, 2}},         // 369; room for two blocks
+    {"sm80", 1, forward, 128, 48, {128, 32, 4, 1, 2}},          // 350; first: 312, 128x128 with 8 warps 295, 128x64 276
+    {"sm80", 1, forward, 256, 128, {128, 64, 8, 1, 1}},         // 321; first: 287
+    {"sm80", 1, forward, 256, 96, {128, 32, 8, 1, 1}},          // first: 267, 64x64 with 4 warps 222
+    {"sm80", 1, backward, 64, 130, {128, 128, 8, 2, 1}},        // 264; first: 264, 64x64 with 4 warps 245
+    {"sm80", 1, backward, 64, 82, {64, 128, 8, 2, 1}},          // first: 242
+    {"sm80", 1, backward, 128, 146, {64, 128, 8, 2, 1}},        // 286, with one stage 277; first: 270 and 279
+    {"sm80", 1, backward, 128, 73, {64, 64, 4, 1, 1}},          // first: 256
+    {"sm80", 1, backward, 256, 145, {64, 64, 8, 1, 1}},         // 220; first: 207, two stages 205, 32x64 187
+    {"sm80", 1, backward, 256, 70, {32, 32, 4, 1, 1}},          // first: 176
+    {"sm80", 1, backward_dq, 64, 64, {128, 64, 4, 1, 2}},       // 389; 128x32 330, 128x128 with 8 warps 320
+    {"sm80", 1, backward_dq, 128, 80, {128, 32, 4, 1, 2}},      // 400; 64x64 344, 128x64 with 8 warps 320
+    {"sm80", 1, backward_dq, 256, 96, {64, 32, 4, 1, 1}},       // 308; 64x64 307, 128x32 with 8 warps 287
     {"sm80", 2, backward_dq, 64, 96, {64, 64, 4, 1, 1}},
     {"sm80", 2, forward, 64, 48, {64, 64, 4, 1, 2}},
     {"sm80", 2, forward, 128, 96, {128, 32, 8, 1, 1}},

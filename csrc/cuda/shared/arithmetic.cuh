@@ -28,11 +28,4 @@ static __device__ __forceinline__ float half_to_float(unsigned short x) {
   return y;
 }
 
-// x * y by an instruction of its own, whatever the compiler knows of y.
-static __device__ __forceinline__ float multiplied(float x, float y) {
-  float z;
-  asm volatile("mul.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-  return z;
-}
-
 }  // namespace jax_flash

@@ -21,14 +21,10 @@ static_assert(block_kv == 64 * computing, "64 keys a warpgroup");
 constexpr int dq_columns = KSlabs::columns / computing;  // of one warpgroup
 static_assert(kBoxColumns % dq_columns == 0 && dq_columns % 16 == 0, "dQ's columns of a warpgroup lie in one slab");
 
-// K and V as operands in registers, where there is room: they need not be read again for each tile of rows then.
-constexpr bool keys_in_registers = KSlabs::columns + VSlabs::columns <= 128;
-
-#ifndef DQ_ADDERS
-#define DQ_ADDERS 1
-#endif
-constexpr bool adders = adds_dq && DQ_ADDERS;
-constexpr int dq_pieces = dq_columns / 8;
+// K and V as operands in registers, where there is room: they need not be read again for each tile of rows then. Not
+// without dQ: there ptxas (12.9 and 13) took them for dead behind their last use in the loop and gave their registers
+// to P and dS, with wrong dK and dV (tests/test_kernels.py looks for it).
+constexpr bool keys_in_registers = adds_dq && KSlabs::columns + VSlabs::columns <= 128;
 
 struct SharedStorage {
   char k[KSlabs::bytes];
@@ -36,10 +32,9 @@ struct SharedStorage {
   char q[stages][QSlabs::bytes];
   char dout[stages][OutSlabs::bytes];
   char ds[adds_dq ? 2 : 1][Slabs<block_kv, block_q>::bytes];  // dS^T
-  float4 dq[adders ? 4 * computing : 1][dq_pieces][32];  // of a warp each, on its way to global memory
   float anchors[stages][block_q];
   float deltas[stages][block_q];
-  u64 keys_full, full[stages], empty[stages], ds_full[2], ds_empty[2], dq_full[4 * computing], dq_empty[4 * computing];
+  u64 keys_full, full[stages], empty[stages], ds_full[2], ds_empty[2];
 };
 
 extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {
@@ -73,30 +68,6 @@ JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const Ten
     Statistics::put(shared.deltas[stage], statistics.deltas, lane);
     barrier_arrive(full);
     ring.advance();
-  }
-}
-
-// By a warp for each warpgroup: adds what its four warps have computed of dQ to global memory.
-JAX_FLASH_DEVICE void add_all(const Block& block, SharedStorage& shared, int group, int lane) {
-  u32 parity = 0;
-  for (Walk at = block.first(); at.head <= block.last_head; at = at.after(block.tiles, block.segments), parity ^= 1) {
-#pragma unroll 1
-    for (int warp = 0; warp < 4; ++warp) {
-      const float4(&from)[dq_pieces][32] = shared.dq[group * 4 + warp];
-      barrier_wait(shared_address(&shared.dq_full[group * 4 + warp]), parity);
-      const Place& place = block.place;
-      const int row = at.tile * block_q + warp * 16, column = group * dq_columns;
-      const bool valid = row < place.part.q.length;
-      const int row_tile = first_dq_tile(block.problem, place.batch, place.document) + row / 16;
-      float* to = dq_fragment(block.problem, place.batch, at.head, row_tile, column / 8) + lane * 4;
-#pragma unroll 2
-      for (int i = 0; i < dq_pieces; ++i) {
-        const float4 x = from[i][lane];
-        add_four(to + i * 128, {x.x, x.y, x.z, x.w}, valid && (head_dim == KSlabs::columns || column + i * 8 < head_dim));
-      }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(shared_address(&shared.dq_empty[group * 4 + warp]));
-    }
   }
 }
 
@@ -214,19 +185,7 @@ struct Backward {
       wgmma_wait<0>();
       hold(dq);
       if (lane == 0) barrier_arrive(shared_address(&shared.ds_empty[i % 2]));
-      scale(dq, dq, weights.dq_factor);
-      if constexpr (adders) {
-        const int own = group * 4 + warp;
-        barrier_wait(shared_address(&shared.dq_empty[own]), (i + 1) % 2);
-#pragma unroll
-        for (int n = 0; n < dq_pieces; ++n) {
-          shared.dq[own][n][lane] = float4{dq[n].x[0], dq[n].x[1], dq[n].x[2], dq[n].x[3]};
-        }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&shared.dq_full[own]));
-      } else {
-        add_dq(block, dq, at, warp * 16, group * dq_columns, lane);
-      }
+      add_dq(block, dq, weights.dq_factor, at, warp * 16, group * dq_columns, lane);
     } else {
       wgmma_wait<0>();
       if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
@@ -265,10 +224,6 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       barrier_init(shared_address(&shared.full[i]), 1 + 32);
       barrier_init(shared_address(&shared.empty[i]), 4 * computing);
     }
-    for (int i = 0; i < 4 * computing; ++i) {
-      barrier_init(shared_address(&shared.dq_full[i]), 1);
-      barrier_init(shared_address(&shared.dq_empty[i]), 1);
-    }
     for (int i = 0; i < 2; ++i) {
       barrier_init(shared_address(&shared.ds_full[i]), 4 * computing);
       barrier_init(shared_address(&shared.ds_empty[i]), 4 * computing);
@@ -280,7 +235,6 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   if (warp < 4) {
     give_registers<loading_registers>();
     if (warp == 0 && !block.idle()) bring(block, shared, maps, lane);
-    if (adders && warp > 0 && warp <= computing && !block.idle()) add_all(block, shared, warp - 1, lane);
   } else {
     take_registers<computing_registers>();
     const int group = warp / 4 - 1;

@@ -106,29 +106,20 @@ JAX_FLASH_DEVICE float* dq_fragment(const Problem& problem, int batch, int head,
   return static_cast<float*>(problem.scratch) + (tile * (head_dim / 8) + column_tile) * 128;
 }
 
-// dQ of 16 rows, from `row` of a tile on, and of columns `column` and on.
+// Adds dS K times `factor` for 16 rows, from `row` of a tile on, and for columns `column` and on.
 template <int n>
-JAX_FLASH_DEVICE void add_dq(const Block& block, const FragmentC (&dq)[n], const Walk& at, int row, int column,
-                             int lane, bool valid = true) {
+JAX_FLASH_DEVICE void add_dq(const Block& block, FragmentC (&dq)[n], float factor, const Walk& at, int row, int column,
+                             int lane) {
   const Place& place = block.place;
   row += at.tile * block_q;
-  valid &= row < place.part.q.length;
+  const bool valid = row < place.part.q.length;
   const int row_tile = first_dq_tile(block.problem, place.batch, place.document) + row / 16;
   float* to = dq_fragment(block.problem, place.batch, at.head, row_tile, column / 8) + lane * 4;
 #pragma unroll
   for (int i = 0; i < n; ++i) {
+#pragma unroll
+    for (float& x : dq[i].x) x *= factor;
     add_four(to + i * 128, dq[i], valid && (head_dim == KSlabs::columns || column + i * 8 < head_dim));
-  }
-}
-
-// to = c * factor. Registers that wait for their addition while other products are under way may not be those of a
-// product, or the assembler waits for all products at each addition.
-template <int n>
-JAX_FLASH_DEVICE void scale(FragmentC (&to)[n], const FragmentC (&c)[n], float factor) {
-#pragma unroll
-  for (int i = 0; i < n; ++i) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) to[i].x[e] = multiplied(c[i].x[e], factor);
   }
 }
 

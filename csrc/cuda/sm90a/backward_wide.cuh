@@ -3,7 +3,7 @@
 //   the first   S^T = K Q^T,   P^T = exp(scale S^T - lse),    dV += P^T dO
 //   the second  dP^T = V dO^T, dS^T = P^T * (dP^T - delta),   dK += dS^T Q
 // P^T goes from the first to the second through shared memory in float32, a thread to the one that holds the same keys
-// and rows. Of dQ each computes half of the columns.
+// and rows. dQ has a pass of its own (backward_dq.cuh): added for 64 keys at a time it took 40% of the time.
 #pragma once
 
 #include "cuda/sm90a/backward_rows.cuh"
@@ -11,6 +11,7 @@
 namespace jax_flash {
 
 static_assert(block_kv == 64 && computing == 2, "64 keys, and a warpgroup for each half of the products");
+static_assert(!adds_dq, "dQ has a pass of its own");
 
 // Buffers of rows: one where the derivatives of softcap take the room of the others.
 constexpr int buffers = with_softcap ? 1 : stages;
@@ -20,18 +21,16 @@ struct SharedStorage {
   char v[VSlabs::bytes];
   char q[buffers][QSlabs::bytes];
   char dout[buffers][OutSlabs::bytes];
-  char ds[Slabs<block_kv, block_q>::bytes];  // dS^T
-  float4 p[block_q / 8][warpgroup];          // P^T, as its threads hold it
+  float4 p[block_q / 8][warpgroup];  // P^T, as its threads hold it
   float4 derivatives[with_softcap ? block_q / 8 : 1][warpgroup];
   float anchors[buffers][block_q];
   float deltas[buffers][block_q];
   u64 k_full, v_full, q_full[buffers], q_empty[buffers], dout_full[buffers], dout_empty[buffers];
   u64 p_full[4], p_empty[4];  // of a warp each
-  u64 ds_full, ds_empty;
 };
 
 extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {
-    threads, block_kv, sizeof(SharedStorage), adds_dq ? convert_warps : 0, 0, block_q, block_kv, block_kv, block_q};
+    threads, block_kv, sizeof(SharedStorage), 0, 0, block_q, block_kv, block_kv, block_q};
 
 // By one warp.
 JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const TensorMaps& maps, int lane) {
@@ -124,56 +123,17 @@ struct Half {
     wgmma_commit();
   }
 
-  // This warpgroup's share of dQ: its slabs, and columns from which on.
-  static constexpr int first_slabs = (KSlabs::slabs + 1) / 2;
-  template <int slabs>
-  using DqShare = FragmentC[at_least(1, slabs* kBoxColumns / 8)];
-  template <int first_slab, int slabs>
-  __device__ __forceinline__ void add(const DqShare<slabs>& dq, const Walk& at, bool valid) const {
-    if constexpr (adds_dq && slabs > 0) {
-      add_dq(block, dq, at, warp * 16, first_slab * kBoxColumns, lane, valid);
-    }
-  }
-  // Computes it, and ends what has been started before, whose tile `empty` then says is free.
-  template <int first_slab, int slabs>
-  __device__ __forceinline__ void finish(DqShare<slabs>& dq, float factor, const u64& empty, u32 parity) const {
-    if constexpr (adds_dq && slabs > 0) {
-      DqShare<slabs> fresh;
-      const u64 a = by_columns(shared_address(shared.ds), 0);
-      const u64 b = by_columns(shared_address(shared.k) + first_slab * KSlabs::slab_bytes, KSlabs::slab_bytes);
-      barrier_wait(shared_address(&shared.ds_full), parity);
-      wgmma_fence();
-#pragma unroll
-      for (int kk = 0; kk < block_kv / 16; ++kk) {
-        wgmma<true, true>(fresh, moved(a, 2048 * kk), moved(b, 2048 * kk), kk > 0);
-      }
-      wgmma_commit();
-      wgmma_wait<1>();
-      arrive(empty);
-      wgmma_wait<0>();
-      hold(fresh);
-      arrive(shared.ds_empty);
-      scale(dq, fresh, factor);
-    } else {
-      wgmma_wait<0>();
-      arrive(empty);
-    }
-  }
-
   __device__ __forceinline__ void run_values(FragmentC (&dv)[VSlabs::columns / 8]) {
     wait_for_keys();
     Ring<buffers> ring{0, 0};
     u32 parity = 0;
-    DqShare<first_slabs> dq = {};
-    Walk at = block.first(), before = at;
-    for (bool later = false; at.head <= block.last_head; parity ^= 1, ring.advance(), later = true) {
+    for (Walk at = block.first(); at.head <= block.last_head; parity ^= 1, ring.advance()) {
       const int stage = ring.stage;
       Scores64 s;  // S^T, and then P^T
       FragmentC derivatives[with_softcap ? block_q / 8 : 1];
       Operand64 operand;
       wait_for_rows<QSlabs>(shared.q_full[stage], shared.q[stage], at, ring.parity);
       score_product<KSlabs, QSlabs>(s, shared.k, shared.q[stage]);
-      add<0, first_slabs>(dq, before, later);
       wgmma_wait<0>();
       hold(s);
       weights.weigh(s, derivatives, at, block, shared.anchors[stage]);
@@ -194,11 +154,10 @@ struct Half {
       wgmma_fence();
       multiply_rows<OutSlabs>(dv, operand, shared_address(shared.dout[stage]));
       wgmma_commit();
-      finish<0, first_slabs>(dq, weights.dq_factor, shared.dout_empty[stage], parity);
-      before = at;
+      wgmma_wait<0>();
+      arrive(shared.dout_empty[stage]);
       at = weights.move<false>(at, block);
     }
-    add<0, first_slabs>(dq, before, true);
     hold(dv);
   }
 
@@ -206,17 +165,13 @@ struct Half {
     wait_for_keys();
     Ring<buffers> ring{0, 0};
     u32 parity = 0;
-    constexpr int share = KSlabs::slabs - first_slabs;
-    DqShare<share> dq = {};
-    Walk at = block.first(), before = at;
-    for (bool later = false; at.head <= block.last_head; parity ^= 1, ring.advance(), later = true) {
+    for (Walk at = block.first(); at.head <= block.last_head; parity ^= 1, ring.advance()) {
       const int stage = ring.stage;
       Scores64 p, dp;  // dP^T, and then dS^T
       FragmentC derivatives[with_softcap ? block_q / 8 : 1];
       Operand64 operand;
       wait_for_rows<OutSlabs>(shared.dout_full[stage], shared.dout[stage], at, ring.parity);
       score_product<VSlabs, OutSlabs>(dp, shared.v, shared.dout[stage]);
-      add<first_slabs, share>(dq, before, later);
       wgmma_wait<0>();
       hold(dp);
       barrier_wait(shared_address(&shared.p_full[warp]), parity);
@@ -234,22 +189,14 @@ struct Half {
       weights.derive(dp, p, derivatives, at, shared.deltas[stage]);
       arrive(shared.dout_empty[stage]);
       round_to(operand, dp);
-      if constexpr (adds_dq) {
-        barrier_wait(shared_address(&shared.ds_empty), parity ^ 1);
-        Slabs<block_kv, block_q>::put(shared_address(shared.ds), warp * 16, operand, lane);
-        stores_ready();
-        __syncwarp();
-        arrive(shared.ds_full);
-      }
       wait_for_rows<QSlabs>(shared.q_full[stage], shared.q[stage], at, ring.parity);
       wgmma_fence();
       multiply_rows<QSlabs>(dk, operand, shared_address(shared.q[stage]));
       wgmma_commit();
-      finish<first_slabs, share>(dq, weights.dq_factor, shared.q_empty[stage], parity);
-      before = at;
+      wgmma_wait<0>();
+      arrive(shared.q_empty[stage]);
       at = weights.move<true>(at, block);
     }
-    add<first_slabs, share>(dq, before, true);
     hold(dk);
   }
 };
@@ -275,8 +222,6 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       barrier_init(shared_address(&shared.p_full[i]), 1);
       barrier_init(shared_address(&shared.p_empty[i]), 1);
     }
-    barrier_init(shared_address(&shared.ds_full), 4);
-    barrier_init(shared_address(&shared.ds_empty), KSlabs::slabs > 1 ? 4 * computing : 4);
     barriers_ready();
   }
   __syncthreads();

@@ -5,8 +5,8 @@
 
 namespace jax_flash {
 
-// Registers of a thread. Warpgroups share what the block is given at its launch, as many for all threads, in portions of
-// 8; who asks for what is not there waits for ever.
+// Registers of a thread. Warpgroups share what the block is given at its launch, as many for all threads, in portions
+// of 8; who asks for what is not there waits for ever.
 constexpr int launch_registers = 65536 / (32 * warps) / 8 * 8;
 constexpr int loading_registers = 24;
 constexpr int computing_registers =

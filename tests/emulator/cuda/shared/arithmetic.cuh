@@ -7,6 +7,5 @@ inline float exp2_approx(float x) { return __builtin_exp2f(x); }
 inline float log2_approx(float x) { return __builtin_log2f(x); }
 inline float reciprocal_approx(float x) { return 1.f / x; }
 inline float half_to_float(unsigned short x) { return emulator::half_to_float(x); }
-inline float multiplied(float x, float y) { return x * y; }
 
 }  // namespace jax_flash
