@@ -316,7 +316,7 @@ def where_wrong(got: np.ndarray, want: np.ndarray, limit: float) -> str:
 
 
 def omissions(call: Call, seeds: int, but: Collection[str] = ()) -> dict[str, str]:
-    """What goes wrong, in the first of so many orders in which something does, without each of the waits, ``but`` some."""
+    """What goes wrong without each of the waits, ``but`` some, in the first of so many orders in which any does."""
     emulator, problem = call.emulator, call.problem
     emulator.emulator_forget()
     for seed in range(4):

@@ -277,53 +277,60 @@ def written(instruction: _sass.Instruction) -> range:
     return range(int(first[1]), int(first[1]) + (int(product[1]) // 2 if product else width))
 
 
-def lost_operands(function: _sass.Function) -> list[str]:
-    """The products of which an operand in registers may come from two kinds of instructions.
+OPERAND = re.compile(r"R\d+, R(\d+), gdesc")
+"""Of a product of a warpgroup, the first of four registers that hold its operand."""
+
+
+def lost_operands(function: _sass.Function) -> tuple[int, list[str]]:
+    """How many products have an operand in registers, and those whose operand may come from two kinds of instructions.
 
     ptxas (12.9 and 13) has been seen to take an operand that a loop does not write for dead behind its last use in it,
     and to give its registers to others: the next round multiplied what these had left there.
     """
-    at_entry: list[dict[int, frozenset[str]] | None] = [None] * len(function.instructions)
-    at_entry[0] = {}
+    products = {
+        at: range(int(found[1]), int(found[1]) + 4)
+        for at, instruction in enumerate(function.instructions)
+        if instruction.base == "HGMMA" and (found := OPERAND.match(instruction.operands))
+    }
+    wanted = {r for registers in products.values() for r in registers}
+    sources: dict[int, dict[int, frozenset[str]]] = {0: {}}  # where what is in a register comes from
     pending = [0]
     while pending:
         at = pending.pop()
-        here = at_entry[at]
-        assert here is not None
-        instruction = function.instructions[at]
-        if registers := written(instruction):
-            kept = instruction.guard not in ("", "PT")
-            here = dict(here)
-            for r in registers:
-                here[r] = frozenset({instruction.base}) | (here.get(r, frozenset()) if kept else frozenset())
+        here, instruction = sources[at], function.instructions[at]
+        if registers := wanted.intersection(written(instruction)):
+            kind = frozenset({instruction.base})
+            conditional = instruction.guard not in ("", "PT")
+            here = here | {r: kind | here.get(r, frozenset()) if conditional else kind for r in registers}
         for to in function.successors(at):
-            there = at_entry[to]
-            merged = {r: kinds | (there or {}).get(r, frozenset()) for r, kinds in here.items()}
+            there = sources.get(to)
+            merged = {r: kinds | there.get(r, frozenset()) for r, kinds in here.items()} if there else here
             if there is None or any(there.get(r) != kinds for r, kinds in merged.items()):
-                at_entry[to] = {**(there or {}), **merged}
+                sources[to] = (there or {}) | merged
                 pending.append(to)
     lost = []
-    for instruction, sources in zip(function.instructions, at_entry, strict=True):
-        operand = re.match(r"R\d+, R(\d+), gdesc", instruction.operands)
-        if instruction.base == "HGMMA" and operand and sources is not None:
-            kinds = [sources.get(int(operand[1]) + i, frozenset()) for i in range(4)]
-            if any(len(kind) != 1 for kind in kinds):
-                lost.append(f"{instruction.opcode} {instruction.operands}: {kinds}")
-    return lost
+    for at, registers in products.items():
+        kinds = [sources[at].get(r, frozenset()) for r in registers] if at in sources else []
+        if any(len(kind) != 1 for kind in kinds):
+            lost.append(f"{function.instructions[at].opcode} {function.instructions[at].operands}: {kinds}")
+    return len(products), lost
 
 
 def test_operands_of_products_stay_in_their_registers(kernels: Any, tmp_path: pathlib.Path) -> None:
-    options = [{}, {"causal": True}, *ON.values()]
-    options = [*options, *({**o, "deterministic": True} for o in options)]
-    rows = [*kernels(90), *compiled(90, tmp_path, dtypes=["bfloat16"], head_dims=[64], options=options)]
-    with_operands = 0
+    """At head_dim 64 operands of the backward pass stay there from one tile to the next, in the others for a tile."""
+    rows = [
+        *kernels(90),
+        *compiled(90, tmp_path, dtypes=["bfloat16"], head_dims=[64], options=list(ON.values())),
+        *compiled(90, tmp_path, dtypes=["bfloat16"], head_dims=[64, 128], options=[{"deterministic": True}]),
+    ]
     for kernel in rows:
-        function = _sass.disassemble(pathlib.Path(kernel["path"]))[f"jax_flash_{kernel['pass']}"]
-        with_operands += any(
-            i.base == "HGMMA" and re.match(r"R\d+, R\d+, gdesc", i.operands) for i in function.instructions
-        )
-        assert not lost_operands(function), kernel["name"]
-    assert with_operands == len(rows), "the machine code is not understood"
+        try:
+            functions = _sass.disassemble(pathlib.Path(kernel["path"]))
+        except _sass.DisassemblerMissing as error:
+            pytest.skip(str(error))
+        products, lost = lost_operands(functions[f"jax_flash_{kernel['pass']}"])
+        assert products, kernel["name"]
+        assert not lost, kernel["name"]
 
 
 def test_every_tile_row_is_compiled(kernels: Any) -> None:
