@@ -491,7 +491,8 @@ NB_MODULE(_core, m) {
   m.def(
       "build_kernels",
       [](int arch, const std::string& out_dir, const std::vector<std::string>& dtypes,
-         const std::vector<std::pair<int, int>>& head_dims, const std::vector<nb::dict>& options) {
+         const std::vector<std::pair<int, int>>& head_dims, const std::vector<nb::dict>& options,
+         const std::string& family) {
         std::vector<DType> types;
         for (const std::string& dtype : dtypes) types.push_back(named_dtype(dtype));
         std::vector<Options> records;
@@ -499,7 +500,7 @@ NB_MODULE(_core, m) {
         std::vector<cuda::Kernel> kernels;
         {
           nb::gil_scoped_release release;
-          kernels = cuda::build(arch, types, head_dims, records, out_dir);
+          kernels = cuda::build(arch, types, head_dims, records, out_dir, family);
         }
         nb::list rows;
         for (const cuda::Kernel& k : kernels) {
@@ -517,11 +518,13 @@ NB_MODULE(_core, m) {
           row["spill_bytes"] = k.spill_bytes;
           row["local_bytes"] = k.local_bytes;
           row["cubin_bytes"] = k.cubin_bytes;
+          row["complaints"] = k.complaints;
           rows.append(row);
         }
         return rows;
       },
-      nb::kw_only(), nb::arg("arch"), nb::arg("out_dir"), nb::arg("dtypes"), nb::arg("head_dims"), nb::arg("options"));
+      nb::kw_only(), nb::arg("arch"), nb::arg("out_dir"), nb::arg("dtypes"), nb::arg("head_dims"), nb::arg("options"),
+      nb::arg("family") = "");
 
   m.def(
       "fetch_kernel",

@@ -47,11 +47,13 @@ def build_kernels(
     dtypes: Sequence[str],
     head_dims: Sequence[tuple[int, int]],
     options: Sequence[Mapping[str, Any]],
+    family: str = "",
 ) -> list[Mapping[str, Any]]:
     """Compiles both passes of every combination for ``arch``, a compute capability such as 90, into ``out_dir``.
 
-    ``head_dims`` are pairs of head_dim and value_head_dim; ``options`` are records by name, absent where not named.
-    Raises RuntimeError with the compiler's log, ValueError for an architecture that no kernel family serves.
+    ``head_dims`` are pairs of head_dim and value_head_dim; ``options`` are records by name, absent where not named;
+    ``family`` is a kernel family that runs there, by default the one that serves it. Raises RuntimeError with the
+    compiler's log or for a family that does not run there, ValueError for an architecture that no family serves.
     """
 
 def fetch_kernel(

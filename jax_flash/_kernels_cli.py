@@ -67,9 +67,11 @@ def list_(arches: Iterable[int] | None) -> None:
 def modelled(arch: int) -> dict[str, Any]:
     """The variants that ``kernels model`` predicts: bfloat16 has the same instructions, and full attention no masks.
 
-    The backward is the default of the compute capability: in two passes for Volta and Turing.
+    The backward is the default of the compute capability: in two passes for Volta and Turing. Of the products and
+    copies that Hopper makes behind a warp's back the model knows nothing: there it predicts the kernels of sm80.
     """
     return {
+        "family": "sm80" if arch == 90 else "",
         "dtypes": ("float16",),
         "head_dims": tuple(pair for pair in COMMON["head_dims"] if pair[0] in (64, 128, 256)),
         "options": ({"causal": False, "deterministic": arch < 80},),

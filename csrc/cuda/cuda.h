@@ -64,12 +64,14 @@ struct Kernel {
   int spill_bytes;   // stores plus loads
   int local_bytes;   // stack frame
   int64_t cubin_bytes;
+  std::string complaints;  // lines of the assembler's log that tell of lost speed
 };
 // Compiles both passes of every combination for an architecture such as 80 or 90 into a folder for
-// Settings::prebuilt_dirs, without a driver or a GPU. Head dims are pairs of head_dim and value_head_dim. Throws
-// std::invalid_argument for an architecture that no family serves.
+// Settings::prebuilt_dirs, without a driver or a GPU. Head dims are pairs of head_dim and value_head_dim. `family` is
+// one that the architecture runs (else std::runtime_error), or empty for its own. Throws std::invalid_argument for an
+// architecture that no family serves.
 std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std::vector<std::pair<int, int>>& head_dims,
-                          const std::vector<Options>& options, const std::string& out_dir);
+                          const std::vector<Options>& options, const std::string& out_dir, const std::string& family);
 
 // Fetches the kernels of one call for an architecture through the cache, without a driver; returns where they came
 // from: "prebuilt", "cached" or "compiled".

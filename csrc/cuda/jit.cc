@@ -222,6 +222,18 @@ int log_number(const std::string& log, const std::string& kernel, const std::str
   return std::atoi(log.substr(first + 1, digits - first).c_str());
 }
 
+// Those of wgmma that waits for each other, and of setmaxnreg that is left out.
+std::string complaints_of(const std::string& log) {
+  std::istringstream lines(log);
+  std::string found;
+  for (std::string line; std::getline(lines, line);) {
+    if (line.find("Potential Performance Loss") != std::string::npos || line.find("setmaxnreg") != std::string::npos) {
+      found += line + "\n";
+    }
+  }
+  return found;
+}
+
 }  // namespace
 
 const Settings& settings() {
@@ -361,6 +373,7 @@ Kernel build(const Variant& variant, const std::string& out_dir) {
       log_number(compiled.log, entry, "bytes spill stores") + log_number(compiled.log, entry, "bytes spill loads");
   kernel.local_bytes = log_number(compiled.log, entry, "bytes stack frame");
   kernel.cubin_bytes = static_cast<int64_t>(compiled.cubin.size());
+  kernel.complaints = complaints_of(compiled.log);
 
   std::error_code error;
   fs::create_directories(out_dir, error);

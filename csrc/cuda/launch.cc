@@ -27,27 +27,31 @@ int64_t blocks_of(const Problem& p, int length, int size) {
   return p.options.has_cu_q_lengths ? int64_t{length} / size + p.options.documents + 1 : divide_up(length, size);
 }
 
-// The kernel family that serves a compute capability, or "" for none. JAX_FLASH_CUDA_FAMILY forces another one, so
-// that a newer GPU can run the kernels of an older one.
-std::string family_of(int compute_capability) {
+// The kernel family that serves a compute capability, or "" for none. Another one may be forced, so that a newer GPU
+// can run the kernels of an older one: `by` is what asks for it.
+std::string family_of(int compute_capability, const std::string& forced, const char* by) {
   struct Family {
     const char* name;
     int from, to;  // compute capabilities
   };
   static constexpr int kAll = std::numeric_limits<int>::max();
   static constexpr Family kFamilies[] = {{"sm90a", 90, 90}, {"sm80", 80, kAll}, {"sm75", 75, kAll}, {"sm70", 70, kAll}};
-  const char* forced = std::getenv("JAX_FLASH_CUDA_FAMILY");
   std::string known;
   for (const Family& family : kFamilies) {
     const bool runs = compute_capability >= family.from && compute_capability <= family.to;
-    if (runs && (!forced || std::string(forced) == family.name)) return family.name;
+    if (runs && (forced.empty() || forced == family.name)) return family.name;
     known += std::string(known.empty() ? "" : ", ") + family.name;
   }
-  if (forced) {
-    throw std::runtime_error("JAX_FLASH_CUDA_FAMILY must be one of " + known + ", for a GPU that can run it, got " +
+  if (!forced.empty()) {
+    throw std::runtime_error(std::string(by) + " must be one of " + known + ", for a GPU that can run it, got " +
                              forced);
   }
   return "";
+}
+
+std::string family_of(int compute_capability) {
+  const char* forced = std::getenv("JAX_FLASH_CUDA_FAMILY");
+  return family_of(compute_capability, forced ? forced : "", "JAX_FLASH_CUDA_FAMILY");
 }
 
 std::string served_family(int arch) {
@@ -279,8 +283,8 @@ int largest_head_dim(int arch, bool highest_precision) {
 }
 
 std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std::vector<std::pair<int, int>>& head_dims,
-                          const std::vector<Options>& options, const std::string& out_dir) {
-  const std::string family = served_family(arch);
+                          const std::vector<Options>& options, const std::string& out_dir, const std::string& forced) {
+  const std::string family = forced.empty() ? served_family(arch) : family_of(arch, forced, "family");
   std::vector<Variant> variants;
   for (Pass pass : {Pass::forward, Pass::backward, Pass::backward_dq}) {
     for (DType dtype : dtypes) {

@@ -456,8 +456,11 @@ std::string run_block(unsigned index, unsigned blocks, unsigned threads, unsigne
   }
   int registers = 0;
   for (const Warpgroup& group : block_.warpgroups) registers += group.registers;
-  if (block_.error.empty() && registers > 512) {
-    block_.error = "warpgroups take " + std::to_string(registers) + " registers for each of 128 threads, of 512";
+  // As many as the block was launched with.
+  const int limit = static_cast<int>(65536 / threads / 8 * 8 * block_.warpgroups.size());
+  if (block_.error.empty() && registers > limit) {
+    block_.error = "warpgroups take " + std::to_string(registers) + " registers for each of 128 threads, of " +
+                   std::to_string(limit);
   }
   return block_.error;
 }

@@ -31,8 +31,8 @@ using VSlabs = Slabs<block_kv, value_head_dim>;
 constexpr bool irregular = bounded_left || in_segments;
 // Where keys past the end stand in the same array as those before it, V may hold anything there.
 constexpr bool ragged = has_kv_lengths || packed;
-// Where out is wide, it is multiplied by the factors of its rows only if one of the warp's is not 1: 1 to 4% faster at
-// head_dim 256, and slower at 64, where less is saved than the question costs.
+// Where out is wide, it is multiplied by the factors of its rows only if one of the warp's is not 1: on an H200 2 to 3%
+// faster at head_dim 256, where products are long, but 3 to 5% slower at 64 and 128.
 constexpr bool lazy = tile_value_head_dim > 128;
 // Products of the warpgroups by turns: on an H200 1 to 9% faster at head_dim 64, 0 to 2% at 128 and 256.
 constexpr bool in_turns = consumers > 1;
