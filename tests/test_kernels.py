@@ -297,10 +297,10 @@ def lost_operands(function: _sass.Function) -> tuple[int, list[str]]:
     while pending:
         at = pending.pop()
         here, instruction = sources[at], function.instructions[at]
-        if registers := wanted.intersection(written(instruction)):
+        if changed := wanted.intersection(written(instruction)):
             kind = frozenset({instruction.base})
             conditional = instruction.guard not in ("", "PT")
-            here = here | {r: kind | here.get(r, frozenset()) if conditional else kind for r in registers}
+            here = here | {r: kind | here.get(r, frozenset()) if conditional else kind for r in changed}
         for to in function.successors(at):
             there = sources.get(to)
             merged = {r: kinds | there.get(r, frozenset()) for r, kinds in here.items()} if there else here

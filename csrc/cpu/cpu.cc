@@ -18,42 +18,58 @@ namespace {
 struct Choice {
   const Kernels* kernels;
   bool supported;
+  bool bf16_only;  // other dtypes take the next choice
 };
 
 // Best first.
 std::vector<Choice> choices() {
-  return {
 #if defined(__x86_64__)
-      {&avx512::kKernels, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                              __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
-      {&avx2::kKernels,
-       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
-#endif
-#if defined(__aarch64__)
-      {&neon::kKernels, true},
-#else
-      {&baseline::kKernels, true},
-#endif
+  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return {
+      {&avx512_bf16::kKernels, avx512 && __builtin_cpu_supports("avx512bf16"), true},
+      {&avx512::kKernels, avx512, false},
+      {&avx2::kKernels, avx2, false},
+      {&baseline::kKernels, true, false},
   };
+#elif defined(__aarch64__)
+  return {{&neon::kKernels, true, false}};
+#else
+  return {{&baseline::kKernels, true, false}};
+#endif
 }
 
-const Kernels* choose() {
+// What serves bfloat16, and what serves the other dtypes.
+struct Chosen {
+  const Kernels *bf16, *others;
+};
+
+Chosen choose() {
   const char* wanted = std::getenv("JAX_FLASH_CPU_ISA");
   std::string supported;
+  Chosen chosen{};
   for (const Choice& choice : choices()) {
     if (!choice.supported) continue;
-    if (!wanted || !*wanted || std::strcmp(wanted, choice.kernels->name) == 0) return choice.kernels;
-    supported += (supported.empty() ? "" : ", ") + std::string(choice.kernels->name);
+    if (!chosen.bf16) {
+      supported += (supported.empty() ? "" : ", ") + std::string(choice.kernels->name);
+      if (wanted && *wanted && std::strcmp(wanted, choice.kernels->name) != 0) continue;
+      chosen.bf16 = choice.kernels;
+    }
+    if (choice.bf16_only) continue;
+    chosen.others = choice.kernels;
+    return chosen;
   }
   throw std::runtime_error("JAX_FLASH_CPU_ISA must name an instruction set that this processor has (" + supported +
                            "), got " + wanted);
 }
 
-const Kernels& kernels() {
-  static const Kernels* const chosen = choose();
-  return *chosen;
+const Chosen& chosen() {
+  static const Chosen chosen = choose();
+  return chosen;
 }
+
+const Kernels& kernels(DType dtype) { return dtype == DType::bf16 ? *chosen().bf16 : *chosen().others; }
 
 // A buffer of the calling thread, kept for its next item: at most a megabyte or two, whatever the lengths.
 void* workspace(size_t bytes) {
@@ -87,7 +103,7 @@ int64_t block_count(const Problem& p, int64_t rows, int64_t block_rows) {
   return is_packed(p) ? rows / block_rows + p.options.documents + 1 : divide_up(rows, block_rows);
 }
 
-ForwardPlan plan_forward(const Problem& p) {
+ForwardPlan plan_forward(DType dtype, const Problem& p) {
   ForwardPlan plan{};
   int group = p.q_heads / p.kv_heads;
   // Blocks of 48 fill whole panels with every instruction set. Longer ones read K and V less often.
@@ -111,7 +127,17 @@ ForwardPlan plan_forward(const Problem& p) {
   // Few blocks and many keys, as in decoding: parts of at least 512 keys.
   plan.splits = static_cast<int>(
       std::max<int64_t>(1, std::min<int64_t>(kEnoughItems / blocks, average_length(p, p.kv_length) / 512)));
+  plan.blocks_in_all = blocks;
+  plan.together = rows <= kFewRows && !is_packed(p);
   plan.items = blocks * plan.splits;
+  if (!plan.together) return plan;
+  // Memory is the bound here: items of enough keys that a start in the middle of memory costs little.
+  constexpr int64_t kBytes = 64 << 10;
+  int64_t element = dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
+  int64_t row_bytes = p.kv_heads * (int64_t{p.head_dim} + p.value_head_dim) * element;
+  int64_t most = std::min(divide_up(p.kv_length, kSegmentBlock), p.kv_length * row_bytes / kBytes);
+  plan.splits = static_cast<int>(std::max<int64_t>(1, std::min(divide_up(kEnoughItems, p.batch), most)));
+  plan.items = p.batch * plan.splits;
   return plan;
 }
 
@@ -154,26 +180,28 @@ void clear_dbias(DType dtype, const Problem& p, const ParallelFor& parallel_for)
 
 }  // namespace
 
-std::string isa() { return kernels().name; }
+std::string isa() { return chosen().bf16->name; }
 
 int64_t backward_scratch(DType, const Problem& problem) { return plan_backward(problem).scratch; }
 
 void forward(DType dtype, const Problem& problem, const ParallelFor& parallel_for) {
-  const Kernels& k = kernels();
-  ForwardPlan plan = plan_forward(problem);
+  const Kernels& k = kernels(dtype);
+  ForwardPlan plan = plan_forward(dtype, problem);
   size_t bytes = k.forward_workspace(dtype, problem, plan);
-  // Bounded: there are at most kEnoughItems splits in all, of at most 48 rows.
+  // Bounded: there are at most kEnoughItems splits in all, of at most 48 rows, or of kFewRows a head.
   std::unique_ptr<char[]> partials;
-  if (plan.splits > 1) partials.reset(new char[k.forward_partial(dtype, problem, plan) * plan.items]);
+  if (plan.splits > 1 || plan.together) {
+    partials.reset(new char[k.forward_partial(dtype, problem, plan) * plan.blocks_in_all * plan.splits]);
+  }
   parallel_for(plan.items,
                [&](int64_t item) { k.forward(dtype, problem, plan, item, workspace(bytes), partials.get()); });
   if (plan.splits == 1) return;
-  parallel_for(plan.items / plan.splits,
+  parallel_for(plan.blocks_in_all,
                [&](int64_t item) { k.forward_combine(dtype, problem, plan, item, workspace(bytes), partials.get()); });
 }
 
 void backward(DType dtype, const Problem& problem, const ParallelFor& parallel_for) {
-  const Kernels& k = kernels();
+  const Kernels& k = kernels(dtype);
   BackwardPlan plan = plan_backward(problem);
   size_t bytes = k.backward_workspace(dtype, problem, plan);
   clear_dbias(dtype, problem, parallel_for);

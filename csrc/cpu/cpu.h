@@ -19,8 +19,9 @@ int64_t backward_scratch(DType dtype, const Problem& problem);
 void forward(DType dtype, const Problem& problem, const ParallelFor& parallel_for);
 void backward(DType dtype, const Problem& problem, const ParallelFor& parallel_for);
 
-// The instruction set in use ("avx512", "avx2", "neon" or "baseline"): the best that this processor has, or the one
-// that JAX_FLASH_CPU_ISA names. Throws std::runtime_error when that one is unknown or the processor lacks it.
+// The instruction set in use ("avx512_bf16", "avx512", "avx2", "neon" or "baseline"): the best that this processor has,
+// or the one that JAX_FLASH_CPU_ISA names. Throws std::runtime_error when that one is unknown or the processor lacks
+// it.
 std::string isa();
 
 }  // namespace jax_flash::cpu

@@ -2,14 +2,14 @@
 // memory. With queries in the lanes most lanes would be idle, and a copy of K and V would serve few products.
 #pragma once
 
+#include "isa.h"
+#include "pack.h"
 #include "softmax.h"
 
 namespace jax_flash::cpu::JAX_FLASH_ISA {
 
-// One row of head_dim 64 takes 0.42 of the time of queries in the lanes, 4 rows of head_dim 128 0.6, 8 rows 1.07.
-constexpr int kFewRows = 4;
-
-// Rows of head_dim elements, in the caller's array or in ours. `columns` is a multiple of kWidth.
+// Rows in the caller's array or in ours. `columns` counts elements of K and V, factors of queries, up to a multiple of
+// the lanes.
 template <typename E>
 struct Rows {
   E* data;
@@ -17,27 +17,76 @@ struct Rows {
   int columns;
 };
 
+// A vector of factors: kWidth * kElements elements.
+template <typename E>
+JAX_FLASH_INLINE auto load_factors(const E* p) {
+  if constexpr (kPaired<Factor<E>>) {
+    return load(reinterpret_cast<const Factor<E>*>(p));
+  } else {
+    return load_as(p);
+  }
+}
+#if defined(__AVX512BF16__)
+JAX_FLASH_INLINE U32 load_factors(const Pair* p) { return load(p); }
+#endif
+
+// Lane i of the result is the sum of x[i]. A recursion of templates, because arrays in a loop of halves go to memory.
+template <typename T, int half = kWidth<T> / 2>
+JAX_FLASH_INLINE Vec<T> sums(Vec<T> (&x)[kWidth<T>]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < half; ++i) {
+    x[i] = interleave<T, false>(x[i], x[i + half]) + interleave<T, true>(x[i], x[i + half]);
+  }
+  if constexpr (half > 1) return sums<T, half / 2>(x);
+  return x[0];
+}
+
+// Where memory lies that will be read next, as many bytes as are read now; null for none. Heads far apart in a row of
+// the array are beyond what processors foresee.
+struct Next {
+  const char *k, *v;
+
+  static JAX_FLASH_INLINE void ask(const char* p, int64_t bytes) {
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(p + line, 0, 2);
+  }
+};
+
 // Adds `keys` keys to the running softmax and output of R rows; scores[R][score_stride] is scratch. `finish(row,
 // scores)` gives the scores of a row their last form, -inf up to the next multiple of kWidth included, and
 // `drop(row, weights)` clears weights that have been counted in the sum but are not used.
-template <int R, typename E, typename Finish, typename Drop>
-void attend_few(int keys, Rows<const E> k, Rows<const E> v, Rows<Compute<E>> q, Rows<Compute<E>> out, Compute<E> scale,
-                Compute<E>* scores, ptrdiff_t score_stride, Compute<E>* maximum, Compute<E>* sum, Finish finish,
-                Drop drop) {
-  using T = Compute<E>;
+template <int R, typename K, typename V, typename F, typename T, typename Finish, typename Drop>
+void attend_few(int keys, Rows<const K> k, Rows<const V> v, Rows<const F> q, Rows<T> out, T scale, T* scores,
+                ptrdiff_t score_stride, T* maximum, T* sum, Next next, Finish finish, Drop drop) {
   constexpr int W = kWidth<T>;
-  for (int j = 0; j < keys; ++j) {
-    const E* row = k.data + j * k.stride;
-    Vec<T> products[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) products[r] = T(0);
-    for (int h = 0; h < k.columns; h += W) {
-      Vec<T> key = load_as(row + h);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) products[r] = key * load(q.data + r * q.stride + h) + products[r];
+  constexpr int kStep = sizeof(K) == sizeof(F) ? W : W * kElements<F>;
+  int j = 0;
+  // A vector of keys at a time: its sums across lanes cost two shuffles each, a lone one four.
+  for (; j + W <= keys; j += W) {
+    const K* rows = k.data + j * k.stride;
+    for (int r = 0; r < R; ++r) {
+      Vec<T> products[W];
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) products[i] = T(0);
+      for (int h = 0; h < k.columns; h += kStep) {
+        if (r == 0 && next.k) next.ask(next.k + (j * k.columns + h * W) * sizeof(K), W * kStep * sizeof(K));
+        auto query = load(q.data + r * q.stride + h / kStep * W);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) {
+          products[i] = multiply_add(load_factors(rows + i * k.stride + h), query, products[i]);
+        }
+      }
+      store<T>(scores + r * score_stride + j, sums<T>(products) * scale);
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) scores[r * score_stride + j] = stdx::reduce(products[r]) * scale;
+  }
+  for (; j < keys; ++j) {
+    const K* row = k.data + j * k.stride;
+    for (int r = 0; r < R; ++r) {
+      Vec<T> products = T(0);
+      for (int h = 0; h < k.columns; h += kStep) {
+        products = multiply_add(load_factors(row + h), load(q.data + r * q.stride + h / kStep * W), products);
+      }
+      scores[r * score_stride + j] = stdx::reduce(products) * scale;
+    }
   }
 
   T decay[R];
@@ -45,13 +94,13 @@ void attend_few(int keys, Rows<const E> k, Rows<const E> v, Rows<Compute<E>> q, 
     T* s = scores + r * score_stride;
     finish(r, s);
     Vec<T> highest = maximum[r];
-    for (int j = 0; j < keys; j += W) highest = stdx::max(highest, load(s + j));
+    for (j = 0; j < keys; j += W) highest = stdx::max(highest, load(s + j));
     T before = maximum[r];
     T after = maximum[r] = stdx::hmax(highest);
     T shift = after == -kInfinity<T> ? 0 : after;  // as in online_softmax
     decay[r] = exp2(Vec<T>(before - shift))[0];
     Vec<T> total = T(0);
-    for (int j = 0; j < keys; j += W) {
+    for (j = 0; j < keys; j += W) {
       Vec<T> weight = exp2(load(s + j) - shift);
       store(s + j, weight);
       total += weight;
@@ -61,7 +110,7 @@ void attend_few(int keys, Rows<const E> k, Rows<const E> v, Rows<Compute<E>> q, 
   }
 
   // Several vectors of a row of V at once: whole cache lines, and enough independent sums when R = 1.
-  constexpr int kTogether = R == 1 ? 4 : 2;
+  constexpr int kTogether = R * 4 <= kRows * kVecs ? 4 : R * 2 <= kRows * kVecs ? 2 : 1;
   auto add = [&](int h, auto vectors) __attribute__((always_inline)) {
     constexpr int NV = vectors.value;
     Vec<T> sums[R][NV];
@@ -70,15 +119,16 @@ void attend_few(int keys, Rows<const E> k, Rows<const E> v, Rows<Compute<E>> q, 
 #pragma GCC unroll 8
       for (int i = 0; i < NV; ++i) sums[r][i] = load(out.data + r * out.stride + h + i * W) * decay[r];
     }
-    for (int j = 0; j < keys; ++j) {
+    for (j = 0; j < keys; ++j) {
+      if (next.v) next.ask(next.v + (j * v.columns + h) * sizeof(V), NV * W * sizeof(V));
       Vec<T> value[NV];
 #pragma GCC unroll 8
       for (int i = 0; i < NV; ++i) value[i] = load_as(v.data + j * v.stride + h + i * W);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        Vec<T> weight = scores[r * score_stride + j];
+        T weight = scores[r * score_stride + j];
 #pragma GCC unroll 8
-        for (int i = 0; i < NV; ++i) sums[r][i] = weight * value[i] + sums[r][i];
+        for (int i = 0; i < NV; ++i) sums[r][i] = multiply_add(value[i], weight, sums[r][i]);
       }
     }
 #pragma GCC unroll 8

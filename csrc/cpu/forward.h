@@ -1,10 +1,11 @@
 // The forward pass of one item: a block of queries against a part of the keys.
 //
 // Queries stand in the lanes. So the softmax needs no reduction across lanes, K and V are read as they lie in memory,
-// one element at a time, and only the block of queries is transposed, once. Few queries take another way: few.h.
+// one factor at a time, and only the block of queries is transposed, once. Few queries take another way: few.h.
 #pragma once
 
 #include <algorithm>
+#include <bit>
 
 #include "few.h"
 #include "isa.h"
@@ -18,6 +19,11 @@ int padded_head_dim(int head_dim) {
   return round_up(head_dim, std::max(kWidth<T>, kRowPadding));
 }
 
+template <typename F>
+int factors(int elements) {
+  return (elements + kElements<F> - 1) / kElements<F>;
+}
+
 // K, V and the panels' own tiles have to stay in the second-level cache together. All are multiples of kSegmentBlock
 // and of kDropoutKeys.
 constexpr int key_block(int head_dim) {
@@ -27,6 +33,7 @@ constexpr int key_block(int head_dim) {
 template <typename E>
 class ForwardItem {
   using T = Compute<E>;
+  using F = Factor<E>;
 
  public:
   // With a null workspace the object is good for workspace() only.
@@ -36,17 +43,19 @@ class ForwardItem {
         options_(p),
         band_(p.options),
         dropout_(p.options.dropout_rate),
-        k_stride_(padded_head_dim<T>(p.head_dim)),
+        depth_(factors<F>(p.head_dim)),
+        k_stride_(padded_head_dim<T>(depth_)),
         v_stride_(padded_head_dim<T>(p.value_head_dim)),
         keys_(key_block(std::max(p.head_dim, p.value_head_dim))),
         panels_((plan.block_rows + kPanel<T> - 1) / kPanel<T>),
         bit_rows_((plan.block_rows + kDropoutRows - 1) / kDropoutRows) {
     Arena arena(workspace);
     int64_t lanes = static_cast<int64_t>(panels_) * kPanel<T>, keys = keys_;
-    queries_ = arena.take<T>(lanes * k_stride_);
+    queries_ = arena.take<F>(lanes * k_stride_);
     out_ = arena.take<T>(lanes * std::max(k_stride_, v_stride_));
-    k_ = arena.take<T>(keys * k_stride_);
-    v_ = arena.take<T>(keys * v_stride_);
+    k_ = arena.take<F>(keys * k_stride_);
+    v_ = arena.take<F>(keys * v_stride_);
+    few_v_ = kPaired<F> ? arena.take<T>(keys * v_stride_) : reinterpret_cast<T*>(v_);
     scores_ = arena.take<T>(keys * std::max(kPanel<T>, kFewRows));
     maximum_ = arena.take<T>(lanes);
     sum_ = arena.take<T>(lanes);
@@ -69,43 +78,41 @@ class ForwardItem {
   size_t workspace() const { return workspace_; }
 
   void run(int64_t item, void* partials) {
+    if (plan_.together) return run_together(item, partials);
     int64_t split = item % plan_.splits, block_item = item / plan_.splits;
     go_to(block_item);
     if (rows_ > 0) {
       load_queries();
-      attend_keys(split);
+      clear();
+      for_each_block(split, keys_, [&](int64_t first, int count) { attend_block(first, count); });
       if (plan_.splits == 1) {
         store_rows();
       } else {
-        store_partial(partials, block_item * plan_.splits + split);
+        store_partial(record(partials, block_item, split));
       }
     }
     if (plan_.splits == 1) store_padding();
   }
 
-  // Rows of the blocks' splits, weighted by their shares of the softmax's denominator.
+  // Adds up what the splits of a block left.
   void combine(int64_t block_item, const void* partials) {
     go_to(block_item);
-    const T* records = static_cast<const T*>(partials) + block_item * plan_.splits * record_size();
+    auto part = [&](int split) { return record(const_cast<void*>(partials), block_item, split); };
+    T* sums = reinterpret_cast<T*>(v_);
     for (int row = 0; row < rows_; ++row) {
-      auto lse_of = [&](int split) { return double{records[split * record_size() + row]}; };
       double highest = -kInfinity<double>;
-      for (int split = 0; split < plan_.splits; ++split) {
-        // Not the maximum function, which may lose a NaN.
-        if (!(lse_of(split) <= highest)) highest = lse_of(split);
-      }
+      for (int split = 0; split < plan_.splits; ++split) highest = std::max<double>(highest, part(split).maximum[row]);
       double total = 0;
-      for (int split = 0; split < plan_.splits && highest != -kInfinity<double>; ++split) {
-        total += __builtin_exp2(lse_of(split) - highest);
-      }
-      T* sums = out_;
       std::memset(sums, 0, sizeof(T) * v_stride_);
-      for (int split = 0; split < plan_.splits && total != 0; ++split) {
-        double weight = __builtin_exp2(lse_of(split) - highest);
+      for (int split = 0; split < plan_.splits; ++split) {
+        Record from = part(split);
+        if (from.maximum[row] == -kInfinity<T>) continue;  // kept no key
+        double weight = __builtin_exp2(from.maximum[row] - highest);
         if (weight == 0) continue;
-        const T* part = records + split * record_size() + plan_.block_rows + static_cast<int64_t>(row) * v_stride_;
+        total += weight * from.sum[row];
+        const T* out = from.out + static_cast<int64_t>(row) * v_stride_;
         for (int h = 0; h < v_stride_; h += kWidth<T>) {
-          store<T>(sums + h, load(sums + h) + Vec<T>(static_cast<T>(weight)) * load(part + h));
+          store<T>(sums + h, multiply_add(load(out + h), static_cast<T>(weight), load(sums + h)));
         }
       }
       store_result(row, sums, highest, total);
@@ -113,8 +120,8 @@ class ForwardItem {
     store_padding();
   }
 
-  // Elements of what a split leaves to combine(): the log2-sum-exp2 of its rows, and their outputs.
-  int64_t record_size() const { return static_cast<int64_t>(plan_.block_rows) * (1 + v_stride_); }
+  // Elements of what a split of a block leaves to combine().
+  int64_t record_size() const { return static_cast<int64_t>(plan_.block_rows) * (2 + v_stride_); }
 
  private:
   // What the lanes of a panel keep: keys [begin, end) some of them, [bare_begin, bare_end) all of them.
@@ -122,6 +129,54 @@ class ForwardItem {
     int64_t begin, end, bare_begin, bare_end;
     SegmentRange segments;
   };
+
+  // The state of a block's rows after a split of the keys.
+  struct Record {
+    T *maximum, *sum;  // [block_rows]
+    T* out;            // [block_rows][v_stride_] not normalised
+  };
+  Record record(void* partials, int64_t block_item, int64_t split) const {
+    T* p = static_cast<T*>(partials) + (block_item * plan_.splits + split) * record_size();
+    return {p, p + plan_.block_rows, p + 2 * static_cast<int64_t>(plan_.block_rows)};
+  }
+
+  // All heads in step through the keys, so that memory is read in its order, once.
+  void run_together(int64_t item, void* partials) {
+    int64_t split = item % plan_.splits, heads = p_.q_heads / plan_.fold;
+    int64_t first_item = item / plan_.splits * heads;
+    go_to(first_item);
+    if (rows_ > 0) {
+      load_queries();
+      for (int64_t head = 0; head < heads; ++head) {
+        bind(record(partials, first_item + head, split));
+        clear();
+      }
+      // K and V of the keys at hand, and of those that are asked for meanwhile, stay in the second-level cache.
+      constexpr int64_t kBytes = 64 << 10;
+      int64_t row_bytes = p_.kv_heads * (p_.head_dim + p_.value_head_dim) * int64_t{sizeof(E)};
+      int keys = static_cast<int>(
+          std::clamp<int64_t>(round_down(kBytes / row_bytes, kSegmentBlock), kSegmentBlock, round_down(keys_, 64)));
+      for_each_block(split, keys, [&](int64_t first, int count) {
+        for (int64_t head = 0; head < heads; ++head) {
+          if (heads > 1) {
+            go_to(first_item + head);
+            load_queries();
+          }
+          bind(record(partials, first_item + head, split));
+          attend_block(first, count);
+        }
+      });
+    }
+    if (plan_.splits > 1) return;
+    for (int64_t head = 0; head < heads; ++head) combine(first_item + head, partials);
+  }
+
+  // Few rows have no buffers of their own for what they keep from key to key.
+  void bind(const Record& record) {
+    maximum_ = record.maximum;
+    sum_ = record.sum;
+    out_ = record.out;
+  }
 
   // The last blocks keep the most keys when causal: they go first, so that the threads end together.
   void go_to(int64_t block_item) {
@@ -156,7 +211,7 @@ class ForwardItem {
 
   void load_queries() {
     int lanes = round_up(rows_, few() ? kFewRows : kWidth<T>);
-    T* rows = few() ? queries_ : out_;
+    F* rows = few() ? queries_ : reinterpret_cast<F*>(out_);
     // Queries that become lanes pass through out_, which is free until the first product.
     for (int row = 0; row < rows_; ++row) {
       Place at = place(row);
@@ -174,13 +229,17 @@ class ForwardItem {
         if (options_.has_segments) segments_[row] = p_.q_segment_ids[batch_ * p_.q_length + at.t];
       }
     }
-    std::memset(rows + rows_ * k_stride_, 0, sizeof(T) * (lanes - rows_) * k_stride_);
-    if (!few()) transpose_to_panels(out_, k_stride_, lanes, p_.head_dim, queries_);
-    std::memset(out_, 0, sizeof(T) * panels_ * kPanel<T> * v_stride_);
-    std::fill(maximum_, maximum_ + lanes, -kInfinity<T>);
-    std::memset(sum_, 0, sizeof(T) * lanes);
+    std::memset(rows + rows_ * k_stride_, 0, sizeof(F) * (lanes - rows_) * k_stride_);
+    if (!few()) transpose_to_panels(rows, k_stride_, lanes, depth_, queries_);
     // The head's, for rows are folded only without dropout.
     if (dropout_.active()) dropout_.seed(options_.seed(batch_, document_index_, first_head_));
+  }
+
+  void clear() {
+    int lanes = few() ? std::bit_ceil(static_cast<unsigned>(rows_)) : round_up(rows_, kPanel<T>);
+    std::memset(out_, 0, sizeof(T) * lanes * v_stride_);
+    std::fill(maximum_, maximum_ + lanes, -kInfinity<T>);
+    std::memset(sum_, 0, sizeof(T) * lanes);
   }
 
   // What `rows` rows from `row` on keep.
@@ -207,24 +266,28 @@ class ForwardItem {
     return panel;
   }
 
-  void attend_keys(int64_t split) {
-    for (int row = 0; row < rows_; row += kPanel<T>) panel_[row / kPanel<T>] = panel_of(row, lanes_of(row));
+  // body(first, count) for the blocks of at most `size` keys that the split has to look at.
+  template <typename Body>
+  void for_each_block(int64_t split, int size, Body body) {
+    if (!few()) {
+      for (int row = 0; row < rows_; row += kPanel<T>) panel_[row / kPanel<T>] = panel_of(row, lanes_of(row));
+    }
     Panel all = panel_of(0, rows_);
     int64_t begin = round_down(all.begin, kSegmentBlock), end = all.end;
     int64_t share = round_up((end - begin + plan_.splits - 1) / plan_.splits, int64_t{kSegmentBlock});
     begin = std::min(end, begin + split * share);
     end = std::min(end, begin + share);
     while (begin < end) {
-      KeyRange block{begin, std::min<int64_t>(end, begin + keys_)};
+      KeyRange block{begin, std::min<int64_t>(end, begin + size)};
       if (options_.has_segments) {
         // What holds no pair in the middle of the range is skipped here, block by block.
         block = trim(p_, batch_, all.segments, {begin, end});
         end = block.end;
-        block.end = std::min(end, block.begin + keys_);
+        block.end = std::min(end, block.begin + size);
       }
       if (block.begin >= block.end) break;
-      attend_block(block.begin, static_cast<int>(block.end - block.begin));
-      begin = block.begin + keys_;
+      body(block.begin, static_cast<int>(block.end - block.begin));
+      begin = block.begin + size;
     }
   }
 
@@ -236,15 +299,28 @@ class ForwardItem {
     int padded = round_up(count, kRowPadding);
     const E* k = row_of<const E>(p_.k, batch_, document_.first_key + first, kv_head);
     const E* v = row_of<const E>(p_.v, batch_, document_.first_key + first, kv_head);
-    if (few() && p_.head_dim % kWidth<T> == 0 && p_.value_head_dim % kWidth<T> == 0) {
-      return attend_few_rows<E>(first, count, {k, p_.k.row_stride, p_.head_dim},
-                                {v, p_.v.row_stride, p_.value_head_dim});
+    if (few()) {
+      Rows<const E> k_rows{k, p_.k.row_stride, p_.head_dim}, v_rows{v, p_.v.row_stride, p_.value_head_dim};
+      if (p_.head_dim % (kWidth<T> * kElements<F>) == 0 && p_.value_head_dim % kWidth<T> == 0) {
+        Next next{};
+        if (plan_.together && first + count < document_.keys) {
+          // Each head asks for its share of the next keys' rows, all heads together for the whole of them.
+          int64_t share = kv_head * count;
+          next.k = reinterpret_cast<const char*>(row_of<const E>(p_.k, batch_, first + count, 0) + share * p_.head_dim);
+          next.v = reinterpret_cast<const char*>(row_of<const E>(p_.v, batch_, first + count, 0) +
+                                                 share * p_.value_head_dim);
+        }
+        return attend_few_rows(first, count, k_rows, v_rows, next);
+      }
+      copy_rows(k, p_.k.row_stride, count, p_.head_dim, padded, k_stride_, k_);
+      copy_rows(v, p_.v.row_stride, count, p_.value_head_dim, padded, v_stride_, few_v_);
+      return attend_few_rows<F, T>(first, count, {k_, k_stride_, k_stride_}, {few_v_, v_stride_, v_stride_}, {});
     }
     copy_rows(k, p_.k.row_stride, count, p_.head_dim, padded, k_stride_, k_);
-    copy_rows(v, p_.v.row_stride, count, p_.value_head_dim, padded, v_stride_, v_);
-    if (few()) {
-      return attend_few_rows<T>(first, count, {k_, k_stride_, round_up(p_.head_dim, kWidth<T>)},
-                                {v_, v_stride_, round_up(p_.value_head_dim, kWidth<T>)});
+    if constexpr (kPaired<F>) {
+      copy_pairs_of_rows(v, p_.v.row_stride, count, p_.value_head_dim, padded, v_stride_, v_);
+    } else {
+      copy_rows(v, p_.v.row_stride, count, p_.value_head_dim, padded, v_stride_, v_);
     }
     if (dropout_.active()) fill_lane_bits(first, count);
     for (int row = 0; row < rows_; row += kPanel<T>) {
@@ -261,15 +337,15 @@ class ForwardItem {
   // A panel against `keys` keys, the first of which is the block's key `begin`, a multiple of kRowPadding.
   template <int NV>
   void attend(int row, const Panel& panel, int64_t block, int begin, int keys) {
-    const T* queries = queries_ + static_cast<int64_t>(row) * p_.head_dim;
-    const T* k = k_ + static_cast<int64_t>(begin) * k_stride_;
-    const T* v = v_ + static_cast<int64_t>(begin) * v_stride_;
+    const F* queries = queries_ + static_cast<int64_t>(row) * depth_;
+    const F* k = k_ + static_cast<int64_t>(begin) * k_stride_;
+    const F* v = v_ + static_cast<int64_t>(begin / kElements<F>) * v_stride_;
     T* out = out_ + static_cast<int64_t>(row) * v_stride_;
     T* scores = scores_;
     // Not folded into the queries: products of 16-bit numbers are exact, those of scaled ones are not.
     Vec<T> scale = static_cast<T>(p_.options.scale * kLog2E);
     for (int j = 0; j < keys; j += kRows) {
-      dot_kernel<NV>(p_.head_dim, k + j * k_stride_, k_stride_, queries, kPanel<T>,
+      dot_kernel<NV>(depth_, k + j * k_stride_, k_stride_, queries, kPanel<T>,
                      [&](int i, int v, const Vec<T>& sum) __attribute__((always_inline)) {
                        store<T>(scores + (j + i) * kPanel<T> + v * kWidth<T>, sum * scale);
                      });
@@ -277,11 +353,17 @@ class ForwardItem {
     if (options_.any()) apply_options<NV>(row, block + begin, keys);
     if (options_.has_segments) compare_segments<NV>(row, panel, block + begin, keys);
     if (band_.limited()) mask<NV>(row, panel, block + begin, keys);
-    online_softmax<NV>(keys, scores, maximum_ + row, sum_ + row, decay_);
-    if (dropout_.active()) drop<NV>(row, begin, keys);
+    if (dropout_.active()) {
+      online_softmax<NV, T>(keys, scores, maximum_ + row, sum_ + row, decay_);
+      drop<NV>(row, begin, keys);
+      pair_weights<NV, F>(keys, scores);
+    } else {
+      online_softmax<NV, F>(keys, scores, maximum_ + row, sum_ + row, decay_);
+    }
     const T* decay = decay_;
+    const F* weights = reinterpret_cast<const F*>(scores);
     for (int h = 0; h < p_.value_head_dim; h += kRows) {
-      micro_kernel<NV, Layout::column_major>(keys, v + h, v_stride_, scores, kPanel<T>,
+      micro_kernel<NV, Layout::column_major>(factors<F>(keys), v + h, v_stride_, weights, kPanel<T>,
                                              [&](int i, int v, const Vec<T>& sum) __attribute__((always_inline)) {
                                                T* o = out + (h + i) * kPanel<T> + v * kWidth<T>;
                                                store<T>(o, load(o) * load(decay + v * kWidth<T>) + sum);
@@ -393,8 +475,8 @@ class ForwardItem {
     });
   }
 
-  template <typename Element>
-  void attend_few_rows(int64_t first, int count, const Rows<const Element>& k, const Rows<const Element>& v) {
+  template <typename K, typename V>
+  void attend_few_rows(int64_t first, int count, const Rows<const K>& k, const Rows<const V>& v, const Next& next) {
     if (dropout_.active()) {
       for (int row = 0; row < rows_; ++row) {
         for (int j = 0; j < count; j += kDropoutKeys) {
@@ -404,14 +486,16 @@ class ForwardItem {
     }
     auto attend = [&](auto rows) {
       attend_few<rows.value>(
-          count, k, v, {queries_, k_stride_, 0}, {out_, v_stride_, 0}, static_cast<T>(p_.options.scale * kLog2E),
-          scores_, keys_, maximum_, sum_, [&](int row, T* scores) { finish_few(row, first, count, scores); },
+          count, k, v, Rows<const F>{queries_, k_stride_, 0}, Rows<T>{out_, v_stride_, 0},
+          static_cast<T>(p_.options.scale * kLog2E), scores_, keys_, maximum_, sum_, next,
+          [&](int row, T* scores) { finish_few(row, first, count, scores); },
           [&](int row, T* weights) {
             if (dropout_.active()) drop_few(row, count, weights);
           });
     };
     if (rows_ == 1) return attend(std::integral_constant<int, 1>{});
     if (rows_ == 2) return attend(std::integral_constant<int, 2>{});
+    if (rows_ <= 4) return attend(std::integral_constant<int, 4>{});
     attend(std::integral_constant<int, kFewRows>{});
   }
 
@@ -461,22 +545,18 @@ class ForwardItem {
   }
 
   void store_rows() {
-    T* buffer = v_;
+    T* buffer = reinterpret_cast<T*>(v_);
     for (int row = 0; row < rows_; ++row) {
       gather(row, buffer);
       store_result(row, buffer, maximum_[row], sum_[row]);
     }
   }
 
-  void store_partial(void* partials, int64_t record) {
-    T* lse = static_cast<T*>(partials) + record * record_size();
-    T* out = lse + plan_.block_rows;
-    for (int row = 0; row < rows_; ++row, out += v_stride_) {
-      gather(row, out);
-      T total = sum_[row];
-      lse[row] = total == 0 ? -kInfinity<T> : static_cast<T>(double{maximum_[row]} + __builtin_log2(total));
-      Vec<T> factor = total == 0 ? 0 : 1 / total;
-      for (int h = 0; h < v_stride_; h += kWidth<T>) store<T>(out + h, load(out + h) * factor);
+  void store_partial(const Record& to) {
+    for (int row = 0; row < rows_; ++row) {
+      to.maximum[row] = maximum_[row];
+      to.sum[row] = sum_[row];
+      gather(row, to.out + static_cast<int64_t>(row) * v_stride_);
     }
   }
 
@@ -521,16 +601,18 @@ class ForwardItem {
   const Scores<E> options_;
   const Band band_;
   Dropout dropout_;
+  int depth_;     // of a product over head_dim
   int k_stride_;  // of a row of k_
   int v_stride_;  // of a row of v_; rows of a panel of out_
   int keys_;      // of a block
   int panels_;
   int bit_rows_;  // groups of kDropoutRows rows
-  T* queries_;    // [panel][head_dim][kPanel]; [row][k_stride_] when few
+  F* queries_;    // [panel][depth_][kPanel]; [row][k_stride_] when few
   T* out_;        // [panel][v_stride_][kPanel], not normalised; [row][v_stride_] when few
-  T* k_;          // [keys_][k_stride_]
-  T* v_;          // [keys_][v_stride_]
-  T* scores_;     // [keys_][kPanel]; [row][keys_] when few
+  F* k_;          // [keys_][k_stride_]
+  F* v_;          // [keys_ / kElements][v_stride_]
+  T* few_v_;      // [keys_][v_stride_]
+  T* scores_;     // [keys_][kPanel], and weights as factors in their place; [row][keys_] when few
   T* maximum_;    // [panel][kPanel], and so on
   T* sum_;
   T* position_;  // of the lanes' queries, less first_position_

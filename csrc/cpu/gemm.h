@@ -37,10 +37,11 @@ constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + mu
 // How A lies: row i, depth k at a[i * stride + k], or at a[k * stride + i].
 enum class Layout { row_major, column_major };
 
-// `finish(row, vector, value)` takes the sum of A * B; `depth` may be 0.
-template <int NV, Layout layout, typename T, typename Finish>
-JAX_FLASH_INLINE void micro_kernel(int depth, const T* a, ptrdiff_t a_stride, const T* b, ptrdiff_t b_stride,
+// `finish(row, vector, value)` takes the sum of A * B; `depth`, counted in factors, may be 0.
+template <int NV, Layout layout, typename F, typename Finish>
+JAX_FLASH_INLINE void micro_kernel(int depth, const F* a, ptrdiff_t a_stride, const F* b, ptrdiff_t b_stride,
                                    Finish finish) {
+  using T = Sum<F>;
   Vec<T> c[kRows][NV];
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
@@ -48,14 +49,14 @@ JAX_FLASH_INLINE void micro_kernel(int depth, const T* a, ptrdiff_t a_stride, co
     for (int v = 0; v < NV; ++v) c[i][v] = T(0);
   }
   for (int k = 0; k < depth; ++k) {
-    Vec<T> row[NV];
+    decltype(load(b)) row[NV];
 #pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) row[v] = load(b + v * kWidth<T>);
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
-      Vec<T> element = layout == Layout::row_major ? a[i * a_stride] : a[i];
+      F factor = layout == Layout::row_major ? a[i * a_stride] : a[i];
 #pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) c[i][v] = element * row[v] + c[i][v];
+      for (int v = 0; v < NV; ++v) c[i][v] = multiply_add(row[v], factor, c[i][v]);
     }
     a += layout == Layout::row_major ? 1 : a_stride;
     b += b_stride;
@@ -67,14 +68,16 @@ JAX_FLASH_INLINE void micro_kernel(int depth, const T* a, ptrdiff_t a_stride, co
   }
 }
 
-// Sums over head_dim are cut into parts of at most this depth, which are added up: the rounding errors of a running sum
-// of 192 products are otherwise three times those of XLA's own matrix product. It costs head_dim 64 nothing.
+// Sums over head_dim are cut into parts of at most this depth (in factors), which are added up: the rounding errors of
+// a running sum of 192 products are otherwise three times those of XLA's own matrix product. It costs head_dim 64
+// nothing.
 constexpr int kSumDepth = 64;
 
 // The micro-kernel for sums over head_dim.
-template <int NV, typename T, typename Finish>
-JAX_FLASH_INLINE void dot_kernel(int depth, const T* a, ptrdiff_t a_stride, const T* b, ptrdiff_t b_stride,
+template <int NV, typename F, typename Finish>
+JAX_FLASH_INLINE void dot_kernel(int depth, const F* a, ptrdiff_t a_stride, const F* b, ptrdiff_t b_stride,
                                  Finish finish) {
+  using T = Sum<F>;
   if (depth <= kSumDepth) return micro_kernel<NV, Layout::row_major>(depth, a, a_stride, b, b_stride, finish);
   alignas(64) T sums[kRows * kPanel<T>] = {};
   for (int parts = (depth + kSumDepth - 1) / kSumDepth; parts > 0; --parts) {

@@ -15,6 +15,9 @@ namespace {
 
 template <typename Body>
 auto with_element(DType dtype, Body body) {
+#if defined(__AVX512BF16__)
+  return body(std::type_identity<BFloat16>{});
+#endif
   switch (dtype) {
     case DType::f16: return body(std::type_identity<Half>{});
     case DType::bf16: return body(std::type_identity<BFloat16>{});

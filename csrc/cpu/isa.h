@@ -16,8 +16,13 @@ struct ForwardPlan {
   int block_rows;  // rows of a block, a multiple of 16
   int blocks;      // blocks of a folded head; when packed a bound, which fits any lengths of the documents
   int splits;      // parts of the keys that are attended to apart, their results combined by forward_combine
-  int64_t items;   // batch * q_heads / fold * blocks * splits
+  bool together;   // an item serves all heads of a batch entry: few rows, whose keys are read once, in memory's order
+  int64_t blocks_in_all;  // batch * q_heads / fold * blocks
+  int64_t items;          // blocks_in_all * splits; batch * splits when together
 };
+
+// Rows of a block that put head_dim in the lanes (few.h).
+constexpr int kFewRows = 8;
 
 // The scratch holds sums of dq [chunks][batch][q_heads][padded_q_length][padded_head_dim], and what follows them.
 struct BackwardPlan {
@@ -64,6 +69,9 @@ namespace avx2 {
 extern const Kernels kKernels;
 }
 namespace avx512 {
+extern const Kernels kKernels;
+}
+namespace avx512_bf16 {  // serves DType::bf16 alone
 extern const Kernels kKernels;
 }
 namespace neon {

@@ -28,10 +28,43 @@ void copy_rows(const E* from, ptrdiff_t stride, int rows, int columns, int padde
               sizeof(Compute<E>) * (padded_rows - rows) * static_cast<ptrdiff_t>(padded));
 }
 
+#if defined(__AVX512BF16__)
+// Pairs along the row, as they lie there; `padded` counts pairs.
+JAX_FLASH_INLINE void copy_row(const BFloat16* from, int columns, int padded, Pair* to) {
+  std::memcpy(to, from, columns * sizeof(BFloat16));
+  std::memset(reinterpret_cast<BFloat16*>(to) + columns, 0, padded * sizeof(Pair) - columns * sizeof(BFloat16));
+}
+inline void copy_rows(const BFloat16* from, ptrdiff_t stride, int rows, int columns, int padded_rows, int padded,
+                      Pair* to) {
+  for (int r = 0; r < rows; ++r) copy_row(from + r * stride, columns, padded, to + static_cast<ptrdiff_t>(r) * padded);
+  std::memset(to + static_cast<ptrdiff_t>(rows) * padded, 0,
+              sizeof(Pair) * (padded_rows - rows) * static_cast<ptrdiff_t>(padded));
+}
+
+// Pairs along the column: to[row / 2][column], zeros up to `padded` columns and `padded_rows` rows, an even number.
+inline void copy_pairs_of_rows(const BFloat16* from, ptrdiff_t stride, int rows, int columns, int padded_rows,
+                               int padded, Pair* to) {
+  constexpr int W = kWidth<float>;
+  for (int r = 0; r < padded_rows; r += 2, to += padded) {
+    for (int c = 0; c < padded; c += W) {
+      auto bits = [&](int row) __attribute__((always_inline)) {
+        U16 x = {};
+        if (row < rows && c < columns) {
+          const BFloat16* p = from + row * stride + c;
+          std::memcpy(&x, p, sizeof(BFloat16) * (columns - c < W ? columns - c : W));
+        }
+        return __builtin_convertvector(x, U32);
+      };
+      store(to + c, bits(r) | bits(r + 1) << 16);
+    }
+  }
+}
+#endif
+
 // to[panel][column][kPanel] = from[row][column], rows (a multiple of the lanes) becoming lanes.
 template <typename T>
 void transpose_to_panels(const T* from, ptrdiff_t stride, int rows, int columns, T* to) {
-  constexpr int N = kPanel<T>;
+  constexpr int N = kPanel<Sum<T>>;
   for (int first = 0; first < rows; first += N, to += static_cast<ptrdiff_t>(columns) * N) {
     int lanes = rows - first < N ? rows - first : N;
     for (int c = 0; c < columns; ++c) {

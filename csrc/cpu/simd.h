@@ -194,6 +194,59 @@ JAX_FLASH_INLINE IntVec<T> load_bools(const bool* p, int64_t count) {
   return bits_as<IntVec<T>>(__builtin_convertvector(bytes, Native<Int<T>, W>));
 }
 
+// A factor of a product of matrices: what one lane of one instruction reads of each operand. That is an element, or
+// where there is an instruction for it (twice as many products a cycle) two neighbours along the sum.
+#if defined(__AVX512BF16__)
+struct Pair {
+  uint32_t bits;  // two BFloat16, the first one in the low half
+};
+template <typename E>
+using Factor = std::conditional_t<std::is_same_v<E, BFloat16>, Pair, Compute<E>>;
+#else
+template <typename E>
+using Factor = Compute<E>;
+#endif
+template <typename F>
+constexpr bool kPaired = !std::is_floating_point_v<F>;
+template <typename F>
+constexpr int kElements = kPaired<F> ? 2 : 1;  // of a factor
+template <typename F>
+using Sum = std::conditional_t<kPaired<F>, float, F>;
+
+template <typename T, typename Abi>
+JAX_FLASH_INLINE stdx::simd<T, Abi> multiply_add(const stdx::simd<T, Abi>& a, T b, const stdx::simd<T, Abi>& c) {
+  return b * a + c;
+}
+template <typename T, typename Abi>
+JAX_FLASH_INLINE stdx::simd<T, Abi> multiply_add(const stdx::simd<T, Abi>& a, const stdx::simd<T, Abi>& b,
+                                                 const stdx::simd<T, Abi>& c) {
+  return a * b + c;
+}
+
+#if defined(__AVX512BF16__)
+JAX_FLASH_INLINE U32 load(const Pair* p) {
+  U32 x;
+  std::memcpy(&x, p, sizeof(x));
+  return x;
+}
+JAX_FLASH_INLINE void store(Pair* p, const U32& x) { std::memcpy(p, &x, sizeof(x)); }
+
+JAX_FLASH_INLINE Vec<float> multiply_add(const U32& a, const U32& b, const Vec<float>& c) {
+  return bits_as<Vec<float>>(_mm512_dpbf16_ps(bits_as<__m512>(c), bits_as<__m512bh>(a), bits_as<__m512bh>(b)));
+}
+JAX_FLASH_INLINE Vec<float> multiply_add(const U32& a, Pair b, const Vec<float>& c) {
+  return multiply_add(a, U32{} + b.bits, c);
+}
+
+// Lanes of a and b, rounded, side by side.
+JAX_FLASH_INLINE U32 pair_up(const Vec<float>& a, const Vec<float>& b) {
+  auto rounded = bits_as<Native<uint16_t, 32>>(_mm512_cvtne2ps_pbh(bits_as<__m512>(b), bits_as<__m512>(a)));
+  constexpr Native<uint16_t, 32> kPicks = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                           8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return bits_as<U32>(__builtin_shuffle(rounded, kPicks));
+}
+#endif
+
 // 2^x for x in [-inf, 128) (float) or [-inf, 1024) (double); NaN gives NaN. Below -126 (-1022) the result is 0: there
 // are no subnormal results. Above the range the result is meaningless.
 //

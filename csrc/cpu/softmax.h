@@ -9,8 +9,9 @@ template <typename T>
 constexpr T kInfinity = static_cast<T>(__builtin_inf());
 
 // Turns s[keys][kPanel] into exp2(s - max), and brings the running maximum and sum of the lanes up to date. `decay`
-// is what earlier sums and outputs have to be multiplied by.
-template <int NV, typename T>
+// is what earlier sums and outputs have to be multiplied by. The weights take the place of the scores as factors F of
+// the next product: pairs as pair_weights() leaves them.
+template <int NV, typename F, typename T>
 void online_softmax(int keys, T* s, T* maximum, T* sum, T* decay) {
   constexpr int W = kWidth<T>;
   constexpr int N = kPanel<T>;
@@ -31,17 +32,47 @@ void online_softmax(int keys, T* s, T* maximum, T* sum, T* decay) {
     store(decay + v * W, factor);
     total[v] = load(sum + v * W) * factor;
   }
-  for (int j = 0; j < keys; ++j) {
+  auto weigh = [&](int j, int v) __attribute__((always_inline)) {
+    Vec<T> weight = exp2(load(s + j * N + v * W) - highest[v]);
+    total[v] += weight;
+    return weight;
+  };
+  if constexpr (kPaired<F>) {
+    F* pairs = reinterpret_cast<F*>(s);
+    int j = 0;
+    for (; j + 1 < keys; j += 2) {
 #pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) {
-      T* p = s + j * N + v * W;
-      Vec<T> weight = exp2(load(p) - highest[v]);
-      store(p, weight);
-      total[v] += weight;
+      for (int v = 0; v < NV; ++v) {
+        Vec<T> first = weigh(j, v);
+        store(pairs + j / 2 * N + v * W, pair_up(first, weigh(j + 1, v)));
+      }
+    }
+    if (j < keys) {
+      for (int v = 0; v < NV; ++v) store(pairs + j / 2 * N + v * W, pair_up(weigh(j, v), Vec<T>(T(0))));
+    }
+  } else {
+    for (int j = 0; j < keys; ++j) {
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; ++v) store(s + j * N + v * W, weigh(j, v));
     }
   }
 #pragma GCC unroll 8
   for (int v = 0; v < NV; ++v) store(sum + v * W, total[v]);
+}
+
+// Weights[keys][kPanel] become pairs of keys[(keys + 1) / 2][kPanel] in their place.
+template <int NV, typename F, typename T>
+void pair_weights(int keys, T* s) {
+  if constexpr (kPaired<F>) {
+    F* pairs = reinterpret_cast<F*>(s);
+    for (int j = 0; j < keys; j += 2) {
+      for (int v = 0; v < NV; ++v) {
+        const T* first = s + j * kPanel<T> + v * kWidth<T>;
+        Vec<T> second = j + 1 < keys ? load(first + kPanel<T>) : Vec<T>(T(0));
+        store(pairs + j / 2 * kPanel<T> + v * kWidth<T>, pair_up(load(first), second));
+      }
+    }
+  }
 }
 
 }  // namespace jax_flash::cpu::JAX_FLASH_ISA

@@ -1,0 +1,332 @@
+"""Every figure of the CPU kernel in docs/performance.md, beside XLA's, PyTorch's and the machine's own.
+
+``python tests/cpu/bench.py --threads 1`` (or 2, ...) prints its tables as Markdown. Each implementation runs in a
+process of its own, which waits while another one is measured; rounds go in turn, and the best one counts. With one
+thread times are those of the process on the CPU, so that a machine with other work to do gives usable ratios; with
+more they are wall clock, and the machine has to be quiet. PyTorch's figures need one: ``--torch PYTHON`` names the
+Python of an environment that has it, if it is not this one.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is measured. Names: matmul, copy, forward, backward, both (forward and backward), chain (tiny shapes)."""
+
+    name: str
+    dtype: str = "float32"
+    batch: int = 1
+    q_length: int = 1
+    kv_length: int = 1
+    q_heads: int = 1
+    kv_heads: int = 1
+    head_dim: int = 1
+    causal: bool = False
+
+    @property
+    def flops(self) -> float:
+        """By the convention of docs/performance.md."""
+        if self.name == "matmul":
+            return 2.0 * self.q_length**3
+        forward = 4.0 * self.batch * self.q_heads * self.q_length * self.kv_length * self.head_dim
+        return forward * (0.5 if self.causal else 1) * {"forward": 1, "backward": 2.5, "both": 3.5, "chain": 1}[self.name]
+
+    @property
+    def bytes(self) -> float:
+        """Read and written by a copy; read of key and value by decoding."""
+        if self.name == "copy":
+            return 2.0 * self.q_length
+        return 2.0 * self.batch * self.kv_length * self.kv_heads * self.head_dim * {"float32": 4, "bfloat16": 2}[self.dtype]
+
+
+CHAIN = 50
+"""Calls in one program for tiny shapes: dispatch takes tens of microseconds and would hide them."""
+
+
+# Implementations, each in a process of its own
+
+
+def jax_runner(implementation: str) -> Callable[[Case], Callable[[], None]]:
+    import jax
+    import jax.numpy as jnp
+
+    jax.config.update("jax_enable_x64", True)
+    if implementation == "jax_flash":
+        import jax_flash
+
+        attend = functools.partial(jax_flash.attention, implementation="cpu")
+    else:
+
+        def attend(query: Any, key: Any, value: Any, causal: bool) -> Any:
+            return jax.nn.dot_product_attention(query, key, value, is_causal=causal, implementation="xla")
+
+    def runner(case: Case) -> Callable[[], None]:
+        def draw(seed: int, *shape: int) -> Any:
+            return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(case.dtype)
+
+        if case.name == "matmul":
+            matrices = [draw(i, case.q_length, case.q_length) for i in range(2)]
+            product = jax.jit(jnp.matmul)
+            return lambda: jax.block_until_ready(product(*matrices))
+        if case.name == "copy":
+            import numpy as np
+
+            source = np.ones(case.q_length, np.uint8)
+            target = np.zeros_like(source)
+            return lambda: np.copyto(target, source)
+        shape = (case.batch, case.q_length, case.q_heads, case.head_dim)
+        kv_shape = (case.batch, case.kv_length, case.kv_heads, case.head_dim)
+        arrays = [draw(0, *shape), draw(1, *kv_shape), draw(2, *kv_shape)]
+        dout = draw(3, *shape)
+        f = functools.partial(attend, causal=case.causal)
+
+        def gradients(*arrays: Any) -> Any:
+            return jax.vjp(f, *arrays)[1](dout)
+
+        if case.name == "backward":
+            _, pullback = jax.jit(lambda *arrays: jax.vjp(f, *arrays))(*arrays)
+            run = jax.jit(lambda pullback, dout: pullback(dout))
+            return lambda: jax.block_until_ready(run(pullback, dout))
+        if case.name == "chain":
+            run = jax.jit(lambda q, k, v: jax.lax.fori_loop(0, CHAIN, lambda _, q: f(q, k, v), q))
+        else:
+            run = jax.jit(f if case.name == "forward" else gradients)
+        return lambda: jax.block_until_ready(run(*arrays))
+
+    return runner
+
+
+def torch_runner() -> Callable[[Case], Callable[[], None]]:
+    import torch
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+
+    def runner(case: Case) -> Callable[[], None]:
+        def draw(length: int, heads: int) -> Any:
+            # [B, N, T, H] in the memory order of [B, T, N, H], as it is in a model.
+            x = torch.randn(case.batch, length, heads, case.head_dim).to(getattr(torch, case.dtype)).transpose(1, 2)
+            return x.requires_grad_(case.name == "both")
+
+        arrays = draw(case.q_length, case.q_heads), *(draw(case.kv_length, case.kv_heads) for _ in range(2))
+        dout = torch.randn_like(arrays[0])
+
+        def forward() -> Any:
+            # Not scaled_dot_product_attention, which may choose another kernel.
+            return torch._scaled_dot_product_flash_attention_for_cpu(*arrays, is_causal=case.causal)[0]
+
+        def both() -> None:
+            torch.autograd.grad(forward(), arrays, dout)
+
+        if case.name == "forward":
+            return torch.no_grad()(forward)
+        return both
+
+    return runner
+
+
+def worker(implementation: str, cpus: set[int]) -> None:
+    """Answers lines of [number of repeats, case] with seconds a call."""
+    os.sched_setaffinity(0, cpus)
+    runner = torch_runner() if implementation == "torch" else jax_runner(implementation)
+    clock = time.process_time if len(cpus) == 1 else time.perf_counter
+    ready: dict[Case, Callable[[], None]] = {}
+    print("ready", flush=True)
+    for line in sys.stdin:
+        repeats, fields = json.loads(line)
+        case = Case(**fields)
+        if case not in ready:
+            ready.clear()
+            ready[case] = runner(case)
+            ready[case]()
+        begin = clock()
+        for _ in range(repeats):
+            ready[case]()
+        print((clock() - begin) / repeats / (CHAIN if case.name == "chain" else 1), flush=True)
+
+
+class Workers:
+    """The processes of the implementations that there are."""
+
+    def __init__(self, threads: int, torch_python: str | None) -> None:
+        cpus = sorted(os.sched_getaffinity(0))[-threads:]
+        pythons = {"jax_flash": sys.executable, "xla": sys.executable}
+        if torch_python:
+            pythons["torch"] = torch_python
+        self._processes = {
+            name: subprocess.Popen(
+                [python, __file__, "--worker", name, "--cpus", ",".join(map(str, cpus))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            )
+            for name, python in pythons.items()
+        }
+        self.names = tuple(pythons)
+        for name in self.names:
+            if self._answer(name) != "ready":
+                raise RuntimeError(f"the process of {name} did not start")
+
+    def _answer(self, name: str) -> str:
+        stdout = self._processes[name].stdout
+        assert stdout is not None
+        return stdout.readline().strip()
+
+    def time(self, name: str, case: Case, repeats: int) -> float:
+        """Seconds a call."""
+        stdin = self._processes[name].stdin
+        assert stdin is not None
+        print(json.dumps([repeats, dataclasses.asdict(case)]), file=stdin, flush=True)
+        return float(self._answer(name))
+
+    def best(self, cases: list[tuple[str, Case]], rounds: int) -> list[float]:
+        """Best seconds a call of each (implementation, case), all of them in turn in every round."""
+        # A worker keeps one case ready at a time, so rounds of a case follow each other; and each takes about 50 ms.
+        repeats = [max(1, min(1000, int(0.05 / max(self.time(*c, 1), self.time(*c, 1), 1e-6)))) for c in cases]
+        best = [float("inf")] * len(cases)
+        for _ in range(rounds):
+            for i, case in enumerate(cases):
+                best[i] = min(best[i], self.time(*case, repeats[i]))
+        return best
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait()
+
+
+# Tables
+
+
+def row(*cells: Any) -> None:
+    print("| " + " | ".join(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells) + " |", flush=True)
+
+
+def head(title: str, *cells: str) -> None:
+    print(f"\n### {title}\n")
+    row(*cells)
+    row(*["---"] * len(cells))
+
+
+MATMUL = Case("matmul", q_length=2048)
+
+SHAPES = ((1024, 16, 64), (2048, 8, 64), (4096, 4, 64), (1024, 8, 128), (2048, 8, 128), (4096, 4, 128))
+
+
+def products(names: tuple[str, ...], case: Case) -> list[tuple[str, Case]]:
+    return [("xla", MATMUL), *((name, case) for name in names)]
+
+
+def rates(workers: Workers, rounds: int, dtypes: list[str]) -> None:
+    """Demands of rate: parts of XLA's float32 matrix product, and times XLA's and PyTorch's attention."""
+    for dtype in dtypes:
+        head(
+            f"{dtype}, B = 1: GFLOP/s, % of XLA's 2048-cubed float32 product; times XLA's and PyTorch's attention",
+            *("S", "N", "H", "causal", "product", "forward", "%", "of full's", "backward", "%", "of full's"),
+            *("fwd / XLA", "fwd+bwd / XLA", "fwd / PyTorch", "fwd+bwd / PyTorch"),
+        )
+        for length, heads, head_dim in SHAPES:
+            full: dict[str, float] = {}
+            for causal in (False, True):
+                def case(name: str) -> Case:
+                    return Case(name, dtype, 1, length, length, heads, heads, head_dim, causal)  # noqa: B023
+
+                product, forward, *others = workers.best(products(workers.names, case("forward")), rounds)
+                _, backward = workers.best(products(("jax_flash",), case("backward")), rounds)
+                _, both, *others_both = workers.best(products(workers.names, case("both")), rounds)
+                peak = MATMUL.flops / product / 1e9
+                cells: list[Any] = [length, heads, head_dim, "yes" if causal else "no", round(peak)]
+                for name, seconds in (("forward", forward), ("backward", backward)):
+                    rate = case(name).flops / seconds / 1e9
+                    if not causal:
+                        full[name] = rate
+                    cells += [round(rate), round(100 * rate / peak), rate / full[name] if causal else ""]
+                ratios = [other / forward for other in others[:1]] + [other / both for other in others_both[:1]]
+                ratios += [other / forward for other in others[1:]] + [other / both for other in others_both[1:]]
+                row(*cells, *ratios, *[""] * (4 - len(ratios)))
+
+
+def grid(workers: Workers, rounds: int) -> None:
+    """Tiny to small shapes, many calls in one program: times as fast as XLA."""
+    head(
+        "Times XLA, float32: calls in a program, and by a call of jit",
+        *("B", "T = S", "N", "H", "causal", "us a call", "in a program", "by jit", "fwd+bwd by jit"),
+    )
+    for batch, length, heads, head_dim in (
+        (1, 16, 1, 16), (1, 16, 4, 32), (1, 64, 1, 16), (1, 64, 4, 64), (2, 128, 4, 32), (1, 128, 12, 64),
+        (8, 64, 8, 64), (1, 256, 4, 64), (1, 512, 8, 64), (4, 512, 8, 128),
+    ):  # fmt: skip
+        for causal in (False, True):
+            ratios = []
+            for name in ("chain", "forward", "both"):
+                case = Case(name, "float32", batch, length, length, heads, heads, head_dim, causal)
+                ours, xla = workers.best([("jax_flash", case), ("xla", case)], rounds)
+                if name == "chain":
+                    ratios.append(1e6 * ours)
+                ratios.append(xla / ours)
+            row(batch, length, heads, head_dim, "yes" if causal else "no", *ratios)
+
+
+def decoding(workers: Workers, rounds: int) -> None:
+    """One query: bandwidth of reading key and value, beside that of a copy of as many bytes (read and written)."""
+    head(
+        "Decoding: T = 1, H = 64 and 128",
+        *("dtype", "B", "S", "N", "K", "H", "GB/s", "copy, GB/s", "%", "times XLA"),
+    )
+    for dtype in ("float32", "bfloat16"):
+        for batch, length, q_heads, kv_heads, head_dim in (
+            (1, 1024, 16, 16, 64), (1, 8192, 16, 16, 64), (1, 8192, 8, 8, 128), (1, 8192, 32, 8, 128),
+            (8, 2048, 32, 8, 128),
+        ):  # fmt: skip
+            case = Case("forward", dtype, batch, 1, length, q_heads, kv_heads, head_dim)
+            copy = Case("copy", q_length=int(case.bytes))
+            ours, xla = workers.best([("jax_flash", case), ("xla", case)], rounds)
+            (moved,) = workers.best([("xla", copy)], rounds)
+            bandwidth, copied = case.bytes / ours / 1e9, copy.bytes / moved / 1e9
+            row(dtype, batch, length, q_heads, kv_heads, head_dim, bandwidth, copied, round(100 * bandwidth / copied),
+                xla / ours)  # fmt: skip
+
+
+def find_torch(python: str | None) -> Iterator[str]:
+    if python:
+        yield python
+    elif importlib.util.find_spec("torch"):
+        yield sys.executable
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--torch", metavar="PYTHON")
+    parser.add_argument("--dtypes", default="float32,bfloat16,float16,float64")
+    parser.add_argument("--tables", default="rates,grid,decoding")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--cpus", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return worker(args.worker, {int(cpu) for cpu in args.cpus.split(",")})
+    workers = Workers(args.threads, next(find_torch(args.torch), None))
+    print(f"{args.threads} thread(s), best of {args.rounds} rounds, " + ", ".join(workers.names))
+    tables = {"rates": lambda: rates(workers, args.rounds, args.dtypes.split(",")),
+              "grid": lambda: grid(workers, args.rounds),
+              "decoding": lambda: decoding(workers, args.rounds)}  # fmt: skip
+    for name in args.tables.split(","):
+        tables[name]()
+    workers.close()
+
+
+if __name__ == "__main__":
+    main()
