@@ -21,23 +21,31 @@ struct Choice {
   bool bf16_only;  // other dtypes take the next choice
 };
 
-// Best first.
+// Best first, of those that the build has.
 std::vector<Choice> choices() {
+  std::vector<Choice> all;
 #if defined(__x86_64__)
-  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  return {
-      {&avx512_bf16::kKernels, avx512 && __builtin_cpu_supports("avx512bf16"), true},
-      {&avx512::kKernels, avx512, false},
-      {&avx2::kKernels, avx2, false},
-      {&baseline::kKernels, true, false},
-  };
-#elif defined(__aarch64__)
-  return {{&neon::kKernels, true, false}};
-#else
-  return {{&baseline::kKernels, true, false}};
+  [[maybe_unused]] bool avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  [[maybe_unused]] bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #endif
+#if defined(JAX_FLASH_HAS_avx512_bf16)
+  all.push_back({&avx512_bf16::kKernels, avx512 && __builtin_cpu_supports("avx512bf16"), true});
+#endif
+#if defined(JAX_FLASH_HAS_avx512)
+  all.push_back({&avx512::kKernels, avx512, false});
+#endif
+#if defined(JAX_FLASH_HAS_avx2)
+  all.push_back({&avx2::kKernels, avx2, false});
+#endif
+#if defined(JAX_FLASH_HAS_neon)
+  all.push_back({&neon::kKernels, true, false});
+#endif
+#if defined(JAX_FLASH_HAS_baseline)
+  all.push_back({&baseline::kKernels, true, false});
+#endif
+  return all;
 }
 
 // What serves bfloat16, and what serves the other dtypes.

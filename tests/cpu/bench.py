@@ -40,14 +40,23 @@ class Case:
         if self.name == "matmul":
             return 2.0 * self.q_length**3
         forward = 4.0 * self.batch * self.q_heads * self.q_length * self.kv_length * self.head_dim
-        return forward * (0.5 if self.causal else 1) * {"forward": 1, "backward": 2.5, "both": 3.5, "chain": 1}[self.name]
+        return (
+            forward * (0.5 if self.causal else 1) * {"forward": 1, "backward": 2.5, "both": 3.5, "chain": 1}[self.name]
+        )
 
     @property
     def bytes(self) -> float:
         """Read and written by a copy; read of key and value by decoding."""
         if self.name == "copy":
             return 2.0 * self.q_length
-        return 2.0 * self.batch * self.kv_length * self.kv_heads * self.head_dim * {"float32": 4, "bfloat16": 2}[self.dtype]
+        return (
+            2.0
+            * self.batch
+            * self.kv_length
+            * self.kv_heads
+            * self.head_dim
+            * {"float32": 4, "bfloat16": 2}[self.dtype]
+        )
 
 
 CHAIN = 50
@@ -211,7 +220,9 @@ class Workers:
 
 
 def row(*cells: Any) -> None:
-    print("| " + " | ".join(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells) + " |", flush=True)
+    print(
+        "| " + " | ".join(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells) + " |", flush=True
+    )
 
 
 def head(title: str, *cells: str) -> None:
@@ -240,6 +251,7 @@ def rates(workers: Workers, rounds: int, dtypes: list[str]) -> None:
         for length, heads, head_dim in SHAPES:
             full: dict[str, float] = {}
             for causal in (False, True):
+
                 def case(name: str) -> Case:
                     return Case(name, dtype, 1, length, length, heads, heads, head_dim, causal)  # noqa: B023
 

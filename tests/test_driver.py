@@ -1,0 +1,117 @@
+"""The CPU kernels without JAX: any options on any shape, under sanitizers, on a processor that is emulated; exp2.
+
+tests/cpu/driver.cc draws problems and compares the kernels with a plain computation, and several threads with one.
+JAX_FLASH_DRIVER_SECONDS is for how long each build of it runs, 8 unless it says otherwise.
+"""
+
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+SOURCE = pathlib.Path(__file__).parent / "cpu"
+SECONDS = os.environ.get("JAX_FLASH_DRIVER_SECONDS", "8")
+X86 = platform.machine() in ("x86_64", "AMD64")
+
+# Checks of every access to memory are calls, and the stack goes without: the kernels' hundreds of vectors there make
+# g++ take minutes instead of seconds.
+ADDRESS = (
+    "-fsanitize=address",
+    "--param=asan-instrumentation-with-call-threshold=0",
+    "--param=asan-stack=0",
+    "-fsanitize=signed-integer-overflow,shift,bounds,integer-divide-by-zero,float-cast-overflow,bool,enum",
+    "-fno-sanitize-recover=all",
+)
+THREAD = ("-fsanitize=thread",)
+
+
+def tool(name: str) -> str:
+    """Beside this Python, where ``./run`` puts it, or on the path."""
+    found = shutil.which(name, path=str(pathlib.Path(sys.executable).parent)) or shutil.which(name)
+    if not found:
+        pytest.skip(f"there is no {name} here")
+    return found
+
+
+def build(
+    folder: pathlib.Path, isas: Sequence[str], flags: Sequence[str], targets: Sequence[str], *settings: str
+) -> None:
+    cmake, ninja = tool("cmake"), tool("ninja")
+    configure = [
+        *(cmake, "-S", SOURCE, "-B", folder, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"),
+        *("-DCMAKE_BUILD_TYPE=Release", f"-DJAX_FLASH_CPU_ISAS={';'.join(isas)}"),
+        *(f"-DJAX_FLASH_CPU_FLAGS={';'.join(flags)}", *settings),
+    ]
+    for command in (configure, [cmake, "--build", folder, "--target", *targets]):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def run(*command: object, **environment: str) -> str:
+    done = subprocess.run(
+        list(map(str, command)),
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def drive(command: Sequence[object], isa: str, *arguments: object) -> None:
+    """A case a second: fewer would be a driver that does not do its work."""
+    name, cases = run(*command, SECONDS, *arguments, JAX_FLASH_CPU_ISA=isa).split(": ")
+    assert name == isa
+    assert int(cases.split()[0]) >= float(SECONDS)
+
+
+def has(isa: str) -> bool:
+    code = "from jax_flash import _core; print(_core.cpu_isa())"
+    probe = subprocess.run([sys.executable, "-c", code], env={**os.environ, "JAX_FLASH_CPU_ISA": isa}, check=False,
+                           capture_output=True)  # fmt: skip
+    return probe.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [ADDRESS, THREAD], ids=["address_undefined", "thread"])
+def test_sanitizers(tmp_path: pathlib.Path, flags: Sequence[str]) -> None:
+    """The source is one for all instruction sets: the plainest, and the one whose products take pairs."""
+    isas = ["baseline", *(["avx512_bf16"] if X86 and has("avx512_bf16") else [])]
+    build(tmp_path, isas, ["-O1", "-g1", *flags], ["driver"])
+    for seed, isa in enumerate(isas):
+        drive([tmp_path / "driver"], isa, 1000 * seed, 200)
+
+
+@pytest.mark.slow
+def test_neon(tmp_path: pathlib.Path) -> None:
+    """NEON, emulated: tests/test_isa.py is for machines that have it."""
+    compiler = tool("aarch64-linux-gnu-g++")
+    emulator = tool("qemu-aarch64")
+    build(
+        tmp_path,
+        ["neon"],
+        ["-static"],
+        ["driver"],
+        "-DCMAKE_SYSTEM_NAME=Linux",
+        "-DCMAKE_SYSTEM_PROCESSOR=aarch64",
+        f"-DCMAKE_CXX_COMPILER={compiler}",
+    )
+    drive([emulator, tmp_path / "driver"], "neon", 5000, 40)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not X86, reason="errors are stated for x86-64")
+def test_exp2(tmp_path: pathlib.Path) -> None:
+    """Over every float. Stated in csrc/cpu/simd.h; without fused multiply-adds more is rounded."""
+    errors = {"baseline": ("1.30", "1.31"), "avx2": ("1.015", "1.04"), "avx512": ("1.015", "1.04")}
+    isas = [isa for isa in errors if has(isa)]
+    build(tmp_path, isas, [], [f"exp2_{isa}" for isa in isas])
+    for isa in isas:
+        run(tmp_path / f"exp2_{isa}", *errors[isa])
