@@ -16,7 +16,7 @@ namespace {
 
 bool served(const Variant& variant, int parts) {
   try {
-    tile_row(variant.family, parts, variant.pass, variant.head_dim, variant.arch);
+    tile_row(variant.family, parts, variant.pass, variant.head_dim, variant.arch, true);
     return true;
   } catch (const std::invalid_argument&) {
     return false;
@@ -39,7 +39,7 @@ int main(int, char** arguments) {
               pass == Pass::backward_dq || (pass == Pass::backward && (family == "sm70" || parts == 2));
           Variant variant{family, arch, pass, DType::f16, head_dim, head_dim, options, {}};
           if (!served(variant, parts)) continue;
-          variant.tile = tile_row(family, parts, pass, head_dim, arch);
+          variant.tile = tile_row(family, parts, pass, head_dim, arch, true);  // without options
           const std::string source = variant.source();
           if (!seen.insert(source).second) continue;  // another compute capability takes the same tile row
           const std::string index = std::to_string(seen.size()), name = variant.name();
