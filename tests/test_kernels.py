@@ -132,7 +132,6 @@ def test_gates(kernels: Any, arch: int) -> None:
 
 
 HOPPER_GATE = {
-    ("forward", 64): {"segments": 60},
     ("forward", 256): {"mask": 16},
     ("backward_dq", 256): {"segments": 28},
 }

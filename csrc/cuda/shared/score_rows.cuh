@@ -32,9 +32,9 @@ struct ScoreRows {
     constexpr int together = tiles % 4 == 0 ? 4 : 2;
     // The assembler would read for all rows at once, and spill. Of 16 keys or 64 it spills more with the barrier.
     if (loads_take_registers && tiles == 4 && (has_bias || has_mask || in_segments)) __syncwarp();
-    // Against what is constant, a column of a lane is tested by one instruction for each end. Beside segments, and
-    // where loads take registers too, the two ends would be spilled.
-    constexpr bool by_ends = !in_segments && !(loads_take_registers && (has_bias || has_mask));
+    // Against what is constant, a column of a lane is tested by one instruction for each end. Where loads take
+    // registers too, the two ends would be spilled.
+    constexpr bool by_ends = !(loads_take_registers && (has_bias || has_mask || in_segments));
     const int own_key = first_key + lane % 4 * 2;
     const int first_kept = masked ? keep.first(row) - own_key : 0, last_kept = masked ? keep.last(row) - own_key : 0;
 #pragma unroll
@@ -61,9 +61,14 @@ struct ScoreRows {
           if constexpr (has_mask) score = mask[n][odd] ? score : -JAX_FLASH_INFINITY;
           if constexpr (masked) {
             const int here = (first_n + n) * 8 + odd;
-            const bool kept =
-                by_ends ? (!bounded_left || here >= first_kept) && here <= last_kept && keep.in_segment(row, column)
-                        : keep(row, column);
+            bool kept;
+            if constexpr (by_ends) {
+              // Segments are read always: a branch for each would cost registers.
+              kept = (!bounded_left || here >= first_kept) && here <= last_kept;
+              if constexpr (in_segments) kept &= keep.in_segment(row, column);
+            } else {
+              kept = keep(row, column);
+            }
             score = kept ? score : -JAX_FLASH_INFINITY;
           }
         }
