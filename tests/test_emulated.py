@@ -44,7 +44,6 @@ UNNOTICED = {
     "numbered barrier in start_scores": "the turns of the warpgroups are for speed alone",
     "fence of products in start_dp": "that of the scores comes before",
     "fence of products in start_dq": "that of dV and dK comes before",
-    "numbered barrier in wait_for_keys<1, 1>": "the emulator changes warps at the wait for rows, which comes next",
     "fence of stores in wait_for_keys": "K and V are in registers at head_dim 64, and before dQ there is another fence",
     "wait in put_ds": "a warpgroup waits for dS of a tile from all others, who by then have read that of two before",
     "wait in skip": "the turns keep the warpgroups together",

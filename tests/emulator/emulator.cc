@@ -130,7 +130,8 @@ const std::function<void()>* body_ = nullptr;
 std::string place(const Site& site) {
   std::string file = site.file ? site.file : "";
   if (size_t at = file.rfind("csrc/"); at != std::string::npos) file = file.substr(at);
-  return std::string(site.function ? site.function : "?") + " (" + file + ":" + std::to_string(site.line) + ")";
+  const std::string function = site.function ? site.function : "?";
+  return function.substr(0, function.find('<')) + " (" + file + ":" + std::to_string(site.line) + ")";
 }
 
 // From a thread back to what chooses the next.
