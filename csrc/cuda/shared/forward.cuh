@@ -112,6 +112,8 @@ struct Forward {
       }
     }
     if constexpr (!early_v) start_v(tile);  // the test whether it is whole keeps the assembler from spilling
+    float maxima[row_tiles][2];
+    bool outgrown = false;
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
 #pragma unroll
@@ -121,14 +123,33 @@ struct Forward {
         for (int n = 0; n < block_kv / 8; ++n) {
           maximum = fmaxf(maximum, fmaxf(scores[m][n].x[2 * half], scores[m][n].x[2 * half + 1]));
         }
-        RowStatistics& row = statistics[m][half];
-        const float shrink = row.update(quad_max(maximum), scale_log2);
-        const float anchor = row.anchor(scale_log2);
+        maxima[m][half] = quad_max(maximum);
+        outgrown |= statistics[m][half].outgrown(maxima[m][half], scale_log2);
+      }
+    }
+    // Seldom but for the first tile; and a row's result does not depend on the others of its warp.
+    if (__any_sync(0xffffffffu, outgrown)) {
 #pragma unroll
-        for (int n = 0; n < tile_value_head_dim / 8; ++n) {
-          out[m][n].x[2 * half] *= shrink;
-          out[m][n].x[2 * half + 1] *= shrink;
+      for (int m = 0; m < row_tiles; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          RowStatistics& row = statistics[m][half];
+          const bool raised = row.outgrown(maxima[m][half], scale_log2);
+          const float shrink = row.update(raised ? maxima[m][half] : row.maximum, scale_log2);
+#pragma unroll
+          for (int n = 0; n < tile_value_head_dim / 8; ++n) {
+            out[m][n].x[2 * half] *= shrink;
+            out[m][n].x[2 * half + 1] *= shrink;
+          }
         }
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < row_tiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        RowStatistics& row = statistics[m][half];
+        const float anchor = row.anchor(scale_log2);
 #pragma unroll
         for (int n = 0; n < block_kv / 8; ++n) {
 #pragma unroll
