@@ -12,10 +12,9 @@
 // S^T. Then either (passes_p) each computes its part of the columns of dK and dV, and P^T and dS^T pass through shared
 // memory, which serves head dims whose dK and dV would not fit; or (sums_rows), where a pair of warps has room for all
 // columns, each sums up its own rows from registers, and the pair adds its sums at the end. Two tiles of keys a warp
-// read less of the rows: at head_dim 64 590 bytes of shared memory for 1000 products in place of 700 (8 warps, 16 keys
-// each), at 128 and 256 590 and 660 in place of 690 and 750. Where a tile has no more than 16 rows each warp computes
-// all of them, which is half as many products more, but in 64 KB head_dim 256 has no room for others. For dQ, whose
-// products sum over all keys of the block, dS always passes through shared memory.
+// read less of the rows. Where a tile has no more than 16 rows each warp computes all of them, which is half as many
+// products more, but in 64 KB head_dim 256 has no room for others. For dQ, whose products sum over all keys of the
+// block, dS always passes through shared memory.
 #pragma once
 
 #include "cuda/shared/again.cuh"
@@ -47,6 +46,8 @@ constexpr int dk_group = Mma::group(tile_head_dim, column_split);
 constexpr int dv_group = Mma::group(tile_value_head_dim, column_split);
 constexpr int dk_groups = ceil_div(tile_head_dim / dk_group, column_split);
 constexpr int dv_groups = ceil_div(tile_value_head_dim / dv_group, column_split);
+// Steps of S^T and dP^T: unrolled whole, the assembler reads so far ahead that it spills (head_dim 128, 120 bytes).
+constexpr int score_unrolled = key_tiles > 1 && passes_p&& tile_head_dim <= 128 ? 2 : 16;
 constexpr int convert_warps = 4;  // of jax_flash_convert_dq, a block
 constexpr int dq_most_row_warps = warps == 8 && tile_head_dim % 64 == 0 ? warps / 4 : warps / 2;
 constexpr int dq_column_warps = warps / (dq_most_row_warps < block_q / 16 ? dq_most_row_warps : block_q / 16);
@@ -204,8 +205,8 @@ struct Backward {
   template <int k, typename X, typename Y>
   __device__ __forceinline__ void score_product(FragmentC (&c)[key_tiles][score_columns / 8], const char* x,
                                                 const char* y) const {
-    Mma::multiply_rows<k>(c, Mma::reader_a<X>(shared_address(x), key_row, lane),
-                          Mma::reader_b<Y>(shared_address(y), score_row(), lane));
+    Mma::multiply_rows<k, score_unrolled>(c, Mma::reader_a<X>(shared_address(x), key_row, lane),
+                                          Mma::reader_b<Y>(shared_address(y), score_row(), lane));
   }
 
   // c += A Y, where A [keys of the warp, rows] is P^T or dS^T: the warp's own fragments, or rows of a score tile.
