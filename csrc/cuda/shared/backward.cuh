@@ -36,8 +36,12 @@ using ScoreTile = Mma::Scores<block_kv, block_q>;
 
 constexpr bool adds_dq = !option_deterministic;
 constexpr bool shares_rows = split > 1 && block_q >= 16 * split&& block_q > 16;  // of S^T, between warps
+// Accumulators of at most 128 registers a lane, of which one half finds room where the rows were.
 constexpr bool sums_rows = shares_rows && split == 2 && key_tiles > 1 &&
-                           key_tiles*(tile_head_dim + tile_value_head_dim) <= 256;
+                           key_tiles*(tile_head_dim + tile_value_head_dim) <= 256 &&
+                           2 * block_kv* at_least(tile_head_dim, tile_value_head_dim) <= stages * block_q *
+                                                                                             (tile_head_dim +
+                                                                                              tile_value_head_dim);
 constexpr bool passes_p = shares_rows && !sums_rows;
 constexpr int column_split = sums_rows ? 1 : split;                     // of dK and dV, between warps
 constexpr int score_columns = shares_rows ? block_q / split : block_q;  // rows of query in one warp's S^T
