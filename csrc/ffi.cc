@@ -214,7 +214,10 @@ Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::Rem
     results = 3;
   }
   auto strides_of = [&](const std::string& name) {
-    return name == "bias" ? &p.bias_strides : name == "mask" ? &p.mask_strides : nullptr;
+    return name == "bias"    ? &p.bias_strides
+           : name == "dbias" ? &p.dbias_strides
+           : name == "mask"  ? &p.mask_strides
+                             : nullptr;
   };
 #define JAX_FLASH_CONSTANT(type_, name)
 #define JAX_FLASH_FEATURE(type_, name, absent)
@@ -227,9 +230,8 @@ Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::Rem
 #define JAX_FLASH_TRAINABLE(type_, name, dims)                                                                   \
   JAX_FLASH_OPERAND(type_, name, dims)                                                                           \
   if (options.has_d##name) {                                                                                     \
-    Strides unused;                                                                                              \
     p.d##name =                                                                                                  \
-        operand(result(rets, results++), p, dims, wide(type), "d" #name, strides_of(#name) ? &unused : nullptr); \
+        operand(result(rets, results++), p, dims, wide(type), "d" #name, strides_of("d" #name));             \
   }
   JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_CONSTANT, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND, JAX_FLASH_TRAINABLE)
 #undef JAX_FLASH_TRAINABLE
@@ -371,7 +373,8 @@ Pass named_pass(const std::string& name) {
   if (name == "forward") return Pass::forward;
   if (name == "backward") return Pass::backward;
   if (name == "backward_dq") return Pass::backward_dq;
-  throw std::invalid_argument("pass_ must be forward, backward or backward_dq, got " + name);
+  if (name == "backward_bias") return Pass::backward_bias;
+  throw std::invalid_argument("pass_ must be forward, backward, backward_dq or backward_bias, got " + name);
 }
 
 // The record from the attributes of a call; what is not named is absent.

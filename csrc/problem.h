@@ -7,7 +7,8 @@
 namespace jax_flash {
 
 enum class DType { f16, bf16, f32, f64 };
-enum class Pass { forward, backward, backward_dq };  // the last is a part of backward that a kernel may be for
+// The last two are parts of backward that a kernel may be for.
+enum class Pass { forward, backward, backward_dq, backward_bias };
 
 // A [batch, length, heads, head_dim] array whose head_dim is contiguous. Strides are in elements.
 struct Tensor {
@@ -51,7 +52,8 @@ struct Problem {
   Tensor dv;      // [B, S, K, V], backward only
   void* scratch;  // backward only: see the kernel that uses it; null when it asks for none
 
-  Strides bias_strides;  // of bias and of dbias
+  Strides bias_strides;
+  Strides dbias_strides;  // dbias may have batch and heads where bias has them broadcast: the caller sums over them
   Strides mask_strides;
 
   // The operands, and the gradients of the trainable ones: float, or double for float64 inputs, to be zeroed first.

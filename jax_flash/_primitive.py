@@ -193,13 +193,24 @@ def _half_precision(
 def _custom_call(
     pass_: str, platform: str, params: Params, results: Sequence[jax.ShapeDtypeStruct], *args: jax.Array
 ) -> tuple[jax.Array, ...]:
-    returned = len(results)
+    shapes = tuple(x.shape for x in results)
     attributes = _attributes(params)
+    if platform == "cuda" and "bias" in params.gradients and dict(params.operands)["bias"][2] == "1":
+        # Of a bias that all rows share, the kernels leave a sum for every batch entry and head.
+        batch, _, q_heads, _ = args[0].shape
+        at = len(_DIMS[pass_][1]) + params.gradients.index("bias")
+        results = list(results)
+        results[at] = jax.ShapeDtypeStruct((batch, q_heads, *shapes[at][2:]), results[at].dtype)
     if pass_ == "backward" and (scratch := _scratch(platform, params, attributes, *args)):
         results = (*results, jax.ShapeDtypeStruct((scratch,), args[4].dtype))
     target = _registration.FORWARD_TARGET if pass_ == "forward" else _registration.BACKWARD_TARGET
     called = jax.ffi.ffi_call(target, results)(*args, **attributes)
-    return tuple(called[:returned])
+    return tuple(_summed_to(shape, x) for shape, x in zip(shapes, called, strict=False))
+
+
+def _summed_to(shape: tuple[int, ...], x: jax.Array) -> jax.Array:
+    axes = tuple(i for i, (wanted, n) in enumerate(zip(shape, x.shape, strict=True)) if wanted != n)
+    return x.sum(axis=axes, keepdims=True) if axes else x
 
 
 def _attributes(params: Params) -> dict[str, Any]:

@@ -115,7 +115,7 @@ class Call:
 
     def put(self, name: str, array: np.ndarray) -> None:
         strides = [
-            0 if size == 1 and name in ("bias", "mask") else stride // array.itemsize
+            0 if size == 1 and name in ("bias", "dbias", "mask") else stride // array.itemsize
             for stride, size in zip(array.strides, array.shape, strict=True)
         ]
         self.kept.append(array)

@@ -31,7 +31,8 @@ const char* pass_name(Pass pass) {
   switch (pass) {
     case Pass::forward: return "forward";
     case Pass::backward: return "backward";
-    default: return "backward_dq";
+    case Pass::backward_dq: return "backward_dq";
+    default: return "backward_bias";
   }
 }
 
@@ -207,6 +208,9 @@ Loaded load(const Variant& variant) {
   CuLibrary library = driver.load(cubin);
   loaded.main = driver.kernel(library, entry_point(variant.pass).c_str());
   if (loaded.facts.convert_warps) loaded.convert_dq = driver.kernel(library, "jax_flash_convert_dq");
+  if (variant.pass == Pass::backward && variant.options.has_dalibi_slopes) {
+    loaded.sum_slopes = driver.kernel(library, "jax_flash_sum_slopes");
+  }
   return loaded;
 }
 
@@ -350,6 +354,7 @@ Loaded kernels_of(const Variant& variant, int device) {
     const Driver& driver = Driver::get();
     driver.ready(loaded.main, device, loaded.facts.shared_bytes);
     if (loaded.convert_dq) driver.ready(loaded.convert_dq, device, 0);
+    if (loaded.sum_slopes) driver.ready(loaded.sum_slopes, device, 0);
     ready.insert({loaded.main, device});  // only now: a call that failed here is tried again
   }
   return loaded;

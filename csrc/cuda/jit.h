@@ -31,6 +31,7 @@ struct Loaded {
   LaunchFacts facts;
   CuKernel main;
   CuKernel convert_dq;  // backward with atomic additions only
+  CuKernel sum_slopes;  // backward with a gradient of alibi_slopes only
 };
 
 // The cubin of a variant: prebuilt, else cached on disk, else compiled. Needs no driver.

@@ -20,6 +20,8 @@
 namespace jax_flash::cuda {
 namespace {
 
+constexpr Pass kPasses[] = {Pass::forward, Pass::backward, Pass::backward_dq, Pass::backward_bias};
+
 int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 // Blocks of `size` rows in a batch entry, as csrc/cuda/shared/part.cuh counts them.
@@ -113,6 +115,13 @@ int multiprocessors_of(int device) {
   return found->second;
 }
 
+// Whether elements of dbias have addends of many blocks. Those that all rows or all keys share have not: see
+// shared/backward_block.cuh.
+bool shares_bias(const Problem& p) {
+  const Strides& s = p.dbias_strides;
+  return p.options.has_dbias && s.row && s.column && ((!s.batch && p.batch > 1) || (!s.head && p.q_heads > 1));
+}
+
 // What tells the kernels of one call from another's: the values of the option record that are compiled in.
 using Key = std::array<int64_t, 48>;
 Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
@@ -123,6 +132,7 @@ Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
   key[next++] = static_cast<int64_t>(dtype);
   key[next++] = problem.head_dim;
   key[next++] = problem.value_head_dim;
+  key[next++] = shares_bias(problem);
 #define JAX_FLASH_CONSTANT(type, name) key.at(next++) = static_cast<int64_t>(problem.options.name);
 #define JAX_FLASH_NOTHING(type, name)
 #define JAX_FLASH_FEATURE(type, name, absent) key.at(next++) = problem.options.name != absent;
@@ -141,7 +151,8 @@ Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
 
 struct Found {
   Loaded main;
-  Loaded dq;  // empty unless dQ has a pass of its own
+  Loaded dq;    // empty unless dQ has a pass of its own
+  Loaded bias;  // empty unless the gradient of bias has one
 };
 
 // The way of every call: one look-up. The first call of a kind goes through the door of jit.
@@ -159,23 +170,39 @@ Found find(int device, Pass pass, DType dtype, const Problem& problem) {
   }
   const int arch = arch_of(device);
   const std::string family = served_family(arch);
+  // In one order, what blocks share is summed up by a pass of its own, and the others know nothing of it.
+  const bool own_bias = pass == Pass::backward && problem.options.deterministic && shares_bias(problem);
   auto kernels = [&](Pass of) {
-    return kernels_of(variant_of(family, arch, of, dtype, problem.head_dim, problem.value_head_dim, problem.options),
-                      device);
+    Options options = problem.options;
+    if (own_bias) options.has_dbias = of == Pass::backward_bias;
+    return kernels_of(variant_of(family, arch, of, dtype, problem.head_dim, problem.value_head_dim, options), device);
   };
-  Found found{kernels(pass), {}};
+  Found found{kernels(pass), {}, {}};
   const int largest = std::max(problem.head_dim, problem.value_head_dim);
   if (pass == Pass::backward && deterministic(family, problem.options, largest)) found.dq = kernels(Pass::backward_dq);
+  if (own_bias) found.bias = kernels(Pass::backward_bias);
   std::lock_guard<std::mutex> lock(mutex);
   all.emplace(key, found);
   return found;
 }
 
+int64_t extent(int64_t stride, int64_t size) { return stride ? size : 1; }
+
+// Of dbias: [batch, heads] planes of [rows, columns].
+int64_t bias_planes(const Problem& p) {
+  return extent(p.dbias_strides.batch, p.batch) * extent(p.dbias_strides.head, p.q_heads);
+}
 int64_t bias_elements(const Problem& p) {
-  auto extent = [](int64_t stride, int64_t size) { return stride ? size : 1; };
-  const Strides& s = p.bias_strides;
-  return extent(s.batch, p.batch) * extent(s.head, p.q_heads) * extent(s.row, p.q_length) *
-         extent(s.column, p.kv_length);
+  return bias_planes(p) * extent(p.dbias_strides.row, p.q_length) * extent(p.dbias_strides.column, p.kv_length);
+}
+
+// One float accumulator for dQ, in whole tiles of 16 rows and of up to 32 columns; behind it one sum for the gradient
+// of a slope for every 16 keys (shared/backward_block.cuh).
+int64_t dq_scratch(const Problem& p) {
+  return int64_t{p.batch} * p.q_heads * blocks_of(p, p.q_length, 16) * 16 * divide_up(p.head_dim, 32) * 32;
+}
+int64_t slope_scratch(const Problem& p) {
+  return p.options.has_dalibi_slopes ? int64_t{p.batch} * p.q_heads * blocks_of(p, p.kv_length, 16) : 0;
 }
 
 // All zeros where the kernel asks for none.
@@ -225,24 +252,30 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& pr
   if (pass == Pass::forward) return run(found.main, problem.q_length, problem.q_heads);
 
   const int warps = found.main.facts.convert_warps;
-  if (warps) driver.zero(problem.scratch, backward_scratch(dtype, problem), on);
-  if (problem.dbias) driver.zero(problem.dbias, bias_elements(problem), on);
-  if (problem.dalibi_slopes) {
-    driver.zero(problem.dalibi_slopes, int64_t{problem.batch} * problem.options.documents * problem.q_heads, on);
-  }
+  const int64_t zeros = (warps ? dq_scratch(problem) : 0) + slope_scratch(problem);
+  if (zeros) driver.zero(problem.scratch, zeros, on);
+  if (problem.dbias && !found.bias.main) driver.zero(problem.dbias, bias_elements(problem), on);
   run(found.main, problem.kv_length, problem.kv_heads);
   if (found.dq.main) run(found.dq, problem.q_length, problem.q_heads);
+  const void* const arguments[] = {&problem};
+  if (found.bias.main) {
+    const LaunchFacts& facts = found.bias.facts;
+    const int64_t tiles = divide_up(problem.q_length, facts.block_rows) * divide_up(problem.kv_length, facts.block_keys);
+    driver.launch(found.bias.main, grid(bias_planes(problem) * tiles), facts.threads, facts.shared_bytes, on, arguments);
+  }
   if (warps) {
     const int64_t items = problem.batch * problem.q_heads * blocks_of(problem, problem.q_length, 16);
-    const void* const arguments[] = {&problem};
     driver.launch(found.main.convert_dq, grid(divide_up(items, warps)), 32 * warps, 0, on, arguments);
+  }
+  if (found.main.sum_slopes) {
+    const int64_t items = int64_t{problem.batch} * problem.options.documents * problem.q_heads;
+    driver.launch(found.main.sum_slopes, grid(divide_up(items, kSlopeWarps)), 32 * kSlopeWarps, 0, on, arguments);
   }
 }
 
-// One float accumulator for dQ, in whole tiles of 16 rows and of up to 32 columns.
 int64_t backward_scratch(DType, const Problem& p) {
-  if (p.options.deterministic || p.options.highest_precision) return 0;
-  return int64_t{p.batch} * p.q_heads * blocks_of(p, p.q_length, 16) * 16 * divide_up(p.head_dim, 32) * 32;
+  const bool separate = p.options.deterministic || p.options.highest_precision;
+  return (separate ? 0 : dq_scratch(p)) + slope_scratch(p);
 }
 
 Status status() {
@@ -273,7 +306,7 @@ int largest_head_dim(int arch, bool highest_precision) {
   const std::string family = served_family(arch);
   for (int head_dim = 256; head_dim > 0; head_dim -= 8) {
     bool served = true;
-    for (Pass pass : {Pass::forward, Pass::backward, Pass::backward_dq}) {
+    for (Pass pass : kPasses) {
       const int parts = highest_precision ? 2 : 1;
       served = served && find_tile_row(pass_family(family, arch, parts, pass, head_dim), parts, pass, head_dim, arch);
     }
@@ -286,12 +319,13 @@ std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std:
                           const std::vector<Options>& options, const std::string& out_dir, const std::string& forced) {
   const std::string family = forced.empty() ? served_family(arch) : family_of(arch, forced, "family");
   std::vector<Variant> variants;
-  for (Pass pass : {Pass::forward, Pass::backward, Pass::backward_dq}) {
+  for (Pass pass : kPasses) {
     for (DType dtype : dtypes) {
       for (auto [head_dim, value_head_dim] : head_dims) {
         for (const Options& record : options) {
           const bool own_dq = deterministic(family, record, std::max(head_dim, value_head_dim));
           if (pass == Pass::backward_dq && !own_dq) continue;
+          if (pass == Pass::backward_bias && !(record.deterministic && record.has_dbias)) continue;
           variants.push_back(variant_of(family, arch, pass, dtype, head_dim, value_head_dim, record));
         }
       }
