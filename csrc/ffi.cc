@@ -227,11 +227,10 @@ Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::Rem
     if (std::string(#name) == "bias" && !options.wide_bias) element = type;                                          \
     p.name = static_cast<const type_*>(operand(argument(args, next++), p, dims, element, #name, strides_of(#name))); \
   }
-#define JAX_FLASH_TRAINABLE(type_, name, dims)                                                                   \
-  JAX_FLASH_OPERAND(type_, name, dims)                                                                           \
-  if (options.has_d##name) {                                                                                     \
-    p.d##name =                                                                                                  \
-        operand(result(rets, results++), p, dims, wide(type), "d" #name, strides_of("d" #name));             \
+#define JAX_FLASH_TRAINABLE(type_, name, dims)                                                           \
+  JAX_FLASH_OPERAND(type_, name, dims)                                                                   \
+  if (options.has_d##name) {                                                                             \
+    p.d##name = operand(result(rets, results++), p, dims, wide(type), "d" #name, strides_of("d" #name)); \
   }
   JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_CONSTANT, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND, JAX_FLASH_TRAINABLE)
 #undef JAX_FLASH_TRAINABLE

@@ -260,8 +260,10 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& pr
   const void* const arguments[] = {&problem};
   if (found.bias.main) {
     const LaunchFacts& facts = found.bias.facts;
-    const int64_t tiles = divide_up(problem.q_length, facts.block_rows) * divide_up(problem.kv_length, facts.block_keys);
-    driver.launch(found.bias.main, grid(bias_planes(problem) * tiles), facts.threads, facts.shared_bytes, on, arguments);
+    const int64_t tiles =
+        divide_up(problem.q_length, facts.block_rows) * divide_up(problem.kv_length, facts.block_keys);
+    driver.launch(found.bias.main, grid(bias_planes(problem) * tiles), facts.threads, facts.shared_bytes, on,
+                  arguments);
   }
   if (warps) {
     const int64_t items = problem.batch * problem.q_heads * blocks_of(problem, problem.q_length, 16);

@@ -139,10 +139,12 @@ inline constexpr TileRule all[] = {
     {"sm80", 1, backward_bias, 256, 64, {64, 64, 4, 1, 1}},
     {"sm80", 2, backward_bias, 128, 64, {64, 64, 4, 1, 1}},
     {"sm80", 2, backward_bias, 256, 64, {32, 32, 2, 1, 1}},
+    {"sm75", 1, backward_bias, 128, 32, {64, 64, 4, 1, 2}},
     {"sm75", 1, backward_bias, 256, 64, {64, 64, 4, 1, 1}},
-    {"sm75", 2, backward_bias, 128, 64, {64, 64, 4, 1, 1}},
-    {"sm70", 1, backward_bias, 256, 64, {64, 64, 4, 1, 1}},
-    {"sm70", 2, backward_bias, 128, 64, {64, 64, 4, 1, 1}},
+    {"sm75", 2, backward_bias, 128, 64, {64, 32, 4, 1, 1}},
+    {"sm70", 1, backward_bias, 128, 32, {64, 64, 4, 1, 2}},
+    {"sm70", 1, backward_bias, 256, 48, {64, 32, 4, 1, 2}},
+    {"sm70", 2, backward_bias, 128, 48, {64, 32, 4, 1, 2}},
 };
 
 }  // namespace rules

@@ -5,9 +5,11 @@
 // that share it. With
 //   dP = dO V^T,  S = Q K^T,  P = exp(scale S - lse),  dS = P * (dP - delta)
 // it sums up dS in registers, in one order. So two products are computed that the other passes compute too; what these
-// would have to store for it is [B, N, T, S]. With two stages the tiles of one product are on their way during the other.
+// would have to store for it is [B, N, T, S]. With two stages the tiles of one product are on their way during the
+// other; with one they take turns in the same place.
 #pragma once
 
+#include "cuda/shared/again.cuh"
 #include "cuda/shared/score_rows.cuh"
 
 namespace jax_flash {
@@ -20,15 +22,16 @@ using KTile = Tile<block_kv, parts * tile_head_dim>;
 using VTile = Tile<block_kv, parts * tile_value_head_dim>;
 static_assert(!packed, "documents have no bias");
 
-// Of one stage, the tiles of both products lie in the same place.
+// The tiles of one product: dO and V, or Q and K.
+struct Operands {
+  char rows[at_least(OutTile::bytes, QTile::bytes)];
+  char keys[at_least(VTile::bytes, KTile::bytes)];
+};
 struct SharedStorage {
-  char dout[stages == 2 ? OutTile::bytes : at_least(OutTile::bytes, QTile::bytes)];
-  char v[stages == 2 ? VTile::bytes : at_least(VTile::bytes, KTile::bytes)];
-  char other_q[stages == 2 ? QTile::bytes : 16];
-  char other_k[stages == 2 ? KTile::bytes : 16];
+  Operands stage[stages];
 
-  __device__ __forceinline__ char* q() { return stages == 2 ? other_q : dout; }
-  __device__ __forceinline__ char* k() { return stages == 2 ? other_k : v; }
+  __device__ __forceinline__ Operands& gradients() { return stage[0]; }
+  __device__ __forceinline__ Operands& scores() { return stage[stages - 1]; }
 };
 
 extern "C" __constant__ LaunchFacts jax_flash_backward_bias_facts = {
@@ -48,6 +51,11 @@ struct BackwardBias {
   __device__ __forceinline__ int kv_head() const { return head / (problem.q_heads / problem.kv_heads); }
   __device__ __forceinline__ int row_of(int m, int half) const {
     return first_row + (warp * row_tiles + m) * 16 + lane / 4 + half * 8;
+  }
+
+  __device__ __forceinline__ void find_lane() {
+    warp = thread_again() / 32;
+    lane = Lanes::of(thread_again());
   }
 
   // Goes on from `batch` to the next batch entry that keeps pairs of the tile; false when there is none.
@@ -72,33 +80,40 @@ struct BackwardBias {
     return find_batch();
   }
 
+  // Through registers in a loop that is one, or the assembler reads all of it early, and spills.
   template <typename T, int columns>
   __device__ __forceinline__ void load(char* to, const Tensor& from, int of_head, int first, int length) const {
-    load_tile<T, columns, threads>(shared_address(to), head_of(from, batch, of_head, 0), from.row_stride, first, length,
-                                   threadIdx.x);
+    constexpr int pieces = loads_take_registers ? 2 : 1;
+    using Piece = Tile<T::rows / pieces, T::columns>;
+#pragma unroll 1
+    for (int i = 0; i < pieces; ++i) {
+      load_tile<Piece, columns, threads>(shared_address(to) + i * Piece::bytes, head_of(from, batch, of_head, 0),
+                                         from.row_stride, first + i * Piece::rows, length, threadIdx.x);
+    }
   }
   __device__ __forceinline__ void load_gradients() const {
     const Part part = part_of(problem, batch, 0);
-    load<OutTile, value_head_dim>(shared.dout, problem.dout, head, first_row, part.q.length);
-    load<VTile, value_head_dim>(shared.v, problem.v, kv_head(), tile * block_kv, part.kv.length);
+    load<OutTile, value_head_dim>(shared.gradients().rows, problem.dout, head, first_row, part.q.length);
+    load<VTile, value_head_dim>(shared.gradients().keys, problem.v, kv_head(), tile * block_kv, part.kv.length);
     copies_commit();
   }
   __device__ __forceinline__ void load_scores() const {
     const Part part = part_of(problem, batch, 0);
-    load<QTile, head_dim>(shared.q(), problem.q, head, first_row, part.q.length);
-    load<KTile, head_dim>(shared.k(), problem.k, kv_head(), tile * block_kv, part.kv.length);
+    load<QTile, head_dim>(shared.scores().rows, problem.q, head, first_row, part.q.length);
+    load<KTile, head_dim>(shared.scores().keys, problem.k, kv_head(), tile * block_kv, part.kv.length);
     copies_commit();
   }
 
   // One head of one batch entry, whose dO and V are on their way; and the way of the next. False when it was the last.
   __device__ __forceinline__ bool step() {
+    if constexpr (loads_take_registers) find_lane();  // so that no address waits in registers for the next step
     copies_wait<0>();
     __syncthreads();  // dO and V have landed; everybody is done with the previous Q and K
     if constexpr (stages == 2) load_scores();
     FragmentC ds[row_tiles][block_kv / 8] = {};
-    Mma::multiply_rows<value_head_dim>(ds,
-                                       Mma::reader_a<OutTile>(shared_address(shared.dout), warp * row_tiles * 16, lane),
-                                       Mma::reader_b<VTile>(shared_address(shared.v), 0, lane));
+    Mma::multiply_rows<value_head_dim>(
+        ds, Mma::reader_a<OutTile>(shared_address(shared.gradients().rows), warp * row_tiles * 16, lane),
+        Mma::reader_b<VTile>(shared_address(shared.gradients().keys), 0, lane));
     if constexpr (stages == 1) {
       __syncthreads();  // everybody is done with dO and V, whose place Q and K take
       load_scores();
@@ -132,8 +147,9 @@ struct BackwardBias {
       if (more) load_gradients();
     }
     FragmentC p[row_tiles][block_kv / 8] = {};
-    Mma::multiply_rows<head_dim>(p, Mma::reader_a<QTile>(shared_address(shared.q()), warp * row_tiles * 16, lane),
-                                 Mma::reader_b<KTile>(shared_address(shared.k()), 0, lane));
+    Mma::multiply_rows<head_dim>(
+        p, Mma::reader_a<QTile>(shared_address(shared.scores().rows), warp * row_tiles * 16, lane),
+        Mma::reader_b<KTile>(shared_address(shared.scores().keys), 0, lane));
     if (all_kept) {
       add<false>(rows, ds, p, anchors, deltas, dp_factor);
     } else {
