@@ -35,7 +35,8 @@ struct TileRule {
 
 namespace rules {
 
-constexpr Pass forward = Pass::forward, backward = Pass::backward, backward_dq = Pass::backward_dq;
+constexpr Pass forward = Pass::forward, backward = Pass::backward, backward_dq = Pass::backward_dq,
+               forward_few = Pass::forward_few;
 
 // The first rule that fits is taken. Beside each the forward or backward rate that put it there: full, B4 S4096,
 // N * H = 2048, on an H200, in TFLOP/s, of bf16 for one part; and behind "first:" those of the first working version,
@@ -59,6 +60,15 @@ inline constexpr TileRule all[] = {
     {"sm80", 1, forward, 128, 48, {128, 32, 4, 1, 2}},          // 350; first: 312, 128x128 with 8 warps 295, 128x64 276
     {"sm80", 1, forward, 256, 128, {128, 64, 8, 1, 1}},         // 321; first: 287
     {"sm80", 1, forward, 256, 96, {128, 32, 8, 1, 1}},          // first: 267, 64x64 with 4 warps 222
+    // For few queries there is a row for each block_q of kFewRows, and a team of warps for each block_q rows.
+    {"sm80", 1, forward_few, 64, 80, {16, 64, 4, 1, 2}},
+    {"sm80", 1, forward_few, 128, 72, {16, 32, 4, 1, 3}},
+    {"sm80", 1, forward_few, 256, 144, {16, 32, 4, 1, 1}},
+    {"sm80", 1, forward_few, 256, 88, {16, 16, 4, 1, 1}},
+    {"sm80", 1, forward_few, 64, 48, {64, 64, 8, 1, 1}},
+    {"sm80", 1, forward_few, 128, 92, {64, 64, 8, 1, 1}},
+    {"sm80", 1, forward_few, 256, 144, {64, 32, 8, 1, 1}},
+    {"sm80", 1, forward_few, 256, 98, {64, 16, 4, 1, 1}},
     {"sm80", 1, backward, 64, 130, {128, 128, 8, 2, 1}},        // 264; first: 264, 64x64 with 4 warps 245
     {"sm80", 1, backward, 64, 82, {64, 128, 8, 2, 1}},          // first: 242
     {"sm80", 1, backward, 128, 146, {64, 128, 8, 2, 1}},        // 286, with one stage 277; first: 270 and 279
@@ -158,12 +168,12 @@ inline bool is_plain(const Options& options) {
          !options.has_q_segment_ids && !options.has_cu_q_lengths;
 }
 
-// nullptr where no row serves.
+// nullptr where no row serves. `rows` is the block_q that is wanted; 0: any.
 inline const TileRow* find_tile_row(const std::string& family, int parts, Pass pass, int head_dim, int arch,
-                                    bool plain = false) {
+                                    bool plain = false, int rows = 0) {
   for (const TileRule& rule : rules::all) {
     if (family == rule.family && parts == rule.parts && pass == rule.pass && head_dim <= rule.max_head_dim &&
-        rule.shared_kb <= shared_kb_of(arch) && (plain || !rule.plain)) {
+        rule.shared_kb <= shared_kb_of(arch) && (plain || !rule.plain) && (!rows || rows == rule.row.block_q)) {
       return &rule.row;
     }
   }
@@ -171,8 +181,8 @@ inline const TileRow* find_tile_row(const std::string& family, int parts, Pass p
 }
 
 inline const TileRow& tile_row(const std::string& family, int parts, Pass pass, int head_dim, int arch,
-                               bool plain = false) {
-  if (const TileRow* row = find_tile_row(family, parts, pass, head_dim, arch, plain)) return *row;
+                               bool plain = false, int rows = 0) {
+  if (const TileRow* row = find_tile_row(family, parts, pass, head_dim, arch, plain, rows)) return *row;
   throw std::invalid_argument("no tile row for family " + family + ", head_dim " + std::to_string(head_dim) +
                               ", compute capability " + std::to_string(arch) + (parts == 2 ? ", in two parts" : ""));
 }
