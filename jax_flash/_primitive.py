@@ -196,7 +196,10 @@ def _custom_call(
     returned = len(results)
     attributes = _attributes(params)
     if scratch := _scratch(pass_, platform, params, attributes, *args):
-        results = (*results, jax.ShapeDtypeStruct((scratch,), results[1].dtype if pass_ == "forward" else args[4].dtype))
+        results = (
+            *results,
+            jax.ShapeDtypeStruct((scratch,), results[1].dtype if pass_ == "forward" else args[4].dtype),
+        )
     target = _registration.FORWARD_TARGET if pass_ == "forward" else _registration.BACKWARD_TARGET
     called = jax.ffi.ffi_call(target, results)(*args, **attributes)
     return tuple(called[:returned])

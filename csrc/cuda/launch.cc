@@ -274,6 +274,8 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& pr
 }
 
 FewPlan plan_few(const Problem& p) {
+  const char* wanted_at_all = std::getenv("JAX_FLASH_FEW_QUERIES");
+  if (wanted_at_all && std::string(wanted_at_all) == "0") return {0, 1};
   const bool documents = p.options.has_cu_q_lengths;
   const int64_t group = documents ? 1 : p.q_heads / p.kv_heads, sets = int64_t{p.batch} * (p.q_heads / group);
   const int64_t rows = p.q_length * group;  // that may share a block
