@@ -23,7 +23,7 @@ struct Variant {
   Options options;     // the constants, and which features and operands there are
   TileRow tile;
 
-  std::string name() const;    // readable and unique, apart from the tile row
+  std::string name() const;    // readable and unique, apart from the tile row; of forward_few with its block_q
   std::string source() const;  // the named constants, and the include of the family's file
 };
 
@@ -31,6 +31,7 @@ struct Loaded {
   LaunchFacts facts;
   CuKernel main;
   CuKernel convert_dq;  // backward with atomic additions only
+  CuKernel combine;     // forward_few only
 };
 
 // The cubin of a variant: prebuilt, else cached on disk, else compiled. Needs no driver.
