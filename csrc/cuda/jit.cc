@@ -31,6 +31,7 @@ const char* pass_name(Pass pass) {
   switch (pass) {
     case Pass::forward: return "forward";
     case Pass::backward: return "backward";
+    case Pass::forward_few: return "forward_few";
     case Pass::backward_dq: return "backward_dq";
     default: return "backward_bias";
   }
@@ -211,6 +212,7 @@ Loaded load(const Variant& variant) {
   if (variant.pass == Pass::backward && variant.options.has_dalibi_slopes) {
     loaded.sum_slopes = driver.kernel(library, "jax_flash_sum_slopes");
   }
+  if (loaded.facts.combine_warps) loaded.combine = driver.kernel(library, "jax_flash_combine");
   return loaded;
 }
 
@@ -271,6 +273,7 @@ std::string Variant::name() const {
 #undef JAX_FLASH_FEATURE
 #undef JAX_FLASH_NOTHING
 #undef JAX_FLASH_CONSTANT
+  if (pass == Pass::forward_few) name += "-q" + std::to_string(tile.block_q);
   return name + "-sm_" + std::to_string(arch);
 }
 
@@ -355,6 +358,7 @@ Loaded kernels_of(const Variant& variant, int device) {
     driver.ready(loaded.main, device, loaded.facts.shared_bytes);
     if (loaded.convert_dq) driver.ready(loaded.convert_dq, device, 0);
     if (loaded.sum_slopes) driver.ready(loaded.sum_slopes, device, 0);
+    if (loaded.combine) driver.ready(loaded.combine, device, 0);
     ready.insert({loaded.main, device});  // only now: a call that failed here is tried again
   }
   return loaded;

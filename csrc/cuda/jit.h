@@ -23,7 +23,7 @@ struct Variant {
   Options options;     // the constants, and which features and operands there are
   TileRow tile;
 
-  std::string name() const;    // readable and unique, apart from the tile row
+  std::string name() const;    // readable and unique, apart from the tile row; of forward_few with its block_q
   std::string source() const;  // the named constants, and the include of the family's file
 };
 
@@ -32,6 +32,7 @@ struct Loaded {
   CuKernel main;
   CuKernel convert_dq;  // backward with atomic additions only
   CuKernel sum_slopes;  // backward with a gradient of alibi_slopes only
+  CuKernel combine;     // forward_few only
 };
 
 // The cubin of a variant: prebuilt, else cached on disk, else compiled. Needs no driver.

@@ -35,7 +35,7 @@ struct SharedStorage {
 };
 
 extern "C" __constant__ LaunchFacts jax_flash_backward_bias_facts = {
-    threads, block_q, sizeof(SharedStorage), 0, 0, 0, 0, 0, 0, block_kv};
+    threads, block_q, sizeof(SharedStorage), 0, 0, 0, 0, 0, 0, 0, block_kv};
 
 struct BackwardBias {
   const Problem& problem;
