@@ -123,7 +123,7 @@ bool serves_few(const std::string& family, int arch, const Problem& p, const Few
 
 // What tells the kernels of one call from another's: the values of the option record that are compiled in.
 using Key = std::array<int64_t, 48>;
-Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
+Key key_of(int device, Pass pass, DType dtype, const Problem& problem, const FewPlan& plan) {
   Key key{};
   size_t next = 0;
   key[next++] = device;
@@ -131,7 +131,7 @@ Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
   key[next++] = static_cast<int64_t>(dtype);
   key[next++] = problem.head_dim;
   key[next++] = problem.value_head_dim;
-  key[next++] = pass == Pass::forward ? plan_few(problem).rows : 0;
+  key[next++] = plan.rows;
 #define JAX_FLASH_CONSTANT(type, name) key.at(next++) = static_cast<int64_t>(problem.options.name);
 #define JAX_FLASH_NOTHING(type, name)
 #define JAX_FLASH_FEATURE(type, name, absent) key.at(next++) = problem.options.name != absent;
@@ -155,10 +155,10 @@ struct Found {
 };
 
 // The way of every call: one look-up. The first call of a kind goes through the door of jit.
-Found find(int device, Pass pass, DType dtype, const Problem& problem) {
+Found find(int device, Pass pass, DType dtype, const Problem& problem, const FewPlan& plan) {
   static std::mutex mutex;
   static std::map<Key, Found> all;
-  const Key key = key_of(device, pass, dtype, problem);
+  const Key key = key_of(device, pass, dtype, problem, plan);
   {
     std::lock_guard<std::mutex> lock(mutex);
     auto entry = all.find(key);
@@ -174,8 +174,7 @@ Found find(int device, Pass pass, DType dtype, const Problem& problem) {
     return kernels_of(variant_of(family, arch, of, dtype, problem.head_dim, problem.value_head_dim, options, rows),
                       device);
   };
-  const FewPlan plan = plan_few(problem);
-  const bool few = pass == Pass::forward && serves_few(family, arch, problem, plan);
+  const bool few = serves_few(family, arch, problem, plan);
   Found found{few ? kernels(Pass::forward_few, plan.rows) : kernels(pass), {}, few};
   const int largest = std::max(problem.head_dim, problem.value_head_dim);
   if (pass == Pass::backward && deterministic(family, problem.options, largest)) found.dq = kernels(Pass::backward_dq);
@@ -183,6 +182,8 @@ Found find(int device, Pass pass, DType dtype, const Problem& problem) {
   all.emplace(key, found);
   return found;
 }
+
+FewPlan plan_of(Pass pass, const Problem& problem) { return pass == Pass::forward ? plan_few(problem) : FewPlan{0, 1}; }
 
 int64_t bias_elements(const Problem& p) {
   auto extent = [](int64_t stride, int64_t size) { return stride ? size : 1; };
@@ -220,15 +221,17 @@ unsigned grid(int64_t blocks) {
 
 }  // namespace
 
-void prepare(int device, Pass pass, DType dtype, const Problem& problem) { find(device, pass, dtype, problem); }
+void prepare(int device, Pass pass, DType dtype, const Problem& problem) {
+  find(device, pass, dtype, problem, plan_of(pass, problem));
+}
 
 namespace {
 
 // Blocks for every slice of the keys of every head, and where there are several slices, a block for every row of out.
-void launch_few(const Loaded& loaded, CuStream stream, const Problem& call) {
+void launch_few(const Loaded& loaded, CuStream stream, const Problem& call, int slices) {
   const Driver& driver = Driver::get();
   Problem problem = call;
-  problem.kv_slices = plan_few(call).slices;
+  problem.kv_slices = slices;
   const bool heads_share = !problem.options.has_cu_q_lengths;
   const int64_t rows = int64_t{problem.q_length} * (heads_share ? problem.q_heads / problem.kv_heads : 1);
   const int64_t blocks = blocks_of(problem, static_cast<int>(rows), loaded.facts.block_rows) * problem.kv_slices *
@@ -243,7 +246,8 @@ void launch_few(const Loaded& loaded, CuStream stream, const Problem& call) {
 }  // namespace
 
 void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem) {
-  const Found found = find(device, pass, dtype, problem);
+  const FewPlan plan = plan_of(pass, problem);
+  const Found found = find(device, pass, dtype, problem, plan);
   const Driver& driver = Driver::get();
   const CuStream on = static_cast<CuStream>(stream);
   auto run = [&](const Loaded& loaded, int length, int64_t heads) {
@@ -255,7 +259,7 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& pr
     if (facts.persistent) blocks = std::min(blocks, int64_t{facts.persistent} * multiprocessors_of(device));
     driver.launch(loaded.main, grid(blocks), facts.threads, facts.shared_bytes, on, arguments);
   };
-  if (found.few) return launch_few(found.main, on, problem);
+  if (found.few) return launch_few(found.main, on, problem, plan.slices);
   if (pass == Pass::forward) return run(found.main, problem.q_length, problem.q_heads);
 
   const int warps = found.main.facts.convert_warps;
