@@ -284,12 +284,16 @@ FewPlan plan_few(const Problem& p) {
   const int64_t group = documents ? 1 : p.q_heads / p.kv_heads, sets = int64_t{p.batch} * (p.q_heads / group);
   const int64_t rows = p.q_length * group;  // that may share a block
   auto blocks = [&](int64_t size) { return divide_up(rows, size) * sets; };
-  if (rows > 64 && int64_t{5} * blocks_of(p, p.q_length, 128) * p.q_heads * p.batch > 2 * kMultiprocessors) return {0, 1};
-  const int block = rows <= 16 || (p.kv_length <= 1024 && blocks(16) <= kMultiprocessors) ? 16 : 64;
-  // Slices as long as there are multiprocessors without a block, of 256 keys or more.
-  const int64_t wanted = std::min(divide_up(2 * kMultiprocessors, blocks(block)), int64_t{p.kv_length} / 256);
-  const int64_t most = p.kv_length <= 1024 ? 1 : kMostSlices;
-  return {block, static_cast<int>(std::clamp(wanted, int64_t{1}, most))};
+  // More rows than a block has go to the kernels for many, as soon as these have blocks for two multiprocessors of five.
+  const int64_t many = blocks_of(p, p.q_length, 128) * p.q_heads * p.batch;
+  if (rows > 64 && 5 * many > 2 * kMultiprocessors) return {0, 1};
+  const bool small = p.kv_length <= 1024;
+  const int block = rows <= 32 || (small && blocks(16) <= kMultiprocessors) ? 16 : 64;
+  // As many slices as there are multiprocessors for, of 256 keys or more. With twice as many a head's slices of 64 rows
+  // took 1.5 times as long (T 64, S 8192, 32 heads), by what they leave for each other in scratch. Up to 1024 keys the
+  // second launch costs what slices save.
+  const int64_t slices = small ? 1 : std::min(kMultiprocessors / blocks(block), int64_t{p.kv_length} / 256);
+  return {block, static_cast<int>(std::clamp<int64_t>(slices, 1, kMostSlices))};
 }
 
 // See Scratch in shared/forward_few.cuh.
