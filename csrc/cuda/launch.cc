@@ -132,7 +132,7 @@ bool serves_few(const std::string& family, int arch, const Problem& p, const Few
 
 // What tells the kernels of one call from another's: the values of the option record that are compiled in.
 using Key = std::array<int64_t, 48>;
-Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
+Key key_of(int device, Pass pass, DType dtype, const Problem& problem, const FewPlan& plan) {
   Key key{};
   size_t next = 0;
   key[next++] = device;
@@ -140,7 +140,8 @@ Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
   key[next++] = static_cast<int64_t>(dtype);
   key[next++] = problem.head_dim;
   key[next++] = problem.value_head_dim;
-  key[next++] = pass == Pass::forward ? plan_few(problem).rows : shares_bias(problem);
+  key[next++] = plan.rows;
+  key[next++] = pass == Pass::backward && shares_bias(problem);
 #define JAX_FLASH_CONSTANT(type, name) key.at(next++) = static_cast<int64_t>(problem.options.name);
 #define JAX_FLASH_NOTHING(type, name)
 #define JAX_FLASH_FEATURE(type, name, absent) key.at(next++) = problem.options.name != absent;
@@ -165,10 +166,10 @@ struct Found {
 };
 
 // The way of every call: one look-up. The first call of a kind goes through the door of jit.
-Found find(int device, Pass pass, DType dtype, const Problem& problem) {
+Found find(int device, Pass pass, DType dtype, const Problem& problem, const FewPlan& plan) {
   static std::mutex mutex;
   static std::map<Key, Found> all;
-  const Key key = key_of(device, pass, dtype, problem);
+  const Key key = key_of(device, pass, dtype, problem, plan);
   {
     std::lock_guard<std::mutex> lock(mutex);
     auto entry = all.find(key);
@@ -187,8 +188,7 @@ Found find(int device, Pass pass, DType dtype, const Problem& problem) {
     return kernels_of(variant_of(family, arch, of, dtype, problem.head_dim, problem.value_head_dim, options, rows),
                       device);
   };
-  const FewPlan plan = plan_few(problem);
-  const bool few = pass == Pass::forward && serves_few(family, arch, problem, plan);
+  const bool few = serves_few(family, arch, problem, plan);
   Found found{few ? kernels(Pass::forward_few, plan.rows) : kernels(pass), {}, {}, few};
   const int largest = std::max(problem.head_dim, problem.value_head_dim);
   if (pass == Pass::backward && deterministic(family, problem.options, largest)) found.dq = kernels(Pass::backward_dq);
@@ -204,6 +204,9 @@ int64_t extent(int64_t stride, int64_t size) { return stride ? size : 1; }
 int64_t bias_planes(const Problem& p) {
   return extent(p.dbias_strides.batch, p.batch) * extent(p.dbias_strides.head, p.q_heads);
 }
+
+FewPlan plan_of(Pass pass, const Problem& problem) { return pass == Pass::forward ? plan_few(problem) : FewPlan{0, 1}; }
+
 int64_t bias_elements(const Problem& p) {
   return bias_planes(p) * extent(p.dbias_strides.row, p.q_length) * extent(p.dbias_strides.column, p.kv_length);
 }
@@ -246,15 +249,17 @@ unsigned grid(int64_t blocks) {
 
 }  // namespace
 
-void prepare(int device, Pass pass, DType dtype, const Problem& problem) { find(device, pass, dtype, problem); }
+void prepare(int device, Pass pass, DType dtype, const Problem& problem) {
+  find(device, pass, dtype, problem, plan_of(pass, problem));
+}
 
 namespace {
 
 // Blocks for every slice of the keys of every head, and where there are several slices, a block for every row of out.
-void launch_few(const Loaded& loaded, CuStream stream, const Problem& call) {
+void launch_few(const Loaded& loaded, CuStream stream, const Problem& call, int slices) {
   const Driver& driver = Driver::get();
   Problem problem = call;
-  problem.kv_slices = plan_few(call).slices;
+  problem.kv_slices = slices;
   const bool heads_share = !problem.options.has_cu_q_lengths;
   const int64_t rows = int64_t{problem.q_length} * (heads_share ? problem.q_heads / problem.kv_heads : 1);
   const int64_t blocks = blocks_of(problem, static_cast<int>(rows), loaded.facts.block_rows) * problem.kv_slices *
@@ -269,7 +274,8 @@ void launch_few(const Loaded& loaded, CuStream stream, const Problem& call) {
 }  // namespace
 
 void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem) {
-  const Found found = find(device, pass, dtype, problem);
+  const FewPlan plan = plan_of(pass, problem);
+  const Found found = find(device, pass, dtype, problem, plan);
   const Driver& driver = Driver::get();
   const CuStream on = static_cast<CuStream>(stream);
   auto run = [&](const Loaded& loaded, int length, int64_t heads) {
@@ -281,7 +287,7 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& pr
     if (facts.persistent) blocks = std::min(blocks, int64_t{facts.persistent} * multiprocessors_of(device));
     driver.launch(loaded.main, grid(blocks), facts.threads, facts.shared_bytes, on, arguments);
   };
-  if (found.few) return launch_few(found.main, on, problem);
+  if (found.few) return launch_few(found.main, on, problem, plan.slices);
   if (pass == Pass::forward) return run(found.main, problem.q_length, problem.q_heads);
 
   const int warps = found.main.facts.convert_warps;
@@ -315,12 +321,16 @@ FewPlan plan_few(const Problem& p) {
   const int64_t group = documents ? 1 : p.q_heads / p.kv_heads, sets = int64_t{p.batch} * (p.q_heads / group);
   const int64_t rows = p.q_length * group;  // that may share a block
   auto blocks = [&](int64_t size) { return divide_up(rows, size) * sets; };
-  if (rows > 64 && int64_t{5} * blocks_of(p, p.q_length, 128) * p.q_heads * p.batch > 2 * kMultiprocessors) return {0, 1};
-  const int block = rows <= 16 || (p.kv_length <= 1024 && blocks(16) <= kMultiprocessors) ? 16 : 64;
-  // Slices as long as there are multiprocessors without a block, of 256 keys or more.
-  const int64_t wanted = std::min(divide_up(2 * kMultiprocessors, blocks(block)), int64_t{p.kv_length} / 256);
-  const int64_t most = p.kv_length <= 1024 ? 1 : kMostSlices;
-  return {block, static_cast<int>(std::clamp(wanted, int64_t{1}, most))};
+  // More rows than a block has go to the kernels for many, as soon as these have blocks for two multiprocessors of five.
+  const int64_t many = blocks_of(p, p.q_length, 128) * p.q_heads * p.batch;
+  if (rows > 64 && 5 * many > 2 * kMultiprocessors) return {0, 1};
+  const bool small = p.kv_length <= 1024;
+  const int block = rows <= 32 || (small && blocks(16) <= kMultiprocessors) ? 16 : 64;
+  // As many slices as there are multiprocessors for, of 256 keys or more. With twice as many a head's slices of 64 rows
+  // took 1.5 times as long (T 64, S 8192, 32 heads), by what they leave for each other in scratch. Up to 1024 keys the
+  // second launch costs what slices save.
+  const int64_t slices = small ? 1 : std::min(kMultiprocessors / blocks(block), int64_t{p.kv_length} / 256);
+  return {block, static_cast<int>(std::clamp<int64_t>(slices, 1, kMostSlices))};
 }
 
 // See Scratch in shared/forward_few.cuh.
