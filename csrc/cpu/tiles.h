@@ -6,7 +6,7 @@
 
 #include "simd.h"
 
-#if defined(JAX_FLASH_EMULATED_TILES)  // by the tests, on processors without
+#if defined(__AMX_BF16__) && defined(JAX_FLASH_EMULATED_TILES)  // by the tests, on processors without
 #include JAX_FLASH_EMULATED_TILES
 #endif
 

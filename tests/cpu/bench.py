@@ -13,8 +13,10 @@ import functools
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -315,11 +317,59 @@ def decoding(workers: Workers, rounds: int, part: Part) -> None:
         for batch, length, q_heads, kv_heads, head_dim in part(DECODING):
             case = Case("forward", dtype, batch, 1, length, q_heads, kv_heads, head_dim)
             copy = Case("copy", q_length=int(case.bytes))
-            ours, xla = workers.best([("jax_flash", case), ("xla", case)], rounds)
-            (moved,) = workers.best([("xla", copy)], rounds)
+            _, xla = workers.best([("jax_flash", case), ("xla", case)], rounds)
+            ours, moved = workers.best([("jax_flash", case), ("xla", copy)], rounds)
             bandwidth, copied = case.bytes / ours / 1e9, copy.bytes / moved / 1e9
             row(dtype, batch, length, q_heads, kv_heads, head_dim, bandwidth, copied, round(100 * bandwidth / copied),
                 xla / ours)  # fmt: skip
+
+
+LADDER = (1, 1024, 1024, 16, 16, 64, 0)
+"""Arguments of tests/cpu/ladder.cc: B, T, S, N, K, H, causal."""
+
+
+def ladder(threads: int) -> None:
+    """The steps from a plain program to the kernel: builds tests/cpu/ladder.cc with tiles of registers of each size."""
+    from jax_flash import _core
+
+    tools = {name: shutil.which(name, path=os.path.dirname(sys.executable)) or name for name in ("cmake", "ninja")}
+    isa = _core.cpu_isa()
+    isa = "avx512" if isa.endswith("_bf16") else isa
+
+    def build(folder: str, tile: tuple[int, int] | None, *targets: str) -> None:
+        flags = f"-DJAX_FLASH_TILE_ROWS={tile[0]};-DJAX_FLASH_TILE_VECTORS={tile[1]}" if tile else ""
+        source = os.path.dirname(__file__)
+        for command in (
+            [tools["cmake"], "-S", source, "-B", folder, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools['ninja']}",
+             "-DCMAKE_BUILD_TYPE=Release", f"-DJAX_FLASH_CPU_ISAS={isa}", f"-DJAX_FLASH_CPU_FLAGS={flags}"],
+            [tools["cmake"], "--build", folder, "--target", *targets],
+        ):  # fmt: skip
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+    def output(*command: str) -> str:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    with tempfile.TemporaryDirectory() as folder:
+        builds: dict[str, tuple[int, int] | None] = {"1x1": (1, 1), "8x1": (8, 1), "whole": None}
+        for name, tile in builds.items():
+            build(f"{folder}/{name}", tile, "ladder", *([f"micro_{isa}"] if name == "whole" else []))
+        head(f"The CPU ladder, float32, {isa}, B, T, S, N, K, H = {LADDER[:6]}, GFLOP/s", "step", "forward", "backward")
+        for text, name, steps, count in (
+            ("a row at a time", "whole", ("naive", ""), 1),
+            ("tiled", "whole", ("tiled", ""), 1),
+            ("packed, a vector of sums", "1x1", ("forward", "backward"), 1),
+            ("8 vectors of sums", "8x1", ("forward", "backward"), 1),
+            ("all registers", "whole", ("forward", "backward"), 1),
+            (f"{threads} threads", "whole", ("forward", "backward"), threads),
+        ):
+            cells = [
+                float(output(f"{folder}/{name}/ladder", step, "float32", *map(str, LADDER), str(count)).split()[1])
+                if step
+                else ""
+                for step in steps
+            ]
+            row(text, *cells)
+        print("\nThe micro-kernel alone, one thread: " + ", ".join(output(f"{folder}/whole/micro_{isa}").splitlines()))
 
 
 def find_torch(python: str | None) -> Iterator[str]:
@@ -335,7 +385,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--torch", metavar="PYTHON")
     parser.add_argument("--dtypes", default="float32,bfloat16,float16,float64")
-    parser.add_argument("--tables", default="rates,grid,decoding")
+    parser.add_argument("--tables", default="rates,grid,decoding,ladder")
     parser.add_argument("--part", default="1/1", help="I/N: every N-th shape of a table, from the I-th on")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--cpus", help=argparse.SUPPRESS)
@@ -351,7 +401,8 @@ def main() -> None:
 
     tables = {"rates": lambda: rates(workers, args.rounds, part, args.dtypes.split(",")),
               "grid": lambda: grid(workers, args.rounds, part),
-              "decoding": lambda: decoding(workers, args.rounds, part)}  # fmt: skip
+              "decoding": lambda: decoding(workers, args.rounds, part),
+              "ladder": lambda: ladder(args.threads)}  # fmt: skip
     for name in args.tables.split(","):
         tables[name]()
     workers.close()

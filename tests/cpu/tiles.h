@@ -51,4 +51,3 @@ inline void multiply(int c, int a, int b) {
 #define _tile_loadd(tile, from, stride) emulated::load(tile, from, stride)
 #define _tile_stored(tile, to, stride) emulated::store(tile, to, stride)
 #define _tile_dpbf16ps(c, a, b) emulated::multiply(c, a, b)
-#define __AMX_BF16__ 1
