@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -13,6 +14,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -264,15 +266,22 @@ ffi::Error guarded(Body&& body) {
   }
 }
 
-// Runs items on XLA's pool. The handler itself occupies a pool thread, so it must never wait for a helper to be
+// Runs items on at most `threads` threads of XLA's pool. The handler itself occupies a pool thread, so it must never wait for a helper to be
 // scheduled: the caller works too, and waits only for items that some running thread has taken. Two threads and six
 // concurrent calls deadlock any scheme that waits for its helpers.
-void run_on_pool(ffi::ThreadPool& pool, int64_t items, const std::function<void(int64_t)>& body) {
+//
+// Whoever waits looks for the end for a while before it sleeps, which takes longer than most waits.
+void run_on_pool(ffi::ThreadPool& pool, int64_t items, int64_t threads, const std::function<void(int64_t)>& body) {
+  int64_t helpers = std::min<int64_t>({pool.num_threads(), items, threads}) - 1;
+  if (helpers <= 0) {
+    for (int64_t item = 0; item < items; ++item) body(item);
+    return;
+  }
   struct Job {
     std::function<void(int64_t)> body;
     int64_t items;
     std::atomic<int64_t> next{0};
-    int64_t done = 0;
+    std::atomic<int64_t> done{0};
     std::exception_ptr error;
     std::mutex mutex;
     std::condition_variable finished;
@@ -289,17 +298,20 @@ void run_on_pool(ffi::ThreadPool& pool, int64_t items, const std::function<void(
       }
       if (mine == 0) return;
       std::lock_guard<std::mutex> lock(mutex);
-      done += mine;
       if (failure) error = failure;
-      if (done == items) finished.notify_all();
+      if ((done += mine) == items) finished.notify_all();
     }
   };
   auto job = std::make_shared<Job>();
   job->body = body;
   job->items = items;
-  int64_t helpers = std::min<int64_t>(pool.num_threads(), items) - 1;
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule([job] { job->work(); });
   job->work();
+  constexpr std::chrono::microseconds kLook{50};
+  for (auto begin = std::chrono::steady_clock::now();
+       job->done != items && std::chrono::steady_clock::now() - begin < kLook;) {
+    std::this_thread::yield();
+  }
   std::unique_lock<std::mutex> lock(job->mutex);
   job->finished.wait(lock, [&] { return job->done == job->items; });
   if (job->error) std::rethrow_exception(job->error);
@@ -314,8 +326,8 @@ template <Pass pass>
 ffi::Error run_cpu(ffi::ThreadPool pool, Options options, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   return guarded([&] {
     Call call = decode(pass, options, args, rets, cpu_scratch<pass>);
-    cpu::ParallelFor parallel_for = [&](int64_t items, const std::function<void(int64_t)>& body) {
-      run_on_pool(pool, items, body);
+    cpu::ParallelFor parallel_for = [&](int64_t items, int64_t threads, const std::function<void(int64_t)>& body) {
+      run_on_pool(pool, items, threads, body);
     };
     if constexpr (pass == Pass::forward) {
       cpu::forward(call.dtype, call.problem, parallel_for);

@@ -86,7 +86,20 @@ def backward(
 
 def row_sums(dout: jax.Array, out: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """rowsum(dout * out) as [B, N, T], what delta is before dlse is taken from it (FlashAttention-2, equation 4)."""
-    return jnp.swapaxes((dout.astype(dtype) * out.astype(dtype)).sum(axis=-1), 1, 2)
+
+    def plain(dout: jax.Array, out: jax.Array) -> jax.Array:
+        return jnp.swapaxes((dout.astype(dtype) * out.astype(dtype)).sum(axis=-1), 1, 2)
+
+    def by_halves(dout: jax.Array, out: jax.Array) -> jax.Array:
+        # XLA makes vector instructions of these, but not of a sum over the last axis: 0.18 ms instead of 3.5 for
+        # (1, 1024, 16, 64).
+        x = dout.astype(dtype) * out.astype(dtype)
+        while x.shape[-1] % 2 == 0 and x.shape[-1] > 4:
+            x = x[..., : x.shape[-1] // 2] + x[..., x.shape[-1] // 2 :]
+        return jnp.swapaxes(x.sum(axis=-1), 1, 2)
+
+    sums: jax.Array = jax.lax.platform_dependent(dout, out, cpu=by_halves, default=plain)
+    return sums
 
 
 def _params(
