@@ -1,0 +1,272 @@
+"""``bench``: this package beside others on the GPU that is here."""
+
+import argparse
+import functools
+import itertools
+import math
+import os
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash import _doctor, _peers, _race, _registration
+from jax_flash._race import Cell, Race
+from jax_flash._report import Notes
+from jax_flash._table import table
+
+PASSES = {"forward": 1.0, "backward": 2.5}
+"""What is timed, and its work as a multiple of forward's."""
+
+HEAD_DIMS, LENGTHS = (64, 128, 256), (1024, 4096, 16384)
+TOKENS, WIDTH = 16384, 2048
+"""B * S and N * H of every cell."""
+
+OURS = "jax_flash"
+_DEFAULT_PEERS = {"sm80": ("fa2-jax", "fa2-torch")}
+"""By family; for the others everybody but XLA, whose attention is slower than any of them and keeps all scores."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The actions of ``bench``."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    grid_ = actions.add_parser(
+        "grid",
+        help="the speed of 36 cells, beside every peer that is installed",
+        description="Times forward and backward of bfloat16 attention with 16384 tokens of width 2048, at head_dim 64, "
+        "128 and 256, length 1024, 4096 and 16384, full and causal, in turn with the peers in this process. TFLOP/s, "
+        "the best of the rounds; the ratio is ours to the best peer's. A peer that is not installed is said so.",
+    )
+    grid_.add_argument("--family", metavar="F", help="run the kernels of this family, as JAX_FLASH_CUDA_FAMILY does")
+    grid_.add_argument("--pass", dest="passes", action="append", choices=list(PASSES), help="one pass alone")
+    grid_.add_argument("--head-dim", dest="head_dims", action="append", type=int, choices=HEAD_DIMS, help="this alone")
+    grid_.add_argument("--length", dest="lengths", action="append", type=int, choices=LENGTHS, help="this alone")
+    grid_.add_argument(
+        "--peers",
+        type=_names,
+        metavar="A,B",
+        help=f"of {', '.join(_peers.PEERS)} (default: all but xla; with --family sm80 the fa2 ones)",
+    )
+    grid_.add_argument("--rounds", type=_positive, default=4, metavar="N", help="rounds of all in turn (default: 4)")
+    grid_.add_argument("--deterministic", action="store_true", help="time deterministic=True too, backward")
+    grid_.add_argument(
+        "--numerics",
+        action="store_true",
+        help="errors in place of speeds: relative L2 against float64 of some heads, ours and cuDNN's",
+    )
+
+
+def run(args: argparse.Namespace) -> bool:
+    """Whether all of it could be done."""
+    if getattr(args, "family", None):
+        os.environ["JAX_FLASH_CUDA_FAMILY"] = args.family
+    return _grid(args)
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in _peers.PEERS]:
+        raise argparse.ArgumentTypeError(f"must be some of {', '.join(_peers.PEERS)}, got {unknown[0]!r}")
+    return names
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text!r}")
+    return int(text)
+
+
+def device() -> jax.Device:
+    """The GPU that is measured. Raises RuntimeError where there is none."""
+    found = _doctor._devices("cuda")
+    if not found:
+        raise RuntimeError("JAX has no CUDA device here, and what is measured are its kernels")
+    return found[0]
+
+
+def cells(head_dims: Iterable[int] | None = None, lengths: Iterable[int] | None = None) -> list[Cell]:
+    """The shapes of the grid."""
+    return [
+        Cell("bfloat16", head_dim, length, causal, TOKENS // length, WIDTH // head_dim)
+        for head_dim, causal, length in itertools.product(head_dims or HEAD_DIMS, (False, True), lengths or LENGTHS)
+    ]
+
+
+# The grid
+
+
+def _grid(args: argparse.Namespace) -> bool:
+    here = device()
+    family = _family()
+    print(f"{here.device_kind}, kernels of {family}, jax {jax.__version__}")
+    shapes = cells(args.head_dims, args.lengths)
+    with jax.default_device(here):
+        if args.numerics:
+            return _numerics(shapes)
+        peers = _loaded(args.peers or _DEFAULT_PEERS.get(family, [name for name in _peers.PEERS if name != "xla"]))
+        return _speeds(shapes, args.passes or PASSES, peers, args.rounds, args.deterministic)
+
+
+def _family() -> str:
+    """Whose kernels serve the first GPU. Raises RuntimeError for a family that it can't run."""
+    devices = _registration.cuda_status()["devices"]
+    return devices[0]["family"] if devices else "none"
+
+
+def _loaded(names: Iterable[str]) -> dict[str, _peers.Maker]:
+    """Those that can be imported; of the others the reason is printed."""
+    found = {}
+    for name in names:
+        peer = _peers.PEERS[name]
+        try:
+            found[name] = peer.load()
+            print(f"{name}: {peer.what}")
+        except Exception as error:  # whatever goes wrong in somebody else's import
+            print(f"{name}: not here, {_doctor.first_line(error)}")
+    return found
+
+
+def _speeds(
+    shapes: Sequence[Cell],
+    passes: Iterable[str],
+    peers: Mapping[str, _peers.Maker],
+    rounds: int,
+    deterministic: bool,
+) -> bool:
+    print("TFLOP/s, best of the rounds; ratio: ours to that of the best peer\n", flush=True)
+    extra = ["deterministic"] if deterministic else []
+    rows = [["pass", "head_dim", "", "S", OURS, *extra, *peers, "ratio"]]
+    notes, ratios = Notes(), dict[str, list[float]]()
+    complete = True
+    for pass_, cell in itertools.product(passes, shapes):
+        entrants = {OURS: _peers.ours()}
+        if deterministic and pass_ == "backward":
+            entrants["deterministic"] = _peers.ours(deterministic=True)
+        arrays = cell.draw()
+        makers = {name: functools.partial(make, cell, pass_, arrays) for name, make in {**entrants, **peers}.items()}
+        found = _race.race(makers, rounds, seconds=0.03, pause=0.03)
+        rates = rates_of(found, PASSES[pass_] * cell.work)
+        best = max((rates[name] for name in peers if name in rates), default=math.nan)
+        ratio = rates.get(OURS, math.nan) / best
+        complete = complete and OURS in rates
+        if not math.isnan(ratio):
+            ratios.setdefault(pass_, []).append(ratio)
+        row = [pass_, str(cell.head_dim), "causal" if cell.causal else "full", str(cell.length)]
+        row += [
+            f"{rates[name]:.1f}" if name in rates else notes(found.errors[name]) if name in found.errors else ""
+            for name in (OURS, *extra, *peers)
+        ]
+        row.append(f"{ratio:.3f}")
+        rows.append(row)
+        print("  ".join(row), file=sys.stderr, flush=True)
+    print(table(rows, right=[1, *range(3, len(rows[0]))]))
+    notes.print()
+    for pass_, some in ratios.items():
+        least = f"least {min(some):.3f}, {sum(x >= 1 for x in some)} of {len(some)} at 1 or more"
+        print(f"{pass_}: geometric mean of ratios {statistics.geometric_mean(some):.3f}, {least}")
+    return complete
+
+
+def rates_of(found: Race, work: float) -> dict[str, float]:
+    """TFLOP/s of the best round, of those that ran all rounds."""
+    return {name: work / min(some) / 1e12 for name, some in found.seconds.items() if name not in found.errors and some}
+
+
+# Errors
+
+
+def _numerics(shapes: Sequence[Cell]) -> bool:
+    """Prints the table. Whether no error of ours is larger than cuDNN's, where cuDNN serves."""
+    print("relative L2 errors against float64 of two heads: ours / cuDNN's\n", flush=True)
+    contestants: dict[str, _peers.Attend] = {
+        OURS: lambda q, k, v, causal: _peers.attention(q, k, v, causal=causal),
+        "cudnn": functools.partial(_peers._nn, "cudnn"),
+    }
+    names = ("out", "dquery", "dkey", "dvalue")
+    rows, notes, good = [["head_dim", "", "S", *names, "worst"]], Notes(), True
+    for cell in shapes:
+        arrays = cell.draw()
+        heads = np.array(sorted({0, cell.heads - 1}))
+        exact = exact_results([x[-1:, :, heads] for x in arrays], cell.causal)
+        errors: dict[str, list[float]] = {}
+        row = [str(cell.head_dim), "causal" if cell.causal else "full", str(cell.length)]
+        for name, attend in contestants.items():
+            try:
+                results = _results(attend, cell.causal, arrays)
+                errors[name] = [
+                    relative_error(np.asarray(x[-1:, :, heads], np.float64), y)
+                    for x, y in zip(results, exact, strict=True)
+                ]
+            except Exception as error:
+                row.append(notes(error))
+        if OURS not in errors:
+            good = False
+        if "cudnn" in errors and OURS in errors:
+            pairs = list(zip(errors[OURS], errors["cudnn"], strict=True))
+            row += [f"{mine:.3e} / {theirs:.3e}" for mine, theirs in pairs]
+            worst = max(mine / theirs for mine, theirs in pairs)
+            # Two right kernels round differently: what is equal up to the noise of one draw is no worse.
+            good = good and worst <= 1.02
+            row.append(f"{worst:.3f}")
+        elif OURS in errors:
+            row += [f"{mine:.3e}" for mine in errors[OURS]]
+        row = row[: len(rows[0])] + [""] * (len(rows[0]) - len(row))
+        rows.append(row)
+        print("  ".join(row), file=sys.stderr, flush=True)
+    print(table(rows, right=(0, 2, 7)))
+    notes.print()
+    return good
+
+
+def _results(attend: _peers.Attend, causal: bool, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """out, dquery, dkey, dvalue."""
+
+    def both(query: jax.Array, key: jax.Array, value: jax.Array, dout: jax.Array) -> Any:
+        out, pullback = jax.vjp(lambda *inputs: attend(*inputs, causal), query, key, value)
+        return out, *pullback(dout)
+
+    results: tuple[jax.Array, ...] = jax.jit(both)(*arrays)
+    return results
+
+
+def exact_results(arrays: Sequence[jax.Array], causal: bool, rows: int = 1024) -> list[np.ndarray]:
+    """out, dquery, dkey, dvalue in float64 of query, key, value and dout ``[1, T, heads, H]``, ``rows`` rows at a time.
+
+    T has to be a multiple of ``rows`` where it is larger.
+    """
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(x[0], jnp.float64).swapaxes(0, 1) for x in arrays]
+        one = functools.partial(_exact_head, causal=causal, rows=min(rows, wide[0].shape[1]))
+        found = jax.jit(functools.partial(jax.lax.map, lambda head: one(*head)))(tuple(wide))
+        return [np.asarray(x.swapaxes(0, 1)[None]) for x in found]
+
+
+def _exact_head(
+    query: jax.Array, key: jax.Array, value: jax.Array, dout: jax.Array, *, causal: bool, rows: int
+) -> tuple[jax.Array, ...]:
+    """Of arrays [T, H] of one head."""
+    length, head_dim = query.shape
+    scale = head_dim**-0.5
+
+    def chunk(sums: tuple[jax.Array, jax.Array], args: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+        start, q, do = args
+        scores = scale * (q @ key.T)
+        if causal:
+            scores = jnp.where(jnp.arange(length) <= start + jnp.arange(rows)[:, None], scores, -jnp.inf)
+        weights = jax.nn.softmax(scores, axis=-1)
+        out = weights @ value
+        ds = scale * weights * (do @ value.T - (do * out).sum(axis=-1, keepdims=True))
+        return (sums[0] + ds.T @ q, sums[1] + weights.T @ do), (out, ds @ key)
+
+    starts = jnp.arange(0, length, rows)
+    split = [x.reshape(-1, rows, head_dim) for x in (query, dout)]
+    (dkey, dvalue), (out, dquery) = jax.lax.scan(chunk, (jnp.zeros_like(key), jnp.zeros_like(value)), (starts, *split))
+    return out.reshape(query.shape), dquery.reshape(query.shape), dkey, dvalue
+
+
+def relative_error(found: np.ndarray, exact: np.ndarray) -> float:
+    return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
