@@ -468,6 +468,11 @@ NB_MODULE(_core, m) {
 
   m.def("largest_head_dim", &cuda::largest_head_dim, nb::kw_only(), nb::arg("arch"), nb::arg("highest_precision"));
 
+  m.def("cuda_launches", [] {
+    const cuda::Launches launches = cuda::launches();
+    return nb::make_tuple(launches.all, launches.captured);
+  });
+
   m.def("cuda_status", [] {
     cuda::Status s = cuda::status();
     nb::list devices;

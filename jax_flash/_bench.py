@@ -183,8 +183,8 @@ def _numerics(shapes: Sequence[Cell]) -> bool:
     """Prints the table. Whether no error of ours is larger than cuDNN's, where cuDNN serves."""
     print("relative L2 errors against float64 of two heads: ours / cuDNN's\n", flush=True)
     contestants: dict[str, _peers.Attend] = {
-        OURS: lambda q, k, v, causal: _peers.attention(q, k, v, causal=causal),
-        "cudnn": functools.partial(_peers._nn, "cudnn"),
+        OURS: _peers.attend,
+        "cudnn": functools.partial(_peers.attend_nn, "cudnn"),
     }
     names = ("out", "dquery", "dkey", "dvalue")
     rows, notes, good = [["head_dim", "", "S", *names, "worst"]], Notes(), True
@@ -226,7 +226,7 @@ def _results(attend: _peers.Attend, causal: bool, arrays: Sequence[jax.Array]) -
     """out, dquery, dkey, dvalue."""
 
     def both(query: jax.Array, key: jax.Array, value: jax.Array, dout: jax.Array) -> Any:
-        out, pullback = jax.vjp(lambda *inputs: attend(*inputs, causal), query, key, value)
+        out, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, causal), query, key, value)
         return out, *pullback(dout)
 
     results: tuple[jax.Array, ...] = jax.jit(both)(*arrays)

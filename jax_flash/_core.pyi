@@ -37,6 +37,9 @@ def configure_cuda(*, source_dir: str, prebuilt_dirs: Sequence[str], nvrtc_paths
 def largest_head_dim(*, arch: int, highest_precision: bool) -> int:
     """Up to which head_dim there are kernels for a compute capability such as 70."""
 
+def cuda_launches() -> tuple[int, int]:
+    """How many calls this process has launched on GPUs, and how many of these went into a CUDA graph."""
+
 def cuda_status() -> dict[str, Any]:
     """driver, driver_error, nvrtc, nvrtc_error, cache_dir and devices (name, compute_capability, family)."""
 

@@ -45,11 +45,16 @@ def of_jax(attend: Attend) -> Maker:
     return make
 
 
+def attend(query: Any, key: Any, value: Any, causal: bool, **options: Any) -> Any:
+    """Ours."""
+    return attention(query, key, value, causal=causal, **options)
+
+
 def ours(**options: Any) -> Maker:
-    return of_jax(lambda query, key, value, causal: attention(query, key, value, causal=causal, **options))
+    return of_jax(functools.partial(attend, **options))
 
 
-def _nn(implementation: Any, query: Any, key: Any, value: Any, causal: bool) -> Any:
+def attend_nn(implementation: Any, query: Any, key: Any, value: Any, causal: bool) -> Any:
     return jax.nn.dot_product_attention(query, key, value, is_causal=causal, implementation=implementation)
 
 
@@ -75,11 +80,11 @@ def _torch(name: str) -> Maker:
 
 
 PEERS = {
-    "cudnn": Peer("cuDNN by jax.nn.dot_product_attention", lambda: of_jax(functools.partial(_nn, "cudnn"))),
+    "cudnn": Peer("cuDNN by jax.nn.dot_product_attention", lambda: of_jax(functools.partial(attend_nn, "cudnn"))),
     "cudnn-torch": Peer("cuDNN by PyTorch", functools.partial(_torch, "cudnn")),
     "fa4": Peer("the flash-attn-4 package", functools.partial(_torch, "fa4")),
     "tokamax": Peer("tokamax's kernels for Mosaic GPU", _tokamax),
     "fa2-jax": Peer("FlashAttention-2 by flash_attn_jax", _fa2_jax),
     "fa2-torch": Peer("FlashAttention-2 by PyTorch", functools.partial(_torch, "fa2")),
-    "xla": Peer("XLA by jax.nn.dot_product_attention", lambda: of_jax(functools.partial(_nn, "xla"))),
+    "xla": Peer("XLA by jax.nn.dot_product_attention", lambda: of_jax(functools.partial(attend_nn, "xla"))),
 }

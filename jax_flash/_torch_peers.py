@@ -49,12 +49,11 @@ def _maker(attend: Attend) -> Callable[..., Entry]:
         torch.manual_seed(0)
         shape = (cell.batch, cell.length, cell.heads, cell.head_dim)
         drawn = [torch.randn(shape, dtype=getattr(torch, cell.dtype), device="cuda") for _ in range(4)]
-        *inputs, dout = drawn
+        query, key, value, dout = drawn
         if pass_ == "forward":
-            return Entry(lambda: attend(*inputs, cell.causal), _wait)
-        for x in inputs:
-            x.requires_grad_()
-        out = attend(*inputs, cell.causal)
+            return Entry(lambda: attend(query, key, value, cell.causal), _wait)
+        inputs = [x.requires_grad_() for x in (query, key, value)]
+        out = attend(query, key, value, cell.causal)
         return Entry(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True), _wait)
 
     return make

@@ -118,9 +118,9 @@ def test_numerics(
     small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], noise: float
 ) -> None:
     """Ours may have no larger errors than cuDNN, whose part ours has here."""
-    ours = _peers.attention
-    monkeypatch.setattr(_peers, "_nn", lambda _, q, k, v, causal: ours(q, k, v, causal=causal))
-    monkeypatch.setattr(_peers, "attention", lambda *args, **options: ours(*args, **options) * (1 + noise))
+    ours = _peers.attend
+    monkeypatch.setattr(_peers, "attend_nn", lambda _, *args: ours(*args))
+    monkeypatch.setattr(_peers, "attend", lambda *args: ours(*args) * (1 + noise))
     monkeypatch.setattr(_bench, "cells", lambda *_: [dataclasses.replace(CELL, dtype="bfloat16")])
     assert main(["bench", "grid", "--numerics"]) == (1 if noise else 0)
     row = capsys.readouterr().out.splitlines()[-1].split()

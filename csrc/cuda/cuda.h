@@ -27,6 +27,12 @@ void prepare(int device, Pass pass, DType dtype, const Problem& problem);
 // Enqueues the kernels. Neither allocates nor compiles nor synchronises when prepare() came before.
 void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem);
 
+// How many calls this process has launched, and how many of these went into a CUDA graph, which replays them without us.
+struct Launches {
+  int64_t all, captured;
+};
+Launches launches();
+
 // Elements of float that backward wants in Problem::scratch; a function of the shape alone.
 int64_t backward_scratch(DType dtype, const Problem& problem);
 

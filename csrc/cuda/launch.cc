@@ -200,6 +200,8 @@ TensorMaps tensor_maps(const LaunchFacts& facts, const Problem& p) {
           tensor_map(p.dout, "dout", facts.dout_box_rows, p, p.q_length, p.q_heads, p.value_head_dim)};
 }
 
+std::atomic<int64_t> launched{0}, captured{0};
+
 unsigned grid(int64_t blocks) {
   if (blocks > std::numeric_limits<int>::max()) throw std::invalid_argument("the call needs too many blocks");
   return static_cast<unsigned>(blocks);
@@ -213,6 +215,8 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& pr
   const Found found = find(device, pass, dtype, problem);
   const Driver& driver = Driver::get();
   const CuStream on = static_cast<CuStream>(stream);
+  ++launched;
+  if (driver.capturing(on)) ++captured;
   auto run = [&](const Loaded& loaded, int length, int64_t heads) {
     const LaunchFacts& facts = loaded.facts;
     const TensorMaps maps = tensor_maps(facts, problem);
@@ -238,6 +242,8 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& pr
     driver.launch(found.main.convert_dq, grid(divide_up(items, warps)), 32 * warps, 0, on, arguments);
   }
 }
+
+Launches launches() { return {launched, captured}; }
 
 // One float accumulator for dQ, in whole tiles of 16 rows and of up to 32 columns.
 int64_t backward_scratch(DType, const Problem& p) {
