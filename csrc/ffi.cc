@@ -468,6 +468,8 @@ NB_MODULE(_core, m) {
 
   m.def("largest_head_dim", &cuda::largest_head_dim, nb::kw_only(), nb::arg("arch"), nb::arg("highest_precision"));
 
+  m.def("separate_dq", &cuda::separate_dq, nb::kw_only(), nb::arg("arch"), nb::arg("largest_head_dim"));
+
   m.def("cuda_launches", [] {
     const cuda::Launches launches = cuda::launches();
     return nb::make_tuple(launches.all, launches.captured);

@@ -59,12 +59,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="errors in place of speeds: relative L2 against float64 of some heads, ours and cuDNN's",
     )
 
+    actions.add_parser(
+        "memory",
+        help="what forward + backward take, beside plain attention",
+        description="Compiles forward + backward of float16 attention, ours and plain attention (XLA's, which keeps "
+        "scores), and prints the peak of their memory by XLA's own analysis, inputs and results with it.",
+    )
+
 
 def run(args: argparse.Namespace) -> bool:
     """Whether all of it could be done."""
     if getattr(args, "family", None):
         os.environ["JAX_FLASH_CUDA_FAMILY"] = args.family
-    return _grid(args)
+    return {"grid": _grid, "memory": _memory}[args.action](args)
 
 
 def _names(text: str) -> list[str]:
@@ -196,7 +203,7 @@ def _numerics(shapes: Sequence[Cell]) -> bool:
         row = [str(cell.head_dim), "causal" if cell.causal else "full", str(cell.length)]
         for name, attend in contestants.items():
             try:
-                results = _results(attend, cell.causal, arrays)
+                results = jax.jit(functools.partial(_both, attend, cell.causal))(*arrays)
                 errors[name] = [
                     relative_error(np.asarray(x[-1:, :, heads], np.float64), y)
                     for x, y in zip(results, exact, strict=True)
@@ -222,15 +229,10 @@ def _numerics(shapes: Sequence[Cell]) -> bool:
     return good
 
 
-def _results(attend: _peers.Attend, causal: bool, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+def _both(attend: _peers.Attend, causal: bool, query: Any, key: Any, value: Any, dout: Any) -> tuple[Any, ...]:
     """out, dquery, dkey, dvalue."""
-
-    def both(query: jax.Array, key: jax.Array, value: jax.Array, dout: jax.Array) -> Any:
-        out, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, causal), query, key, value)
-        return out, *pullback(dout)
-
-    results: tuple[jax.Array, ...] = jax.jit(both)(*arrays)
-    return results
+    out, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, causal), query, key, value)
+    return out, *pullback(dout)
 
 
 def exact_results(arrays: Sequence[jax.Array], causal: bool, rows: int = 1024) -> list[np.ndarray]:
@@ -270,3 +272,66 @@ def _exact_head(
 
 def relative_error(found: np.ndarray, exact: np.ndarray) -> float:
     return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
+
+
+# Memory
+
+MEMORY = (
+    *((1, 1, size, size) for size in (16, 32, 64, 128, 256)),
+    (1, 16, 1024, 64),
+    (1, 32, 1024, 64),
+    (1, 16, 1024, 128),
+    (1, 32, 2048, 128),
+    (1, 32, 4096, 128),
+    (1, 16, 1024, 256),
+    (1, 32, 2048, 256),
+    (1, 32, 4096, 256),
+)
+"""B, N, T = S and H: the shapes of the table of the seed project flash-attention-v100, kernels for Volta."""
+
+
+def _memory(_: argparse.Namespace) -> bool:
+    here = device()
+    print(f"{here.device_kind}, kernels of {_family()}, jax {jax.__version__}")
+    print("peak memory of forward + backward in MiB, float16, with inputs, results and all that is kept between them;")
+    print("temporary: what ours takes of it besides inputs, results and what forward keeps\n")
+    rows = [["B", "N", "S", "H", "", "plain", "ours", "saved", "temporary: forward", "backward"]]
+    with jax.default_device(here):
+        for (batch, heads, length, head_dim), causal in itertools.product(MEMORY, (False, True)):
+            cell = Cell("float16", head_dim, length, causal, batch, heads)
+            plain, own = (
+                peak_bytes(attend, cell) for attend in (functools.partial(_peers.attend_nn, "xla"), _peers.attend)
+            )
+            row = [*map(str, (batch, heads, length, head_dim)), "causal" if causal else "full"]
+            row += [f"{size / 2**20:.2f}" for size in (plain, own)] + [f"{1 - own / plain:.0%}"]
+            rows.append([*row, *(f"{temporary_bytes(cell, pass_) / 2**20:.2f}" for pass_ in PASSES)])
+    print(table(rows, right=(0, 1, 2, 3, 5, 6, 7, 8, 9)))
+    return True
+
+
+def peak_bytes(attend: _peers.Attend, cell: Cell) -> int:
+    """Of forward and backward in one program, by XLA's analysis."""
+    found = jax.jit(functools.partial(_both, attend, cell.causal)).lower(*_shapes(cell)).compile().memory_analysis()
+    return found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+
+
+def temporary_bytes(cell: Cell, pass_: str) -> int:
+    """Of ours, of one pass as a program of its own."""
+    *inputs, dout = _shapes(cell)
+
+    def forward(*inputs: jax.Array) -> Any:
+        query, key, value = inputs
+        return _peers.attend(query, key, value, cell.causal)
+
+    if pass_ == "forward":
+        lowered = jax.jit(forward).lower(*inputs)
+    else:
+        kept, tree = jax.tree.flatten(jax.eval_shape(lambda *inputs: jax.vjp(forward, *inputs)[1], *inputs))
+        lowered = jax.jit(lambda kept, dout: jax.tree.unflatten(tree, kept)(dout)).lower(kept, dout)
+    size: int = lowered.compile().memory_analysis().temp_size_in_bytes
+    return size
+
+
+def _shapes(cell: Cell) -> list[jax.ShapeDtypeStruct]:
+    shape = (cell.batch, cell.length, cell.heads, cell.head_dim)
+    return [jax.ShapeDtypeStruct(shape, jnp.dtype(cell.dtype))] * 4

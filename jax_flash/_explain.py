@@ -90,6 +90,16 @@ def has_old_gpu() -> bool:
 
 
 @functools.cache
+def separate_dq(largest_head_dim: int) -> bool:
+    """Whether dquery has a pass of its own on every CUDA device here, whatever ``deterministic`` says."""
+    return bool(_cuda_devices()) and all(
+        _core.separate_dq(arch=device["compute_capability"], largest_head_dim=largest_head_dim)
+        for device in _registration.cuda_status()["devices"]
+        if device["family"]
+    )
+
+
+@functools.cache
 def _cuda_unavailable() -> str | None:
     """Why this machine's CUDA devices can't run the kernels; None when they can, or when there are none to ask."""
     if not _cuda_devices():

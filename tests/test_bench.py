@@ -128,6 +128,25 @@ def test_numerics(
     assert (float(row[-1]) > 1.02) == bool(noise)
 
 
+def test_memory(small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Plain attention keeps scores, ours does not; XLA's own attention refuses float16 on CPUs."""
+    monkeypatch.setattr(_bench, "MEMORY", ((1, 2, 16, 16), (1, 2, 512, 16)))
+    monkeypatch.setattr(
+        _peers, "attend_nn", lambda _, q, k, v, causal: _peers.attend(q, k, v, causal, implementation="reference")
+    )
+    assert main(["bench", "memory"]) == 0
+    titles, *rows = (line.split() for line in capsys.readouterr().out.splitlines()[4:])
+    assert titles[-2:] == ["forward", "backward"]
+    assert [row[:5] for row in rows] == [
+        ["1", "2", s, "16", kind] for s in ("16", "512") for kind in ("full", "causal")
+    ]
+    for row in rows[2:]:
+        plain, own = map(float, row[5:7])
+        assert plain - own > 2 * 512 * 512 / 2**20
+        assert row[7] == f"{round(100 * (1 - own / plain))}%"
+        assert 0 < float(row[9]) < own
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

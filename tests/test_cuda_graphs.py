@@ -59,7 +59,7 @@ def families() -> list[str]:
 def test_captured_and_replayed(family: str, head_dim: int, options: dict[str, Any]) -> None:
     """In a process of its own, because the family is a process's."""
     capability = _registration.cuda_status()["devices"][0]["compute_capability"]
-    if family == "sm90a" and capability != 90 or capability < 80:
+    if (family == "sm90a" and capability != 90) or capability < 80:
         pytest.skip(f"compute capability {capability} does not run kernels of {family}")
     code = f"import json, test_cuda_graphs as t; print(json.dumps(t.replays({head_dim}, {options!r})))"
     environment = os.environ | {"JAX_FLASH_CUDA_FAMILY": family, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

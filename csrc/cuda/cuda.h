@@ -56,6 +56,9 @@ Status status();
 // less than otherwise on some.
 int largest_head_dim(int arch, bool highest_precision);
 
+// Whether dQ has a pass of its own on an architecture, also where nobody asks for one order of its sums.
+bool separate_dq(int arch, int largest_head_dim);
+
 struct Kernel {
   std::string name;  // the variant's name
   std::string path;  // of the cubin

@@ -275,6 +275,10 @@ std::string fetch(int arch, Pass pass, DType dtype, int head_dim, int value_head
   return fetch(variant_of(served_family(arch), arch, pass, dtype, head_dim, value_head_dim, options)).origin;
 }
 
+bool separate_dq(int arch, int largest_head_dim) {
+  return deterministic(served_family(arch), Options{}, largest_head_dim);
+}
+
 int largest_head_dim(int arch, bool highest_precision) {
   const std::string family = served_family(arch);
   for (int head_dim = 256; head_dim > 0; head_dim -= 8) {
