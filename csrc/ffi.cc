@@ -26,6 +26,8 @@
 
 #include "cpu/cpu.h"
 #include "cuda/cuda.h"
+#include "cuda/jit.h"
+#include "cuda/tuned.h"
 #include "options.h"
 #include "problem.h"
 
@@ -400,6 +402,34 @@ Options named_options(const nb::dict& attributes) {
   return options;
 }
 
+nb::dict row_of(const cuda::Kernel& k) {
+  nb::dict row;
+  row["name"] = k.name;
+  row["path"] = k.path;
+  row["pass"] = k.pass;
+  row["head_dim"] = k.head_dim;
+  row["value_head_dim"] = k.value_head_dim;
+  row["block_q"] = k.block_q;
+  row["block_kv"] = k.block_kv;
+  row["registers"] = k.registers;
+  row["shared_bytes"] = k.shared_bytes;
+  row["threads"] = k.threads;
+  row["spill_bytes"] = k.spill_bytes;
+  row["local_bytes"] = k.local_bytes;
+  row["cubin_bytes"] = k.cubin_bytes;
+  row["complaints"] = k.complaints;
+  return row;
+}
+
+// A tile row by the names of its fields.
+cuda::TileRow named_tile_row(const nb::dict& named) {
+  cuda::TileRow row{};
+#define JAX_FLASH_FIELD(field) row.field = nb::cast<int>(named[#field]);
+  JAX_FLASH_TILE_FIELDS(JAX_FLASH_FIELD)
+#undef JAX_FLASH_FIELD
+  return row;
+}
+
 nb::capsule capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); }
 
 }  // namespace
@@ -510,24 +540,7 @@ NB_MODULE(_core, m) {
           kernels = cuda::build(arch, types, head_dims, records, out_dir, family);
         }
         nb::list rows;
-        for (const cuda::Kernel& k : kernels) {
-          nb::dict row;
-          row["name"] = k.name;
-          row["path"] = k.path;
-          row["pass"] = k.pass;
-          row["head_dim"] = k.head_dim;
-          row["value_head_dim"] = k.value_head_dim;
-          row["block_q"] = k.block_q;
-          row["block_kv"] = k.block_kv;
-          row["registers"] = k.registers;
-          row["shared_bytes"] = k.shared_bytes;
-          row["threads"] = k.threads;
-          row["spill_bytes"] = k.spill_bytes;
-          row["local_bytes"] = k.local_bytes;
-          row["cubin_bytes"] = k.cubin_bytes;
-          row["complaints"] = k.complaints;
-          rows.append(row);
-        }
+        for (const cuda::Kernel& k : kernels) rows.append(row_of(k));
         return rows;
       },
       nb::kw_only(), nb::arg("arch"), nb::arg("out_dir"), nb::arg("dtypes"), nb::arg("head_dims"), nb::arg("options"),
@@ -536,11 +549,61 @@ NB_MODULE(_core, m) {
   m.def(
       "fetch_kernel",
       [](int arch, const std::string& pass, const std::string& dtype, int head_dim, int value_head_dim,
-         const nb::dict& attributes) {
+         const nb::dict& attributes, const std::string& gpu) {
         Options options = named_options(attributes);
         nb::gil_scoped_release release;
-        return cuda::fetch(arch, named_pass(pass), named_dtype(dtype), head_dim, value_head_dim, options);
+        return cuda::fetch(arch, named_pass(pass), named_dtype(dtype), head_dim, value_head_dim, options, gpu);
       },
       nb::kw_only(), nb::arg("arch"), nb::arg("pass_"), nb::arg("dtype"), nb::arg("head_dim"),
-      nb::arg("value_head_dim"), nb::arg("options"));
+      nb::arg("value_head_dim"), nb::arg("options"), nb::arg("gpu") = "");
+
+  m.def("cache_path", &cuda::cache_path);
+  m.def("sources_key", &cuda::sources_key);
+  nb::list fields;
+#define JAX_FLASH_FIELD(field) fields.append(#field);
+  JAX_FLASH_TILE_FIELDS(JAX_FLASH_FIELD)
+#undef JAX_FLASH_FIELD
+  m.attr("TILE_FIELDS") = nb::tuple(fields);
+
+  m.def("tune", [](const std::vector<nb::dict>& rows) {
+    std::vector<cuda::TunedRow> tuned;
+    for (const nb::dict& row : rows) {
+      tuned.push_back({nb::cast<std::string>(row["gpu"]), nb::cast<std::string>(row["family"]),
+                       named_pass(nb::cast<std::string>(row["pass"])), nb::cast<int>(row["head_dim"]),
+                       named_tile_row(row)});
+    }
+    cuda::tune(std::move(tuned));
+  });
+
+  m.def(
+      "tile_row",
+      [](int arch, const std::string& pass, int head_dim, const std::string& gpu) {
+        const cuda::Choice choice = cuda::choose(arch, named_pass(pass), head_dim, gpu);
+        nb::dict row, found;
+#define JAX_FLASH_FIELD(field) row[#field] = choice.row.field;
+        JAX_FLASH_TILE_FIELDS(JAX_FLASH_FIELD)
+#undef JAX_FLASH_FIELD
+        found["family"] = choice.family;
+        found["row"] = row;
+        found["tuned"] = choice.tuned;
+        found["most_shared_bytes"] = choice.most_shared_bytes;
+        return found;
+      },
+      nb::kw_only(), nb::arg("arch"), nb::arg("pass_"), nb::arg("head_dim"), nb::arg("gpu") = "");
+
+  m.def(
+      "build_row",
+      [](int arch, const std::string& pass, const std::string& dtype, int head_dim, const nb::dict& attributes,
+         const nb::dict& row, const std::string& out_dir) {
+        const Options options = named_options(attributes);
+        const cuda::TileRow tile = named_tile_row(row);
+        cuda::Kernel kernel;
+        {
+          nb::gil_scoped_release release;
+          kernel = cuda::build_row(arch, named_pass(pass), named_dtype(dtype), head_dim, options, tile, out_dir);
+        }
+        return row_of(kernel);
+      },
+      nb::kw_only(), nb::arg("arch"), nb::arg("pass_"), nb::arg("dtype"), nb::arg("head_dim"), nb::arg("options"),
+      nb::arg("row"), nb::arg("out_dir"));
 }

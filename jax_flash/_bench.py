@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import _doctor, _peers, _race, _registration
+from jax_flash import _doctor, _peers, _race, _registration, _tune, _tuned
 from jax_flash._race import Cell, Race
 from jax_flash._report import Notes
 from jax_flash._table import table
@@ -66,12 +66,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "scores), and prints the peak of their memory by XLA's own analysis, inputs and results with it.",
     )
 
+    tune = actions.add_parser(
+        "tune",
+        help="search the fastest tile rows for this GPU",
+        description="Compiles the kernels with every tile row that makes sense, leaves out what spills, does not fit "
+        "or is wrong, times the others and shows them beside the row of the table. With --store, rows that are at "
+        "least 1% faster go to the folder of the kernel cache, and plain calls of that head_dim on such GPUs take "
+        "them from then on. docs/performance.md says how the table's own rows were found.",
+    )
+    tune.add_argument("--family", metavar="F", help="tune the kernels of this family, as JAX_FLASH_CUDA_FAMILY has it")
+    tune.add_argument(
+        "--head-dim", dest="head_dims", action="append", type=_head_dim, metavar="H", help="default: 64, 128 and 256"
+    )
+    tune.add_argument(
+        "--pass",
+        dest="passes",
+        action="append",
+        choices=_tuned.PASSES,
+        help="default: forward and backward; backward_dq is the part for dquery, where it has one of its own",
+    )
+    tune.add_argument("--rounds", type=_positive, default=5, metavar="N", help="of the last heat (default: 5)")
+    tune.add_argument("--store", action="store_true", help="keep what is faster than the table's, and use it")
+
 
 def run(args: argparse.Namespace) -> bool:
     """Whether all of it could be done."""
     if getattr(args, "family", None):
         os.environ["JAX_FLASH_CUDA_FAMILY"] = args.family
-    return {"grid": _grid, "memory": _memory}[args.action](args)
+    return {"grid": _grid, "memory": _memory, "tune": _search}[args.action](args)
 
 
 def _names(text: str) -> list[str]:
@@ -84,6 +106,12 @@ def _names(text: str) -> list[str]:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _head_dim(text: str) -> int:
+    if not text.isdecimal() or int(text) not in range(8, 257, 8):
+        raise argparse.ArgumentTypeError(f"must be a multiple of 8 up to 256, got {text!r}")
     return int(text)
 
 
@@ -274,6 +302,18 @@ def relative_error(found: np.ndarray, exact: np.ndarray) -> float:
     return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
 
 
+# Tile rows
+
+
+def _search(args: argparse.Namespace) -> bool:
+    here = device()
+    kernels = _registration.cuda_status()["devices"][0]
+    print(f"{here.device_kind}, kernels of {kernels['family']}, jax {jax.__version__}")
+    with jax.default_device(here):
+        passes = args.passes or ("forward", "backward")
+        return _tune.tune(here, kernels, args.head_dims or HEAD_DIMS, passes, args.rounds, args.store)
+
+
 # Memory
 
 MEMORY = (
@@ -312,6 +352,7 @@ def _memory(_: argparse.Namespace) -> bool:
 def peak_bytes(attend: _peers.Attend, cell: Cell) -> int:
     """Of forward and backward in one program, by XLA's analysis."""
     found = jax.jit(functools.partial(_both, attend, cell.causal)).lower(*_shapes(cell)).compile().memory_analysis()
+    assert found is not None  # CPU and GPU have it
     return found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
 
 
@@ -328,7 +369,9 @@ def temporary_bytes(cell: Cell, pass_: str) -> int:
     else:
         kept, tree = jax.tree.flatten(jax.eval_shape(lambda *inputs: jax.vjp(forward, *inputs)[1], *inputs))
         lowered = jax.jit(lambda kept, dout: jax.tree.unflatten(tree, kept)(dout)).lower(kept, dout)
-    size: int = lowered.compile().memory_analysis().temp_size_in_bytes
+    found = lowered.compile().memory_analysis()
+    assert found is not None
+    size: int = found.temp_size_in_bytes
     return size
 
 

@@ -63,6 +63,43 @@ def build_kernels(
     """
 
 def fetch_kernel(
-    *, arch: int, pass_: str, dtype: str, head_dim: int, value_head_dim: int, options: Mapping[str, Any]
+    *,
+    arch: int,
+    pass_: str,
+    dtype: str,
+    head_dim: int,
+    value_head_dim: int,
+    options: Mapping[str, Any],
+    gpu: str = "",
 ) -> str:
-    """Fetches a kernel through the cache, without a GPU. Returns "prebuilt", "cached" or "compiled"."""
+    """Fetches a kernel through the cache, without a GPU. Returns "prebuilt", "cached" or "compiled".
+
+    ``gpu`` is the name of one whose tuned rows come before the table's.
+    """
+
+TILE_FIELDS: tuple[str, ...]
+"""Of a tile row."""
+
+def cache_path() -> str:
+    """The folder of the cache on disk, whether it is there or not; empty where there is no place for one."""
+
+def sources_key() -> str:
+    """What the device sources and the table of tile rows say, as 32 hexadecimal digits."""
+
+def tune(rows: Sequence[Mapping[str, Any]]) -> None:
+    """From now on these tile rows come before the table's: gpu, family, pass, head_dim, and TILE_FIELDS."""
+
+def tile_row(*, arch: int, pass_: str, head_dim: int, gpu: str = "") -> dict[str, Any]:
+    """family, row, tuned and most_shared_bytes of a plain call. Raises ValueError where no row serves it."""
+
+def build_row(
+    *,
+    arch: int,
+    pass_: str,
+    dtype: str,
+    head_dim: int,
+    options: Mapping[str, Any],
+    row: Mapping[str, int],
+    out_dir: str,
+) -> Mapping[str, Any]:
+    """As `build_kernels`, one kernel with a tile row of its own."""

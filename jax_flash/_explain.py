@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_flash import _checks, _core, _origins, _registration
+from jax_flash import _checks, _core, _origins, _registration, _tuned
 from jax_flash._options import Options
 
 IMPLEMENTATIONS = ("cuda", "cpu", "xla", "reference")
@@ -182,11 +182,14 @@ class Explanation:
       implementation: the name of the one that serves it.
       platform: where the call was taken to run.
       obstacles: for every implementation that can't serve it, the reason.
+      tuned: tile rows of ``bench tune --store`` for this GPU and head_dim: kernels of calls without options but
+        ``causal`` and ``deterministic`` have them in place of the table's.
     """
 
     implementation: str
     platform: str
     obstacles: dict[str, str]
+    tuned: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"on {self.platform}, attention is served by {self.implementation!r}"]
@@ -197,6 +200,7 @@ class Explanation:
                 lines.append(f"  {name}: yes")
             else:
                 lines.append(f"  {name}: could, when asked for by name")
+        lines += [f"  tuned: {row}" for row in self.tuned]
         return "\n".join(lines)
 
 
@@ -231,4 +235,8 @@ def explain(
         platform = "cuda" if platform == "gpu" else platform
     call = Call(np.dtype(shapes[0].dtype).name, shapes[0].shape[-1], shapes[2].shape[-1], precise)
     obstacles = {name: reason for name in IMPLEMENTATIONS if (reason := obstacle(name, platform, call))}
-    return Explanation(choose(implementation, platform, call), platform, obstacles)
+    tuned: tuple[str, ...] = ()
+    chosen = choose(implementation, platform, call)
+    if chosen == "cuda" and _cuda_devices() and call.head_dim == call.value_head_dim:
+        tuned = tuple(map(str, _tuned.in_use(_registration.cuda_status()["devices"], call.head_dim)))
+    return Explanation(chosen, platform, obstacles, tuned)

@@ -23,6 +23,8 @@ except ImportError as error:
         ) from error
     raise
 
+from jax_flash import _tuned  # only where there is a library
+
 FORWARD_TARGET = "jax_flash_forward"
 BACKWARD_TARGET = "jax_flash_backward"
 
@@ -88,6 +90,7 @@ def _register() -> None:
         prebuilt_dirs=prebuilt_dirs(),
         nvrtc_paths=nvrtc_paths(),
     )
+    _tuned.use_stored()
     for platform, handlers in _core.handlers().items():
         for name, handler in handlers.items():
             jax.ffi.register_ffi_target(name, handler, platform=platform)

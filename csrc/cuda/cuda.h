@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../problem.h"
+#include "tiles.h"
 
 namespace jax_flash::cuda {
 
@@ -27,7 +28,8 @@ void prepare(int device, Pass pass, DType dtype, const Problem& problem);
 // Enqueues the kernels. Neither allocates nor compiles nor synchronises when prepare() came before.
 void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem);
 
-// How many calls this process has launched, and how many of these went into a CUDA graph, which replays them without us.
+// How many calls this process has launched, and how many of these went into a CUDA graph, which replays them without
+// us.
 struct Launches {
   int64_t all, captured;
 };
@@ -84,6 +86,22 @@ std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std:
 
 // Fetches the kernels of one call for an architecture through the cache, without a driver; returns where they came
 // from: "prebuilt", "cached" or "compiled".
-std::string fetch(int arch, Pass pass, DType dtype, int head_dim, int value_head_dim, const Options& options);
+// With the tuned rows of `gpu`, unless that is empty.
+std::string fetch(int arch, Pass pass, DType dtype, int head_dim, int value_head_dim, const Options& options,
+                  const std::string& gpu = "");
+
+// Which tile row a plain call takes on an architecture, on a GPU of that name.
+struct Choice {
+  std::string family;
+  TileRow row;
+  bool tuned;
+  int most_shared_bytes;  // that a block may have there
+};
+Choice choose(int arch, Pass pass, int head_dim, const std::string& gpu);
+
+// Compiles one plain variant with a tile row of its own, as build() does. Throws std::runtime_error where it does not
+// compile.
+Kernel build_row(int arch, Pass pass, DType dtype, int head_dim, const Options& options, const TileRow& row,
+                 const std::string& out_dir);
 
 }  // namespace jax_flash::cuda

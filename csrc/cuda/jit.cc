@@ -87,12 +87,7 @@ const std::vector<Nvrtc::Header>& sources() {
 
 // What the sources say, whoever compiles them: the key of prebuilt kernels.
 std::string source_key(const Variant& variant) {
-  static const std::string of_all = [] {
-    Hash hash;
-    for (const Nvrtc::Header& header : sources()) hash.add(header.name).add(header.text);
-    return hash.hex();
-  }();
-  return Hash().add(of_all).add(variant.name()).add(variant.source()).hex();
+  return Hash().add(sources_key()).add(variant.name()).add(variant.source()).hex();
 }
 
 std::vector<std::string> compile_options(const Variant& variant, int target) {
@@ -251,6 +246,11 @@ const std::vector<Nvrtc>& nvrtcs(std::string* error) { return Nvrtc::all(setting
 std::string Variant::name() const {
   std::string name = family + "-" + pass_name(pass) + "-" + dtype_name(dtype) + "-d" + std::to_string(head_dim);
   if (value_head_dim != head_dim) name += "-v" + std::to_string(value_head_dim);
+  if (tuned) {
+#define JAX_FLASH_FIELD(field) name += "-" #field + std::to_string(tile.field);
+    JAX_FLASH_TILE_FIELDS(JAX_FLASH_FIELD)
+#undef JAX_FLASH_FIELD
+  }
 #define JAX_FLASH_CONSTANT(type, option) \
   if (options.option) name += "-" #option;
 #define JAX_FLASH_NOTHING(type, option)
@@ -301,7 +301,16 @@ std::string Variant::source() const {
   return out.str();
 }
 
-std::string cache_dir() {
+std::string sources_key() {
+  static const std::string of_all = [] {
+    Hash hash;
+    for (const Nvrtc::Header& header : sources()) hash.add(header.name).add(header.text);
+    return hash.hex();
+  }();
+  return of_all;
+}
+
+std::string cache_path() {
   fs::path dir;
   if (const char* own = std::getenv("JAX_FLASH_CACHE_DIR")) {
     dir = own;
@@ -310,6 +319,11 @@ std::string cache_dir() {
   } else if (const char* home = std::getenv("HOME"); home && *home) {
     dir = fs::path(home) / ".cache" / "jax_flash";
   }
+  return dir.string();
+}
+
+std::string cache_dir() {
+  const fs::path dir = cache_path();
   if (dir.empty()) return "";
   std::error_code error;
   fs::create_directories(dir, error);

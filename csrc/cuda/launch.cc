@@ -16,6 +16,7 @@
 #include "jit.h"
 #include "tensor_maps.h"
 #include "tiles.h"
+#include "tuned.h"
 
 namespace jax_flash::cuda {
 namespace {
@@ -75,8 +76,9 @@ bool deterministic(const std::string& family, const Options& options, int larges
          (family == "sm90a" && largest_head_dim > 128);
 }
 
+// `gpu` is the driver's name of the device whose tuned rows come first; empty: the table's alone.
 Variant variant_of(const std::string& device_family, int arch, Pass pass, DType dtype, int head_dim, int value_head_dim,
-                   const Options& options) {
+                   const Options& options, const std::string& gpu = "") {
   const int parts = options.highest_precision ? 2 : 1;
   const int largest = std::max(head_dim, value_head_dim);
   const std::string family = pass_family(device_family, arch, parts, pass, largest, is_plain(options));
@@ -91,6 +93,10 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
   }
   const TileRow& tile = tile_row(family, parts, pass, largest, arch, is_plain(options));
   Variant variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile};
+  const bool tunable = is_plain(options) && !options.has_unscales && head_dim == value_head_dim;
+  if (!gpu.empty() && tunable) {
+    if (auto row = tuned_row(gpu, family, pass, head_dim)) variant.set_tuned(*row);
+  }
   variant.options.deterministic = pass != Pass::forward && deterministic(device_family, options, largest);
   return variant;
 }
@@ -113,6 +119,15 @@ int multiprocessors_of(int device) {
   return found->second;
 }
 
+const std::string& name_of(int device) {
+  static std::mutex mutex;
+  static std::map<int, std::string> names;
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = names.find(device);
+  if (found == names.end()) found = names.emplace(device, Driver::get().device_name(device)).first;
+  return found->second;
+}
+
 // What tells the kernels of one call from another's: the values of the option record that are compiled in.
 using Key = std::array<int64_t, 48>;
 Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
@@ -123,6 +138,7 @@ Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
   key[next++] = static_cast<int64_t>(dtype);
   key[next++] = problem.head_dim;
   key[next++] = problem.value_head_dim;
+  key[next++] = tuned_generation();
 #define JAX_FLASH_CONSTANT(type, name) key.at(next++) = static_cast<int64_t>(problem.options.name);
 #define JAX_FLASH_NOTHING(type, name)
 #define JAX_FLASH_FEATURE(type, name, absent) key.at(next++) = problem.options.name != absent;
@@ -160,8 +176,9 @@ Found find(int device, Pass pass, DType dtype, const Problem& problem) {
   const int arch = arch_of(device);
   const std::string family = served_family(arch);
   auto kernels = [&](Pass of) {
-    return kernels_of(variant_of(family, arch, of, dtype, problem.head_dim, problem.value_head_dim, problem.options),
-                      device);
+    return kernels_of(
+        variant_of(family, arch, of, dtype, problem.head_dim, problem.value_head_dim, problem.options, name_of(device)),
+        device);
   };
   Found found{kernels(pass), {}};
   const int largest = std::max(problem.head_dim, problem.value_head_dim);
@@ -271,8 +288,21 @@ Status status() {
   return status;
 }
 
-std::string fetch(int arch, Pass pass, DType dtype, int head_dim, int value_head_dim, const Options& options) {
-  return fetch(variant_of(served_family(arch), arch, pass, dtype, head_dim, value_head_dim, options)).origin;
+std::string fetch(int arch, Pass pass, DType dtype, int head_dim, int value_head_dim, const Options& options,
+                  const std::string& gpu) {
+  return fetch(variant_of(served_family(arch), arch, pass, dtype, head_dim, value_head_dim, options, gpu)).origin;
+}
+
+Choice choose(int arch, Pass pass, int head_dim, const std::string& gpu) {
+  const Variant variant = variant_of(served_family(arch), arch, pass, DType::f16, head_dim, head_dim, Options{}, gpu);
+  return {variant.family, variant.tile, variant.tuned, 1024 * shared_kb_of(arch)};
+}
+
+Kernel build_row(int arch, Pass pass, DType dtype, int head_dim, const Options& options, const TileRow& row,
+                 const std::string& out_dir) {
+  Variant variant = variant_of(served_family(arch), arch, pass, dtype, head_dim, head_dim, options);
+  variant.set_tuned(row);
+  return build(variant, out_dir);
 }
 
 bool separate_dq(int arch, int largest_head_dim) {
