@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import _doctor, _peers, _race, _registration, _tune, _tuned
+from jax_flash import _doctor, _ladder, _peers, _race, _registration, _tune, _tuned
 from jax_flash._race import Cell, Race
 from jax_flash._report import Notes
 from jax_flash._table import table
@@ -88,12 +88,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tune.add_argument("--rounds", type=_positive, default=5, metavar="N", help="of the last heat (default: 5)")
     tune.add_argument("--store", action="store_true", help="keep what is faster than the table's, and use it")
 
+    ladder = actions.add_parser(
+        "ladder",
+        help="what each technique of the kernels is worth",
+        description="Builds the kernels of Ampere (--family sm80) or Hopper (sm90a) up from a plain version, one "
+        "technique a step, and times every step: TFLOP/s at S 4096, full / causal. Every version is first shown to be "
+        "right.",
+    )
+    ladder.add_argument("--family", choices=("sm80", "sm90a"), help="default: the one that serves this GPU")
+    ladder.add_argument("--pass", dest="passes", action="append", choices=list(PASSES), help="one pass alone")
+    ladder.add_argument("--head-dim", dest="head_dims", action="append", type=int, choices=HEAD_DIMS, help="this alone")
+    ladder.add_argument("--rounds", type=_positive, default=3, metavar="N", help="rounds of all in turn (default: 3)")
+
 
 def run(args: argparse.Namespace) -> bool:
     """Whether all of it could be done."""
     if getattr(args, "family", None):
         os.environ["JAX_FLASH_CUDA_FAMILY"] = args.family
-    return {"grid": _grid, "memory": _memory, "tune": _search}[args.action](args)
+    return {"grid": _grid, "memory": _memory, "tune": _search, "ladder": _climb}[args.action](args)
 
 
 def _names(text: str) -> list[str]:
@@ -312,6 +324,17 @@ def _search(args: argparse.Namespace) -> bool:
     with jax.default_device(here):
         passes = args.passes or ("forward", "backward")
         return _tune.tune(here, kernels, args.head_dims or HEAD_DIMS, passes, args.rounds, args.store)
+
+
+# The ladder
+
+
+def _climb(args: argparse.Namespace) -> bool:
+    here = device()
+    kernels = _registration.cuda_status()["devices"][0]
+    print(f"{here.device_kind}, jax {jax.__version__}")
+    with jax.default_device(here):
+        return _ladder.climb(kernels, args.passes or list(PASSES), args.head_dims or HEAD_DIMS, args.rounds)
 
 
 # Memory

@@ -13,7 +13,8 @@ namespace jax_flash::cuda {
 
 using Stream = void*;  // CUstream
 
-// Where things are; set once by Python at import.
+// Where things are; set by Python at import. With another folder of sources, kernels that are fetched from then on are
+// made of those; calls that have theirs keep them until tune().
 struct Settings {
   std::string source_dir;                  // the device sources, shipped as package data
   std::vector<std::string> prebuilt_dirs;  // cubins of `kernels build`, looked at first

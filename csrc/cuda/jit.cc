@@ -66,23 +66,34 @@ class Hash {
 };
 
 // The device sources, by the names that their includes use.
-const std::vector<Nvrtc::Header>& sources() {
-  static const std::vector<Nvrtc::Header> all = [] {
-    std::vector<Nvrtc::Header> found;
-    const fs::path root = settings().source_dir;
-    std::error_code error;
-    for (fs::recursive_directory_iterator entry(root, error), end; !error && entry != end; entry.increment(error)) {
-      if (!entry->is_regular_file()) continue;
-      std::ifstream file(entry->path(), std::ios::binary);
-      std::ostringstream text;
-      text << file.rdbuf();
-      found.push_back({fs::relative(entry->path(), root).generic_string(), text.str()});
-    }
-    if (found.empty()) throw std::runtime_error("no device sources in " + root.string());
-    std::sort(found.begin(), found.end(), [](auto& a, auto& b) { return a.name < b.name; });
-    return found;
-  }();
-  return all;
+struct Sources {
+  std::vector<Nvrtc::Header> files;
+  std::string key;  // what they say
+};
+
+// Of the folder that is configured now: each is read once.
+const Sources& sources() {
+  static std::mutex mutex;
+  static std::map<std::string, Sources> known;
+  const std::string dir = settings().source_dir;
+  std::lock_guard<std::mutex> lock(mutex);
+  Sources& found = known[dir];
+  if (!found.files.empty()) return found;
+  const fs::path root = dir;
+  std::error_code error;
+  for (fs::recursive_directory_iterator entry(root, error), end; !error && entry != end; entry.increment(error)) {
+    if (!entry->is_regular_file()) continue;
+    std::ifstream file(entry->path(), std::ios::binary);
+    std::ostringstream text;
+    text << file.rdbuf();
+    found.files.push_back({fs::relative(entry->path(), root).generic_string(), text.str()});
+  }
+  if (found.files.empty()) throw std::runtime_error("no device sources in " + root.string());
+  std::sort(found.files.begin(), found.files.end(), [](auto& a, auto& b) { return a.name < b.name; });
+  Hash hash;
+  for (const Nvrtc::Header& header : found.files) hash.add(header.name).add(header.text);
+  found.key = hash.hex();
+  return found;
 }
 
 // What the sources say, whoever compiles them: the key of prebuilt kernels.
@@ -165,7 +176,7 @@ const Nvrtc& nvrtc_for(int arch) {
 }
 
 Nvrtc::Result compile(const Variant& variant, const Nvrtc& nvrtc) {
-  return nvrtc.compile(variant.name(), variant.source(), sources(),
+  return nvrtc.compile(variant.name(), variant.source(), sources().files,
                        compile_options(variant, nvrtc.target(variant.arch)));
 }
 
@@ -301,14 +312,7 @@ std::string Variant::source() const {
   return out.str();
 }
 
-std::string sources_key() {
-  static const std::string of_all = [] {
-    Hash hash;
-    for (const Nvrtc::Header& header : sources()) hash.add(header.name).add(header.text);
-    return hash.hex();
-  }();
-  return of_all;
-}
+std::string sources_key() { return sources().key; }
 
 std::string cache_path() {
   fs::path dir;
@@ -335,7 +339,7 @@ Loaded kernels_of(const Variant& variant, int device) {
   static std::map<std::string, std::shared_future<Loaded>> loading;
   static std::set<std::pair<CuKernel, int>> ready;
 
-  const std::string name = variant.name();
+  const std::string name = settings().source_dir + "/" + variant.name();
   std::shared_future<Loaded> future;
   std::optional<std::promise<Loaded>> mine;
   {

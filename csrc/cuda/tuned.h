@@ -19,7 +19,7 @@ struct TunedRow {
   TileRow row;
 };
 
-// From now on these, and no others. Kernels that are loaded stay loaded.
+// From now on these, and no others: every call looks for its kernels anew. Those that are loaded stay loaded.
 void tune(std::vector<TunedRow> rows);
 
 std::optional<TileRow> tuned_row(const std::string& gpu, const std::string& family, Pass pass, int head_dim);
