@@ -163,10 +163,13 @@ struct Call {
   Problem problem;
 };
 
-// forward:  (q, k, v, operands...) -> (out, lse)
+// Arrays in two parts have the columns of both.
+int parts_of(const Options& options) { return options.has_unscales && options.highest_precision ? 2 : 1; }
+
+// forward:  (q, k, v, operands...) -> (out, lse[, scratch])
 // backward: (q, k, v, dout, lse, delta, operands...) -> (dq, dk, dv, gradients of operands...[, scratch])
 Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::RemainingRets rets,
-            int64_t (*backward_scratch)(DType, const Problem&)) {
+            int64_t (*scratch)(DType, const Problem&)) {
   Call call{};
   Problem& p = call.problem;
   p.options = options;
@@ -187,8 +190,7 @@ Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::Rem
           "query and key lengths must add up to less than 2^31");
   require(p.q_heads % p.kv_heads == 0, "query heads must be a multiple of key heads");
 
-  // Arrays in two parts have the columns of both.
-  const int parts = options.has_unscales && options.highest_precision ? 2 : 1;
+  const int parts = parts_of(options);
   p.head_dim /= parts;
   p.value_head_dim /= parts;
   const ffi::DataType result_type = options.has_unscales ? ffi::DataType::F32 : type;
@@ -240,13 +242,11 @@ Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::Rem
 #undef JAX_FLASH_CONSTANT
   require(options.documents == 1 || (options.has_cu_q_lengths && options.has_cu_kv_lengths),
           "documents need cu_q_lengths and cu_kv_lengths");
-  if (pass == Pass::backward) {
-    if (int64_t wanted = backward_scratch(call.dtype, p); wanted > 0) {
-      ffi::AnyBuffer scratch = result(rets, results++);
-      require(scratch.element_type() == wide(type) && static_cast<int64_t>(scratch.element_count()) >= wanted,
-              "scratch has the wrong dtype or is too small");
-      p.scratch = scratch.untyped_data();
-    }
+  if (int64_t wanted = scratch ? scratch(call.dtype, p) : 0; wanted > 0) {
+    ffi::AnyBuffer buffer = result(rets, results++);
+    require(buffer.element_type() == wide(type) && static_cast<int64_t>(buffer.element_count()) >= wanted,
+            "scratch has the wrong dtype or is too small");
+    p.scratch = buffer.untyped_data();
   }
   require(args.size() == next, "wrong number of operands");
   require(rets.size() == results, "wrong number of results");
@@ -307,9 +307,14 @@ void run_on_pool(ffi::ThreadPool& pool, int64_t items, const std::function<void(
 }
 
 template <Pass pass>
+constexpr auto cpu_scratch = pass == Pass::backward ? cpu::backward_scratch : nullptr;
+template <Pass pass>
+constexpr auto cuda_scratch = pass == Pass::backward ? cuda::backward_scratch : cuda::forward_scratch;
+
+template <Pass pass>
 ffi::Error run_cpu(ffi::ThreadPool pool, Options options, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   return guarded([&] {
-    Call call = decode(pass, options, args, rets, cpu::backward_scratch);
+    Call call = decode(pass, options, args, rets, cpu_scratch<pass>);
     cpu::ParallelFor parallel_for = [&](int64_t items, const std::function<void(int64_t)>& body) {
       run_on_pool(pool, items, body);
     };
@@ -324,7 +329,7 @@ ffi::Error run_cpu(ffi::ThreadPool pool, Options options, ffi::RemainingArgs arg
 template <Pass pass>
 ffi::Error prepare_cuda(int32_t device, Options options, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   return guarded([&] {
-    Call call = decode(pass, options, args, rets, cuda::backward_scratch);
+    Call call = decode(pass, options, args, rets, cuda_scratch<pass>);
     cuda::prepare(device, pass, call.dtype, call.problem);
   });
 }
@@ -333,7 +338,7 @@ template <Pass pass>
 ffi::Error run_cuda(cuda::Stream stream, int32_t device, Options options, ffi::RemainingArgs args,
                     ffi::RemainingRets rets) {
   return guarded([&] {
-    Call call = decode(pass, options, args, rets, cuda::backward_scratch);
+    Call call = decode(pass, options, args, rets, cuda_scratch<pass>);
     cuda::launch(device, stream, pass, call.dtype, call.problem);
   });
 }
@@ -373,7 +378,8 @@ Pass named_pass(const std::string& name) {
   if (name == "forward") return Pass::forward;
   if (name == "backward") return Pass::backward;
   if (name == "backward_dq") return Pass::backward_dq;
-  throw std::invalid_argument("pass_ must be forward, backward or backward_dq, got " + name);
+  if (name == "forward_few") return Pass::forward_few;
+  throw std::invalid_argument("pass_ must be forward, backward, backward_dq or forward_few, got " + name);
 }
 
 // The record from the attributes of a call; what is not named is absent.
@@ -430,6 +436,18 @@ cuda::TileRow named_tile_row(const nb::dict& named) {
   return row;
 }
 
+// What plans and scratch are a function of, but for head dims.
+Problem shape_of(const Options& options, int batch, int q_length, int kv_length, int q_heads, int kv_heads) {
+  Problem p{};
+  p.options = options;
+  p.batch = batch;
+  p.q_length = q_length;
+  p.kv_length = kv_length;
+  p.q_heads = q_heads;
+  p.kv_heads = kv_heads;
+  return p;
+}
+
 nb::capsule capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); }
 
 }  // namespace
@@ -437,6 +455,7 @@ nb::capsule capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_c
 
 NB_MODULE(_core, m) {
   using namespace jax_flash;
+  const std::vector<std::string> kPasses{"forward", "backward", "backward_dq", "forward_few"};
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
 
   nb::list operands;
@@ -466,26 +485,32 @@ NB_MODULE(_core, m) {
   });
 
   m.def(
-      "backward_scratch",
-      [](const std::string& platform, const std::string& dtype, const nb::dict& options, int batch, int q_length,
-         int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,
+      "scratch",
+      [](const std::string& pass, const std::string& platform, const std::string& dtype, const nb::dict& options,
+         int batch, int q_length, int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,
          const std::vector<int64_t>& bias_shape) -> int64_t {
-        Problem p{};
-        p.options = named_options(options);
-        p.batch = batch;
-        p.q_length = q_length;
-        p.kv_length = kv_length;
-        p.q_heads = q_heads;
-        p.kv_heads = kv_heads;
-        p.head_dim = head_dim;
-        p.value_head_dim = value_head_dim;
+        Problem p = shape_of(named_options(options), batch, q_length, kv_length, q_heads, kv_heads);
+        p.head_dim = head_dim / parts_of(p.options);
+        p.value_head_dim = value_head_dim / parts_of(p.options);
         if (!bias_shape.empty()) p.bias_strides = strides(bias_shape);
-        if (platform == "cuda") return cuda::backward_scratch(named_dtype(dtype), p);
-        return cpu::backward_scratch(named_dtype(dtype), p);
+        const bool forward = named_pass(pass) == Pass::forward;
+        const DType type = named_dtype(dtype);
+        if (platform == "cuda") return (forward ? cuda::forward_scratch : cuda::backward_scratch)(type, p);
+        return forward ? 0 : cpu::backward_scratch(type, p);
       },
-      nb::kw_only(), nb::arg("platform"), nb::arg("dtype"), nb::arg("options"), nb::arg("batch"), nb::arg("q_length"),
-      nb::arg("kv_length"), nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_head_dim"),
-      nb::arg("bias_shape"));
+      nb::kw_only(), nb::arg("pass_"), nb::arg("platform"), nb::arg("dtype"), nb::arg("options"), nb::arg("batch"),
+      nb::arg("q_length"), nb::arg("kv_length"), nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
+      nb::arg("value_head_dim"), nb::arg("bias_shape"));
+
+  m.def(
+      "plan_few",
+      [](int batch, int q_length, int kv_length, int q_heads, int kv_heads, const nb::dict& options) {
+        Problem p = shape_of(named_options(options), batch, q_length, kv_length, q_heads, kv_heads);
+        const cuda::FewPlan plan = cuda::plan_few(p);
+        return std::make_pair(plan.rows, plan.slices);
+      },
+      nb::kw_only(), nb::arg("batch"), nb::arg("q_length"), nb::arg("kv_length"), nb::arg("q_heads"),
+      nb::arg("kv_heads"), nb::arg("options"));
 
   m.def("cpu_isa", &cpu::isa);
 
@@ -529,22 +554,24 @@ NB_MODULE(_core, m) {
       "build_kernels",
       [](int arch, const std::string& out_dir, const std::vector<std::string>& dtypes,
          const std::vector<std::pair<int, int>>& head_dims, const std::vector<nb::dict>& options,
-         const std::string& family) {
+         const std::string& family, const std::vector<std::string>& passes) {
         std::vector<DType> types;
+        std::vector<Pass> wanted;
+        for (const std::string& pass : passes) wanted.push_back(named_pass(pass));
         for (const std::string& dtype : dtypes) types.push_back(named_dtype(dtype));
         std::vector<Options> records;
         for (const nb::dict& attributes : options) records.push_back(named_options(attributes));
         std::vector<cuda::Kernel> kernels;
         {
           nb::gil_scoped_release release;
-          kernels = cuda::build(arch, types, head_dims, records, out_dir, family);
+          kernels = cuda::build(arch, types, head_dims, records, out_dir, family, wanted);
         }
         nb::list rows;
         for (const cuda::Kernel& k : kernels) rows.append(row_of(k));
         return rows;
       },
       nb::kw_only(), nb::arg("arch"), nb::arg("out_dir"), nb::arg("dtypes"), nb::arg("head_dims"), nb::arg("options"),
-      nb::arg("family") = "");
+      nb::arg("family") = "", nb::arg("passes") = kPasses);
 
   m.def(
       "fetch_kernel",

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import _doctor, _ladder, _peers, _race, _registration, _tune, _tuned
+from jax_flash import _bench_small, _doctor, _ladder, _peers, _race, _registration, _tune, _tuned
 from jax_flash._race import Cell, Race
 from jax_flash._report import Notes
 from jax_flash._table import table
@@ -59,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="errors in place of speeds: relative L2 against float64 of some heads, ours and cuDNN's",
     )
 
+    actions.add_parser(
+        "small",
+        help="small, short and odd shapes, beside XLA and cuDNN",
+        description="Times chains of calls inside one jit: tiny shapes, few queries with many keys, grouped heads and "
+        "lengths that no tile divides, beside XLA's and cuDNN's attention.",
+    )
     actions.add_parser(
         "memory",
         help="what forward + backward take, beside plain attention",
@@ -105,7 +111,7 @@ def run(args: argparse.Namespace) -> bool:
     """Whether all of it could be done."""
     if getattr(args, "family", None):
         os.environ["JAX_FLASH_CUDA_FAMILY"] = args.family
-    return {"grid": _grid, "memory": _memory, "tune": _search, "ladder": _climb}[args.action](args)
+    return {"grid": _grid, "memory": _memory, "tune": _search, "ladder": _climb, "small": _small}[args.action](args)
 
 
 def _names(text: str) -> list[str]:
@@ -335,6 +341,15 @@ def _climb(args: argparse.Namespace) -> bool:
     print(f"{here.device_kind}, jax {jax.__version__}")
     with jax.default_device(here):
         return _ladder.climb(kernels, args.passes or list(PASSES), args.head_dims or HEAD_DIMS, args.rounds)
+
+
+# Small shapes
+
+
+def _small(_: argparse.Namespace) -> bool:
+    with jax.default_device(device()):
+        _bench_small.run()
+    return True
 
 
 # Memory

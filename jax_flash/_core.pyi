@@ -12,8 +12,9 @@ OPERANDS: tuple[tuple[str, str], ...]
 def handlers() -> dict[str, dict[str, Any]]:
     """Platform -> custom call target -> handler, as ``jax.ffi.register_ffi_target`` takes it."""
 
-def backward_scratch(
+def scratch(
     *,
+    pass_: str,
     platform: str,
     dtype: str,
     options: Mapping[str, Any],
@@ -26,7 +27,12 @@ def backward_scratch(
     value_head_dim: int,
     bias_shape: Sequence[int],
 ) -> int:
-    """Elements of float32 (float64 for float64 inputs) that the backward call wants as an extra result."""
+    """Elements of float32 (float64 for float64 inputs) that a "forward" or "backward" call wants as an extra result."""
+
+def plan_few(
+    *, batch: int, q_length: int, kv_length: int, q_heads: int, kv_heads: int, options: Mapping[str, Any]
+) -> tuple[int, int]:
+    """How CUDA kernels for few queries serve a call: rows of a block, 0 if they don't, and slices of the keys."""
 
 def cpu_isa() -> str:
     """The CPU's instruction set in use. Raises RuntimeError when JAX_FLASH_CPU_ISA names one that is not there."""
@@ -54,8 +60,9 @@ def build_kernels(
     head_dims: Sequence[tuple[int, int]],
     options: Sequence[Mapping[str, Any]],
     family: str = "",
+    passes: Sequence[str] = ...,
 ) -> list[Mapping[str, Any]]:
-    """Compiles both passes of every combination for ``arch``, a compute capability such as 90, into ``out_dir``.
+    """Compiles ``passes`` (by default all) of every combination for ``arch``, such as 90 for 9.0, into ``out_dir``.
 
     ``head_dims`` are pairs of head_dim and value_head_dim; ``options`` are records by name, absent where not named;
     ``family`` is a kernel family that runs there, by default the one that serves it. Raises RuntimeError with the

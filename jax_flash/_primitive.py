@@ -201,8 +201,11 @@ def _custom_call(
         options = dataclasses.replace(params.options, deterministic=params.options.deterministic or separate)
         params = dataclasses.replace(params, options=options)
     attributes = _attributes(params)
-    if pass_ == "backward" and (scratch := _scratch(platform, params, attributes, *args)):
-        results = (*results, jax.ShapeDtypeStruct((scratch,), args[4].dtype))
+    if scratch := _scratch(pass_, platform, params, attributes, *args):
+        results = (
+            *results,
+            jax.ShapeDtypeStruct((scratch,), results[1].dtype if pass_ == "forward" else args[4].dtype),
+        )
     target = _registration.FORWARD_TARGET if pass_ == "forward" else _registration.BACKWARD_TARGET
     called = jax.ffi.ffi_call(target, results)(*args, **attributes)
     return tuple(called[:returned])
@@ -218,11 +221,12 @@ def _attributes(params: Params) -> dict[str, Any]:
     return attributes
 
 
-def _scratch(platform: str, params: Params, attributes: Mapping[str, Any], *args: jax.Array) -> int:
+def _scratch(pass_: str, platform: str, params: Params, attributes: Mapping[str, Any], *args: jax.Array) -> int:
     query, key, value = args[:3]
     batch, q_length, q_heads, head_dim = query.shape
-    operands = dict(zip(_names(params), args[len(_DIMS["backward"][0]) :], strict=True))
-    elements: int = _core.backward_scratch(
+    operands = dict(zip(_names(params), args[len(_DIMS[pass_][0]) :], strict=True))
+    elements: int = _core.scratch(
+        pass_=pass_,
         platform=platform,
         dtype=query.dtype.name,
         options={name: int(x) if isinstance(x, np.int32) else x for name, x in attributes.items()},

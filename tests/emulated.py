@@ -28,6 +28,9 @@ KERNEL = ["-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-fno-exceptions", "
 unroll and of results that inline PTX no longer sets."""
 
 
+os.environ["JAX_FLASH_FEW_QUERIES"] = "0"  # which sm80's kernels serve, of mma.sync
+
+
 def build(folder: pathlib.Path, sources: pathlib.Path = ROOT / "csrc") -> ctypes.CDLL:
     """The emulator, with the runtime's own launch.cc and jit.cc, whose way to the device it takes the place of."""
     includes = ["-I", HOST, "-I", sources]  # in this order: the host's files take the place of the device's

@@ -147,6 +147,12 @@ def test_memory(small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         assert 0 < float(row[9]) < own
 
 
+def test_small(small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(_bench._bench_small, "run", lambda: print("the table of small shapes"))
+    assert main(["bench", "small"]) == 0
+    assert capsys.readouterr().out == "the table of small shapes\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

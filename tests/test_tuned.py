@@ -229,6 +229,11 @@ def test_tune_stores_what_is_faster(
     assert choice()["tuned"]
 
 
+def test_the_oracle_asks_the_pass_that_is_tuned() -> None:
+    """And not the one for few queries."""
+    assert _core.plan_few(batch=5, q_length=333, kv_length=389, q_heads=4, kv_heads=2, options={})[0] == 0
+
+
 def test_a_wrong_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the oracle; on a CPU that has no rows, so that right is right."""
     cpu = jax.local_devices(backend="cpu")[0]

@@ -45,13 +45,29 @@ inline void copy_rows(const BFloat16* from, ptrdiff_t stride, int rows, int colu
 inline void copy_pairs_of_rows(const BFloat16* from, ptrdiff_t stride, int rows, int columns, int padded_rows,
                                int padded, Pair* to) {
   constexpr int W = kWidth<float>;
+  using Two = Native<uint16_t, 2 * W>;
+  auto picks = []<int... i>(bool second, std::integer_sequence<int, i...>) {
+    return Two{static_cast<uint16_t>((i & 1) * 2 * W + i / 2 + (second ? W : 0))...};
+  };
+  const Two first = picks(false, std::make_integer_sequence<int, 2 * W>{});
+  const Two second = picks(true, std::make_integer_sequence<int, 2 * W>{});
   for (int r = 0; r < padded_rows; r += 2, to += padded) {
-    for (int c = 0; c < padded; c += W) {
+    const BFloat16* p = from + r * stride;
+    int c = 0;
+    if (r + 1 < rows) {
+      for (; c + 2 * W <= columns; c += 2 * W) {
+        Two a, b;
+        std::memcpy(&a, p + c, sizeof(a));
+        std::memcpy(&b, p + stride + c, sizeof(b));
+        store(to + c, bits_as<U32>(__builtin_shuffle(a, b, first)));
+        store(to + c + W, bits_as<U32>(__builtin_shuffle(a, b, second)));
+      }
+    }
+    for (; c < padded; c += W) {
       auto bits = [&](int row) __attribute__((always_inline)) {
         U16 x = {};
         if (row < rows && c < columns) {
-          const BFloat16* p = from + row * stride + c;
-          std::memcpy(&x, p, sizeof(BFloat16) * (columns - c < W ? columns - c : W));
+          std::memcpy(&x, from + row * stride + c, sizeof(BFloat16) * std::min(columns - c, W));
         }
         return __builtin_convertvector(x, U32);
       };

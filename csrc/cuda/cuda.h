@@ -36,7 +36,18 @@ struct Launches {
 };
 Launches launches();
 
-// Elements of float that backward wants in Problem::scratch; a function of the shape alone.
+// How a call of few queries is served: by blocks of so many rows, on so many slices of the keys. A function of the
+// shape alone, so that results are the same on every GPU of a family; that a GPU has kMultiprocessors is a guess.
+struct FewPlan {
+  int rows;    // of kFewRows; 0: not by the pass for few queries
+  int slices;  // 1 to kMostSlices
+};
+constexpr int kFewRows[] = {16, 64};
+constexpr int kMultiprocessors = 132;
+FewPlan plan_few(const Problem& problem);
+
+// Elements of float that a pass wants in Problem::scratch; a function of the shape alone.
+int64_t forward_scratch(DType dtype, const Problem& problem);
 int64_t backward_scratch(DType dtype, const Problem& problem);
 
 // What the command line shows.
@@ -65,7 +76,7 @@ bool separate_dq(int arch, int largest_head_dim);
 struct Kernel {
   std::string name;  // the variant's name
   std::string path;  // of the cubin
-  std::string pass;  // "forward", "backward" or "backward_dq"; the kernel is jax_flash_<pass>
+  std::string pass;  // "forward", "forward_few", "backward" or "backward_dq"; the kernel is jax_flash_<pass>
   int head_dim;
   int value_head_dim;
   int block_q;       // rows of query in a step of the main loop
@@ -78,12 +89,13 @@ struct Kernel {
   int64_t cubin_bytes;
   std::string complaints;  // lines of the assembler's log that tell of lost speed
 };
-// Compiles both passes of every combination for an architecture such as 80 or 90 into a folder for
+// Compiles these passes of every combination for an architecture such as 80 or 90 into a folder for
 // Settings::prebuilt_dirs, without a driver or a GPU. Head dims are pairs of head_dim and value_head_dim. `family` is
 // one that the architecture runs (else std::runtime_error), or empty for its own. Throws std::invalid_argument for an
 // architecture that no family serves.
 std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std::vector<std::pair<int, int>>& head_dims,
-                          const std::vector<Options>& options, const std::string& out_dir, const std::string& family);
+                          const std::vector<Options>& options, const std::string& out_dir, const std::string& family,
+                          const std::vector<Pass>& passes);
 
 // Fetches the kernels of one call for an architecture through the cache, without a driver; returns where they came
 // from: "prebuilt", "cached" or "compiled".

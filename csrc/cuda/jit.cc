@@ -31,6 +31,7 @@ const char* pass_name(Pass pass) {
   switch (pass) {
     case Pass::forward: return "forward";
     case Pass::backward: return "backward";
+    case Pass::forward_few: return "forward_few";
     default: return "backward_dq";
   }
 }
@@ -213,6 +214,7 @@ Loaded load(const Variant& variant) {
   CuLibrary library = driver.load(cubin);
   loaded.main = driver.kernel(library, entry_point(variant.pass).c_str());
   if (loaded.facts.convert_warps) loaded.convert_dq = driver.kernel(library, "jax_flash_convert_dq");
+  if (loaded.facts.combine_warps) loaded.combine = driver.kernel(library, "jax_flash_combine");
   return loaded;
 }
 
@@ -278,6 +280,7 @@ std::string Variant::name() const {
 #undef JAX_FLASH_FEATURE
 #undef JAX_FLASH_NOTHING
 #undef JAX_FLASH_CONSTANT
+  if (pass == Pass::forward_few) name += "-q" + std::to_string(tile.block_q);
   return name + "-sm_" + std::to_string(arch);
 }
 
@@ -368,6 +371,7 @@ Loaded kernels_of(const Variant& variant, int device) {
     const Driver& driver = Driver::get();
     driver.ready(loaded.main, device, loaded.facts.shared_bytes);
     if (loaded.convert_dq) driver.ready(loaded.convert_dq, device, 0);
+    if (loaded.combine) driver.ready(loaded.combine, device, 0);
     ready.insert({loaded.main, device});  // only now: a call that failed here is tried again
   }
   return loaded;

@@ -28,7 +28,8 @@ struct Variant {
     tile = row;
     tuned = true;
   }
-  std::string name() const;    // readable and unique, with the tile row where it is tuned
+  std::string name()
+      const;  // readable and unique: with the tile row where it is tuned, of forward_few with its block_q
   std::string source() const;  // the named constants, and the include of the family's file
 };
 
@@ -36,6 +37,7 @@ struct Loaded {
   LaunchFacts facts;
   CuKernel main;
   CuKernel convert_dq;  // backward with atomic additions only
+  CuKernel combine;     // forward_few only
 };
 
 // The cubin of a variant: prebuilt, else cached on disk, else compiled. Needs no driver.

@@ -78,7 +78,7 @@ bool deterministic(const std::string& family, const Options& options, int larges
 
 // `gpu` is the driver's name of the device whose tuned rows come first; empty: the table's alone.
 Variant variant_of(const std::string& device_family, int arch, Pass pass, DType dtype, int head_dim, int value_head_dim,
-                   const Options& options, const std::string& gpu = "") {
+                   const Options& options, int rows = 0, const std::string& gpu = "") {
   const int parts = options.highest_precision ? 2 : 1;
   const int largest = std::max(head_dim, value_head_dim);
   const std::string family = pass_family(device_family, arch, parts, pass, largest, is_plain(options));
@@ -91,13 +91,14 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
   if (options.highest_precision && !options.has_unscales) {
     throw std::invalid_argument("highest_precision is for float16 arrays in two parts, which come with unscales");
   }
-  const TileRow& tile = tile_row(family, parts, pass, largest, arch, is_plain(options));
+  const TileRow& tile = tile_row(family, parts, pass, largest, arch, is_plain(options), rows);
   Variant variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile};
   const bool tunable = is_plain(options) && !options.has_unscales && head_dim == value_head_dim;
   if (!gpu.empty() && tunable) {
     if (auto row = tuned_row(gpu, family, pass, head_dim)) variant.set_tuned(*row);
   }
-  variant.options.deterministic = pass != Pass::forward && deterministic(device_family, options, largest);
+  const bool forward = pass == Pass::forward || pass == Pass::forward_few;
+  variant.options.deterministic = !forward && deterministic(device_family, options, largest);
   return variant;
 }
 
@@ -128,6 +129,13 @@ const std::string& name_of(int device) {
   return found->second;
 }
 
+// Whether the pass for few queries serves a call as plan_few() would have it.
+bool serves_few(const std::string& family, int arch, const Problem& p, const FewPlan& plan) {
+  const int parts = p.options.highest_precision ? 2 : 1, largest = std::max(p.head_dim, p.value_head_dim);
+  const std::string of = pass_family(family, arch, parts, Pass::forward_few, largest);
+  return plan.rows && find_tile_row(of, parts, Pass::forward_few, largest, arch, is_plain(p.options), plan.rows);
+}
+
 // What tells the kernels of one call from another's: the values of the option record that are compiled in.
 using Key = std::array<int64_t, 48>;
 Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
@@ -139,6 +147,7 @@ Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
   key[next++] = problem.head_dim;
   key[next++] = problem.value_head_dim;
   key[next++] = tuned_generation();
+  key[next++] = pass == Pass::forward ? plan_few(problem).rows : 0;
 #define JAX_FLASH_CONSTANT(type, name) key.at(next++) = static_cast<int64_t>(problem.options.name);
 #define JAX_FLASH_NOTHING(type, name)
 #define JAX_FLASH_FEATURE(type, name, absent) key.at(next++) = problem.options.name != absent;
@@ -158,6 +167,7 @@ Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
 struct Found {
   Loaded main;
   Loaded dq;  // empty unless dQ has a pass of its own
+  bool few;   // whether main is the pass for few queries
 };
 
 // The way of every call: one look-up. The first call of a kind goes through the door of jit.
@@ -175,12 +185,14 @@ Found find(int device, Pass pass, DType dtype, const Problem& problem) {
   }
   const int arch = arch_of(device);
   const std::string family = served_family(arch);
-  auto kernels = [&](Pass of) {
-    return kernels_of(
-        variant_of(family, arch, of, dtype, problem.head_dim, problem.value_head_dim, problem.options, name_of(device)),
-        device);
+  auto kernels = [&](Pass of, int rows = 0) {
+    return kernels_of(variant_of(family, arch, of, dtype, problem.head_dim, problem.value_head_dim, problem.options,
+                                 rows, name_of(device)),
+                      device);
   };
-  Found found{kernels(pass), {}};
+  const FewPlan plan = plan_few(problem);
+  const bool few = pass == Pass::forward && serves_few(family, arch, problem, plan);
+  Found found{few ? kernels(Pass::forward_few, plan.rows) : kernels(pass), {}, few};
   const int largest = std::max(problem.head_dim, problem.value_head_dim);
   if (pass == Pass::backward && deterministic(family, problem.options, largest)) found.dq = kernels(Pass::backward_dq);
   std::lock_guard<std::mutex> lock(mutex);
@@ -228,6 +240,26 @@ unsigned grid(int64_t blocks) {
 
 void prepare(int device, Pass pass, DType dtype, const Problem& problem) { find(device, pass, dtype, problem); }
 
+namespace {
+
+// Blocks for every slice of the keys of every head, and where there are several slices, a block for every row of out.
+void launch_few(const Loaded& loaded, CuStream stream, const Problem& call) {
+  const Driver& driver = Driver::get();
+  Problem problem = call;
+  problem.kv_slices = plan_few(call).slices;
+  const bool heads_share = !problem.options.has_cu_q_lengths;
+  const int64_t rows = int64_t{problem.q_length} * (heads_share ? problem.q_heads / problem.kv_heads : 1);
+  const int64_t blocks = blocks_of(problem, static_cast<int>(rows), loaded.facts.block_rows) * problem.kv_slices *
+                         problem.batch * (heads_share ? problem.kv_heads : problem.q_heads);
+  const void* const arguments[] = {&problem};
+  driver.launch(loaded.main, grid(blocks), loaded.facts.threads, loaded.facts.shared_bytes, stream, arguments);
+  if (problem.kv_slices == 1) return;
+  const int64_t results = int64_t{problem.batch} * problem.q_heads * problem.q_length;
+  driver.launch(loaded.combine, grid(results), 32 * loaded.facts.combine_warps, 0, stream, arguments);
+}
+
+}  // namespace
+
 void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem) {
   const Found found = find(device, pass, dtype, problem);
   const Driver& driver = Driver::get();
@@ -243,6 +275,7 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& pr
     if (facts.persistent) blocks = std::min(blocks, int64_t{facts.persistent} * multiprocessors_of(device));
     driver.launch(loaded.main, grid(blocks), facts.threads, facts.shared_bytes, on, arguments);
   };
+  if (found.few) return launch_few(found.main, on, problem);
   if (pass == Pass::forward) return run(found.main, problem.q_length, problem.q_heads);
 
   const int warps = found.main.facts.convert_warps;
@@ -261,6 +294,28 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& pr
 }
 
 Launches launches() { return {launched, captured}; }
+
+FewPlan plan_few(const Problem& p) {
+  const char* wanted_at_all = std::getenv("JAX_FLASH_FEW_QUERIES");
+  if (wanted_at_all && std::string(wanted_at_all) == "0") return {0, 1};
+  const bool documents = p.options.has_cu_q_lengths;
+  const int64_t group = documents ? 1 : p.q_heads / p.kv_heads, sets = int64_t{p.batch} * (p.q_heads / group);
+  const int64_t rows = p.q_length * group;  // that may share a block
+  auto blocks = [&](int64_t size) { return divide_up(rows, size) * sets; };
+  if (rows > 64 && int64_t{5} * blocks_of(p, p.q_length, 128) * p.q_heads * p.batch > 2 * kMultiprocessors)
+    return {0, 1};
+  const int block = rows <= 16 || (p.kv_length <= 1024 && blocks(16) <= kMultiprocessors) ? 16 : 64;
+  // Slices as long as there are multiprocessors without a block, of 256 keys or more.
+  const int64_t wanted = std::min(divide_up(2 * kMultiprocessors, blocks(block)), int64_t{p.kv_length} / 256);
+  const int64_t most = p.kv_length <= 1024 ? 1 : kMostSlices;
+  return {block, static_cast<int>(std::clamp(wanted, int64_t{1}, most))};
+}
+
+// See Scratch in shared/forward_few.cuh.
+int64_t forward_scratch(DType, const Problem& p) {
+  const int slices = plan_few(p).slices;
+  return slices == 1 ? 0 : int64_t{slices} * p.batch * p.q_heads * p.q_length * (p.value_head_dim + 2);
+}
 
 // One float accumulator for dQ, in whole tiles of 16 rows and of up to 32 columns.
 int64_t backward_scratch(DType, const Problem& p) {
@@ -290,11 +345,12 @@ Status status() {
 
 std::string fetch(int arch, Pass pass, DType dtype, int head_dim, int value_head_dim, const Options& options,
                   const std::string& gpu) {
-  return fetch(variant_of(served_family(arch), arch, pass, dtype, head_dim, value_head_dim, options, gpu)).origin;
+  return fetch(variant_of(served_family(arch), arch, pass, dtype, head_dim, value_head_dim, options, 0, gpu)).origin;
 }
 
 Choice choose(int arch, Pass pass, int head_dim, const std::string& gpu) {
-  const Variant variant = variant_of(served_family(arch), arch, pass, DType::f16, head_dim, head_dim, Options{}, gpu);
+  const Variant variant =
+      variant_of(served_family(arch), arch, pass, DType::f16, head_dim, head_dim, Options{}, 0, gpu);
   return {variant.family, variant.tile, variant.tuned, 1024 * shared_kb_of(arch)};
 }
 
@@ -323,16 +379,27 @@ int largest_head_dim(int arch, bool highest_precision) {
 }
 
 std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std::vector<std::pair<int, int>>& head_dims,
-                          const std::vector<Options>& options, const std::string& out_dir, const std::string& forced) {
+                          const std::vector<Options>& options, const std::string& out_dir, const std::string& forced,
+                          const std::vector<Pass>& passes) {
   const std::string family = forced.empty() ? served_family(arch) : family_of(arch, forced, "family");
   std::vector<Variant> variants;
-  for (Pass pass : {Pass::forward, Pass::backward, Pass::backward_dq}) {
+  for (Pass pass : passes) {
     for (DType dtype : dtypes) {
       for (auto [head_dim, value_head_dim] : head_dims) {
         for (const Options& record : options) {
-          const bool own_dq = deterministic(family, record, std::max(head_dim, value_head_dim));
-          if (pass == Pass::backward_dq && !own_dq) continue;
-          variants.push_back(variant_of(family, arch, pass, dtype, head_dim, value_head_dim, record));
+          const int largest = std::max(head_dim, value_head_dim), parts = record.highest_precision ? 2 : 1;
+          if (pass == Pass::backward_dq && !deterministic(family, record, largest)) continue;
+          auto add = [&](int rows) {
+            variants.push_back(variant_of(family, arch, pass, dtype, head_dim, value_head_dim, record, rows));
+          };
+          if (pass != Pass::forward_few) {
+            add(0);
+            continue;
+          }
+          const std::string of = pass_family(family, arch, parts, pass, largest);
+          for (int rows : kFewRows) {
+            if (find_tile_row(of, parts, pass, largest, arch, is_plain(record), rows)) add(rows);
+          }
         }
       }
     }
