@@ -15,7 +15,7 @@ import pathlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -224,6 +224,7 @@ def _select(gpu: str, family: str, pass_: str, head_dim: int, sources: pathlib.P
         return
     _registration.configure(sources)
     _tuned.tell([_tuned.TunedRow(gpu, family, pass_, head_dim, row)] if row else [])
+    _tuned.look_again()
     _selected = wanted
 
 
@@ -235,6 +236,7 @@ def _restored() -> Iterator[None]:
     finally:
         _registration.configure(_registration.SOURCES)
         _tuned.use_stored()
+        _tuned.look_again()
         _selected = ()
 
 
@@ -265,10 +267,14 @@ def _climb(device: Mapping[str, Any], pass_: str, head_dims: Sequence[int], roun
     for head_dim, causal in columns:
         cell = Cell("bfloat16", head_dim, LENGTH, causal, TOKENS // LENGTH, WIDTH // head_dim)
         arrays = cell.draw()
-        exact = _results(pass_, cell, arrays)
+        # One program for all rungs: kernels are looked up when they are launched.
+        select = functools.partial(_select, gpu, family, pass_, head_dim)
+        select(_registration.SOURCES, None)
+        made = _peers.ours(_peers.WITHOUT_GRAPHS)(cell, pass_, arrays)
+        exact = _leaves(made.start())
         makers = {
             rung.name: functools.partial(
-                _entry, gpu, family, pass_, cell, arrays, exact, sources, row_of(rung, head_dim)
+                _entry, made, exact, functools.partial(select, sources, row_of(rung, head_dim))
             )
             for rung, sources in steps
         }
@@ -290,20 +296,9 @@ def _climb(device: Mapping[str, Any], pass_: str, head_dims: Sequence[int], roun
     return right
 
 
-def _entry(
-    gpu: str,
-    family: str,
-    pass_: str,
-    cell: Cell,
-    arrays: Sequence[jax.Array],
-    exact: Sequence[np.ndarray],
-    sources: pathlib.Path,
-    row: dict[str, int] | None,
-) -> _race.Entry:
+def _entry(made: _race.Entry, exact: Sequence[np.ndarray], select: Callable[[], None]) -> _race.Entry:
     """A rung, once it has shown that it is right. Raises RuntimeError where it is not."""
-    select = functools.partial(_select, gpu, family, pass_, cell.head_dim, sources, row)
     select()
-    made = _peers.ours()(cell, pass_, arrays)
     for got, want in zip(_leaves(made.start()), exact, strict=True):
         error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
         if not error < 0.01:
@@ -314,13 +309,6 @@ def _entry(
         return made.start()
 
     return dataclasses.replace(made, start=start)
-
-
-def _results(pass_: str, cell: Cell, arrays: Sequence[jax.Array]) -> list[np.ndarray]:
-    """Of the kernel that is used."""
-    _registration.configure(_registration.SOURCES)
-    _tuned.tell([])
-    return _leaves(_peers.ours()(cell, pass_, arrays).start())
 
 
 def _leaves(results: Any) -> list[np.ndarray]:

@@ -25,7 +25,11 @@ class Peer:
     """Imports it. Raises whatever the import does where it is not installed or does not work."""
 
 
-def of_jax(attend: Attend) -> Maker:
+WITHOUT_GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 2**30}
+"""Options of a program whose kernels are looked up at every call: a CUDA graph would keep those that it was made of."""
+
+
+def of_jax(attend: Attend, compiler_options: dict[str, Any] | None = None) -> Maker:
     """The contestant of a function of JAX. The backward is the pullback alone: what forward keeps is its argument."""
 
     def make(cell: Cell, pass_: str, arrays: Sequence[jax.Array]) -> Entry:
@@ -35,11 +39,14 @@ def of_jax(attend: Attend) -> Maker:
             return attend(query, key, value, cell.causal)
 
         if pass_ == "forward":
-            run = jax.jit(forward)
+            run = jax.jit(forward, compiler_options=compiler_options)
             return Entry(lambda: run(*inputs), jax.block_until_ready)
         kept, tree = jax.tree.flatten(jax.jit(lambda *inputs: jax.vjp(forward, *inputs)[1])(*inputs))
         # Flat, because calls with other pytrees take longer to start.
-        pull = jax.jit(lambda kept, dout: jax.tree.unflatten(tree, kept)(dout))
+        pull = jax.jit(
+            lambda kept, dout: jax.tree.unflatten(tree, kept)(dout),
+            compiler_options=compiler_options,
+        )
         return Entry(lambda: pull(kept, dout), jax.block_until_ready)
 
     return make
@@ -50,8 +57,8 @@ def attend(query: Any, key: Any, value: Any, causal: bool, **options: Any) -> An
     return attention(query, key, value, causal=causal, **options)
 
 
-def ours(**options: Any) -> Maker:
-    return of_jax(functools.partial(attend, **options))
+def ours(compiler_options: dict[str, Any] | None = None, **options: Any) -> Maker:
+    return of_jax(functools.partial(attend, **options), compiler_options)
 
 
 def attend_nn(implementation: Any, query: Any, key: Any, value: Any, causal: bool) -> Any:

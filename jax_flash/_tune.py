@@ -197,12 +197,19 @@ def wrong(row: TunedRow, gpu: jax.Device) -> str:
         )
         arrays, plain, exact = _oracle(problem)
         try:
-            worst = _accuracy.worst(_accuracy.compare(_accuracy.results(problem, arrays, gpu, None), plain, exact))
+            results = _program(problem)({name: jax.device_put(x, gpu) for name, x in arrays.items()})
+            worst = _accuracy.worst(_accuracy.compare(results, plain, exact))
         except Exception as error:  # a kernel that can't be launched
             return _doctor.first_line(error)[:60]
         if not worst.right:
             return f"wrong {worst.name}"
     return ""
+
+
+@functools.cache
+def _program(problem: _accuracy.Problem) -> Any:
+    """One for all rows: kernels are looked up when they are launched."""
+    return jax.jit(_accuracy.program(problem, None), compiler_options=_peers.WITHOUT_GRAPHS)
 
 
 @functools.cache
@@ -218,20 +225,17 @@ def _time(kept: Sequence[Candidate], place: Any, pass_: str, head_dim: int, roun
     timed_pass = "forward" if pass_ == "forward" else "backward"
     for causal in (False, True):
         cell = Cell("float16", head_dim, LENGTH, causal, TOKENS // LENGTH, max(1, WIDTH // head_dim))
-        arrays = cell.draw()
+        own = _peers.ours(_peers.WITHOUT_GRAPHS, **({"deterministic": True} if deterministic else {}))
+        made = own(cell, timed_pass, cell.draw())  # one for all rows, as in _program
 
-        def entry(row: TunedRow, cell: Cell, arrays: Sequence[jax.Array]) -> _race.Entry:
-            _tuned.tell([row])
-            own = _peers.ours(deterministic=True) if deterministic else _peers.ours()
-            made = own(cell, timed_pass, arrays)
-
+        def entry(row: TunedRow, made: _race.Entry) -> _race.Entry:
             def start() -> Any:
                 _tuned.tell([row])
                 return made.start()
 
             return dataclasses.replace(made, start=start)
 
-        makers = {row_name(x.row): functools.partial(entry, place(x.row), cell, arrays) for x in kept}
+        makers = {row_name(x.row): functools.partial(entry, place(x.row), made) for x in kept}
         found = _race.race(makers, rounds, seconds=0.01, pause=0.01)
         work = cell.work * (1.0 if timed_pass == "forward" else 2.5)
         for candidate in kept:

@@ -11,7 +11,7 @@ import oracle
 import pytest
 from cases import REFERENCE, Target
 
-from jax_flash import _explain, _registration, attention
+from jax_flash import _explain, _primitive, _registration, attention
 
 LENGTHS = (2048, 8192)
 
@@ -98,11 +98,16 @@ def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if capability < CAPABILITIES[name] or (name == "sm90a" and capability != 90):
         pytest.skip(f"compute capability {capability} does not run kernels of {name}")
     monkeypatch.setenv("JAX_FLASH_CUDA_FAMILY", name)
-    for known in (_explain.separate_dq, _explain.has_old_gpu):
-        known.cache_clear()
+    forget()
     yield name
-    for known in (_explain.separate_dq, _explain.has_old_gpu):
+    forget()
+
+
+def forget() -> None:
+    """What was traced and lowered for another family."""
+    for known in (_explain.separate_dq, _explain.has_old_gpu, _primitive._partitioned):
         known.cache_clear()
+    jax.clear_caches()
 
 
 @pytest.mark.gpu

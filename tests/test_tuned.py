@@ -238,19 +238,22 @@ def test_a_wrong_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the oracle; on a CPU that has no rows, so that right is right."""
     cpu = jax.local_devices(backend="cpu")[0]
     assert _tune.wrong(TUNED, cpu) == ""
-    results = _tune._accuracy.results
+    right = _tune._program
 
-    def off(problem: Any, arrays: Any, device: Any, implementation: Any) -> Any:
-        found = results(problem, arrays, device, implementation)
-        return found | ({"dkey": found["dkey"].at[0, 5].add(0.1)} if problem.causal else {})
+    def off(problem: Any) -> Any:
+        def run(arrays: Any) -> Any:
+            found = right(problem)(arrays)
+            return found | ({"dkey": found["dkey"].at[0, 5].add(0.1)} if problem.causal else {})
 
-    monkeypatch.setattr(_tune._accuracy, "results", off)
+        return run
+
+    monkeypatch.setattr(_tune, "_program", off)
     assert _tune.wrong(TUNED, cpu) == "wrong dkey"
 
     def fails(*_: Any) -> Any:
         raise RuntimeError("cuLaunchKernel failed: CUDA_ERROR_INVALID_VALUE")
 
-    monkeypatch.setattr(_tune._accuracy, "results", fails)
+    monkeypatch.setattr(_tune, "_program", lambda _: fails)
     assert _tune.wrong(TUNED, cpu).startswith("RuntimeError: cuLaunchKernel failed")
 
 
