@@ -427,7 +427,7 @@ nb::dict row_of(const cuda::Kernel& k) {
   return row;
 }
 
-// A tile row by the names of its fields.
+// A tile row by the names of its fields, all of which are there.
 cuda::TileRow named_tile_row(const nb::dict& named) {
   cuda::TileRow row{};
 #define JAX_FLASH_FIELD(field) row.field = nb::cast<int>(named[#field]);

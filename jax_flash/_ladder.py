@@ -191,8 +191,7 @@ def row_of(rung: Rung, head_dim: int) -> dict[str, int] | None:
     """The tile row; None for the table's."""
     if head_dim not in rung.rows:
         return None
-    values = (*rung.rows[head_dim], 1)  # block_q, block_kv, warps, stages, min_blocks
-    return dict(zip(_core.TILE_FIELDS, values, strict=True))
+    return _tuned.tile_row(*rung.rows[head_dim])
 
 
 def compile_rung(

@@ -19,7 +19,7 @@ import jax
 from jax_flash import _accuracy, _core, _doctor, _peers, _race, _tuned
 from jax_flash._race import Cell
 from jax_flash._table import table
-from jax_flash._tuned import TunedRow, row_name
+from jax_flash._tuned import TunedRow, row_name, tile_row
 
 Row = dict[str, int]
 
@@ -33,21 +33,17 @@ GAIN = 1.01
 
 def candidates(family: str, pass_: str, head_dim: int) -> Iterator[Row]:
     """The rows that make sense of a family's kernels; not all of them can be compiled."""
-
-    def row(block_q: int, block_kv: int, warps: int, stages: int = 1, min_blocks: int = 1) -> Row:
-        return dict(zip(_core.TILE_FIELDS, (block_q, block_kv, warps, stages, min_blocks), strict=True))
-
     if family == "sm90a":
-        yield from itertools.starmap(row, _of_hopper(pass_, head_dim))
+        yield from itertools.starmap(tile_row, _of_hopper(pass_, head_dim))
         return
     rows = (16, 32, 64, 128)
     if pass_ == "backward":  # 16 keys a warp, or a pair of warps for them
         for keys, split, block_q, stages in itertools.product((32, 64, 128), (1, 2), rows, (1, 2)):
             for min_blocks in (1, 2):
-                yield row(block_q, keys, keys // 16 * split, stages, min_blocks)
+                yield tile_row(block_q, keys, keys // 16 * split, stages, min_blocks)
         return
     for warps, tiles, keys, min_blocks in itertools.product((4, 8), (1, 2), rows, (1, 2)):
-        yield row(16 * warps * tiles, keys, warps, 1, min_blocks)
+        yield tile_row(16 * warps * tiles, keys, warps, 1, min_blocks)
 
 
 def _of_hopper(pass_: str, head_dim: int) -> Iterator[tuple[int, int, int, int]]:
@@ -59,8 +55,9 @@ def _of_hopper(pass_: str, head_dim: int) -> Iterator[tuple[int, int, int, int]]
             if head_dim // 2 + keys // 2 + keys // 4 <= (230 if groups == 2 else 150):
                 yield 64 * groups, keys, 4 * (groups + 1), count
     elif pass_ == "backward":
-        for groups, count in itertools.product((1, 2, 3), (1, *stages)):
-            yield 64, 64 * groups if head_dim <= 128 else 64, 4 * (groups + 1), count
+        for groups, times, count in itertools.product((1, 2, 3), (1, 2), (1, *stages)):
+            keys = 64 * groups * times if head_dim <= 128 else 64 * times
+            yield 64, keys, 4 * (groups + 1), count
     else:
         for groups, keys, count in itertools.product((1, 2, 3), range(32, 161, 32), stages):
             yield 64 * groups, keys, 4 * (groups + 1), count

@@ -17,7 +17,7 @@ from jax_flash.__main__ import main
 
 GPU = "NVIDIA H200"
 DEVICE = {"name": GPU, "compute_capability": 90, "family": "sm90a"}
-ROW = {"block_q": 128, "block_kv": 64, "warps": 12, "stages": 3, "min_blocks": 1}
+ROW = _tuned.tile_row(block_q=128, block_kv=64, warps=12, stages=3)
 TUNED = _tuned.TunedRow(GPU, "sm90a", "forward", 64, ROW)
 
 
