@@ -137,14 +137,12 @@ def test_memory(small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert main(["bench", "memory"]) == 0
     titles, *rows = (line.split() for line in capsys.readouterr().out.splitlines()[4:])
     assert titles[-2:] == ["forward", "backward"]
-    assert [row[:5] for row in rows] == [
-        ["1", "2", s, "16", kind] for s in ("16", "512") for kind in ("full", "causal")
-    ]
-    for row in rows[2:]:
-        plain, own = map(float, row[5:7])
-        assert plain - own > 2 * 512 * 512 / 2**20
-        assert row[7] == f"{round(100 * (1 - own / plain))}%"
-        assert 0 < float(row[9]) < own
+    assert [row[:4] for row in rows] == [["1", "2", s, "16"] for s in ("16", "512")]
+    plain, own = map(float, rows[1][4:6])
+    assert plain - own > 2 * 512 * 512 / 2**20
+    # Of the sizes in bytes, which the table rounds.
+    assert abs(float(rows[1][6].removesuffix("%")) - 100 * (1 - own / plain)) < 1
+    assert 0 < float(rows[1][8]) < own
 
 
 def test_small(small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
