@@ -207,6 +207,12 @@ def _custom_call(
     pass_: str, platform: str, params: Params, results: Sequence[jax.ShapeDtypeStruct], *args: jax.Array
 ) -> tuple[jax.Array, ...]:
     shapes = tuple(x.shape for x in results)
+    if pass_ == "backward" and platform == "cuda" and not params.gradients:
+        # Kernels that add nothing to dq want no accumulator. Said here, where arrays are made, and by an option that
+        # every GPU serves: what is exported runs on those that would rather add.
+        separate = _explain.separate_dq(max(args[0].shape[-1], args[2].shape[-1]))
+        options = dataclasses.replace(params.options, deterministic=params.options.deterministic or separate)
+        params = dataclasses.replace(params, options=options)
     attributes = _attributes(params)
     if platform == "cuda" and "bias" in params.gradients and dict(params.operands)["bias"][2] == "1":
         # Of a bias that all rows share, the kernels leave a sum for every batch entry and head.

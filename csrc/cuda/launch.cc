@@ -16,6 +16,7 @@
 #include "jit.h"
 #include "tensor_maps.h"
 #include "tiles.h"
+#include "tuned.h"
 
 namespace jax_flash::cuda {
 namespace {
@@ -77,8 +78,9 @@ bool deterministic(const std::string& family, const Options& options, int larges
          (family == "sm90a" && largest_head_dim > 128);
 }
 
+// `gpu` is the driver's name of the device whose tuned rows come first; empty: the table's alone.
 Variant variant_of(const std::string& device_family, int arch, Pass pass, DType dtype, int head_dim, int value_head_dim,
-                   const Options& options, int rows = 0) {
+                   const Options& options, int rows = 0, const std::string& gpu = "") {
   const int parts = options.highest_precision ? 2 : 1;
   const int largest = std::max(head_dim, value_head_dim);
   const std::string family = pass_family(device_family, arch, parts, pass, largest, is_plain(options));
@@ -93,6 +95,10 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
   }
   const TileRow& tile = tile_row(family, parts, pass, largest, arch, is_plain(options), rows);
   Variant variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile};
+  const bool tunable = is_plain(options) && !options.has_unscales && head_dim == value_head_dim;
+  if (!gpu.empty() && tunable) {
+    if (auto row = tuned_row(gpu, family, pass, head_dim)) variant.set_tuned(*row);
+  }
   const bool forward = pass == Pass::forward || pass == Pass::forward_few;
   variant.options.deterministic = !forward && deterministic(device_family, options, largest);
   return variant;
@@ -123,6 +129,15 @@ bool shares_bias(const Problem& p) {
   return p.options.has_dbias && s.row && s.column && ((!s.batch && p.batch > 1) || (!s.head && p.q_heads > 1));
 }
 
+const std::string& name_of(int device) {
+  static std::mutex mutex;
+  static std::map<int, std::string> names;
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = names.find(device);
+  if (found == names.end()) found = names.emplace(device, Driver::get().device_name(device)).first;
+  return found->second;
+}
+
 // Whether the pass for few queries serves a call as plan_few() would have it.
 bool serves_few(const std::string& family, int arch, const Problem& p, const FewPlan& plan) {
   const int parts = p.options.highest_precision ? 2 : 1, largest = std::max(p.head_dim, p.value_head_dim);
@@ -140,6 +155,7 @@ Key key_of(int device, Pass pass, DType dtype, const Problem& problem, const Few
   key[next++] = static_cast<int64_t>(dtype);
   key[next++] = problem.head_dim;
   key[next++] = problem.value_head_dim;
+  key[next++] = tuned_generation();
   key[next++] = plan.rows;
   key[next++] = pass == Pass::backward && shares_bias(problem);
 #define JAX_FLASH_CONSTANT(type, name) key.at(next++) = static_cast<int64_t>(problem.options.name);
@@ -185,8 +201,9 @@ Found find(int device, Pass pass, DType dtype, const Problem& problem, const Few
   auto kernels = [&](Pass of, int rows = 0) {
     Options options = problem.options;
     if (own_bias) options.has_dbias = of == Pass::backward_bias;
-    return kernels_of(variant_of(family, arch, of, dtype, problem.head_dim, problem.value_head_dim, options, rows),
-                      device);
+    return kernels_of(
+        variant_of(family, arch, of, dtype, problem.head_dim, problem.value_head_dim, options, rows, name_of(device)),
+        device);
   };
   const bool few = serves_few(family, arch, problem, plan);
   Found found{few ? kernels(Pass::forward_few, plan.rows) : kernels(pass), {}, {}, few};
@@ -242,6 +259,8 @@ TensorMaps tensor_maps(const LaunchFacts& facts, const Problem& p) {
           tensor_map(p.dout, "dout", facts.dout_box_rows, p, p.q_length, p.q_heads, p.value_head_dim)};
 }
 
+std::atomic<int64_t> launched{0}, captured{0};
+
 unsigned grid(int64_t blocks) {
   if (blocks > std::numeric_limits<int>::max()) throw std::invalid_argument("the call needs too many blocks");
   return static_cast<unsigned>(blocks);
@@ -278,6 +297,8 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& pr
   const Found found = find(device, pass, dtype, problem, plan);
   const Driver& driver = Driver::get();
   const CuStream on = static_cast<CuStream>(stream);
+  ++launched;
+  if (driver.capturing(on)) ++captured;
   auto run = [&](const Loaded& loaded, int length, int64_t heads) {
     const LaunchFacts& facts = loaded.facts;
     const TensorMaps maps = tensor_maps(facts, problem);
@@ -314,6 +335,8 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& pr
   }
 }
 
+Launches launches() { return {launched, captured}; }
+
 FewPlan plan_few(const Problem& p) {
   const char* wanted_at_all = std::getenv("JAX_FLASH_FEW_QUERIES");
   if (wanted_at_all && std::string(wanted_at_all) == "0") return {0, 1};
@@ -321,7 +344,8 @@ FewPlan plan_few(const Problem& p) {
   const int64_t group = documents ? 1 : p.q_heads / p.kv_heads, sets = int64_t{p.batch} * (p.q_heads / group);
   const int64_t rows = p.q_length * group;  // that may share a block
   auto blocks = [&](int64_t size) { return divide_up(rows, size) * sets; };
-  // More rows than a block has go to the kernels for many, as soon as these have blocks for two multiprocessors of five.
+  // More rows than a block has go to the kernels for many, as soon as these have blocks for two multiprocessors of
+  // five.
   const int64_t many = blocks_of(p, p.q_length, 128) * p.q_heads * p.batch;
   if (rows > 64 && 5 * many > 2 * kMultiprocessors) return {0, 1};
   const bool small = p.kv_length <= 1024;
@@ -364,8 +388,26 @@ Status status() {
   return status;
 }
 
-std::string fetch(int arch, Pass pass, DType dtype, int head_dim, int value_head_dim, const Options& options) {
-  return fetch(variant_of(served_family(arch), arch, pass, dtype, head_dim, value_head_dim, options)).origin;
+std::string fetch(int arch, Pass pass, DType dtype, int head_dim, int value_head_dim, const Options& options,
+                  const std::string& gpu) {
+  return fetch(variant_of(served_family(arch), arch, pass, dtype, head_dim, value_head_dim, options, 0, gpu)).origin;
+}
+
+Choice choose(int arch, Pass pass, int head_dim, const std::string& gpu) {
+  const Variant variant =
+      variant_of(served_family(arch), arch, pass, DType::f16, head_dim, head_dim, Options{}, 0, gpu);
+  return {variant.family, variant.tile, variant.tuned, 1024 * shared_kb_of(arch)};
+}
+
+Kernel build_row(int arch, Pass pass, DType dtype, int head_dim, const Options& options, const TileRow& row,
+                 const std::string& out_dir) {
+  Variant variant = variant_of(served_family(arch), arch, pass, dtype, head_dim, head_dim, options);
+  variant.set_tuned(row);
+  return build(variant, out_dir);
+}
+
+bool separate_dq(int arch, int largest_head_dim) {
+  return deterministic(served_family(arch), Options{}, largest_head_dim);
 }
 
 int largest_head_dim(int arch, bool highest_precision) {
