@@ -32,9 +32,9 @@ constexpr int registers_for_v = block_kv * parts * tile_value_head_dim / (2 * th
 constexpr bool early_v =
     !loads_take_registers || (parts == 1 && row_tiles * (tile_value_head_dim + block_kv) / 2 + registers_for_v <= 150);
 
-// Weights are computed where the product needs them, 16 keys at a time: at head_dim 64 with 128 keys without spills,
-// 353 TFLOP/s in place of 337, elsewhere the same. Dropout wants more keys together, and where loads take registers
-// too, what was tuned stays.
+// Weights are computed where the product needs them, 16 keys at a time: with 128 keys at head_dim 64 353 TFLOP/s in
+// place of 337, for want of spills; elsewhere the same. Dropout wants more keys together, and where loads take
+// registers too, what was tuned stays.
 constexpr bool late_weights = !loads_take_registers && !with_dropout_rate;
 
 struct SharedStorage {
