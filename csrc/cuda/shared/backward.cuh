@@ -457,7 +457,9 @@ struct Backward {
 #pragma unroll
     for (int i = 0; i < key_tiles * n; ++i) {
       const FragmentC& x = c[i / n][i % n];
-      if (member == 1) sums[i * 32] = {x.x[0], x.x[1], x.x[2], x.x[3]};
+      const uint4 bits = {__float_as_uint(x.x[0]), __float_as_uint(x.x[1]), __float_as_uint(x.x[2]),
+                          __float_as_uint(x.x[3])};
+      if (member == 1) store_shared(shared_address(&sums[i * 32]), bits);
     }
     __syncthreads();
     if (member == 0) {
