@@ -146,8 +146,8 @@ TOLERANCE = {"out": 1.5, "lse": 0.02, "dq": 3.0, "dk": 3.0, "dv": 2.0, "dbias": 
 """In units of the inputs' epsilon, of the largest and of the L2 error."""
 
 OPTIONS = (
-    "causal", "window", "q_offset", "lengths", "segments", "documents", "mask", "bias", "bias_of_keys", "alibi", "softcap",
-    "sinks", "dropout", "unscales", "deterministic",
+    "causal", "window", "q_offset", "lengths", "segments", "documents", "mask", "bias", "bias_of_keys", "alibi",
+    "softcap", "sinks", "dropout", "unscales", "deterministic",
 )  # fmt: skip
 
 
