@@ -16,6 +16,7 @@
 #include "jit.h"
 #include "tensor_maps.h"
 #include "tiles.h"
+#include "tuned.h"
 
 namespace jax_flash::cuda {
 namespace {
@@ -77,8 +78,9 @@ bool deterministic(const std::string& family, const Options& options, int larges
          (family == "sm90a" && largest_head_dim > 128);
 }
 
+// `gpu` is the driver's name of the device whose tuned rows come first; empty: the table's alone.
 Variant variant_of(const std::string& device_family, int arch, Pass pass, DType dtype, int head_dim, int value_head_dim,
-                   const Options& options, int rows = 0) {
+                   const Options& options, int rows = 0, const std::string& gpu = "") {
   const int parts = options.highest_precision ? 2 : 1;
   const int largest = std::max(head_dim, value_head_dim);
   const std::string family = pass_family(device_family, arch, parts, pass, largest, is_plain(options));
@@ -93,6 +95,10 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
   }
   const TileRow& tile = tile_row(family, parts, pass, largest, arch, is_plain(options), rows);
   Variant variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile};
+  const bool tunable = is_plain(options) && !options.has_unscales && head_dim == value_head_dim;
+  if (!gpu.empty() && tunable) {
+    if (auto row = tuned_row(gpu, family, pass, head_dim)) variant.set_tuned(*row);
+  }
   const bool forward = pass == Pass::forward || pass == Pass::forward_few;
   variant.options.deterministic = !forward && deterministic(device_family, options, largest);
   return variant;
@@ -123,6 +129,15 @@ bool shares_bias(const Problem& p) {
   return p.options.has_dbias && s.row && s.column && ((!s.batch && p.batch > 1) || (!s.head && p.q_heads > 1));
 }
 
+const std::string& name_of(int device) {
+  static std::mutex mutex;
+  static std::map<int, std::string> names;
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = names.find(device);
+  if (found == names.end()) found = names.emplace(device, Driver::get().device_name(device)).first;
+  return found->second;
+}
+
 // Whether the pass for few queries serves a call as plan_few() would have it.
 bool serves_few(const std::string& family, int arch, const Problem& p, const FewPlan& plan) {
   const int parts = p.options.highest_precision ? 2 : 1, largest = std::max(p.head_dim, p.value_head_dim);
@@ -132,7 +147,7 @@ bool serves_few(const std::string& family, int arch, const Problem& p, const Few
 
 // What tells the kernels of one call from another's: the values of the option record that are compiled in.
 using Key = std::array<int64_t, 48>;
-Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
+Key key_of(int device, Pass pass, DType dtype, const Problem& problem, const FewPlan& plan) {
   Key key{};
   size_t next = 0;
   key[next++] = device;
@@ -140,7 +155,9 @@ Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
   key[next++] = static_cast<int64_t>(dtype);
   key[next++] = problem.head_dim;
   key[next++] = problem.value_head_dim;
-  key[next++] = pass == Pass::forward ? plan_few(problem).rows : shares_bias(problem);
+  key[next++] = tuned_generation();
+  key[next++] = plan.rows;
+  key[next++] = pass == Pass::backward && shares_bias(problem);
 #define JAX_FLASH_CONSTANT(type, name) key.at(next++) = static_cast<int64_t>(problem.options.name);
 #define JAX_FLASH_NOTHING(type, name)
 #define JAX_FLASH_FEATURE(type, name, absent) key.at(next++) = problem.options.name != absent;
@@ -165,10 +182,10 @@ struct Found {
 };
 
 // The way of every call: one look-up. The first call of a kind goes through the door of jit.
-Found find(int device, Pass pass, DType dtype, const Problem& problem) {
+Found find(int device, Pass pass, DType dtype, const Problem& problem, const FewPlan& plan) {
   static std::mutex mutex;
   static std::map<Key, Found> all;
-  const Key key = key_of(device, pass, dtype, problem);
+  const Key key = key_of(device, pass, dtype, problem, plan);
   {
     std::lock_guard<std::mutex> lock(mutex);
     auto entry = all.find(key);
@@ -184,11 +201,11 @@ Found find(int device, Pass pass, DType dtype, const Problem& problem) {
   auto kernels = [&](Pass of, int rows = 0) {
     Options options = problem.options;
     if (own_bias) options.has_dbias = of == Pass::backward_bias;
-    return kernels_of(variant_of(family, arch, of, dtype, problem.head_dim, problem.value_head_dim, options, rows),
-                      device);
+    return kernels_of(
+        variant_of(family, arch, of, dtype, problem.head_dim, problem.value_head_dim, options, rows, name_of(device)),
+        device);
   };
-  const FewPlan plan = plan_few(problem);
-  const bool few = pass == Pass::forward && serves_few(family, arch, problem, plan);
+  const bool few = serves_few(family, arch, problem, plan);
   Found found{few ? kernels(Pass::forward_few, plan.rows) : kernels(pass), {}, {}, few};
   const int largest = std::max(problem.head_dim, problem.value_head_dim);
   if (pass == Pass::backward && deterministic(family, problem.options, largest)) found.dq = kernels(Pass::backward_dq);
@@ -204,6 +221,9 @@ int64_t extent(int64_t stride, int64_t size) { return stride ? size : 1; }
 int64_t bias_planes(const Problem& p) {
   return extent(p.dbias_strides.batch, p.batch) * extent(p.dbias_strides.head, p.q_heads);
 }
+
+FewPlan plan_of(Pass pass, const Problem& problem) { return pass == Pass::forward ? plan_few(problem) : FewPlan{0, 1}; }
+
 int64_t bias_elements(const Problem& p) {
   return bias_planes(p) * extent(p.dbias_strides.row, p.q_length) * extent(p.dbias_strides.column, p.kv_length);
 }
@@ -239,6 +259,8 @@ TensorMaps tensor_maps(const LaunchFacts& facts, const Problem& p) {
           tensor_map(p.dout, "dout", facts.dout_box_rows, p, p.q_length, p.q_heads, p.value_head_dim)};
 }
 
+std::atomic<int64_t> launched{0}, captured{0};
+
 unsigned grid(int64_t blocks) {
   if (blocks > std::numeric_limits<int>::max()) throw std::invalid_argument("the call needs too many blocks");
   return static_cast<unsigned>(blocks);
@@ -246,15 +268,17 @@ unsigned grid(int64_t blocks) {
 
 }  // namespace
 
-void prepare(int device, Pass pass, DType dtype, const Problem& problem) { find(device, pass, dtype, problem); }
+void prepare(int device, Pass pass, DType dtype, const Problem& problem) {
+  find(device, pass, dtype, problem, plan_of(pass, problem));
+}
 
 namespace {
 
 // Blocks for every slice of the keys of every head, and where there are several slices, a block for every row of out.
-void launch_few(const Loaded& loaded, CuStream stream, const Problem& call) {
+void launch_few(const Loaded& loaded, CuStream stream, const Problem& call, int slices) {
   const Driver& driver = Driver::get();
   Problem problem = call;
-  problem.kv_slices = plan_few(call).slices;
+  problem.kv_slices = slices;
   const bool heads_share = !problem.options.has_cu_q_lengths;
   const int64_t rows = int64_t{problem.q_length} * (heads_share ? problem.q_heads / problem.kv_heads : 1);
   const int64_t blocks = blocks_of(problem, static_cast<int>(rows), loaded.facts.block_rows) * problem.kv_slices *
@@ -269,9 +293,12 @@ void launch_few(const Loaded& loaded, CuStream stream, const Problem& call) {
 }  // namespace
 
 void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem) {
-  const Found found = find(device, pass, dtype, problem);
+  const FewPlan plan = plan_of(pass, problem);
+  const Found found = find(device, pass, dtype, problem, plan);
   const Driver& driver = Driver::get();
   const CuStream on = static_cast<CuStream>(stream);
+  ++launched;
+  if (driver.capturing(on)) ++captured;
   auto run = [&](const Loaded& loaded, int length, int64_t heads) {
     const LaunchFacts& facts = loaded.facts;
     const TensorMaps maps = tensor_maps(facts, problem);
@@ -281,7 +308,7 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& pr
     if (facts.persistent) blocks = std::min(blocks, int64_t{facts.persistent} * multiprocessors_of(device));
     driver.launch(loaded.main, grid(blocks), facts.threads, facts.shared_bytes, on, arguments);
   };
-  if (found.few) return launch_few(found.main, on, problem);
+  if (found.few) return launch_few(found.main, on, problem, plan.slices);
   if (pass == Pass::forward) return run(found.main, problem.q_length, problem.q_heads);
 
   const int warps = found.main.facts.convert_warps;
@@ -308,6 +335,8 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& pr
   }
 }
 
+Launches launches() { return {launched, captured}; }
+
 FewPlan plan_few(const Problem& p) {
   const char* wanted_at_all = std::getenv("JAX_FLASH_FEW_QUERIES");
   if (wanted_at_all && std::string(wanted_at_all) == "0") return {0, 1};
@@ -315,12 +344,17 @@ FewPlan plan_few(const Problem& p) {
   const int64_t group = documents ? 1 : p.q_heads / p.kv_heads, sets = int64_t{p.batch} * (p.q_heads / group);
   const int64_t rows = p.q_length * group;  // that may share a block
   auto blocks = [&](int64_t size) { return divide_up(rows, size) * sets; };
-  if (rows > 64 && int64_t{5} * blocks_of(p, p.q_length, 128) * p.q_heads * p.batch > 2 * kMultiprocessors) return {0, 1};
-  const int block = rows <= 16 || (p.kv_length <= 1024 && blocks(16) <= kMultiprocessors) ? 16 : 64;
-  // Slices as long as there are multiprocessors without a block, of 256 keys or more.
-  const int64_t wanted = std::min(divide_up(2 * kMultiprocessors, blocks(block)), int64_t{p.kv_length} / 256);
-  const int64_t most = p.kv_length <= 1024 ? 1 : kMostSlices;
-  return {block, static_cast<int>(std::clamp(wanted, int64_t{1}, most))};
+  // More rows than a block has go to the kernels for many, as soon as these have blocks for two multiprocessors of
+  // five.
+  const int64_t many = blocks_of(p, p.q_length, 128) * p.q_heads * p.batch;
+  if (rows > 64 && 5 * many > 2 * kMultiprocessors) return {0, 1};
+  const bool small = p.kv_length <= 1024;
+  const int block = rows <= 32 || (small && blocks(16) <= kMultiprocessors) ? 16 : 64;
+  // As many slices as there are multiprocessors for, of 256 keys or more. With twice as many a head's slices of 64 rows
+  // took 1.5 times as long (T 64, S 8192, 32 heads), by what they leave for each other in scratch. Up to 1024 keys the
+  // second launch costs what slices save.
+  const int64_t slices = small ? 1 : std::min(kMultiprocessors / blocks(block), int64_t{p.kv_length} / 256);
+  return {block, static_cast<int>(std::clamp<int64_t>(slices, 1, kMostSlices))};
 }
 
 // See Scratch in shared/forward_few.cuh.
@@ -354,8 +388,26 @@ Status status() {
   return status;
 }
 
-std::string fetch(int arch, Pass pass, DType dtype, int head_dim, int value_head_dim, const Options& options) {
-  return fetch(variant_of(served_family(arch), arch, pass, dtype, head_dim, value_head_dim, options)).origin;
+std::string fetch(int arch, Pass pass, DType dtype, int head_dim, int value_head_dim, const Options& options,
+                  const std::string& gpu) {
+  return fetch(variant_of(served_family(arch), arch, pass, dtype, head_dim, value_head_dim, options, 0, gpu)).origin;
+}
+
+Choice choose(int arch, Pass pass, int head_dim, const std::string& gpu) {
+  const Variant variant =
+      variant_of(served_family(arch), arch, pass, DType::f16, head_dim, head_dim, Options{}, 0, gpu);
+  return {variant.family, variant.tile, variant.tuned, 1024 * shared_kb_of(arch)};
+}
+
+Kernel build_row(int arch, Pass pass, DType dtype, int head_dim, const Options& options, const TileRow& row,
+                 const std::string& out_dir) {
+  Variant variant = variant_of(served_family(arch), arch, pass, dtype, head_dim, head_dim, options);
+  variant.set_tuned(row);
+  return build(variant, out_dir);
+}
+
+bool separate_dq(int arch, int largest_head_dim) {
+  return deterministic(served_family(arch), Options{}, largest_head_dim);
 }
 
 int largest_head_dim(int arch, bool highest_precision) {
