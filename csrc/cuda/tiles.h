@@ -149,7 +149,7 @@ inline constexpr TileRule all[] = {
     {"sm75", 1, backward_dq, 160, 63, {64, 32, 4, 1, 1}},  // 229
     {"sm75", 1, backward_dq, 192, 60, {64, 16, 4, 1, 1}},  // 251
     {"sm75", 1, backward_dq, 256, 64, {48, 16, 3, 1, 1}},  // 247
-    // The pass for a bias that batch entries or heads share, which is Hopper's too.
+    // The pass for a bias that batch entries or heads share, which is Hopper's too: rows that spill nothing, untimed.
     {"sm80", 1, backward_bias, 64, 48, {128, 64, 8, 2, 1}},
     {"sm80", 1, backward_bias, 128, 96, {128, 64, 8, 2, 1}},
     {"sm80", 1, backward_bias, 128, 64, {64, 64, 4, 2, 1}},
