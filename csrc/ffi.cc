@@ -468,9 +468,9 @@ NB_MODULE(_core, m) {
         if (platform == "cuda") return (forward ? cuda::forward_scratch : cuda::backward_scratch)(type, p);
         return forward ? 0 : cpu::backward_scratch(type, p);
       },
-      nb::kw_only(), nb::arg("pass_"), nb::arg("platform"), nb::arg("dtype"), nb::arg("options"), nb::arg("batch"), nb::arg("q_length"),
-      nb::arg("kv_length"), nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_head_dim"),
-      nb::arg("bias_shape"));
+      nb::kw_only(), nb::arg("pass_"), nb::arg("platform"), nb::arg("dtype"), nb::arg("options"), nb::arg("batch"),
+      nb::arg("q_length"), nb::arg("kv_length"), nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
+      nb::arg("value_head_dim"), nb::arg("bias_shape"));
 
   m.def(
       "plan_few",

@@ -27,8 +27,8 @@ void prepare(int device, Pass pass, DType dtype, const Problem& problem);
 // Enqueues the kernels. Neither allocates nor compiles nor synchronises when prepare() came before.
 void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem);
 
-// How a call of few queries is served: by blocks of so many rows, on so many slices of the keys. A function of the shape
-// alone, so that results are the same on every GPU of a family; that a GPU has kMultiprocessors is a guess.
+// How a call of few queries is served: by blocks of so many rows, on so many slices of the keys. A function of the
+// shape alone, so that results are the same on every GPU of a family; that a GPU has kMultiprocessors is a guess.
 struct FewPlan {
   int rows;    // of kFewRows; 0: not by the pass for few queries
   int slices;  // 1 to kMostSlices

@@ -227,7 +227,7 @@ void prepare(int device, Pass pass, DType dtype, const Problem& problem) {
 
 namespace {
 
-// Blocks for every slice of the keys of every head, and where there are several slices, a block for every row of out.
+// Blocks for every slice of the keys of every head; and where there are several slices, what puts them together.
 void launch_few(const Loaded& loaded, CuStream stream, const Problem& call, int slices) {
   const Driver& driver = Driver::get();
   Problem problem = call;
@@ -240,7 +240,8 @@ void launch_few(const Loaded& loaded, CuStream stream, const Problem& call, int 
   driver.launch(loaded.main, grid(blocks), loaded.facts.threads, loaded.facts.shared_bytes, stream, arguments);
   if (problem.kv_slices == 1) return;
   const int64_t results = int64_t{problem.batch} * problem.q_heads * problem.q_length;
-  driver.launch(loaded.combine, grid(results), 32 * loaded.facts.combine_warps, 0, stream, arguments);
+  const int warps = loaded.facts.combine_warps, block_rows = slices <= warps ? warps : 1;
+  driver.launch(loaded.combine, grid(divide_up(results, block_rows)), 32 * warps, 0, stream, arguments);
 }
 
 }  // namespace
@@ -284,7 +285,8 @@ FewPlan plan_few(const Problem& p) {
   const int64_t group = documents ? 1 : p.q_heads / p.kv_heads, sets = int64_t{p.batch} * (p.q_heads / group);
   const int64_t rows = p.q_length * group;  // that may share a block
   auto blocks = [&](int64_t size) { return divide_up(rows, size) * sets; };
-  // More rows than a block has go to the kernels for many, as soon as these have blocks for two multiprocessors of five.
+  // More rows than a block has go to the kernels for many, as soon as these have blocks for two multiprocessors of
+  // five.
   const int64_t many = blocks_of(p, p.q_length, 128) * p.q_heads * p.batch;
   if (rows > 64 && 5 * many > 2 * kMultiprocessors) return {0, 1};
   const bool small = p.kv_length <= 1024;

@@ -69,15 +69,15 @@ inline constexpr TileRule all[] = {
     {"sm80", 1, forward_few, 128, 86, {64, 64, 8, 1, 1}},
     {"sm80", 1, forward_few, 256, 166, {64, 32, 8, 1, 1}},
     {"sm80", 1, forward_few, 256, 99, {64, 32, 4, 1, 1}},
-    {"sm80", 1, backward, 64, 130, {128, 128, 8, 2, 1}},        // 264; first: 264, 64x64 with 4 warps 245
-    {"sm80", 1, backward, 64, 82, {64, 128, 8, 2, 1}},          // first: 242
-    {"sm80", 1, backward, 128, 146, {64, 128, 8, 2, 1}},        // 286, with one stage 277; first: 270 and 279
-    {"sm80", 1, backward, 128, 73, {64, 64, 4, 1, 1}},          // first: 256
-    {"sm80", 1, backward, 256, 145, {64, 64, 8, 1, 1}},         // 220; first: 207, two stages 205, 32x64 187
-    {"sm80", 1, backward, 256, 70, {32, 32, 4, 1, 1}},          // first: 176
-    {"sm80", 1, backward_dq, 64, 64, {128, 64, 4, 1, 2}},       // 389; 128x32 330, 128x128 with 8 warps 320
-    {"sm80", 1, backward_dq, 128, 80, {128, 32, 4, 1, 2}},      // 400; 64x64 344, 128x64 with 8 warps 320
-    {"sm80", 1, backward_dq, 256, 96, {64, 32, 4, 1, 1}},       // 308; 64x64 307, 128x32 with 8 warps 287
+    {"sm80", 1, backward, 64, 130, {128, 128, 8, 2, 1}},    // 264; first: 264, 64x64 with 4 warps 245
+    {"sm80", 1, backward, 64, 82, {64, 128, 8, 2, 1}},      // first: 242
+    {"sm80", 1, backward, 128, 146, {64, 128, 8, 2, 1}},    // 286, with one stage 277; first: 270 and 279
+    {"sm80", 1, backward, 128, 73, {64, 64, 4, 1, 1}},      // first: 256
+    {"sm80", 1, backward, 256, 145, {64, 64, 8, 1, 1}},     // 220; first: 207, two stages 205, 32x64 187
+    {"sm80", 1, backward, 256, 70, {32, 32, 4, 1, 1}},      // first: 176
+    {"sm80", 1, backward_dq, 64, 64, {128, 64, 4, 1, 2}},   // 389; 128x32 330, 128x128 with 8 warps 320
+    {"sm80", 1, backward_dq, 128, 80, {128, 32, 4, 1, 2}},  // 400; 64x64 344, 128x64 with 8 warps 320
+    {"sm80", 1, backward_dq, 256, 96, {64, 32, 4, 1, 1}},   // 308; 64x64 307, 128x32 with 8 warps 287
     {"sm80", 2, backward_dq, 64, 96, {64, 64, 4, 1, 1}},
     {"sm80", 2, forward, 64, 48, {64, 64, 4, 1, 2}},
     {"sm80", 2, forward, 128, 96, {128, 32, 8, 1, 1}},
@@ -104,13 +104,13 @@ inline constexpr TileRule all[] = {
     {"sm70", 2, backward_dq, 128, 96, {32, 16, 2, 1, 1}},
     // Volta, 96 KB: 32 rows a warp where two blocks of four warps find registers for them, which halves what is read of
     // K and V, else eight warps of 16. Beside them the registers that NVRTC 12.9 takes.
-    {"sm70", 1, forward, 64, 32, {128, 64, 4, 1, 2}, true},    // two blocks, 233; with an option more it spills
-    {"sm70", 1, forward, 64, 32, {128, 64, 8, 1, 1}},          // 170
-    {"sm70", 1, forward, 128, 48, {128, 32, 4, 1, 2}, true},   // two blocks, 254; of 64 keys it spills
-    {"sm70", 1, forward, 128, 64, {128, 64, 8, 1, 1}},         // 222
-    {"sm70", 1, forward, 192, 96, {128, 64, 8, 1, 1}},         // 225
-    {"sm70", 1, forward, 256, 96, {128, 32, 8, 1, 1}, true},   // 227
-    {"sm70", 1, forward, 256, 80, {128, 16, 8, 1, 1}},         // 248
+    {"sm70", 1, forward, 64, 32, {128, 64, 4, 1, 2}, true},   // two blocks, 233; with an option more it spills
+    {"sm70", 1, forward, 64, 32, {128, 64, 8, 1, 1}},         // 170
+    {"sm70", 1, forward, 128, 48, {128, 32, 4, 1, 2}, true},  // two blocks, 254; of 64 keys it spills
+    {"sm70", 1, forward, 128, 64, {128, 64, 8, 1, 1}},        // 222
+    {"sm70", 1, forward, 192, 96, {128, 64, 8, 1, 1}},        // 225
+    {"sm70", 1, forward, 256, 96, {128, 32, 8, 1, 1}, true},  // 227
+    {"sm70", 1, forward, 256, 80, {128, 16, 8, 1, 1}},        // 248
     {"sm70", 1, forward_few, 64, 35, {16, 32, 4, 1, 1}},
     {"sm70", 1, forward_few, 128, 39, {16, 16, 4, 1, 1}},
     {"sm70", 1, forward_few, 64, 46, {64, 32, 8, 1, 1}},
@@ -139,16 +139,16 @@ inline constexpr TileRule all[] = {
     {"sm75", 1, forward_few, 128, 39, {16, 16, 4, 1, 1}},
     {"sm75", 1, forward_few, 64, 46, {64, 32, 8, 1, 1}},
     {"sm75", 1, forward_few, 128, 51, {64, 32, 4, 1, 1}},
-    {"sm75", 1, backward, 64, 25, {32, 64, 4, 1, 2}},        // two blocks, 198; of 64 rows it spills
-    {"sm75", 1, backward, 96, 59, {16, 128, 8, 1, 1}},       // 218
-    {"sm75", 1, backward, 128, 59, {32, 64, 8, 1, 1}},       // 203; 4 warps spill
-    {"sm75", 1, backward, 192, 54, {32, 32, 4, 1, 1}},       // 252
-    {"sm75", 1, backward, 256, 52, {16, 32, 4, 1, 1}},       // 229
-    {"sm75", 1, backward_dq, 64, 32, {64, 64, 4, 1, 2}},     // two blocks, 179
-    {"sm75", 1, backward_dq, 128, 64, {64, 64, 4, 1, 1}},    // 229; on an H200, a block a time, 235 TFLOP/s, 96x32 200
-    {"sm75", 1, backward_dq, 160, 63, {64, 32, 4, 1, 1}},    // 229
-    {"sm75", 1, backward_dq, 192, 60, {64, 16, 4, 1, 1}},    // 251
-    {"sm75", 1, backward_dq, 256, 64, {48, 16, 3, 1, 1}},    // 247
+    {"sm75", 1, backward, 64, 25, {32, 64, 4, 1, 2}},      // two blocks, 198; of 64 rows it spills
+    {"sm75", 1, backward, 96, 59, {16, 128, 8, 1, 1}},     // 218
+    {"sm75", 1, backward, 128, 59, {32, 64, 8, 1, 1}},     // 203; 4 warps spill
+    {"sm75", 1, backward, 192, 54, {32, 32, 4, 1, 1}},     // 252
+    {"sm75", 1, backward, 256, 52, {16, 32, 4, 1, 1}},     // 229
+    {"sm75", 1, backward_dq, 64, 32, {64, 64, 4, 1, 2}},   // two blocks, 179
+    {"sm75", 1, backward_dq, 128, 64, {64, 64, 4, 1, 1}},  // 229; on an H200, a block a time, 235 TFLOP/s, 96x32 200
+    {"sm75", 1, backward_dq, 160, 63, {64, 32, 4, 1, 1}},  // 229
+    {"sm75", 1, backward_dq, 192, 60, {64, 16, 4, 1, 1}},  // 251
+    {"sm75", 1, backward_dq, 256, 64, {48, 16, 3, 1, 1}},  // 247
 };
 
 }  // namespace rules
