@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -13,6 +14,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -26,6 +28,8 @@
 
 #include "cpu/cpu.h"
 #include "cuda/cuda.h"
+#include "cuda/jit.h"
+#include "cuda/tuned.h"
 #include "options.h"
 #include "problem.h"
 
@@ -216,7 +220,10 @@ Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::Rem
     results = 3;
   }
   auto strides_of = [&](const std::string& name) {
-    return name == "bias" ? &p.bias_strides : name == "mask" ? &p.mask_strides : nullptr;
+    return name == "bias"    ? &p.bias_strides
+           : name == "dbias" ? &p.dbias_strides
+           : name == "mask"  ? &p.mask_strides
+                             : nullptr;
   };
 #define JAX_FLASH_CONSTANT(type_, name)
 #define JAX_FLASH_FEATURE(type_, name, absent)
@@ -226,12 +233,10 @@ Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::Rem
     if (std::string(#name) == "bias" && !options.wide_bias) element = type;                                          \
     p.name = static_cast<const type_*>(operand(argument(args, next++), p, dims, element, #name, strides_of(#name))); \
   }
-#define JAX_FLASH_TRAINABLE(type_, name, dims)                                                                   \
-  JAX_FLASH_OPERAND(type_, name, dims)                                                                           \
-  if (options.has_d##name) {                                                                                     \
-    Strides unused;                                                                                              \
-    p.d##name =                                                                                                  \
-        operand(result(rets, results++), p, dims, wide(type), "d" #name, strides_of(#name) ? &unused : nullptr); \
+#define JAX_FLASH_TRAINABLE(type_, name, dims)                                                           \
+  JAX_FLASH_OPERAND(type_, name, dims)                                                                   \
+  if (options.has_d##name) {                                                                             \
+    p.d##name = operand(result(rets, results++), p, dims, wide(type), "d" #name, strides_of("d" #name)); \
   }
   JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_CONSTANT, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND, JAX_FLASH_TRAINABLE)
 #undef JAX_FLASH_TRAINABLE
@@ -263,15 +268,22 @@ ffi::Error guarded(Body&& body) {
   }
 }
 
-// Runs items on XLA's pool. The handler itself occupies a pool thread, so it must never wait for a helper to be
-// scheduled: the caller works too, and waits only for items that some running thread has taken. Two threads and six
-// concurrent calls deadlock any scheme that waits for its helpers.
-void run_on_pool(ffi::ThreadPool& pool, int64_t items, const std::function<void(int64_t)>& body) {
+// Runs items on at most `threads` threads of XLA's pool. The handler itself occupies a pool thread, so it must never
+// wait for a helper to be scheduled: the caller works too, and waits only for items that some running thread has taken.
+// Two threads and six concurrent calls deadlock any scheme that waits for its helpers.
+//
+// Whoever waits looks for the end for a while before it sleeps, which takes longer than most waits.
+void run_on_pool(ffi::ThreadPool& pool, int64_t items, int64_t threads, const std::function<void(int64_t)>& body) {
+  int64_t helpers = std::min<int64_t>({pool.num_threads(), items, threads}) - 1;
+  if (helpers <= 0) {
+    for (int64_t item = 0; item < items; ++item) body(item);
+    return;
+  }
   struct Job {
     std::function<void(int64_t)> body;
     int64_t items;
     std::atomic<int64_t> next{0};
-    int64_t done = 0;
+    std::atomic<int64_t> done{0};
     std::exception_ptr error;
     std::mutex mutex;
     std::condition_variable finished;
@@ -288,17 +300,20 @@ void run_on_pool(ffi::ThreadPool& pool, int64_t items, const std::function<void(
       }
       if (mine == 0) return;
       std::lock_guard<std::mutex> lock(mutex);
-      done += mine;
       if (failure) error = failure;
-      if (done == items) finished.notify_all();
+      if ((done += mine) == items) finished.notify_all();
     }
   };
   auto job = std::make_shared<Job>();
   job->body = body;
   job->items = items;
-  int64_t helpers = std::min<int64_t>(pool.num_threads(), items) - 1;
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule([job] { job->work(); });
   job->work();
+  constexpr std::chrono::microseconds kLook{50};
+  for (auto begin = std::chrono::steady_clock::now();
+       job->done != items && std::chrono::steady_clock::now() - begin < kLook;) {
+    std::this_thread::yield();
+  }
   std::unique_lock<std::mutex> lock(job->mutex);
   job->finished.wait(lock, [&] { return job->done == job->items; });
   if (job->error) std::rethrow_exception(job->error);
@@ -313,8 +328,8 @@ template <Pass pass>
 ffi::Error run_cpu(ffi::ThreadPool pool, Options options, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   return guarded([&] {
     Call call = decode(pass, options, args, rets, cpu_scratch<pass>);
-    cpu::ParallelFor parallel_for = [&](int64_t items, const std::function<void(int64_t)>& body) {
-      run_on_pool(pool, items, body);
+    cpu::ParallelFor parallel_for = [&](int64_t items, int64_t threads, const std::function<void(int64_t)>& body) {
+      run_on_pool(pool, items, threads, body);
     };
     if constexpr (pass == Pass::forward) {
       cpu::forward(call.dtype, call.problem, parallel_for);
@@ -376,8 +391,10 @@ Pass named_pass(const std::string& name) {
   if (name == "forward") return Pass::forward;
   if (name == "backward") return Pass::backward;
   if (name == "backward_dq") return Pass::backward_dq;
+  if (name == "backward_bias") return Pass::backward_bias;
   if (name == "forward_few") return Pass::forward_few;
-  throw std::invalid_argument("pass_ must be forward, backward, backward_dq or forward_few, got " + name);
+  throw std::invalid_argument("pass_ must be forward, backward, backward_dq, backward_bias or forward_few, got " +
+                              name);
 }
 
 // The record from the attributes of a call; what is not named is absent.
@@ -406,6 +423,34 @@ Options named_options(const nb::dict& attributes) {
   return options;
 }
 
+nb::dict row_of(const cuda::Kernel& k) {
+  nb::dict row;
+  row["name"] = k.name;
+  row["path"] = k.path;
+  row["pass"] = k.pass;
+  row["head_dim"] = k.head_dim;
+  row["value_head_dim"] = k.value_head_dim;
+  row["block_q"] = k.block_q;
+  row["block_kv"] = k.block_kv;
+  row["registers"] = k.registers;
+  row["shared_bytes"] = k.shared_bytes;
+  row["threads"] = k.threads;
+  row["spill_bytes"] = k.spill_bytes;
+  row["local_bytes"] = k.local_bytes;
+  row["cubin_bytes"] = k.cubin_bytes;
+  row["complaints"] = k.complaints;
+  return row;
+}
+
+// A tile row by the names of its fields, all of which are there.
+cuda::TileRow named_tile_row(const nb::dict& named) {
+  cuda::TileRow row{};
+#define JAX_FLASH_FIELD(field) row.field = nb::cast<int>(named[#field]);
+  JAX_FLASH_TILE_FIELDS(JAX_FLASH_FIELD)
+#undef JAX_FLASH_FIELD
+  return row;
+}
+
 // What plans and scratch are a function of, but for head dims.
 Problem shape_of(const Options& options, int batch, int q_length, int kv_length, int q_heads, int kv_heads) {
   Problem p{};
@@ -425,7 +470,7 @@ nb::capsule capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_c
 
 NB_MODULE(_core, m) {
   using namespace jax_flash;
-  const std::vector<std::string> kPasses{"forward", "backward", "backward_dq", "forward_few"};
+  const std::vector<std::string> kPasses{"forward", "backward", "backward_dq", "backward_bias", "forward_few"};
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
 
   nb::list operands;
@@ -493,6 +538,13 @@ NB_MODULE(_core, m) {
 
   m.def("largest_head_dim", &cuda::largest_head_dim, nb::kw_only(), nb::arg("arch"), nb::arg("highest_precision"));
 
+  m.def("separate_dq", &cuda::separate_dq, nb::kw_only(), nb::arg("arch"), nb::arg("largest_head_dim"));
+
+  m.def("cuda_launches", [] {
+    const cuda::Launches launches = cuda::launches();
+    return nb::make_tuple(launches.all, launches.captured);
+  });
+
   m.def("cuda_status", [] {
     cuda::Status s = cuda::status();
     nb::list devices;
@@ -530,24 +582,7 @@ NB_MODULE(_core, m) {
           kernels = cuda::build(arch, types, head_dims, records, out_dir, family, wanted);
         }
         nb::list rows;
-        for (const cuda::Kernel& k : kernels) {
-          nb::dict row;
-          row["name"] = k.name;
-          row["path"] = k.path;
-          row["pass"] = k.pass;
-          row["head_dim"] = k.head_dim;
-          row["value_head_dim"] = k.value_head_dim;
-          row["block_q"] = k.block_q;
-          row["block_kv"] = k.block_kv;
-          row["registers"] = k.registers;
-          row["shared_bytes"] = k.shared_bytes;
-          row["threads"] = k.threads;
-          row["spill_bytes"] = k.spill_bytes;
-          row["local_bytes"] = k.local_bytes;
-          row["cubin_bytes"] = k.cubin_bytes;
-          row["complaints"] = k.complaints;
-          rows.append(row);
-        }
+        for (const cuda::Kernel& k : kernels) rows.append(row_of(k));
         return rows;
       },
       nb::kw_only(), nb::arg("arch"), nb::arg("out_dir"), nb::arg("dtypes"), nb::arg("head_dims"), nb::arg("options"),
@@ -556,11 +591,61 @@ NB_MODULE(_core, m) {
   m.def(
       "fetch_kernel",
       [](int arch, const std::string& pass, const std::string& dtype, int head_dim, int value_head_dim,
-         const nb::dict& attributes) {
+         const nb::dict& attributes, const std::string& gpu) {
         Options options = named_options(attributes);
         nb::gil_scoped_release release;
-        return cuda::fetch(arch, named_pass(pass), named_dtype(dtype), head_dim, value_head_dim, options);
+        return cuda::fetch(arch, named_pass(pass), named_dtype(dtype), head_dim, value_head_dim, options, gpu);
       },
       nb::kw_only(), nb::arg("arch"), nb::arg("pass_"), nb::arg("dtype"), nb::arg("head_dim"),
-      nb::arg("value_head_dim"), nb::arg("options"));
+      nb::arg("value_head_dim"), nb::arg("options"), nb::arg("gpu") = "");
+
+  m.def("cache_path", &cuda::cache_path);
+  m.def("sources_key", &cuda::sources_key);
+  nb::list fields;
+#define JAX_FLASH_FIELD(field) fields.append(#field);
+  JAX_FLASH_TILE_FIELDS(JAX_FLASH_FIELD)
+#undef JAX_FLASH_FIELD
+  m.attr("TILE_FIELDS") = nb::tuple(fields);
+
+  m.def("tune", [](const std::vector<nb::dict>& rows) {
+    std::vector<cuda::TunedRow> tuned;
+    for (const nb::dict& row : rows) {
+      tuned.push_back({nb::cast<std::string>(row["gpu"]), nb::cast<std::string>(row["family"]),
+                       named_pass(nb::cast<std::string>(row["pass"])), nb::cast<int>(row["head_dim"]),
+                       named_tile_row(row)});
+    }
+    cuda::tune(std::move(tuned));
+  });
+
+  m.def(
+      "tile_row",
+      [](int arch, const std::string& pass, int head_dim, const std::string& gpu) {
+        const cuda::Choice choice = cuda::choose(arch, named_pass(pass), head_dim, gpu);
+        nb::dict row, found;
+#define JAX_FLASH_FIELD(field) row[#field] = choice.row.field;
+        JAX_FLASH_TILE_FIELDS(JAX_FLASH_FIELD)
+#undef JAX_FLASH_FIELD
+        found["family"] = choice.family;
+        found["row"] = row;
+        found["tuned"] = choice.tuned;
+        found["most_shared_bytes"] = choice.most_shared_bytes;
+        return found;
+      },
+      nb::kw_only(), nb::arg("arch"), nb::arg("pass_"), nb::arg("head_dim"), nb::arg("gpu") = "");
+
+  m.def(
+      "build_row",
+      [](int arch, const std::string& pass, const std::string& dtype, int head_dim, const nb::dict& attributes,
+         const nb::dict& row, const std::string& out_dir) {
+        const Options options = named_options(attributes);
+        const cuda::TileRow tile = named_tile_row(row);
+        cuda::Kernel kernel;
+        {
+          nb::gil_scoped_release release;
+          kernel = cuda::build_row(arch, named_pass(pass), named_dtype(dtype), head_dim, options, tile, out_dir);
+        }
+        return row_of(kernel);
+      },
+      nb::kw_only(), nb::arg("arch"), nb::arg("pass_"), nb::arg("dtype"), nb::arg("head_dim"), nb::arg("options"),
+      nb::arg("row"), nb::arg("out_dir"));
 }

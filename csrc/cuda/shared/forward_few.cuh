@@ -344,6 +344,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     }
     tile = next;
   }
+  copies_wait<0>();  // none is on its way, nor counted as one
 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
