@@ -274,7 +274,7 @@ void prepare(int device, Pass pass, DType dtype, const Problem& problem) {
 
 namespace {
 
-// Blocks for every slice of the keys of every head, and where there are several slices, a block for every row of out.
+// Blocks for every slice of the keys of every head; and where there are several slices, what puts them together.
 void launch_few(const Loaded& loaded, CuStream stream, const Problem& call, int slices) {
   const Driver& driver = Driver::get();
   Problem problem = call;
@@ -287,7 +287,8 @@ void launch_few(const Loaded& loaded, CuStream stream, const Problem& call, int 
   driver.launch(loaded.main, grid(blocks), loaded.facts.threads, loaded.facts.shared_bytes, stream, arguments);
   if (problem.kv_slices == 1) return;
   const int64_t results = int64_t{problem.batch} * problem.q_heads * problem.q_length;
-  driver.launch(loaded.combine, grid(results), 32 * loaded.facts.combine_warps, 0, stream, arguments);
+  const int warps = loaded.facts.combine_warps, block_rows = slices <= warps ? warps : 1;
+  driver.launch(loaded.combine, grid(divide_up(results, block_rows)), 32 * warps, 0, stream, arguments);
 }
 
 }  // namespace
