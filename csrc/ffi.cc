@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -13,6 +14,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -218,7 +220,10 @@ Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::Rem
     results = 3;
   }
   auto strides_of = [&](const std::string& name) {
-    return name == "bias" ? &p.bias_strides : name == "mask" ? &p.mask_strides : nullptr;
+    return name == "bias"    ? &p.bias_strides
+           : name == "dbias" ? &p.dbias_strides
+           : name == "mask"  ? &p.mask_strides
+                             : nullptr;
   };
 #define JAX_FLASH_CONSTANT(type_, name)
 #define JAX_FLASH_FEATURE(type_, name, absent)
@@ -228,12 +233,10 @@ Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::Rem
     if (std::string(#name) == "bias" && !options.wide_bias) element = type;                                          \
     p.name = static_cast<const type_*>(operand(argument(args, next++), p, dims, element, #name, strides_of(#name))); \
   }
-#define JAX_FLASH_TRAINABLE(type_, name, dims)                                                                   \
-  JAX_FLASH_OPERAND(type_, name, dims)                                                                           \
-  if (options.has_d##name) {                                                                                     \
-    Strides unused;                                                                                              \
-    p.d##name =                                                                                                  \
-        operand(result(rets, results++), p, dims, wide(type), "d" #name, strides_of(#name) ? &unused : nullptr); \
+#define JAX_FLASH_TRAINABLE(type_, name, dims)                                                           \
+  JAX_FLASH_OPERAND(type_, name, dims)                                                                   \
+  if (options.has_d##name) {                                                                             \
+    p.d##name = operand(result(rets, results++), p, dims, wide(type), "d" #name, strides_of("d" #name)); \
   }
   JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_CONSTANT, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND, JAX_FLASH_TRAINABLE)
 #undef JAX_FLASH_TRAINABLE
@@ -265,15 +268,22 @@ ffi::Error guarded(Body&& body) {
   }
 }
 
-// Runs items on XLA's pool. The handler itself occupies a pool thread, so it must never wait for a helper to be
-// scheduled: the caller works too, and waits only for items that some running thread has taken. Two threads and six
-// concurrent calls deadlock any scheme that waits for its helpers.
-void run_on_pool(ffi::ThreadPool& pool, int64_t items, const std::function<void(int64_t)>& body) {
+// Runs items on at most `threads` threads of XLA's pool. The handler itself occupies a pool thread, so it must never
+// wait for a helper to be scheduled: the caller works too, and waits only for items that some running thread has taken.
+// Two threads and six concurrent calls deadlock any scheme that waits for its helpers.
+//
+// Whoever waits looks for the end for a while before it sleeps, which takes longer than most waits.
+void run_on_pool(ffi::ThreadPool& pool, int64_t items, int64_t threads, const std::function<void(int64_t)>& body) {
+  int64_t helpers = std::min<int64_t>({pool.num_threads(), items, threads}) - 1;
+  if (helpers <= 0) {
+    for (int64_t item = 0; item < items; ++item) body(item);
+    return;
+  }
   struct Job {
     std::function<void(int64_t)> body;
     int64_t items;
     std::atomic<int64_t> next{0};
-    int64_t done = 0;
+    std::atomic<int64_t> done{0};
     std::exception_ptr error;
     std::mutex mutex;
     std::condition_variable finished;
@@ -290,17 +300,20 @@ void run_on_pool(ffi::ThreadPool& pool, int64_t items, const std::function<void(
       }
       if (mine == 0) return;
       std::lock_guard<std::mutex> lock(mutex);
-      done += mine;
       if (failure) error = failure;
-      if (done == items) finished.notify_all();
+      if ((done += mine) == items) finished.notify_all();
     }
   };
   auto job = std::make_shared<Job>();
   job->body = body;
   job->items = items;
-  int64_t helpers = std::min<int64_t>(pool.num_threads(), items) - 1;
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule([job] { job->work(); });
   job->work();
+  constexpr std::chrono::microseconds kLook{50};
+  for (auto begin = std::chrono::steady_clock::now();
+       job->done != items && std::chrono::steady_clock::now() - begin < kLook;) {
+    std::this_thread::yield();
+  }
   std::unique_lock<std::mutex> lock(job->mutex);
   job->finished.wait(lock, [&] { return job->done == job->items; });
   if (job->error) std::rethrow_exception(job->error);
@@ -315,8 +328,8 @@ template <Pass pass>
 ffi::Error run_cpu(ffi::ThreadPool pool, Options options, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   return guarded([&] {
     Call call = decode(pass, options, args, rets, cpu_scratch<pass>);
-    cpu::ParallelFor parallel_for = [&](int64_t items, const std::function<void(int64_t)>& body) {
-      run_on_pool(pool, items, body);
+    cpu::ParallelFor parallel_for = [&](int64_t items, int64_t threads, const std::function<void(int64_t)>& body) {
+      run_on_pool(pool, items, threads, body);
     };
     if constexpr (pass == Pass::forward) {
       cpu::forward(call.dtype, call.problem, parallel_for);
@@ -378,8 +391,10 @@ Pass named_pass(const std::string& name) {
   if (name == "forward") return Pass::forward;
   if (name == "backward") return Pass::backward;
   if (name == "backward_dq") return Pass::backward_dq;
+  if (name == "backward_bias") return Pass::backward_bias;
   if (name == "forward_few") return Pass::forward_few;
-  throw std::invalid_argument("pass_ must be forward, backward, backward_dq or forward_few, got " + name);
+  throw std::invalid_argument("pass_ must be forward, backward, backward_dq, backward_bias or forward_few, got " +
+                              name);
 }
 
 // The record from the attributes of a call; what is not named is absent.
@@ -455,7 +470,7 @@ nb::capsule capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_c
 
 NB_MODULE(_core, m) {
   using namespace jax_flash;
-  const std::vector<std::string> kPasses{"forward", "backward", "backward_dq", "forward_few"};
+  const std::vector<std::string> kPasses{"forward", "backward", "backward_dq", "backward_bias", "forward_few"};
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
 
   nb::list operands;

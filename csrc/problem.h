@@ -7,8 +7,8 @@
 namespace jax_flash {
 
 enum class DType { f16, bf16, f32, f64 };
-// What kernels are for: backward_dq is a part of backward, forward_few is forward for few queries.
-enum class Pass { forward, backward, backward_dq, forward_few };
+// What kernels are for: backward_dq and backward_bias are parts of backward, forward_few is forward for few queries.
+enum class Pass { forward, backward, backward_dq, backward_bias, forward_few };
 
 // Into so many slices the keys of a head are split at most.
 constexpr int kMostSlices = 64;
@@ -56,7 +56,8 @@ struct Problem {
   Tensor dv;      // [B, S, K, V], backward only
   void* scratch;  // see the kernel that uses it; null when it asks for none
 
-  Strides bias_strides;  // of bias and of dbias
+  Strides bias_strides;
+  Strides dbias_strides;  // dbias may have batch and heads where bias has them broadcast: the caller sums over them
   Strides mask_strides;
 
   // The operands, and the gradients of the trainable ones: float, or double for float64 inputs, to be zeroed first.

@@ -5,6 +5,7 @@ Two places ask: the lowering of the primitives, which knows the platform, and `e
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -87,6 +88,22 @@ def has_old_gpu() -> bool:
     return bool(_cuda_devices()) and any(
         device["family"] in FLOAT16_FAMILIES for device in _registration.cuda_status()["devices"]
     )
+
+
+_DETERMINISTIC_FLAGS = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
+
+
+def deterministic_by_default() -> bool:
+    """Whether gradients are summed in one order unless a call says otherwise.
+
+    Where XLA is told by XLA_FLAGS to be deterministic on GPUs, and on GPUs where it costs nothing.
+    """
+    told: dict[str, bool] = {}  # by the last word
+    for word in os.environ.get("XLA_FLAGS", "").split():
+        name, _, value = word.partition("=")
+        if name in _DETERMINISTIC_FLAGS:
+            told[name] = value.lower() in ("", "true", "1")
+    return any(told.values()) or has_old_gpu()
 
 
 @functools.cache

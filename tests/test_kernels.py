@@ -256,23 +256,56 @@ def test_gates_of_old_gpus(arch: int, nvrtc: str, tmp_path: pathlib.Path) -> Non
 @pytest.mark.parametrize(("arch", "dtype"), [(70, "float16"), (75, "float16"), (80, "bfloat16"), (86, "float16")])
 def test_gates_of_few_queries(arch: int, dtype: str, tmp_path: pathlib.Path) -> None:
     """Nothing is spilled, whatever the option, and each number of rows has its kernel."""
-    heavy = {name: ON[name] for name in ("bias", "dropout", "segments")}
-    causal = {"causal": {"causal": True, "has_unscales": arch < 80}}
-    for head_dim, options in {64: causal, 128: causal | (ON if arch == 80 else heavy), 256: causal | heavy}.items():
-        if head_dim == 256 and arch < 80:
-            continue  # by the forward for many queries
+    causal = {"causal": True, "has_unscales": arch < 80}
+    heavy = [causal, ON["bias"], ON["dropout"], ON["segments"]]
+    tried: dict[int, dict[int, list[Any]]] = {
+        80: {64: [causal], 128: [causal, *ON.values()], 256: heavy},
+        86: {256: [causal, ON["bias"]]},  # below as on 80
+        75: {64: heavy, 128: heavy},  # beyond by the forward for many queries
+        70: {64: heavy, 128: heavy},
+    }
+    for head_dim, options in tried[arch].items():
         rows = compiled(
             arch,
             tmp_path,
             dtypes=[dtype],
             head_dims=[head_dim],
-            options=list(options.values()),
+            options=options,
             passes=["forward_few"],
         )
         assert {(kernel["pass"], kernel["block_q"]) for kernel in rows} == {("forward_few", 16), ("forward_few", 64)}
         assert len(rows) == 2 * len(options)
         for kernel in rows:
             assert kernel["spill_bytes"] == kernel["local_bytes"] == 0, kernel["name"]
+
+
+SHARED_BIAS_GATE = {(80, 128): 16, (80, 256): 24}
+"""Bytes of spill stores plus loads of the pass for a bias that is shared, by compute capability and head_dim, for
+float32 in two parts. All others spill nothing."""
+
+
+@pytest.mark.parametrize(("arch", "dtype"), [(70, "float16"), (75, "float16"), (80, "bfloat16"), (86, "float16")])
+def test_gates_of_shared_bias(arch: int, dtype: str, tmp_path: pathlib.Path) -> None:
+    bias = {"deterministic": True, **ON["bias"]}
+    heavy = {name: ON[name] for name in ("window", "softcap", "dropout", "mask", "segments", "alibi_slopes")}
+    variants = {
+        64: [bias | on for on in ({}, *heavy.values())],
+        128: [bias | on for on in ({}, *heavy.values())],
+        256: [bias | on for on in ({}, heavy["window"], heavy["dropout"])],
+    }
+    for head_dim, options in variants.items():
+        two_parts = [bias | {"has_unscales": True, "highest_precision": True}] * (arch != 86)
+        if head_dim == 256 and arch < 80:
+            two_parts = []
+        on = {"dtypes": [dtype], "head_dims": [head_dim], "passes": ["backward_bias"]}
+        rows = compiled(arch, tmp_path, options=options, **on)
+        rows += compiled(arch, tmp_path, options=two_parts, **(on | {"dtypes": ["float16"]}))
+        assert len(rows) == len(options) + len(two_parts)
+        for kernel in rows:
+            assert kernel["pass"] == "backward_bias"
+            gate = SHARED_BIAS_GATE.get((arch, head_dim), 0) if "highest_precision" in kernel["name"] else 0
+            assert kernel["spill_bytes"] <= gate, kernel["name"]
+            assert kernel["local_bytes"] <= gate, kernel["name"]
 
 
 def test_what_kernels_are_not_for_is_refused(tmp_path: pathlib.Path) -> None:

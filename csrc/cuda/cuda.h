@@ -76,7 +76,8 @@ bool separate_dq(int arch, int largest_head_dim);
 struct Kernel {
   std::string name;  // the variant's name
   std::string path;  // of the cubin
-  std::string pass;  // "forward", "forward_few", "backward" or "backward_dq"; the kernel is jax_flash_<pass>
+  std::string pass;  // "forward", "forward_few", "backward", "backward_dq" or "backward_bias"; the kernel is
+                     // jax_flash_<pass>
   int head_dim;
   int value_head_dim;
   int block_q;       // rows of query in a step of the main loop

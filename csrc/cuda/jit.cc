@@ -32,7 +32,8 @@ const char* pass_name(Pass pass) {
     case Pass::forward: return "forward";
     case Pass::backward: return "backward";
     case Pass::forward_few: return "forward_few";
-    default: return "backward_dq";
+    case Pass::backward_dq: return "backward_dq";
+    default: return "backward_bias";
   }
 }
 
@@ -214,6 +215,9 @@ Loaded load(const Variant& variant) {
   CuLibrary library = driver.load(cubin);
   loaded.main = driver.kernel(library, entry_point(variant.pass).c_str());
   if (loaded.facts.convert_warps) loaded.convert_dq = driver.kernel(library, "jax_flash_convert_dq");
+  if (variant.pass == Pass::backward && variant.options.has_dalibi_slopes) {
+    loaded.sum_slopes = driver.kernel(library, "jax_flash_sum_slopes");
+  }
   if (loaded.facts.combine_warps) loaded.combine = driver.kernel(library, "jax_flash_combine");
   return loaded;
 }
@@ -371,6 +375,7 @@ Loaded kernels_of(const Variant& variant, int device) {
     const Driver& driver = Driver::get();
     driver.ready(loaded.main, device, loaded.facts.shared_bytes);
     if (loaded.convert_dq) driver.ready(loaded.convert_dq, device, 0);
+    if (loaded.sum_slopes) driver.ready(loaded.sum_slopes, device, 0);
     if (loaded.combine) driver.ready(loaded.combine, device, 0);
     ready.insert({loaded.main, device});  // only now: a call that failed here is tried again
   }

@@ -37,6 +37,7 @@ struct Loaded {
   LaunchFacts facts;
   CuKernel main;
   CuKernel convert_dq;  // backward with atomic additions only
+  CuKernel sum_slopes;  // backward with a gradient of alibi_slopes only
   CuKernel combine;     // forward_few only
 };
 

@@ -21,6 +21,8 @@
 namespace jax_flash::cuda {
 namespace {
 
+constexpr Pass kPasses[] = {Pass::forward, Pass::backward, Pass::backward_dq, Pass::backward_bias};
+
 int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 // Blocks of `size` rows in a batch entry, as csrc/cuda/shared/part.cuh counts them.
@@ -120,6 +122,13 @@ int multiprocessors_of(int device) {
   return found->second;
 }
 
+// Whether elements of dbias have addends of many blocks. Those that all rows or all keys share have not: see
+// shared/backward_block.cuh.
+bool shares_bias(const Problem& p) {
+  const Strides& s = p.dbias_strides;
+  return p.options.has_dbias && s.row && s.column && ((!s.batch && p.batch > 1) || (!s.head && p.q_heads > 1));
+}
+
 const std::string& name_of(int device) {
   static std::mutex mutex;
   static std::map<int, std::string> names;
@@ -138,7 +147,7 @@ bool serves_few(const std::string& family, int arch, const Problem& p, const Few
 
 // What tells the kernels of one call from another's: the values of the option record that are compiled in.
 using Key = std::array<int64_t, 48>;
-Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
+Key key_of(int device, Pass pass, DType dtype, const Problem& problem, const FewPlan& plan) {
   Key key{};
   size_t next = 0;
   key[next++] = device;
@@ -147,7 +156,8 @@ Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
   key[next++] = problem.head_dim;
   key[next++] = problem.value_head_dim;
   key[next++] = tuned_generation();
-  key[next++] = pass == Pass::forward ? plan_few(problem).rows : 0;
+  key[next++] = plan.rows;
+  key[next++] = pass == Pass::backward && shares_bias(problem);
 #define JAX_FLASH_CONSTANT(type, name) key.at(next++) = static_cast<int64_t>(problem.options.name);
 #define JAX_FLASH_NOTHING(type, name)
 #define JAX_FLASH_FEATURE(type, name, absent) key.at(next++) = problem.options.name != absent;
@@ -166,15 +176,16 @@ Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
 
 struct Found {
   Loaded main;
-  Loaded dq;  // empty unless dQ has a pass of its own
-  bool few;   // whether main is the pass for few queries
+  Loaded dq;    // empty unless dQ has a pass of its own
+  Loaded bias;  // empty unless the gradient of bias has one
+  bool few;     // whether main is the pass for few queries
 };
 
 // The way of every call: one look-up. The first call of a kind goes through the door of jit.
-Found find(int device, Pass pass, DType dtype, const Problem& problem) {
+Found find(int device, Pass pass, DType dtype, const Problem& problem, const FewPlan& plan) {
   static std::mutex mutex;
   static std::map<Key, Found> all;
-  const Key key = key_of(device, pass, dtype, problem);
+  const Key key = key_of(device, pass, dtype, problem, plan);
   {
     std::lock_guard<std::mutex> lock(mutex);
     auto entry = all.find(key);
@@ -185,26 +196,45 @@ Found find(int device, Pass pass, DType dtype, const Problem& problem) {
   }
   const int arch = arch_of(device);
   const std::string family = served_family(arch);
+  // In one order, what blocks share is summed up by a pass of its own, and the others know nothing of it.
+  const bool own_bias = pass == Pass::backward && problem.options.deterministic && shares_bias(problem);
   auto kernels = [&](Pass of, int rows = 0) {
-    return kernels_of(variant_of(family, arch, of, dtype, problem.head_dim, problem.value_head_dim, problem.options,
-                                 rows, name_of(device)),
-                      device);
+    Options options = problem.options;
+    if (own_bias) options.has_dbias = of == Pass::backward_bias;
+    return kernels_of(
+        variant_of(family, arch, of, dtype, problem.head_dim, problem.value_head_dim, options, rows, name_of(device)),
+        device);
   };
-  const FewPlan plan = plan_few(problem);
-  const bool few = pass == Pass::forward && serves_few(family, arch, problem, plan);
-  Found found{few ? kernels(Pass::forward_few, plan.rows) : kernels(pass), {}, few};
+  const bool few = serves_few(family, arch, problem, plan);
+  Found found{few ? kernels(Pass::forward_few, plan.rows) : kernels(pass), {}, {}, few};
   const int largest = std::max(problem.head_dim, problem.value_head_dim);
   if (pass == Pass::backward && deterministic(family, problem.options, largest)) found.dq = kernels(Pass::backward_dq);
+  if (own_bias) found.bias = kernels(Pass::backward_bias);
   std::lock_guard<std::mutex> lock(mutex);
   all.emplace(key, found);
   return found;
 }
 
+int64_t extent(int64_t stride, int64_t size) { return stride ? size : 1; }
+
+// Of dbias: [batch, heads] planes of [rows, columns].
+int64_t bias_planes(const Problem& p) {
+  return extent(p.dbias_strides.batch, p.batch) * extent(p.dbias_strides.head, p.q_heads);
+}
+
+FewPlan plan_of(Pass pass, const Problem& problem) { return pass == Pass::forward ? plan_few(problem) : FewPlan{0, 1}; }
+
 int64_t bias_elements(const Problem& p) {
-  auto extent = [](int64_t stride, int64_t size) { return stride ? size : 1; };
-  const Strides& s = p.bias_strides;
-  return extent(s.batch, p.batch) * extent(s.head, p.q_heads) * extent(s.row, p.q_length) *
-         extent(s.column, p.kv_length);
+  return bias_planes(p) * extent(p.dbias_strides.row, p.q_length) * extent(p.dbias_strides.column, p.kv_length);
+}
+
+// One float accumulator for dQ, in whole tiles of 16 rows and of up to 32 columns; behind it one sum for the gradient
+// of a slope for every 16 keys (shared/backward_block.cuh).
+int64_t dq_scratch(const Problem& p) {
+  return int64_t{p.batch} * p.q_heads * blocks_of(p, p.q_length, 16) * 16 * divide_up(p.head_dim, 32) * 32;
+}
+int64_t slope_scratch(const Problem& p) {
+  return p.options.has_dalibi_slopes ? int64_t{p.batch} * p.q_heads * blocks_of(p, p.kv_length, 16) : 0;
 }
 
 // All zeros where the kernel asks for none.
@@ -238,15 +268,17 @@ unsigned grid(int64_t blocks) {
 
 }  // namespace
 
-void prepare(int device, Pass pass, DType dtype, const Problem& problem) { find(device, pass, dtype, problem); }
+void prepare(int device, Pass pass, DType dtype, const Problem& problem) {
+  find(device, pass, dtype, problem, plan_of(pass, problem));
+}
 
 namespace {
 
 // Blocks for every slice of the keys of every head, and where there are several slices, a block for every row of out.
-void launch_few(const Loaded& loaded, CuStream stream, const Problem& call) {
+void launch_few(const Loaded& loaded, CuStream stream, const Problem& call, int slices) {
   const Driver& driver = Driver::get();
   Problem problem = call;
-  problem.kv_slices = plan_few(call).slices;
+  problem.kv_slices = slices;
   const bool heads_share = !problem.options.has_cu_q_lengths;
   const int64_t rows = int64_t{problem.q_length} * (heads_share ? problem.q_heads / problem.kv_heads : 1);
   const int64_t blocks = blocks_of(problem, static_cast<int>(rows), loaded.facts.block_rows) * problem.kv_slices *
@@ -261,7 +293,8 @@ void launch_few(const Loaded& loaded, CuStream stream, const Problem& call) {
 }  // namespace
 
 void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem) {
-  const Found found = find(device, pass, dtype, problem);
+  const FewPlan plan = plan_of(pass, problem);
+  const Found found = find(device, pass, dtype, problem, plan);
   const Driver& driver = Driver::get();
   const CuStream on = static_cast<CuStream>(stream);
   ++launched;
@@ -275,21 +308,30 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& pr
     if (facts.persistent) blocks = std::min(blocks, int64_t{facts.persistent} * multiprocessors_of(device));
     driver.launch(loaded.main, grid(blocks), facts.threads, facts.shared_bytes, on, arguments);
   };
-  if (found.few) return launch_few(found.main, on, problem);
+  if (found.few) return launch_few(found.main, on, problem, plan.slices);
   if (pass == Pass::forward) return run(found.main, problem.q_length, problem.q_heads);
 
   const int warps = found.main.facts.convert_warps;
-  if (warps) driver.zero(problem.scratch, backward_scratch(dtype, problem), on);
-  if (problem.dbias) driver.zero(problem.dbias, bias_elements(problem), on);
-  if (problem.dalibi_slopes) {
-    driver.zero(problem.dalibi_slopes, int64_t{problem.batch} * problem.options.documents * problem.q_heads, on);
-  }
+  const int64_t zeros = (warps ? dq_scratch(problem) : 0) + slope_scratch(problem);
+  if (zeros) driver.zero(problem.scratch, zeros, on);
+  if (problem.dbias && !found.bias.main) driver.zero(problem.dbias, bias_elements(problem), on);
   run(found.main, problem.kv_length, problem.kv_heads);
   if (found.dq.main) run(found.dq, problem.q_length, problem.q_heads);
+  const void* const arguments[] = {&problem};
+  if (found.bias.main) {
+    const LaunchFacts& facts = found.bias.facts;
+    const int64_t tiles =
+        divide_up(problem.q_length, facts.block_rows) * divide_up(problem.kv_length, facts.block_keys);
+    driver.launch(found.bias.main, grid(bias_planes(problem) * tiles), facts.threads, facts.shared_bytes, on,
+                  arguments);
+  }
   if (warps) {
     const int64_t items = problem.batch * problem.q_heads * blocks_of(problem, problem.q_length, 16);
-    const void* const arguments[] = {&problem};
     driver.launch(found.main.convert_dq, grid(divide_up(items, warps)), 32 * warps, 0, on, arguments);
+  }
+  if (found.main.sum_slopes) {
+    const int64_t items = int64_t{problem.batch} * problem.options.documents * problem.q_heads;
+    driver.launch(found.main.sum_slopes, grid(divide_up(items, kSlopeWarps)), 32 * kSlopeWarps, 0, on, arguments);
   }
 }
 
@@ -302,13 +344,17 @@ FewPlan plan_few(const Problem& p) {
   const int64_t group = documents ? 1 : p.q_heads / p.kv_heads, sets = int64_t{p.batch} * (p.q_heads / group);
   const int64_t rows = p.q_length * group;  // that may share a block
   auto blocks = [&](int64_t size) { return divide_up(rows, size) * sets; };
-  if (rows > 64 && int64_t{5} * blocks_of(p, p.q_length, 128) * p.q_heads * p.batch > 2 * kMultiprocessors)
-    return {0, 1};
-  const int block = rows <= 16 || (p.kv_length <= 1024 && blocks(16) <= kMultiprocessors) ? 16 : 64;
-  // Slices as long as there are multiprocessors without a block, of 256 keys or more.
-  const int64_t wanted = std::min(divide_up(2 * kMultiprocessors, blocks(block)), int64_t{p.kv_length} / 256);
-  const int64_t most = p.kv_length <= 1024 ? 1 : kMostSlices;
-  return {block, static_cast<int>(std::clamp(wanted, int64_t{1}, most))};
+  // More rows than a block has go to the kernels for many, as soon as these have blocks for two multiprocessors of
+  // five.
+  const int64_t many = blocks_of(p, p.q_length, 128) * p.q_heads * p.batch;
+  if (rows > 64 && 5 * many > 2 * kMultiprocessors) return {0, 1};
+  const bool small = p.kv_length <= 1024;
+  const int block = rows <= 32 || (small && blocks(16) <= kMultiprocessors) ? 16 : 64;
+  // As many slices as there are multiprocessors for, of 256 keys or more. With twice as many a head's slices of 64 rows
+  // took 1.5 times as long (T 64, S 8192, 32 heads), by what they leave for each other in scratch. Up to 1024 keys the
+  // second launch costs what slices save.
+  const int64_t slices = small ? 1 : std::min(kMultiprocessors / blocks(block), int64_t{p.kv_length} / 256);
+  return {block, static_cast<int>(std::clamp<int64_t>(slices, 1, kMostSlices))};
 }
 
 // See Scratch in shared/forward_few.cuh.
@@ -317,10 +363,9 @@ int64_t forward_scratch(DType, const Problem& p) {
   return slices == 1 ? 0 : int64_t{slices} * p.batch * p.q_heads * p.q_length * (p.value_head_dim + 2);
 }
 
-// One float accumulator for dQ, in whole tiles of 16 rows and of up to 32 columns.
 int64_t backward_scratch(DType, const Problem& p) {
-  if (p.options.deterministic || p.options.highest_precision) return 0;
-  return int64_t{p.batch} * p.q_heads * blocks_of(p, p.q_length, 16) * 16 * divide_up(p.head_dim, 32) * 32;
+  const bool separate = p.options.deterministic || p.options.highest_precision;
+  return (separate ? 0 : dq_scratch(p)) + slope_scratch(p);
 }
 
 Status status() {
@@ -369,7 +414,7 @@ int largest_head_dim(int arch, bool highest_precision) {
   const std::string family = served_family(arch);
   for (int head_dim = 256; head_dim > 0; head_dim -= 8) {
     bool served = true;
-    for (Pass pass : {Pass::forward, Pass::backward, Pass::backward_dq}) {
+    for (Pass pass : kPasses) {
       const int parts = highest_precision ? 2 : 1;
       served = served && find_tile_row(pass_family(family, arch, parts, pass, head_dim), parts, pass, head_dim, arch);
     }
@@ -389,6 +434,7 @@ std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std:
         for (const Options& record : options) {
           const int largest = std::max(head_dim, value_head_dim), parts = record.highest_precision ? 2 : 1;
           if (pass == Pass::backward_dq && !deterministic(family, record, largest)) continue;
+          if (pass == Pass::backward_bias && !(record.deterministic && record.has_dbias)) continue;
           auto add = [&](int rows) {
             variants.push_back(variant_of(family, arch, pass, dtype, head_dim, value_head_dim, record, rows));
           };

@@ -36,7 +36,7 @@ struct TileRule {
 namespace rules {
 
 constexpr Pass forward = Pass::forward, backward = Pass::backward, backward_dq = Pass::backward_dq,
-               forward_few = Pass::forward_few;
+               backward_bias = Pass::backward_bias, forward_few = Pass::forward_few;
 
 // The first rule that fits is taken. Beside each the forward or backward rate that put it there: full, B4 S4096,
 // N * H = 2048, on an H200, in TFLOP/s, of bf16 for one part; and behind "first:" those of the first working version,
@@ -149,6 +149,21 @@ inline constexpr TileRule all[] = {
     {"sm75", 1, backward_dq, 160, 63, {64, 32, 4, 1, 1}},  // 229
     {"sm75", 1, backward_dq, 192, 60, {64, 16, 4, 1, 1}},  // 251
     {"sm75", 1, backward_dq, 256, 64, {48, 16, 3, 1, 1}},  // 247
+    // The pass for a bias that batch entries or heads share, which is Hopper's too.
+    {"sm80", 1, backward_bias, 64, 48, {128, 64, 8, 2, 1}},
+    {"sm80", 1, backward_bias, 128, 96, {128, 64, 8, 2, 1}},
+    {"sm80", 1, backward_bias, 128, 64, {64, 64, 4, 2, 1}},
+    {"sm80", 1, backward_bias, 256, 192, {128, 64, 8, 2, 1}},
+    {"sm80", 1, backward_bias, 256, 128, {64, 64, 4, 2, 1}},
+    {"sm80", 1, backward_bias, 256, 64, {64, 64, 4, 1, 1}},
+    {"sm80", 2, backward_bias, 128, 64, {64, 64, 4, 1, 1}},
+    {"sm80", 2, backward_bias, 256, 64, {32, 32, 2, 1, 1}},
+    {"sm75", 1, backward_bias, 128, 32, {64, 64, 4, 1, 2}},
+    {"sm75", 1, backward_bias, 256, 64, {64, 64, 4, 1, 1}},
+    {"sm75", 2, backward_bias, 128, 64, {64, 32, 4, 1, 1}},
+    {"sm70", 1, backward_bias, 128, 32, {64, 64, 4, 1, 2}},
+    {"sm70", 1, backward_bias, 256, 48, {64, 32, 4, 1, 2}},
+    {"sm70", 2, backward_bias, 128, 48, {64, 32, 4, 1, 2}},
 };
 
 }  // namespace rules
