@@ -206,13 +206,33 @@ def _half_precision(
 def _custom_call(
     pass_: str, platform: str, params: Params, results: Sequence[jax.ShapeDtypeStruct], *args: jax.Array
 ) -> tuple[jax.Array, ...]:
-    returned = len(results)
+    shapes = tuple(x.shape for x in results)
+    if pass_ == "backward" and platform == "cuda" and not params.gradients:
+        # Kernels that add nothing to dq want no accumulator. Said here, where arrays are made, and by an option that
+        # every GPU serves: what is exported runs on those that would rather add.
+        separate = _explain.separate_dq(max(args[0].shape[-1], args[2].shape[-1]))
+        options = dataclasses.replace(params.options, deterministic=params.options.deterministic or separate)
+        params = dataclasses.replace(params, options=options)
     attributes = _attributes(params)
-    if pass_ == "backward" and (scratch := _scratch(platform, params, attributes, *args)):
-        results = (*results, jax.ShapeDtypeStruct((scratch,), args[4].dtype))
+    if platform == "cuda" and "bias" in params.gradients and dict(params.operands)["bias"][2] == "1":
+        # Of a bias that all rows share, the kernels leave a sum for every batch entry and head.
+        batch, _, q_heads, _ = args[0].shape
+        at = len(_DIMS[pass_][1]) + params.gradients.index("bias")
+        results = list(results)
+        results[at] = jax.ShapeDtypeStruct((batch, q_heads, *shapes[at][2:]), results[at].dtype)
+    if scratch := _scratch(pass_, platform, params, attributes, *args):
+        results = (
+            *results,
+            jax.ShapeDtypeStruct((scratch,), results[1].dtype if pass_ == "forward" else args[4].dtype),
+        )
     target = _registration.FORWARD_TARGET if pass_ == "forward" else _registration.BACKWARD_TARGET
     called = jax.ffi.ffi_call(target, results)(*args, **attributes)
-    return tuple(called[:returned])
+    return tuple(_summed_to(shape, x) for shape, x in zip(shapes, called, strict=False))
+
+
+def _summed_to(shape: tuple[int, ...], x: jax.Array) -> jax.Array:
+    axes = tuple(i for i, (wanted, n) in enumerate(zip(shape, x.shape, strict=True)) if wanted != n)
+    return x.sum(axis=axes, keepdims=True) if axes else x
 
 
 def _attributes(params: Params) -> dict[str, Any]:
@@ -225,11 +245,12 @@ def _attributes(params: Params) -> dict[str, Any]:
     return attributes
 
 
-def _scratch(platform: str, params: Params, attributes: Mapping[str, Any], *args: jax.Array) -> int:
+def _scratch(pass_: str, platform: str, params: Params, attributes: Mapping[str, Any], *args: jax.Array) -> int:
     query, key, value = args[:3]
     batch, q_length, q_heads, head_dim = query.shape
-    operands = dict(zip(_names(params), args[len(_DIMS["backward"][0]) :], strict=True))
-    elements: int = _core.backward_scratch(
+    operands = dict(zip(_names(params), args[len(_DIMS[pass_][0]) :], strict=True))
+    elements: int = _core.scratch(
+        pass_=pass_,
         platform=platform,
         dtype=query.dtype.name,
         options={name: int(x) if isinstance(x, np.int32) else x for name, x in attributes.items()},

@@ -52,8 +52,10 @@ int main(int, char** arguments) {
           for (std::string suffix : {"", "_facts"}) {
             file << "#define " << entry << suffix << " " << entry << suffix << "_" << index << "\n";
           }
-          file << "#define jax_flash_convert_dq jax_flash_convert_dq_" << index << "\n"
-               << source << "#include \"run.h\"\nRECORD_KERNEL(\"" << name << "\", " << entry << ")\n";
+          for (std::string helper : {"convert_dq", "sum_slopes"}) {
+            file << "#define jax_flash_" << helper << " jax_flash_" << helper << "_" << index << "\n";
+          }
+          file << source << "#include \"run.h\"\nRECORD_KERNEL(\"" << name << "\", " << entry << ")\n";
         }
       }
     }

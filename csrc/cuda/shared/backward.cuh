@@ -105,7 +105,7 @@ struct Backward {
   const Problem& problem;
   SharedStorage& shared;
   const Part& part;
-  int batch;
+  int batch, document;
   int first_dq;  // tile of the part
   Keep keep;
   Scores modified;
@@ -292,8 +292,7 @@ struct Backward {
       }
       if constexpr (has_dbias || has_dalibi_slopes) {
         if (counts()) {
-          gradients.add(problem, part, modified, head, tile * block_q + column, first_key + key_row + lane / 4, ds[n],
-                        lane);
+          gradients.add(problem, part, modified, head, tile * block_q + column, first_key + key_row + lane / 4, ds[n]);
         }
       }
       if constexpr (with_softcap) {
@@ -331,7 +330,7 @@ struct Backward {
     if constexpr (adds_dq) add_dq(head, tile);
     if constexpr (has_dbias || has_dalibi_slopes) {
       if (counts() && (next_tile < 0 || next_head != head)) {
-        gradients.flush(problem, part, head, first_key + key_row + lane / 4, lane);
+        gradients.flush(problem, part, document, head, first_key + key_row, lane);
       }
     }
     if (next_tile >= 0 && next_head != head) enter(next_head);
@@ -438,6 +437,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       shared,
       part,
       batch,
+      place.document,
       first_dq_tile(problem, batch, place.document),
       {problem, part, band_of(problem, part)},
       {problem, part, first_head, score_scale},

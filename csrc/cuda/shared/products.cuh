@@ -37,8 +37,10 @@ struct Products : Family {
                                                        const Reader<Y>& y) {
     constexpr int steps = ceil_div(k, depth), x_part = X::columns / parts / depth, y_part = Y::columns / parts / depth;
     constexpr bool directly = parts == 1 && steps <= most_steps;
+    // Unrolled whole, the assembler reads so much ahead that it spills (sm_75, head_dim 256: 264 bytes).
+    constexpr int unrolled = parts == 1 && steps % most_steps == 0 ? most_steps : steps;
     FragmentC sum[directly ? 1 : m_tiles][n_tiles] = {}, low[parts == 1 ? 1 : m_tiles][n_tiles] = {};
-#pragma unroll
+#pragma unroll unrolled
     for (int kk = 0; kk < steps; ++kk) {
       OperandA a[m_tiles];
 #pragma unroll
