@@ -79,7 +79,10 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
                    const Options& options) {
   const int parts = options.highest_precision ? 2 : 1;
   const int largest = std::max(head_dim, value_head_dim);
-  const std::string family = pass_family(device_family, arch, parts, pass, largest, is_plain(options));
+  const bool own_dq = deterministic(device_family, options, largest);
+  // Hopper's rule for backward counts on dQ: without it ptxas finds too few registers for as many keys.
+  const bool plain = is_plain(options) && !(device_family == "sm90a" && pass == Pass::backward && own_dq);
+  const std::string family = pass_family(device_family, arch, parts, pass, largest, plain);
   if (dtype == DType::f32 || dtype == DType::f64) {
     throw std::invalid_argument("kernels are for float16 and bfloat16; float32 comes as float16 with unscales");
   }
@@ -89,9 +92,9 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
   if (options.highest_precision && !options.has_unscales) {
     throw std::invalid_argument("highest_precision is for float16 arrays in two parts, which come with unscales");
   }
-  const TileRow& tile = tile_row(family, parts, pass, largest, arch, is_plain(options));
+  const TileRow& tile = tile_row(family, parts, pass, largest, arch, plain);
   Variant variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile};
-  variant.options.deterministic = pass != Pass::forward && deterministic(device_family, options, largest);
+  variant.options.deterministic = pass != Pass::forward && own_dq;
   return variant;
 }
 
