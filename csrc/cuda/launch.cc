@@ -83,7 +83,10 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
                    const Options& options, int rows = 0, const std::string& gpu = "") {
   const int parts = options.highest_precision ? 2 : 1;
   const int largest = std::max(head_dim, value_head_dim);
-  const std::string family = pass_family(device_family, arch, parts, pass, largest, is_plain(options));
+  const bool own_dq = deterministic(device_family, options, largest);
+  // Hopper's rule for backward counts on dQ: without it ptxas finds too few registers for as many keys.
+  const bool plain = is_plain(options) && !(device_family == "sm90a" && pass == Pass::backward && own_dq);
+  const std::string family = pass_family(device_family, arch, parts, pass, largest, plain);
   if (dtype == DType::f32 || dtype == DType::f64) {
     throw std::invalid_argument("kernels are for float16 and bfloat16; float32 comes as float16 with unscales");
   }
@@ -93,14 +96,14 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
   if (options.highest_precision && !options.has_unscales) {
     throw std::invalid_argument("highest_precision is for float16 arrays in two parts, which come with unscales");
   }
-  const TileRow& tile = tile_row(family, parts, pass, largest, arch, is_plain(options), rows);
+  const TileRow& tile = tile_row(family, parts, pass, largest, arch, plain, rows);
   Variant variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile};
-  const bool tunable = is_plain(options) && !options.has_unscales && head_dim == value_head_dim;
+  const bool tunable = plain && !options.has_unscales && head_dim == value_head_dim;
   if (!gpu.empty() && tunable) {
     if (auto row = tuned_row(gpu, family, pass, head_dim)) variant.set_tuned(*row);
   }
   const bool forward = pass == Pass::forward || pass == Pass::forward_few;
-  variant.options.deterministic = !forward && deterministic(device_family, options, largest);
+  variant.options.deterministic = !forward && own_dq;
   return variant;
 }
 

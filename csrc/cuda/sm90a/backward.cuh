@@ -8,11 +8,12 @@
 // that P^T and dS^T are operands in registers of the next product; only dS passes through shared memory, for dQ, of
 // which a warpgroup computes its share of the columns over all keys of the block.
 //
-// One warp of one more warpgroup brings the rows, a ring of `stages` tiles ahead. Warpgroups wait for each other at dS
-// alone, behind their products of dV and dK: so one can be at its exponentials while the tensor cores are the other's.
+// One warp of one more warpgroup brings the rows, a ring of `stages` tiles ahead. dQ of a tile of rows, which takes dS
+// of both warpgroups, is the work of one of them, by turns, behind its own products of the tile after: so neither waits
+// for the other's dS, one is at its exponentials while the tensor cores are the other's, and dS is read once.
 //
 // Where registers have room for it a warpgroup has two tiles of keys. Then dQ is added once for twice as many keys, and
-// the exponentials of the second tile run beside the products of the first.
+// the exponentials of the second tile run beside dK of the first.
 #pragma once
 
 #include "cuda/sm90a/backward_rows.cuh"
@@ -25,8 +26,9 @@ constexpr int key_tiles = block_kv / row_of_tiles;  // of a warpgroup
 static_assert(block_kv % row_of_tiles == 0 && key_tiles <= 2, "one or two tiles of keys a warpgroup");
 static_assert(key_tiles == 1 || !(with_softcap || in_segments || has_dbias || has_dalibi_slopes),
               "more options than registers have room for");
-constexpr int dq_columns = KSlabs::columns / computing;  // of one warpgroup
-static_assert(kBoxColumns % dq_columns == 0 && dq_columns % 16 == 0, "dQ's columns of a warpgroup lie in one slab");
+static_assert(computing == 2, "two that take turns");
+// How many parts dQ is computed in, a slab of columns each: the gradient of slopes takes the registers of more.
+constexpr int dq_parts = has_dalibi_slopes ? KSlabs::slabs : 1;
 
 // K and V as operands in registers, where there is room: they need not be read again for each tile of rows then. Not
 // without dQ: there ptxas (12.9 and 13) took them for dead behind their last use in the loop and gave their registers
@@ -85,6 +87,7 @@ struct Backward {
   int warp;   // in the warpgroup
   int lane;
   Weights weights;
+  Walk before;  // the tile of rows before
   FragmentC dk[key_tiles][KSlabs::columns / 8], dv[key_tiles][VSlabs::columns / 8];
   u32 k_operand[keys_in_registers ? KSlabs::columns / 16 : 1][4];
   u32 v_operand[keys_in_registers ? VSlabs::columns / 16 : 1][4];
@@ -143,6 +146,12 @@ struct Backward {
     start_scores<VSlabs, OutSlabs>(dp, v_operand, shared.v, shared.dout[stage], j);
   }
 
+  // That a tile of keys has none.
+  __device__ __forceinline__ void put_no_ds(int i, int j) const {
+    constexpr Operand64 zeros = {};
+    Slabs<block_kv, block_q>::put(shared_address(shared.ds[i % 2]), key_row(j), zeros, lane);
+    stores_ready();
+  }
   __device__ __forceinline__ void start_dv(const Operand64& p, int stage, int j) {
     wgmma_fence();
     multiply_rows<OutSlabs>(dv[j], p, shared_address(shared.dout[stage]));
@@ -160,78 +169,91 @@ struct Backward {
     Slabs<block_kv, block_q>::put(shared_address(shared.ds[i % 2]), key_row(j), ds, lane);
     stores_ready();
   }
-  template <int tiles>
-  __device__ __forceinline__ void start_dq(FragmentC (&dq)[dq_columns / 8], int i) const {
-    const int column = group * dq_columns;
-    const u64 a = by_columns(shared_address(shared.ds[i % 2]), 0);
-    const u64 b = by_columns(shared_address(shared.k) + column / kBoxColumns * KSlabs::slab_bytes +
-                                 column % kBoxColumns * static_cast<int>(sizeof(Element)),
-                             KSlabs::slab_bytes);
+  // dQ of the tile of rows that came i-th, added to global memory at once: on an H200 that did best at head_dim 64 and
+  // 128 (see docs/performance.md for what was tried). No other product may be under way, or the registers are wanting.
+  __device__ __forceinline__ void sum_dq(const Walk& at, int i) const {
+    const u64 ds = by_columns(shared_address(shared.ds[i % 2]), 0);
     barrier_wait(shared_address(&shared.ds_full[i % 2]), i / 2 % 2);
-    wgmma_fence();
 #pragma unroll
-    for (int kk = 0; kk < tiles * row_of_tiles / 16; ++kk) {
-      wgmma<true, true>(dq, moved(a, 2048 * kk), moved(b, 2048 * kk), kk > 0);
+    for (int part = 0; part < dq_parts; ++part) {
+      FragmentC dq[KSlabs::columns / 8 / dq_parts];
+      const u64 k = by_columns(shared_address(shared.k) + part * KSlabs::slab_bytes, KSlabs::slab_bytes);
+      wgmma_fence();
+#pragma unroll
+      for (int kk = 0; kk < block_kv / 16; ++kk) {
+        wgmma<true, true>(dq, moved(ds, 2048 * kk), moved(k, 2048 * kk), kk > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      hold(dq);
+      if (lane == 0 && part + 1 == dq_parts) barrier_arrive(shared_address(&shared.ds_empty[i % 2]));
+      add_dq(block, dq, weights.dq_factor, at, warp * 16, part * kBoxColumns, lane);
     }
-    wgmma_commit();
   }
 
-  // One tile of rows, the i-th of all, and the first `tiles` of keys. dQ is added to global memory at once, by all its
-  // warps: on an H200 that did best at head_dim 64 and 128 (see docs/performance.md for what was tried).
-  template <int tiles>
+  // One tile of rows, the i-th of all, and the first `tiles` of keys; and dQ of the tile of rows before, if this
+  // warpgroup `sums` it.
+  template <int tiles, bool sums>
   __device__ __forceinline__ void step(const Walk& at, const Ring<stages>& ring, int i) {
     const int stage = ring.stage;
     Scores64 s[tiles], dp[tiles];  // S^T and then P^T, dP^T and then dS^T
     FragmentC derivatives[with_softcap ? block_q / 8 : 1];
     Operand64 p_operand[tiles], ds_operand[tiles];
+    // Of the first tile of keys dP^T is under way with S^T, but with softcap: the registers for both are wanting, as
+    // they are beside dK of the first tile.
+    constexpr bool dp_with_s = !with_softcap;
     wait_for_rows(at, ring);
     start_s(s[0], stage, 0);
-    // With softcap the registers for both are wanting.
-    if constexpr (!with_softcap) start_dp(dp[0], stage, 0);
+    if constexpr (dp_with_s) start_dp(dp[0], stage, 0);
 #pragma unroll
     for (int j = 0; j < tiles; ++j) {
-      // S^T: behind it is dP^T, and before that dK of the tile before.
-      if (j == 0) {
-        wgmma_wait<with_softcap ? 0 : 1>();
+      if (j > 0 || dp_with_s) {
+        wgmma_wait<1>();  // S^T, but not dP^T, or dK of the tile before
       } else {
-        wgmma_wait<2>();
+        wgmma_wait<0>();
       }
       hold(s[j]);
       weights.weigh(s[j], derivatives, at, bare(at, j), shared.anchors[stage], j * row_of_tiles);
-      if constexpr (with_softcap) start_dp(dp[j], stage, j);
+      if (j > 0) {
+        wgmma_wait<0>();
+        hold(ds_operand[j - 1]);
+      }
+      if (j > 0 || !dp_with_s) start_dp(dp[j], stage, j);
       round_kept(p_operand[j], s[j]);
       wgmma_wait<0>();  // dP^T
       hold(dp[j]);
-      if (j > 0) hold(ds_operand[j - 1]);
       if constexpr (!with_softcap) start_dv(p_operand[j], stage, j);
       weights.derive(dp[j], s[j], derivatives, at, shared.deltas[stage]);
       round_to(ds_operand[j], dp[j]);
       if constexpr (adds_dq) put_ds(ds_operand[j], i, j);
       if (j + 1 < tiles) {
-        // Two more accumulators have room only where the weights have none.
-        wgmma_wait<0>();
+        wgmma_wait<0>();  // dV
         hold(p_operand[j]);
         start_s(s[j + 1], stage, j + 1);
       }
       if constexpr (with_softcap) start_dv(p_operand[j], stage, j);
       start_dk(ds_operand[j], stage, j);
-      if (j + 1 < tiles) start_dp(dp[j + 1], stage, j + 1);
     }
     if constexpr (adds_dq) {
+      if constexpr (tiles < key_tiles) put_no_ds(i, tiles);
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&shared.ds_full[i % 2]));
-      FragmentC dq[dq_columns / 8];
-      start_dq<tiles>(dq, i);
-      wgmma_wait<1>();  // dV and dK
-      if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
-      wgmma_wait<0>();
-      hold(dq);
-      if (lane == 0) barrier_arrive(shared_address(&shared.ds_empty[i % 2]));
-      add_dq(block, dq, weights.dq_factor, at, warp * 16, group * dq_columns, lane);
-    } else {
-      wgmma_wait<0>();
-      if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
     }
+    wgmma_wait<0>();
+    hold(p_operand[tiles - 1]);
+    hold(ds_operand[tiles - 1]);
+    if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+    if constexpr (sums) sum_dq(before, i - 1);
+  }
+  // `sums` by turns.
+  template <int tiles>
+  __device__ __forceinline__ void step(const Walk& at, const Ring<stages>& ring, int i) {
+    if (adds_dq && i > 0 && (i - 1) % 2 == group) {
+      step<tiles, true>(at, ring, i);
+    } else {
+      step<tiles, false>(at, ring, i);
+    }
+    before = at;
   }
 
   // The tiles of rows that tile j of keys is kept by, of all warpgroups.
@@ -262,6 +284,7 @@ struct Backward {
       }
       at = weights.move<true>(at, block);
     }
+    if (adds_dq && (i - 1) % 2 == group) sum_dq(before, i - 1);
 #pragma unroll
     for (int j = 0; j < key_tiles; ++j) {
       hold(dk[j]);
@@ -286,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     }
     for (int i = 0; i < 2; ++i) {
       barrier_init(shared_address(&shared.ds_full[i]), 4 * computing);
-      barrier_init(shared_address(&shared.ds_empty[i]), 4 * computing);
+      barrier_init(shared_address(&shared.ds_empty[i]), 4);  // warps of the one that summed
     }
     barriers_ready();
   }
@@ -300,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     const int group = warp / 4 - 1;
     const Unscales unscales = unscales_of(problem, block.place.batch, block.place.kv_head);
     const int first_key = block.place.first_key + group * 64 + warp % 4 * 16;
-    Backward backward{block, shared, group, warp % 4, lane, {block, unscales, first_key, lane}};
+    Backward backward{block, shared, group, warp % 4, lane, {block, unscales, first_key, lane}, {}};
     backward.run();
 #pragma unroll
     for (int j = 0; j < key_tiles; ++j) {
