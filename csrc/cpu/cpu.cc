@@ -23,8 +23,8 @@ namespace {
 struct Choice {
   const Kernels* kernels;
   bool supported;
-  bool bf16_only;       // other dtypes take the next choice
-  bool slow = false;    // chosen only when it is named
+  bool bf16_only;     // other dtypes take the next choice
+  bool slow = false;  // chosen only when it is named
 };
 
 #if defined(JAX_FLASH_HAS_amx_bf16)
