@@ -23,9 +23,9 @@ import oracle
 ROOT = pathlib.Path(__file__).parent.parent
 HOST = ROOT / "tests" / "emulator"
 COMPILER = shutil.which("g++")
-KERNEL = ["-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-fno-exceptions", "-fsanitize=thread"]
-"""-fsanitize=thread for its calls before every plain access, which emulator.cc answers; warnings would be of #pragma
-unroll and of results that inline PTX no longer sets."""
+KERNEL = ["-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-fno-exceptions", "-fsanitize=thread,alignment"]
+"""-fsanitize for its calls, before every plain access and of those that are not aligned, which emulator.cc answers;
+warnings would be of #pragma unroll and of results that inline PTX no longer sets."""
 
 
 os.environ["JAX_FLASH_FEW_QUERIES"] = "0"  # which sm80's kernels serve, of mma.sync
