@@ -102,6 +102,8 @@ LADDERS: dict[tuple[str, str], tuple[Step, ...]] = {
         _BASE_2,
         _BARE,
         _ORDER,
+        Step("out multiplied only when a maximum is outgrown", (
+            Undo("shared/softmax.cuh", "return (new_maximum - maximum) * scale_log2 > 8.f;", "return true;"),)),
         Step("the table's rows", rows={}),
     ),
     ("sm80", "backward"): (

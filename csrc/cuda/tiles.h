@@ -10,15 +10,16 @@
 namespace jax_flash::cuda {
 
 // The fields of a tile row, printed by name as constants into the kernel's source.
-#define JAX_FLASH_TILE_FIELDS(FIELD)                            \
-  FIELD(block_q)    /* rows of query a block holds at a time */ \
-  FIELD(block_kv)   /* keys a block holds at a time */          \
-  FIELD(warps)      /* per block */                             \
-  FIELD(stages)     /* buffers of what the loop walks over */   \
-  FIELD(min_blocks) /* per multiprocessor, for the register allocator */
+#define JAX_FLASH_TILE_FIELDS(FIELD)                                     \
+  FIELD(block_q)    /* rows of query a block holds at a time */          \
+  FIELD(block_kv)   /* keys a block holds at a time */                   \
+  FIELD(warps)      /* per block */                                      \
+  FIELD(stages)     /* buffers of what the loop walks over */            \
+  FIELD(min_blocks) /* per multiprocessor, for the register allocator */ \
+  FIELD(key_tiles)  /* backward: of 16 keys, in a warp's part of the scores */
 
 struct TileRow {
-#define JAX_FLASH_TILE_FIELD(name) int name;
+#define JAX_FLASH_TILE_FIELD(name) int name = 1;
   JAX_FLASH_TILE_FIELDS(JAX_FLASH_TILE_FIELD)
 #undef JAX_FLASH_TILE_FIELD
 };
@@ -42,23 +43,27 @@ constexpr Pass forward = Pass::forward, backward = Pass::backward, backward_dq =
 // N * H = 2048, on an H200, in TFLOP/s, of bf16 for one part; and behind "first:" those of the first working version,
 // where others lost. Rules that an H200 has no need of were timed on one all the same.
 inline constexpr TileRule all[] = {
-    // family, parts, pass, head_dim, shared KB, {block_q, block_kv, warps, stages, min_blocks}
+    // family, parts, pass, head_dim, shared KB, {block_q, block_kv, warps, stages, min_blocks, key_tiles}
     {"sm90a", 1, forward, 64, 89, {192, 128, 16, 2, 1}, true},  // 557; with other options it spills; 192x96 523
     {"sm90a", 1, forward, 64, 81, {128, 128, 12, 2, 1}},        // 485, 128x192 478
     {"sm90a", 1, forward, 128, 161, {128, 128, 12, 2, 1}},      // 714; 128x160 711, 128x176 699, 192x80 689
     {"sm90a", 1, forward, 192, 217, {128, 112, 12, 2, 1}},
-    {"sm90a", 1, forward, 256, 225, {128, 80, 12, 2, 1}},   // 763; 128x64 761, 128x48 708
-    {"sm90a", 1, backward, 64, 99, {64, 128, 12, 2, 1}},    // 460
+    {"sm90a", 1, forward, 256, 225, {128, 80, 12, 2, 1}},  // 763; 128x64 761, 128x48 708
+    // 256 keys: one run, 488 and causal 460, with two stages 481 and 460; 128 keys 466 and 428.
+    {"sm90a", 1, backward, 64, 178, {64, 256, 12, 3, 1}, true},
+    {"sm90a", 1, backward, 64, 99, {64, 128, 12, 2, 1}},    // 460; another option takes the registers
     {"sm90a", 1, backward, 128, 164, {64, 128, 12, 2, 1}},  // 532, with three stages 3% less
     {"sm90a", 1, backward, 256, 211, {64, 64, 12, 2, 1}},   // 641 without dQ; with it 423, with one stage 340
     // The pass for dQ alone, by its own three products.
     {"sm90a", 1, backward_dq, 64, 97, {128, 128, 12, 2, 1}},    // 667; 192x64 620, 128x64 548
     {"sm90a", 1, backward_dq, 128, 193, {128, 128, 12, 2, 1}},  // 794; 128x96 733, 128x64 718
     {"sm90a", 1, backward_dq, 256, 225, {128, 64, 12, 2, 1}},   // 786; 128x32 with three stages 643
-    {"sm80", 1, forward, 64, 32, {128, 64, 4, 1, 2}},           // 318; first: 287, 64x64 253, 128x128 with 8 warps 249
-    {"sm80", 1, forward, 128, 128, {128, 64, 4, 1, 2}},         // 369; room for two blocks
+    {"sm80", 1, forward, 64, 40, {128, 96, 4, 1, 2}, true},     // 341; 128x128 353, but causal it spills
+    {"sm80", 1, forward, 64, 32, {128, 64, 4, 1, 2}},           // 325; first: 287, 64x64 253, 128x128 with 8 warps 249
+    {"sm80", 1, forward, 128, 128, {128, 64, 4, 1, 2}},         // 391; room for two blocks
     {"sm80", 1, forward, 128, 48, {128, 32, 4, 1, 2}},          // 350; first: 312, 128x128 with 8 warps 295, 128x64 276
-    {"sm80", 1, forward, 256, 128, {128, 64, 8, 1, 1}},         // 321; first: 287
+    {"sm80", 1, forward, 256, 194, {64, 64, 4, 1, 2}},          // 328; 64x80 330; room for two blocks
+    {"sm80", 1, forward, 256, 128, {128, 64, 8, 1, 1}},         // 320; first: 287
     {"sm80", 1, forward, 256, 96, {128, 32, 8, 1, 1}},          // first: 267, 64x64 with 4 warps 222
     // For few queries there are rows for each block_q of kFewRows, and a team of warps for every block_q rows of them.
     {"sm80", 1, forward_few, 64, 67, {16, 64, 4, 1, 2}},
@@ -69,15 +74,21 @@ inline constexpr TileRule all[] = {
     {"sm80", 1, forward_few, 128, 86, {64, 64, 8, 1, 1}},
     {"sm80", 1, forward_few, 256, 166, {64, 32, 8, 1, 1}},
     {"sm80", 1, forward_few, 256, 99, {64, 32, 4, 1, 1}},
-    {"sm80", 1, backward, 64, 130, {128, 128, 8, 2, 1}},    // 264; first: 264, 64x64 with 4 warps 245
-    {"sm80", 1, backward, 64, 82, {64, 128, 8, 2, 1}},      // first: 242
-    {"sm80", 1, backward, 128, 146, {64, 128, 8, 2, 1}},    // 286, with one stage 277; first: 270 and 279
-    {"sm80", 1, backward, 128, 73, {64, 64, 4, 1, 1}},      // first: 256
-    {"sm80", 1, backward, 256, 145, {64, 64, 8, 1, 1}},     // 220; first: 207, two stages 205, 32x64 187
-    {"sm80", 1, backward, 256, 70, {32, 32, 4, 1, 1}},      // first: 176
-    {"sm80", 1, backward_dq, 64, 64, {128, 64, 4, 1, 2}},   // 389; 128x32 330, 128x128 with 8 warps 320
-    {"sm80", 1, backward_dq, 128, 80, {128, 32, 4, 1, 2}},  // 400; 64x64 344, 128x64 with 8 warps 320
-    {"sm80", 1, backward_dq, 256, 96, {64, 32, 4, 1, 1}},   // 308; 64x64 307, 128x32 with 8 warps 287
+    // Rows of two tiles of keys a warp spill with most options.
+    {"sm80", 1, backward, 64, 117, {64, 64, 4, 2, 2, 2}, true},   // 321, with one tile of keys 274; room for two blocks
+    {"sm80", 1, backward, 64, 130, {128, 128, 8, 2, 1}},          // 264; first: 264, 64x64 with 4 warps 245
+    {"sm80", 1, backward, 64, 82, {64, 128, 8, 2, 1, 2}, true},   // 285, with one 253
+    {"sm80", 1, backward, 64, 82, {64, 128, 8, 2, 1}},            // first: 242
+    {"sm80", 1, backward, 128, 227, {64, 64, 4, 2, 2, 2}, true},  // 321; two blocks take all of 228 KB
+    {"sm80", 1, backward, 128, 161, {64, 128, 8, 2, 1, 2}, true},  // 315
+    {"sm80", 1, backward, 128, 146, {64, 128, 8, 2, 1}},           // 286, with one stage 277; first: 270 and 279
+    {"sm80", 1, backward, 128, 73, {64, 64, 4, 1, 1}},             // first: 256
+    {"sm80", 1, backward, 256, 145, {64, 64, 8, 1, 1, 2}, true},   // 260, with two stages 260
+    {"sm80", 1, backward, 256, 145, {64, 64, 8, 1, 1}},            // 220; first: 207, two stages 205, 32x64 187
+    {"sm80", 1, backward, 256, 70, {32, 32, 4, 1, 1}},             // first: 176
+    {"sm80", 1, backward_dq, 64, 64, {128, 64, 4, 1, 2}},          // 389; 128x32 330, 128x128 with 8 warps 320
+    {"sm80", 1, backward_dq, 128, 80, {128, 32, 4, 1, 2}},         // 400; 64x64 344, 128x64 with 8 warps 320
+    {"sm80", 1, backward_dq, 256, 96, {64, 32, 4, 1, 1}},          // 308; 64x64 307, 128x32 with 8 warps 287
     {"sm80", 2, backward_dq, 64, 96, {64, 64, 4, 1, 1}},
     {"sm80", 2, forward, 64, 48, {64, 64, 4, 1, 2}},
     {"sm80", 2, forward, 128, 96, {128, 32, 8, 1, 1}},
@@ -149,7 +160,7 @@ inline constexpr TileRule all[] = {
     {"sm75", 1, backward_dq, 160, 63, {64, 32, 4, 1, 1}},  // 229
     {"sm75", 1, backward_dq, 192, 60, {64, 16, 4, 1, 1}},  // 251
     {"sm75", 1, backward_dq, 256, 64, {48, 16, 3, 1, 1}},  // 247
-    // The pass for a bias that batch entries or heads share, which is Hopper's too.
+    // The pass for a bias that batch entries or heads share, which is Hopper's too: rows that spill nothing, untimed.
     {"sm80", 1, backward_bias, 64, 48, {128, 64, 8, 2, 1}},
     {"sm80", 1, backward_bias, 128, 96, {128, 64, 8, 2, 1}},
     {"sm80", 1, backward_bias, 128, 64, {64, 64, 4, 2, 1}},

@@ -207,7 +207,7 @@ struct BackwardBias {
           const FragmentC& c = sum[m][n];
           float* to = plane + row * row_stride + key;
           if (key + 1 < last && row_stride % 2 == 0) {
-            *reinterpret_cast<float2*>(to) = make_float2(c.x[2 * half], c.x[2 * half + 1]);
+            *reinterpret_cast<float2*>(to) = {c.x[2 * half], c.x[2 * half + 1]};
           } else {
             if (key < last) to[0] = c.x[2 * half];
             if (key + 1 < last) to[1] = c.x[2 * half + 1];
