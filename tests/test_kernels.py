@@ -28,9 +28,8 @@ REGISTERS_PER_BLOCK = 65536
 SPILL_GATE = {"forward": 288, "backward": 128}
 """Bytes of spill stores plus loads a thread, with NVRTC 12.9, of the 16-bit kernels without options.
 
-The forward at head_dim 128 holds 192 accumulators; with 64 keys it spills 200 bytes and makes 369 TFLOP/s on an H200,
-with 32 keys it spills nothing and makes 350. The backward at head_dim 64 and 128 spills a few addresses, 16 to 80
-bytes. All other forward kernels spill nothing.
+The rows that an H200 takes spill nothing. Of those for less shared memory the forward at head_dim 128 and the backward at
+64 and 128 spill a few addresses.
 """
 
 FLOAT32_GATE = {
