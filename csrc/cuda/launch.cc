@@ -84,8 +84,10 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
   const int parts = options.highest_precision ? 2 : 1;
   const int largest = std::max(head_dim, value_head_dim);
   const bool own_dq = deterministic(device_family, options, largest);
-  // Hopper's rule for backward counts on dQ: without it ptxas finds too few registers for as many keys.
-  const bool plain = is_plain(options) && !(device_family == "sm90a" && pass == Pass::backward && own_dq);
+  // Up to head_dim 128 Hopper's rule for backward counts on dQ: without it ptxas finds too few registers for as many
+  // keys.
+  const bool without_dq = device_family == "sm90a" && pass == Pass::backward && own_dq && largest <= 128;
+  const bool plain = is_plain(options) && !without_dq;
   const std::string family = pass_family(device_family, arch, parts, pass, largest, plain);
   if (dtype == DType::f32 || dtype == DType::f64) {
     throw std::invalid_argument("kernels are for float16 and bfloat16; float32 comes as float16 with unscales");

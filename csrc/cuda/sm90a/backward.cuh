@@ -21,10 +21,10 @@
 
 namespace jax_flash {
 
-constexpr int row_of_tiles = 64 * computing;        // keys: a tile of each warpgroup
-constexpr int key_tiles = block_kv / row_of_tiles;  // of a warpgroup
-static_assert(block_kv % row_of_tiles == 0 && key_tiles <= 2, "one or two tiles of keys a warpgroup");
-static_assert(key_tiles == 1 || !(with_softcap || in_segments || has_dbias || has_dalibi_slopes),
+constexpr int row_of_tiles = 64 * computing;            // keys: a tile of each warpgroup
+constexpr int tiles_of_keys = block_kv / row_of_tiles;  // of a warpgroup
+static_assert(block_kv % row_of_tiles == 0 && tiles_of_keys <= 2, "one or two tiles of keys a warpgroup");
+static_assert(tiles_of_keys == 1 || !(with_softcap || in_segments || has_dbias || has_dalibi_slopes),
               "more options than registers have room for");
 static_assert(computing == 2, "two that take turns");
 // How many parts dQ is computed in, a slab of columns each: the gradient of slopes takes the registers of more.
@@ -33,7 +33,7 @@ constexpr int dq_parts = has_dalibi_slopes ? KSlabs::slabs : 1;
 // K and V as operands in registers, where there is room: they need not be read again for each tile of rows then. Not
 // without dQ: there ptxas (12.9 and 13) took them for dead behind their last use in the loop and gave their registers
 // to P and dS, with wrong dK and dV (tests/test_kernels.py looks for it).
-constexpr bool keys_in_registers = adds_dq && key_tiles == 1 && KSlabs::columns + VSlabs::columns <= 128;
+constexpr bool keys_in_registers = adds_dq && tiles_of_keys == 1 && KSlabs::columns + VSlabs::columns <= 128;
 
 struct SharedStorage {
   char k[KSlabs::bytes];
@@ -88,7 +88,7 @@ struct Backward {
   int lane;
   Weights weights;
   Walk before;  // the tile of rows before
-  FragmentC dk[key_tiles][KSlabs::columns / 8], dv[key_tiles][VSlabs::columns / 8];
+  FragmentC dk[tiles_of_keys][KSlabs::columns / 8], dv[tiles_of_keys][VSlabs::columns / 8];
   u32 k_operand[keys_in_registers ? KSlabs::columns / 16 : 1][4];
   u32 v_operand[keys_in_registers ? VSlabs::columns / 16 : 1][4];
 
@@ -235,7 +235,7 @@ struct Backward {
       start_dk(ds_operand[j], stage, j);
     }
     if constexpr (adds_dq) {
-      if constexpr (tiles < key_tiles) put_no_ds(i, tiles);
+      if constexpr (tiles < tiles_of_keys) put_no_ds(i, tiles);
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&shared.ds_full[i % 2]));
     }
@@ -261,12 +261,12 @@ struct Backward {
     return row_tiles_of<block_q>(block.band, block.place.part, block.place.first_key + j * row_of_tiles, row_of_tiles);
   }
   __device__ __forceinline__ bool bare(const Walk& at, int j) const {
-    return key_tiles == 1 ? block.bare(at) : rows_of(j).bare(at.tile);
+    return tiles_of_keys == 1 ? block.bare(at) : rows_of(j).bare(at.tile);
   }
 
   __device__ __forceinline__ void run() {
 #pragma unroll
-    for (int j = 0; j < key_tiles; ++j) {
+    for (int j = 0; j < tiles_of_keys; ++j) {
 #pragma unroll
       for (FragmentC& c : dk[j]) c = {};
 #pragma unroll
@@ -277,16 +277,16 @@ struct Backward {
     Ring<stages> ring{0, 0};
     int i = 0;
     for (Walk at = block.first(); at.head <= block.last_head; ++i, ring.advance()) {
-      if (key_tiles == 2 && option_causal && at.tile < rows_of(1).begin) {
+      if (tiles_of_keys == 2 && option_causal && at.tile < rows_of(1).begin) {
         step<1>(at, ring, i);
       } else {
-        step<key_tiles>(at, ring, i);
+        step<tiles_of_keys>(at, ring, i);
       }
       at = weights.move<true>(at, block);
     }
     if (adds_dq && (i - 1) % 2 == group) sum_dq(before, i - 1);
 #pragma unroll
-    for (int j = 0; j < key_tiles; ++j) {
+    for (int j = 0; j < tiles_of_keys; ++j) {
       hold(dk[j]);
       hold(dv[j]);
     }
@@ -326,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     Backward backward{block, shared, group, warp % 4, lane, {block, unscales, first_key, lane}, {}};
     backward.run();
 #pragma unroll
-    for (int j = 0; j < key_tiles; ++j) {
+    for (int j = 0; j < tiles_of_keys; ++j) {
       store_dk(block, backward.dk[j], first_key + j * row_of_tiles, lane);
       store_dv(block, backward.dv[j], backward.weights.dropout.factor, first_key + j * row_of_tiles, lane);
     }
