@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -13,6 +14,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -26,6 +28,8 @@
 
 #include "cpu/cpu.h"
 #include "cuda/cuda.h"
+#include "cuda/jit.h"
+#include "cuda/tuned.h"
 #include "options.h"
 #include "problem.h"
 
@@ -161,10 +165,13 @@ struct Call {
   Problem problem;
 };
 
-// forward:  (q, k, v, operands...) -> (out, lse)
+// Arrays in two parts have the columns of both.
+int parts_of(const Options& options) { return options.has_unscales && options.highest_precision ? 2 : 1; }
+
+// forward:  (q, k, v, operands...) -> (out, lse[, scratch])
 // backward: (q, k, v, dout, lse, delta, operands...) -> (dq, dk, dv, gradients of operands...[, scratch])
 Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::RemainingRets rets,
-            int64_t (*backward_scratch)(DType, const Problem&)) {
+            int64_t (*scratch)(DType, const Problem&)) {
   Call call{};
   Problem& p = call.problem;
   p.options = options;
@@ -185,8 +192,7 @@ Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::Rem
           "query and key lengths must add up to less than 2^31");
   require(p.q_heads % p.kv_heads == 0, "query heads must be a multiple of key heads");
 
-  // Arrays in two parts have the columns of both.
-  const int parts = options.has_unscales && options.highest_precision ? 2 : 1;
+  const int parts = parts_of(options);
   p.head_dim /= parts;
   p.value_head_dim /= parts;
   const ffi::DataType result_type = options.has_unscales ? ffi::DataType::F32 : type;
@@ -214,7 +220,10 @@ Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::Rem
     results = 3;
   }
   auto strides_of = [&](const std::string& name) {
-    return name == "bias" ? &p.bias_strides : name == "mask" ? &p.mask_strides : nullptr;
+    return name == "bias"    ? &p.bias_strides
+           : name == "dbias" ? &p.dbias_strides
+           : name == "mask"  ? &p.mask_strides
+                             : nullptr;
   };
 #define JAX_FLASH_CONSTANT(type_, name)
 #define JAX_FLASH_FEATURE(type_, name, absent)
@@ -224,12 +233,10 @@ Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::Rem
     if (std::string(#name) == "bias" && !options.wide_bias) element = type;                                          \
     p.name = static_cast<const type_*>(operand(argument(args, next++), p, dims, element, #name, strides_of(#name))); \
   }
-#define JAX_FLASH_TRAINABLE(type_, name, dims)                                                                   \
-  JAX_FLASH_OPERAND(type_, name, dims)                                                                           \
-  if (options.has_d##name) {                                                                                     \
-    Strides unused;                                                                                              \
-    p.d##name =                                                                                                  \
-        operand(result(rets, results++), p, dims, wide(type), "d" #name, strides_of(#name) ? &unused : nullptr); \
+#define JAX_FLASH_TRAINABLE(type_, name, dims)                                                           \
+  JAX_FLASH_OPERAND(type_, name, dims)                                                                   \
+  if (options.has_d##name) {                                                                             \
+    p.d##name = operand(result(rets, results++), p, dims, wide(type), "d" #name, strides_of("d" #name)); \
   }
   JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_CONSTANT, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND, JAX_FLASH_TRAINABLE)
 #undef JAX_FLASH_TRAINABLE
@@ -238,13 +245,11 @@ Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::Rem
 #undef JAX_FLASH_CONSTANT
   require(options.documents == 1 || (options.has_cu_q_lengths && options.has_cu_kv_lengths),
           "documents need cu_q_lengths and cu_kv_lengths");
-  if (pass == Pass::backward) {
-    if (int64_t wanted = backward_scratch(call.dtype, p); wanted > 0) {
-      ffi::AnyBuffer scratch = result(rets, results++);
-      require(scratch.element_type() == wide(type) && static_cast<int64_t>(scratch.element_count()) >= wanted,
-              "scratch has the wrong dtype or is too small");
-      p.scratch = scratch.untyped_data();
-    }
+  if (int64_t wanted = scratch ? scratch(call.dtype, p) : 0; wanted > 0) {
+    ffi::AnyBuffer buffer = result(rets, results++);
+    require(buffer.element_type() == wide(type) && static_cast<int64_t>(buffer.element_count()) >= wanted,
+            "scratch has the wrong dtype or is too small");
+    p.scratch = buffer.untyped_data();
   }
   require(args.size() == next, "wrong number of operands");
   require(rets.size() == results, "wrong number of results");
@@ -263,15 +268,22 @@ ffi::Error guarded(Body&& body) {
   }
 }
 
-// Runs items on XLA's pool. The handler itself occupies a pool thread, so it must never wait for a helper to be
-// scheduled: the caller works too, and waits only for items that some running thread has taken. Two threads and six
-// concurrent calls deadlock any scheme that waits for its helpers.
-void run_on_pool(ffi::ThreadPool& pool, int64_t items, const std::function<void(int64_t)>& body) {
+// Runs items on at most `threads` threads of XLA's pool. The handler itself occupies a pool thread, so it must never
+// wait for a helper to be scheduled: the caller works too, and waits only for items that some running thread has taken.
+// Two threads and six concurrent calls deadlock any scheme that waits for its helpers.
+//
+// Whoever waits looks for the end for a while before it sleeps, which takes longer than most waits.
+void run_on_pool(ffi::ThreadPool& pool, int64_t items, int64_t threads, const std::function<void(int64_t)>& body) {
+  int64_t helpers = std::min<int64_t>({pool.num_threads(), items, threads}) - 1;
+  if (helpers <= 0) {
+    for (int64_t item = 0; item < items; ++item) body(item);
+    return;
+  }
   struct Job {
     std::function<void(int64_t)> body;
     int64_t items;
     std::atomic<int64_t> next{0};
-    int64_t done = 0;
+    std::atomic<int64_t> done{0};
     std::exception_ptr error;
     std::mutex mutex;
     std::condition_variable finished;
@@ -288,28 +300,36 @@ void run_on_pool(ffi::ThreadPool& pool, int64_t items, const std::function<void(
       }
       if (mine == 0) return;
       std::lock_guard<std::mutex> lock(mutex);
-      done += mine;
       if (failure) error = failure;
-      if (done == items) finished.notify_all();
+      if ((done += mine) == items) finished.notify_all();
     }
   };
   auto job = std::make_shared<Job>();
   job->body = body;
   job->items = items;
-  int64_t helpers = std::min<int64_t>(pool.num_threads(), items) - 1;
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule([job] { job->work(); });
   job->work();
+  constexpr std::chrono::microseconds kLook{50};
+  for (auto begin = std::chrono::steady_clock::now();
+       job->done != items && std::chrono::steady_clock::now() - begin < kLook;) {
+    std::this_thread::yield();
+  }
   std::unique_lock<std::mutex> lock(job->mutex);
   job->finished.wait(lock, [&] { return job->done == job->items; });
   if (job->error) std::rethrow_exception(job->error);
 }
 
 template <Pass pass>
+constexpr auto cpu_scratch = pass == Pass::backward ? cpu::backward_scratch : nullptr;
+template <Pass pass>
+constexpr auto cuda_scratch = pass == Pass::backward ? cuda::backward_scratch : cuda::forward_scratch;
+
+template <Pass pass>
 ffi::Error run_cpu(ffi::ThreadPool pool, Options options, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   return guarded([&] {
-    Call call = decode(pass, options, args, rets, cpu::backward_scratch);
-    cpu::ParallelFor parallel_for = [&](int64_t items, const std::function<void(int64_t)>& body) {
-      run_on_pool(pool, items, body);
+    Call call = decode(pass, options, args, rets, cpu_scratch<pass>);
+    cpu::ParallelFor parallel_for = [&](int64_t items, int64_t threads, const std::function<void(int64_t)>& body) {
+      run_on_pool(pool, items, threads, body);
     };
     if constexpr (pass == Pass::forward) {
       cpu::forward(call.dtype, call.problem, parallel_for);
@@ -322,7 +342,7 @@ ffi::Error run_cpu(ffi::ThreadPool pool, Options options, ffi::RemainingArgs arg
 template <Pass pass>
 ffi::Error prepare_cuda(int32_t device, Options options, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   return guarded([&] {
-    Call call = decode(pass, options, args, rets, cuda::backward_scratch);
+    Call call = decode(pass, options, args, rets, cuda_scratch<pass>);
     cuda::prepare(device, pass, call.dtype, call.problem);
   });
 }
@@ -331,7 +351,7 @@ template <Pass pass>
 ffi::Error run_cuda(cuda::Stream stream, int32_t device, Options options, ffi::RemainingArgs args,
                     ffi::RemainingRets rets) {
   return guarded([&] {
-    Call call = decode(pass, options, args, rets, cuda::backward_scratch);
+    Call call = decode(pass, options, args, rets, cuda_scratch<pass>);
     cuda::launch(device, stream, pass, call.dtype, call.problem);
   });
 }
@@ -371,7 +391,10 @@ Pass named_pass(const std::string& name) {
   if (name == "forward") return Pass::forward;
   if (name == "backward") return Pass::backward;
   if (name == "backward_dq") return Pass::backward_dq;
-  throw std::invalid_argument("pass_ must be forward, backward or backward_dq, got " + name);
+  if (name == "backward_bias") return Pass::backward_bias;
+  if (name == "forward_few") return Pass::forward_few;
+  throw std::invalid_argument("pass_ must be forward, backward, backward_dq, backward_bias or forward_few, got " +
+                              name);
 }
 
 // The record from the attributes of a call; what is not named is absent.
@@ -400,6 +423,46 @@ Options named_options(const nb::dict& attributes) {
   return options;
 }
 
+nb::dict row_of(const cuda::Kernel& k) {
+  nb::dict row;
+  row["name"] = k.name;
+  row["path"] = k.path;
+  row["pass"] = k.pass;
+  row["head_dim"] = k.head_dim;
+  row["value_head_dim"] = k.value_head_dim;
+  row["block_q"] = k.block_q;
+  row["block_kv"] = k.block_kv;
+  row["registers"] = k.registers;
+  row["shared_bytes"] = k.shared_bytes;
+  row["threads"] = k.threads;
+  row["spill_bytes"] = k.spill_bytes;
+  row["local_bytes"] = k.local_bytes;
+  row["cubin_bytes"] = k.cubin_bytes;
+  row["complaints"] = k.complaints;
+  return row;
+}
+
+// A tile row by the names of its fields, all of which are there.
+cuda::TileRow named_tile_row(const nb::dict& named) {
+  cuda::TileRow row{};
+#define JAX_FLASH_FIELD(field) row.field = nb::cast<int>(named[#field]);
+  JAX_FLASH_TILE_FIELDS(JAX_FLASH_FIELD)
+#undef JAX_FLASH_FIELD
+  return row;
+}
+
+// What plans and scratch are a function of, but for head dims.
+Problem shape_of(const Options& options, int batch, int q_length, int kv_length, int q_heads, int kv_heads) {
+  Problem p{};
+  p.options = options;
+  p.batch = batch;
+  p.q_length = q_length;
+  p.kv_length = kv_length;
+  p.q_heads = q_heads;
+  p.kv_heads = kv_heads;
+  return p;
+}
+
 nb::capsule capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); }
 
 }  // namespace
@@ -407,6 +470,7 @@ nb::capsule capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_c
 
 NB_MODULE(_core, m) {
   using namespace jax_flash;
+  const std::vector<std::string> kPasses{"forward", "backward", "backward_dq", "backward_bias", "forward_few"};
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
 
   nb::list operands;
@@ -436,26 +500,32 @@ NB_MODULE(_core, m) {
   });
 
   m.def(
-      "backward_scratch",
-      [](const std::string& platform, const std::string& dtype, const nb::dict& options, int batch, int q_length,
-         int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,
+      "scratch",
+      [](const std::string& pass, const std::string& platform, const std::string& dtype, const nb::dict& options,
+         int batch, int q_length, int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,
          const std::vector<int64_t>& bias_shape) -> int64_t {
-        Problem p{};
-        p.options = named_options(options);
-        p.batch = batch;
-        p.q_length = q_length;
-        p.kv_length = kv_length;
-        p.q_heads = q_heads;
-        p.kv_heads = kv_heads;
-        p.head_dim = head_dim;
-        p.value_head_dim = value_head_dim;
+        Problem p = shape_of(named_options(options), batch, q_length, kv_length, q_heads, kv_heads);
+        p.head_dim = head_dim / parts_of(p.options);
+        p.value_head_dim = value_head_dim / parts_of(p.options);
         if (!bias_shape.empty()) p.bias_strides = strides(bias_shape);
-        if (platform == "cuda") return cuda::backward_scratch(named_dtype(dtype), p);
-        return cpu::backward_scratch(named_dtype(dtype), p);
+        const bool forward = named_pass(pass) == Pass::forward;
+        const DType type = named_dtype(dtype);
+        if (platform == "cuda") return (forward ? cuda::forward_scratch : cuda::backward_scratch)(type, p);
+        return forward ? 0 : cpu::backward_scratch(type, p);
       },
-      nb::kw_only(), nb::arg("platform"), nb::arg("dtype"), nb::arg("options"), nb::arg("batch"), nb::arg("q_length"),
-      nb::arg("kv_length"), nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_head_dim"),
-      nb::arg("bias_shape"));
+      nb::kw_only(), nb::arg("pass_"), nb::arg("platform"), nb::arg("dtype"), nb::arg("options"), nb::arg("batch"),
+      nb::arg("q_length"), nb::arg("kv_length"), nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
+      nb::arg("value_head_dim"), nb::arg("bias_shape"));
+
+  m.def(
+      "plan_few",
+      [](int batch, int q_length, int kv_length, int q_heads, int kv_heads, const nb::dict& options) {
+        Problem p = shape_of(named_options(options), batch, q_length, kv_length, q_heads, kv_heads);
+        const cuda::FewPlan plan = cuda::plan_few(p);
+        return std::make_pair(plan.rows, plan.slices);
+      },
+      nb::kw_only(), nb::arg("batch"), nb::arg("q_length"), nb::arg("kv_length"), nb::arg("q_heads"),
+      nb::arg("kv_heads"), nb::arg("options"));
 
   m.def("cpu_isa", &cpu::isa);
 
@@ -467,6 +537,13 @@ NB_MODULE(_core, m) {
       nb::kw_only(), nb::arg("source_dir"), nb::arg("prebuilt_dirs"), nb::arg("nvrtc_paths"));
 
   m.def("largest_head_dim", &cuda::largest_head_dim, nb::kw_only(), nb::arg("arch"), nb::arg("highest_precision"));
+
+  m.def("separate_dq", &cuda::separate_dq, nb::kw_only(), nb::arg("arch"), nb::arg("largest_head_dim"));
+
+  m.def("cuda_launches", [] {
+    const cuda::Launches launches = cuda::launches();
+    return nb::make_tuple(launches.all, launches.captured);
+  });
 
   m.def("cuda_status", [] {
     cuda::Status s = cuda::status();
@@ -492,48 +569,83 @@ NB_MODULE(_core, m) {
       "build_kernels",
       [](int arch, const std::string& out_dir, const std::vector<std::string>& dtypes,
          const std::vector<std::pair<int, int>>& head_dims, const std::vector<nb::dict>& options,
-         const std::string& family) {
+         const std::string& family, const std::vector<std::string>& passes) {
         std::vector<DType> types;
+        std::vector<Pass> wanted;
+        for (const std::string& pass : passes) wanted.push_back(named_pass(pass));
         for (const std::string& dtype : dtypes) types.push_back(named_dtype(dtype));
         std::vector<Options> records;
         for (const nb::dict& attributes : options) records.push_back(named_options(attributes));
         std::vector<cuda::Kernel> kernels;
         {
           nb::gil_scoped_release release;
-          kernels = cuda::build(arch, types, head_dims, records, out_dir, family);
+          kernels = cuda::build(arch, types, head_dims, records, out_dir, family, wanted);
         }
         nb::list rows;
-        for (const cuda::Kernel& k : kernels) {
-          nb::dict row;
-          row["name"] = k.name;
-          row["path"] = k.path;
-          row["pass"] = k.pass;
-          row["head_dim"] = k.head_dim;
-          row["value_head_dim"] = k.value_head_dim;
-          row["block_q"] = k.block_q;
-          row["block_kv"] = k.block_kv;
-          row["registers"] = k.registers;
-          row["shared_bytes"] = k.shared_bytes;
-          row["threads"] = k.threads;
-          row["spill_bytes"] = k.spill_bytes;
-          row["local_bytes"] = k.local_bytes;
-          row["cubin_bytes"] = k.cubin_bytes;
-          row["complaints"] = k.complaints;
-          rows.append(row);
-        }
+        for (const cuda::Kernel& k : kernels) rows.append(row_of(k));
         return rows;
       },
       nb::kw_only(), nb::arg("arch"), nb::arg("out_dir"), nb::arg("dtypes"), nb::arg("head_dims"), nb::arg("options"),
-      nb::arg("family") = "");
+      nb::arg("family") = "", nb::arg("passes") = kPasses);
 
   m.def(
       "fetch_kernel",
       [](int arch, const std::string& pass, const std::string& dtype, int head_dim, int value_head_dim,
-         const nb::dict& attributes) {
+         const nb::dict& attributes, const std::string& gpu) {
         Options options = named_options(attributes);
         nb::gil_scoped_release release;
-        return cuda::fetch(arch, named_pass(pass), named_dtype(dtype), head_dim, value_head_dim, options);
+        return cuda::fetch(arch, named_pass(pass), named_dtype(dtype), head_dim, value_head_dim, options, gpu);
       },
       nb::kw_only(), nb::arg("arch"), nb::arg("pass_"), nb::arg("dtype"), nb::arg("head_dim"),
-      nb::arg("value_head_dim"), nb::arg("options"));
+      nb::arg("value_head_dim"), nb::arg("options"), nb::arg("gpu") = "");
+
+  m.def("cache_path", &cuda::cache_path);
+  m.def("sources_key", &cuda::sources_key);
+  nb::list fields;
+#define JAX_FLASH_FIELD(field) fields.append(#field);
+  JAX_FLASH_TILE_FIELDS(JAX_FLASH_FIELD)
+#undef JAX_FLASH_FIELD
+  m.attr("TILE_FIELDS") = nb::tuple(fields);
+
+  m.def("tune", [](const std::vector<nb::dict>& rows) {
+    std::vector<cuda::TunedRow> tuned;
+    for (const nb::dict& row : rows) {
+      tuned.push_back({nb::cast<std::string>(row["gpu"]), nb::cast<std::string>(row["family"]),
+                       named_pass(nb::cast<std::string>(row["pass"])), nb::cast<int>(row["head_dim"]),
+                       named_tile_row(row)});
+    }
+    cuda::tune(std::move(tuned));
+  });
+
+  m.def(
+      "tile_row",
+      [](int arch, const std::string& pass, int head_dim, const std::string& gpu) {
+        const cuda::Choice choice = cuda::choose(arch, named_pass(pass), head_dim, gpu);
+        nb::dict row, found;
+#define JAX_FLASH_FIELD(field) row[#field] = choice.row.field;
+        JAX_FLASH_TILE_FIELDS(JAX_FLASH_FIELD)
+#undef JAX_FLASH_FIELD
+        found["family"] = choice.family;
+        found["row"] = row;
+        found["tuned"] = choice.tuned;
+        found["most_shared_bytes"] = choice.most_shared_bytes;
+        return found;
+      },
+      nb::kw_only(), nb::arg("arch"), nb::arg("pass_"), nb::arg("head_dim"), nb::arg("gpu") = "");
+
+  m.def(
+      "build_row",
+      [](int arch, const std::string& pass, const std::string& dtype, int head_dim, const nb::dict& attributes,
+         const nb::dict& row, const std::string& out_dir) {
+        const Options options = named_options(attributes);
+        const cuda::TileRow tile = named_tile_row(row);
+        cuda::Kernel kernel;
+        {
+          nb::gil_scoped_release release;
+          kernel = cuda::build_row(arch, named_pass(pass), named_dtype(dtype), head_dim, options, tile, out_dir);
+        }
+        return row_of(kernel);
+      },
+      nb::kw_only(), nb::arg("arch"), nb::arg("pass_"), nb::arg("dtype"), nb::arg("head_dim"), nb::arg("options"),
+      nb::arg("row"), nb::arg("out_dir"));
 }

@@ -7,7 +7,11 @@
 namespace jax_flash {
 
 enum class DType { f16, bf16, f32, f64 };
-enum class Pass { forward, backward, backward_dq };  // the last is a part of backward that a kernel may be for
+// What kernels are for: backward_dq and backward_bias are parts of backward, forward_few is forward for few queries.
+enum class Pass { forward, backward, backward_dq, backward_bias, forward_few };
+
+// Into so many slices the keys of a head are split at most.
+constexpr int kMostSlices = 64;
 
 // A [batch, length, heads, head_dim] array whose head_dim is contiguous. Strides are in elements.
 struct Tensor {
@@ -33,6 +37,7 @@ struct Problem {
   int kv_length;       // S >= 1
   int q_heads;         // N, a multiple of kv_heads
   int kv_heads;        // K >= 1
+  int kv_slices;       // forward_few only: into so many slices the keys are split, 1 to kMostSlices
   int head_dim;        // H >= 1, of query and key
   int value_head_dim;  // V >= 1, of value and out
 
@@ -49,9 +54,10 @@ struct Problem {
   Tensor dq;      // [B, T, N, H], backward only
   Tensor dk;      // [B, S, K, H], backward only
   Tensor dv;      // [B, S, K, V], backward only
-  void* scratch;  // backward only: see the kernel that uses it; null when it asks for none
+  void* scratch;  // see the kernel that uses it; null when it asks for none
 
-  Strides bias_strides;  // of bias and of dbias
+  Strides bias_strides;
+  Strides dbias_strides;  // dbias may have batch and heads where bias has them broadcast: the caller sums over them
   Strides mask_strides;
 
   // The operands, and the gradients of the trainable ones: float, or double for float64 inputs, to be zeroed first.

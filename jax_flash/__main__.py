@@ -1,4 +1,4 @@
-"""The command line: ``python -m jax_flash doctor``, ``report`` and ``kernels build|list|model``."""
+"""The command line: ``python -m jax_flash doctor``, ``report``, ``bench`` and ``kernels build|list|model``."""
 
 import argparse
 import functools
@@ -8,17 +8,20 @@ import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 
-from jax_flash import __version__, _doctor, _kernels_cli, _model, _report
+from jax_flash import __version__, _bench, _doctor, _kernels_cli, _model, _report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the exit code is 0 when all is well, 1 when the command failed, 2 for bad arguments."""
     args = _parser().parse_args(arguments)
-    if args.command in ("doctor", "report"):
+    if args.command != "kernels":
         # By default JAX takes most of a GPU's memory when it starts, which fails where another job runs.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if args.command in ("doctor", "report"):
         return 0 if (_doctor.examine() if args.command == "doctor" else _report.write(args.quick)) else 1
     try:
+        if args.command == "bench":
+            return 0 if _bench.run(args) else 1
         if args.action == "build":
             _kernels_cli.build(args.arch, args.out)
         elif args.action == "model":
@@ -26,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _kernels_cli.list_(args.arch)
     except (RuntimeError, ValueError, OSError) as error:
-        print(f"jax_flash kernels {args.action}: {error}", file=sys.stderr)
+        print(f"jax_flash {args.command} {args.action}: {error}", file=sys.stderr)
         return 1
     return 0
 
@@ -50,6 +53,8 @@ def _parser() -> argparse.ArgumentParser:
         "else 1.",
     )
     report.add_argument("--quick", action="store_true", help="fewer cases: about a minute")
+
+    _bench.add_arguments(commands.add_parser("bench", help="measure its kernels, beside those of others"))
 
     kernels = commands.add_parser("kernels", help="compile CUDA kernels ahead of time, or show what they use")
     actions = kernels.add_subparsers(dest="action", required=True, metavar="ACTION")

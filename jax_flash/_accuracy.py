@@ -6,7 +6,7 @@ dtype, plus a few units of the dtype's epsilon times the magnitude of the result
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -36,6 +36,7 @@ class Problem:
       q_offset: position of the first query; None aligns the last query with the last key.
       precision: of float32 on GPUs, as for attention().
       everything: every option of attention() at once, beside ``causal``.
+      deterministic: as for attention().
     """
 
     dtype: str
@@ -49,6 +50,7 @@ class Problem:
     q_offset: int | None = 0
     precision: str | None = "highest"
     everything: bool = False
+    deterministic: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,13 +84,19 @@ def measure(problem: Problem, device: jax.Device, judge: jax.Device) -> dict[str
     """
     # float64 is off in JAX by default; the reference needs it, and so do the calls in float64.
     with jax.enable_x64(True):
-        arrays = draw(problem)
+        arrays, plain, exact = oracle(problem, judge)
         got = results(problem, arrays, device, None)
-        plain = results(problem, arrays, judge, "reference")
-        wide = {name: x.astype(np.float64) if name in (*_INPUTS, "dout", "dlse") else x for name, x in arrays.items()}
-        exact = results(problem, wide, judge, "reference")
         tf32 = problem.dtype == "float32" and problem.precision != "highest" and device.platform != "cpu"
         return compare(got, plain, exact, tf32=tf32)
+
+
+def oracle(problem: Problem, judge: jax.Device) -> tuple[Arrays, dict[str, jax.Array], dict[str, jax.Array]]:
+    """The arrays, and what plain attention and the reference in float64 make of them on ``judge``."""
+    with jax.enable_x64(True):
+        arrays = draw(problem)
+        plain = results(problem, arrays, judge, "reference")
+        wide = {name: x.astype(np.float64) if name in (*_INPUTS, "dout", "dlse") else x for name, x in arrays.items()}
+        return arrays, plain, results(problem, wide, judge, "reference")
 
 
 def compare(
@@ -147,22 +155,30 @@ def draw(problem: Problem) -> dict[str, np.ndarray[Any, Any]]:
 
 def results(problem: Problem, arrays: Arrays, device: jax.Device, implementation: str | None) -> dict[str, jax.Array]:
     """out, lse and the gradients of the operands in ``arrays`` on ``device``, through out and lse."""
+    found: dict[str, jax.Array] = jax.jit(program(problem, implementation))(
+        {name: jax.device_put(x, device) for name, x in arrays.items()}
+    )
+    return found
+
+
+def program(problem: Problem, implementation: str | None) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
+    """What `results` compiles."""
     p = problem
     options: dict[str, Any] = {"causal": p.causal, "precision": p.precision}
     options["q_offset"] = p.kv_length - p.q_length if p.q_offset is None else p.q_offset
+    if p.deterministic:
+        options["deterministic"] = True
     if p.everything:
         options |= {"window": (p.kv_length // 2, None), "softcap": 20.0, "dropout_rate": 0.1}
-    names = [name for name in _INPUTS if name in arrays]
 
-    @jax.jit
-    def run(arrays: dict[str, jax.Array]) -> tuple[Any, ...]:
+    def run(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        names = [name for name in _INPUTS if name in arrays]
         fixed = {name: x for name, x in arrays.items() if name not in (*names, "dout", "dlse")}
         if p.everything:
             fixed["dropout_key"] = jax.random.key(0)
         call = functools.partial(attention, return_lse=True, implementation=implementation, **options, **fixed)
         outputs, pullback = jax.vjp(lambda inputs: call(**inputs), {name: arrays[name] for name in names})
         (gradients,) = pullback((arrays["dout"], arrays["dlse"]))
-        return (*outputs, *(gradients[name] for name in names))
+        return dict(zip(("out", "lse"), outputs, strict=True)) | {f"d{name}": gradients[name] for name in names}
 
-    found = run({name: jax.device_put(x, device) for name, x in arrays.items()})
-    return dict(zip(("out", "lse", *(f"d{name}" for name in names)), found, strict=True))
+    return run

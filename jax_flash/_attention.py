@@ -150,9 +150,9 @@ def attention(
       precision: of float32 products on GPUs: "default" and "high" are TF32's accuracy, "highest" float32's own; None
         follows ``jax.default_matmul_precision``. Other dtypes and CPUs have their full accuracy always.
       deterministic: whether the backward pass on GPUs sums in one order, so that its results are the same bits every
-        time, or by atomic additions, which is faster from compute capability 8.0 on. None takes what is faster. Other
-        implementations are deterministic always. True with a gradient of ``alibi_slopes``, or of a ``bias`` that is
-        broadcast, is not served by "cuda".
+        time, or by atomic additions, which is faster from compute capability 8.0 on. None takes what is faster, and
+        means True where ``XLA_FLAGS`` has ``--xla_gpu_deterministic_ops`` or
+        ``--xla_gpu_exclude_nondeterministic_ops``. Other implementations are deterministic always.
       return_lse: also return lse.
       implementation: None picks the best one that serves the call where it runs (``jax_flash.explain`` says which);
         or "cpu", "cuda" (the kernels of this package), "xla" (plain JAX in chunks, O(T + S) memory, any platform,
@@ -224,7 +224,7 @@ def attention(
             operands[name.replace("_ids", "_ranges")] = _segment_ranges(operands[name])
     batch = math.prod(leading)
     query4, key4, value4 = (x.reshape(batch, *x.shape[-3:]) for x in (record.query, key, value))
-    out, lse = _run(options, _Static(implementation, None, deterministic is True), query4, key4, value4, operands)
+    out, lse = _run(options, _Static(implementation, None), query4, key4, value4, operands)
     out = out.reshape(*query.shape[:-1], value.shape[-1])
     return (out, lse.reshape(*leading, q_heads, q_length)) if return_lse else out
 
@@ -378,7 +378,7 @@ def attention_varlen(
     options = record.options(documents=documents)
     out, lse = _run(
         options,
-        _Static(implementation, limits, deterministic is True),
+        _Static(implementation, limits),
         record.query[None],
         key[None],
         value[None],
@@ -433,7 +433,7 @@ def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q
         "window_left": left,
         "window_right": UNLIMITED if causal else right,  # causal is the narrower
         "dropout_rate": rate,
-        "deterministic": _explain.has_old_gpu() if deterministic is None else deterministic,
+        "deterministic": _explain.deterministic_by_default() if deterministic is None else deterministic,
         "highest_precision": _checks.highest_precision(arguments.precision, query.dtype),
     }
     wide = _dtypes.accumulation_dtype(query.dtype)
@@ -471,7 +471,6 @@ class _Static(NamedTuple):
 
     implementation: str | None
     limits: tuple[int, int] | None  # longest query and key document of a packed call
-    deterministic: bool  # asked for in so many words
 
 
 Operands = dict[str, jax.Array]
@@ -536,11 +535,8 @@ def _backward_rule(options: Options, static: _Static, residuals: tuple[Any, ...]
     # d lse / d score is the softmax itself, so its cotangent joins the row sum of FlashAttention-2 (equation 4):
     # ds = p * (dp - delta) with delta = rowsum(dout * out) - dlse.
     delta = _primitive.row_sums(dout, out, lse.dtype) - dlse
-    implementation = static.implementation
-    if static.deterministic and (reason := _summed_by_atomics(wanted, operands, query, key)):
-        if implementation == "cuda":
-            raise NotImplementedError(f"implementation='cuda' does not serve this call: {reason}")
-        implementation = implementation or "xla" if _explain.has_gpu() else implementation
+    # A bias that all keys of a row share moves the row's lse and nothing else: its gradient needs no kernel.
+    of_rows = "bias" in wanted and operands["bias"].shape[3] == 1
     dquery, dkey, dvalue, gradients = _primitive.backward(
         query,
         key,
@@ -549,28 +545,19 @@ def _backward_rule(options: Options, static: _Static, residuals: tuple[Any, ...]
         lse,
         delta,
         operands,
-        gradients=wanted,
+        gradients=wanted - {"bias"} if of_rows else wanted,
         options=options,
-        implementation=implementation,
+        implementation=static.implementation,
         limits=static.limits,
     )
+    if of_rows:
+        gradients["bias"] = _rows_gradient(operands, lse, delta, dlse)
     doperands = {name: gradients.get(name) for name in operands}
     if "bias" in gradients:
         doperands["bias"] = gradients["bias"].astype(operands["bias"].dtype)
     if "sinks" in operands:
         doperands["sinks"] = _sinks_gradient(operands, lse, delta)
     return dquery, dkey, dvalue, {name: _split_alike(x, operands[name]) for name, x in doperands.items()}
-
-
-def _summed_by_atomics(wanted: _Wanted, operands: Operands, query: jax.Array, key: jax.Array) -> str | None:
-    """Why gradients of operands differ from run to run on GPUs; None where they don't."""
-    if "alibi_slopes" in wanted:
-        return "deterministic=True with a gradient of alibi_slopes"
-    if "bias" in wanted:
-        shape, full = operands["bias"].shape, (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-        if shape != full:
-            return f"deterministic=True with a gradient of bias, which is broadcast from {shape} to {full}"
-    return None
 
 
 def _split_alike(gradient: jax.Array | None, operand: jax.Array) -> jax.Array | None:
@@ -590,12 +577,30 @@ _kernel_attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 def _sinks_gradient(operands: Operands, lse: jax.Array, delta: jax.Array) -> jax.Array:
     """[B, N]: a sink is a score without a value, so its ds is p * (0 - delta)."""
+    return -_without_padding(operands, _sink_weights(operands, lse) * delta).sum(axis=-1)
+
+
+def _rows_gradient(operands: Operands, lse: jax.Array, delta: jax.Array, dlse: jax.Array) -> jax.Array:
+    """Of a bias [..., ..., ..., 1]: the sum of ds over the keys of a row, p summing to 1 less the weight of the sink.
+
+    It is rowsum(p * dp) - delta * rowsum(p), where rowsum(p * dp) = delta + dlse (FlashAttention-2, equation 4).
+    """
+    rows = dlse + _sink_weights(operands, lse) * delta if "sinks" in operands else dlse
+    rows = _without_padding(operands, jnp.where(jnp.isneginf(lse), 0.0, rows))[..., None]
+    shared = tuple(i for i, n in enumerate(operands["bias"].shape) if n == 1)
+    return rows.sum(axis=shared, keepdims=True)
+
+
+def _sink_weights(operands: Operands, lse: jax.Array) -> jax.Array:
     sinks = operands["sinks"][:, :, None]
-    weights = jnp.where(jnp.isneginf(sinks), 0.0, jnp.exp(sinks - jnp.where(jnp.isneginf(lse), 0.0, lse)))
-    rows = jnp.arange(lse.shape[-1], dtype=jnp.int32)
-    # In padding delta may be anything.
+    return jnp.where(jnp.isneginf(sinks), 0.0, jnp.exp(sinks - jnp.where(jnp.isneginf(lse), 0.0, lse)))
+
+
+def _without_padding(operands: Operands, x: jax.Array) -> jax.Array:
+    """[B, N, T] with 0 for rows that are padding, where cotangents may be anything."""
+    rows = jnp.arange(x.shape[-1], dtype=jnp.int32)
     if "q_lengths" in operands:
-        delta = jnp.where(rows < operands["q_lengths"][:, None, None], delta, 0.0)
+        x = jnp.where(rows < operands["q_lengths"][:, None, None], x, 0.0)
     if "cu_q_lengths" in operands:
-        delta = jnp.where(rows < operands["cu_q_lengths"][:, -1, None, None], delta, 0.0)
-    return -(weights * delta).sum(axis=-1)
+        x = jnp.where(rows < operands["cu_q_lengths"][:, -1, None, None], x, 0.0)
+    return x

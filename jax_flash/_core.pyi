@@ -12,8 +12,9 @@ OPERANDS: tuple[tuple[str, str], ...]
 def handlers() -> dict[str, dict[str, Any]]:
     """Platform -> custom call target -> handler, as ``jax.ffi.register_ffi_target`` takes it."""
 
-def backward_scratch(
+def scratch(
     *,
+    pass_: str,
     platform: str,
     dtype: str,
     options: Mapping[str, Any],
@@ -26,7 +27,12 @@ def backward_scratch(
     value_head_dim: int,
     bias_shape: Sequence[int],
 ) -> int:
-    """Elements of float32 (float64 for float64 inputs) that the backward call wants as an extra result."""
+    """Elements of float32 (float64 for float64 inputs) that a "forward" or "backward" call wants as an extra result."""
+
+def plan_few(
+    *, batch: int, q_length: int, kv_length: int, q_heads: int, kv_heads: int, options: Mapping[str, Any]
+) -> tuple[int, int]:
+    """How CUDA kernels for few queries serve a call: rows of a block, 0 if they don't, and slices of the keys."""
 
 def cpu_isa() -> str:
     """The CPU's instruction set in use. Raises RuntimeError when JAX_FLASH_CPU_ISA names one that is not there."""
@@ -36,6 +42,12 @@ def configure_cuda(*, source_dir: str, prebuilt_dirs: Sequence[str], nvrtc_paths
 
 def largest_head_dim(*, arch: int, highest_precision: bool) -> int:
     """Up to which head_dim there are kernels for a compute capability such as 70."""
+
+def separate_dq(*, arch: int, largest_head_dim: int) -> bool:
+    """Whether dquery has a pass of its own on a compute capability such as 90, whatever ``deterministic`` says."""
+
+def cuda_launches() -> tuple[int, int]:
+    """How many calls this process has launched on GPUs, and how many of these went into a CUDA graph."""
 
 def cuda_status() -> dict[str, Any]:
     """driver, driver_error, nvrtc, nvrtc_error, cache_dir and devices (name, compute_capability, family)."""
@@ -48,8 +60,9 @@ def build_kernels(
     head_dims: Sequence[tuple[int, int]],
     options: Sequence[Mapping[str, Any]],
     family: str = "",
+    passes: Sequence[str] = ...,
 ) -> list[Mapping[str, Any]]:
-    """Compiles both passes of every combination for ``arch``, a compute capability such as 90, into ``out_dir``.
+    """Compiles ``passes`` (by default all) of every combination for ``arch``, such as 90 for 9.0, into ``out_dir``.
 
     ``head_dims`` are pairs of head_dim and value_head_dim; ``options`` are records by name, absent where not named;
     ``family`` is a kernel family that runs there, by default the one that serves it. Raises RuntimeError with the
@@ -57,6 +70,43 @@ def build_kernels(
     """
 
 def fetch_kernel(
-    *, arch: int, pass_: str, dtype: str, head_dim: int, value_head_dim: int, options: Mapping[str, Any]
+    *,
+    arch: int,
+    pass_: str,
+    dtype: str,
+    head_dim: int,
+    value_head_dim: int,
+    options: Mapping[str, Any],
+    gpu: str = "",
 ) -> str:
-    """Fetches a kernel through the cache, without a GPU. Returns "prebuilt", "cached" or "compiled"."""
+    """Fetches a kernel through the cache, without a GPU. Returns "prebuilt", "cached" or "compiled".
+
+    ``gpu`` is the name of one whose tuned rows come before the table's.
+    """
+
+TILE_FIELDS: tuple[str, ...]
+"""Of a tile row."""
+
+def cache_path() -> str:
+    """The folder of the cache on disk, whether it is there or not; empty where there is no place for one."""
+
+def sources_key() -> str:
+    """What the device sources and the table of tile rows say, as 32 hexadecimal digits."""
+
+def tune(rows: Sequence[Mapping[str, Any]]) -> None:
+    """From now on these tile rows come before the table's: gpu, family, pass, head_dim, and TILE_FIELDS."""
+
+def tile_row(*, arch: int, pass_: str, head_dim: int, gpu: str = "") -> dict[str, Any]:
+    """family, row, tuned and most_shared_bytes of a plain call. Raises ValueError where no row serves it."""
+
+def build_row(
+    *,
+    arch: int,
+    pass_: str,
+    dtype: str,
+    head_dim: int,
+    options: Mapping[str, Any],
+    row: Mapping[str, int],
+    out_dir: str,
+) -> Mapping[str, Any]:
+    """As `build_kernels`, one kernel with a tile row of its own."""

@@ -11,14 +11,14 @@ import os
 import pathlib
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jaxlib.version
 
 import jax_flash
-from jax_flash import _accuracy, _core, _dtypes, _explain, _origins, _registration
+from jax_flash import _accuracy, _core, _dtypes, _explain, _origins, _registration, _tuned
 from jax_flash._table import table
 
 _PLATFORMS = ("cpu", "cuda")
@@ -160,7 +160,17 @@ def gpu_versions(here: Machine) -> list[list[str]]:
     rows += [["cuDNN", here.cudnn]] if here.cudnn else []
     rows += [["kernel cache", _cache(status["cache_dir"])]]
     rows += [["prebuilt kernels", str(folder)] for folder in here.prebuilt]
+    try:
+        tuned = _tuned.load()
+        rows += [["tuned tile row", f"{row}{_where(row, status['devices'])}"] for row in tuned]
+    except ValueError as error:
+        rows.append(["tuned tile rows", str(error)])
     return rows
+
+
+def _where(row: _tuned.TunedRow, devices: Iterable[Mapping[str, Any]]) -> str:
+    served = any((device["name"], device["family"]) == (row.gpu, row.family) for device in devices)
+    return "" if served else " (not used: no such GPU here, or served by another family)"
 
 
 def _cache(folder: str) -> str:

@@ -5,13 +5,14 @@ Two places ask: the lowering of the primitives, which knows the platform, and `e
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from jax_flash import _checks, _core, _origins, _registration
+from jax_flash import _checks, _core, _origins, _registration, _tuned
 from jax_flash._options import Options
 
 IMPLEMENTATIONS = ("cuda", "cpu", "xla", "reference")
@@ -86,6 +87,32 @@ def has_old_gpu() -> bool:
     """Whether a CUDA device here is served by a family for float16 alone, which other dtypes are brought to."""
     return bool(_cuda_devices()) and any(
         device["family"] in FLOAT16_FAMILIES for device in _registration.cuda_status()["devices"]
+    )
+
+
+_DETERMINISTIC_FLAGS = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
+
+
+def deterministic_by_default() -> bool:
+    """Whether gradients are summed in one order unless a call says otherwise.
+
+    Where XLA is told by XLA_FLAGS to be deterministic on GPUs, and on GPUs where it costs nothing.
+    """
+    told: dict[str, bool] = {}  # by the last word
+    for word in os.environ.get("XLA_FLAGS", "").split():
+        name, _, value = word.partition("=")
+        if name in _DETERMINISTIC_FLAGS:
+            told[name] = value.lower() in ("", "true", "1")
+    return any(told.values()) or has_old_gpu()
+
+
+@functools.cache
+def separate_dq(largest_head_dim: int) -> bool:
+    """Whether dquery has a pass of its own on every CUDA device here, whatever ``deterministic`` says."""
+    return bool(_cuda_devices()) and all(
+        _core.separate_dq(arch=device["compute_capability"], largest_head_dim=largest_head_dim)
+        for device in _registration.cuda_status()["devices"]
+        if device["family"]
     )
 
 
@@ -172,11 +199,14 @@ class Explanation:
       implementation: the name of the one that serves it.
       platform: where the call was taken to run.
       obstacles: for every implementation that can't serve it, the reason.
+      tuned: tile rows of ``bench tune --store`` for this GPU and head_dim: kernels of calls without options but
+        ``causal`` and ``deterministic`` have them in place of the table's.
     """
 
     implementation: str
     platform: str
     obstacles: dict[str, str]
+    tuned: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"on {self.platform}, attention is served by {self.implementation!r}"]
@@ -187,6 +217,7 @@ class Explanation:
                 lines.append(f"  {name}: yes")
             else:
                 lines.append(f"  {name}: could, when asked for by name")
+        lines += [f"  tuned: {row}" for row in self.tuned]
         return "\n".join(lines)
 
 
@@ -221,4 +252,8 @@ def explain(
         platform = "cuda" if platform == "gpu" else platform
     call = Call(np.dtype(shapes[0].dtype).name, shapes[0].shape[-1], shapes[2].shape[-1], precise)
     obstacles = {name: reason for name in IMPLEMENTATIONS if (reason := obstacle(name, platform, call))}
-    return Explanation(choose(implementation, platform, call), platform, obstacles)
+    tuned: tuple[str, ...] = ()
+    chosen = choose(implementation, platform, call)
+    if chosen == "cuda" and _cuda_devices() and call.head_dim == call.value_head_dim:
+        tuned = tuple(map(str, _tuned.in_use(_registration.cuda_status()["devices"], call.head_dim)))
+    return Explanation(chosen, platform, obstacles, tuned)

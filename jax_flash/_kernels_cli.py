@@ -75,6 +75,7 @@ def modelled(arch: int) -> dict[str, Any]:
         "dtypes": ("float16",),
         "head_dims": tuple(pair for pair in COMMON["head_dims"] if pair[0] in (64, 128, 256)),
         "options": ({"causal": False, "deterministic": arch < 80},),
+        "passes": ("forward", "backward", "backward_dq"),
     }
 
 

@@ -23,6 +23,8 @@ except ImportError as error:
         ) from error
     raise
 
+from jax_flash import _tuned  # only where there is a library
+
 FORWARD_TARGET = "jax_flash_forward"
 BACKWARD_TARGET = "jax_flash_backward"
 
@@ -68,6 +70,15 @@ def nvrtc_paths() -> list[str]:
 _INSTALLED = pathlib.Path(_core.__file__).parent
 
 
+SOURCES = _INSTALLED / "kernels"
+"""The device sources."""
+
+
+def configure(sources: pathlib.Path) -> None:
+    """Says where things are; kernels are compiled of what is in the folder ``sources``."""
+    _core.configure_cuda(source_dir=str(sources), prebuilt_dirs=prebuilt_dirs(), nvrtc_paths=nvrtc_paths())
+
+
 def prebuilt_dirs() -> list[str]:
     """Folders of ahead-of-time compiled kernels: the user's own first, then the wheel's."""
     own = os.environ.get("JAX_FLASH_PREBUILT_DIR")
@@ -83,11 +94,8 @@ def cuda_status() -> dict[str, Any]:
 
 def _register() -> None:
     check_ffi_version(_core.FFI_API_VERSION, runtime_ffi_version())
-    _core.configure_cuda(
-        source_dir=str(_INSTALLED / "kernels"),
-        prebuilt_dirs=prebuilt_dirs(),
-        nvrtc_paths=nvrtc_paths(),
-    )
+    configure(SOURCES)
+    _tuned.use_stored()
     for platform, handlers in _core.handlers().items():
         for name, handler in handlers.items():
             jax.ffi.register_ffi_target(name, handler, platform=platform)

@@ -4,7 +4,6 @@ Whatever fails becomes a note below its table, and the rest goes on: a report of
 the one that is needed most.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -17,11 +16,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import jax_flash
-from jax_flash import _accuracy, _doctor, _explain
+from jax_flash import _accuracy, _doctor, _explain, _race
 from jax_flash._attention import attention
+from jax_flash._race import Cell, Entry, Race, timed
 from jax_flash._table import table
 
 _DTYPES: tuple[str, ...] = ("float16", "bfloat16", "float32")
@@ -133,14 +132,13 @@ def smi() -> list[list[str]]:
 def _clocks() -> None:
     """nvidia-smi while the GPU works: rates mean little without the clock they were made at."""
     try:
-        arrays = LOAD.draw()
-        run = contestant("jax_flash", LOAD, "forward")
-        seconds = max(_timed(run, arrays, 1), _timed(run, arrays, 5))
+        entry = _entry("jax_flash", LOAD, "forward", LOAD.draw())
+        seconds = max(timed(entry, 1), timed(entry, 5))
         last = None
         for _ in range(min(2000, math.ceil(1.5 / seconds))):  # queued: the GPU works while nvidia-smi looks
-            last = run(*arrays)
+            last = entry.start()
         rows = smi()
-        jax.block_until_ready(last)
+        entry.wait(last)
     except Exception as error:
         rows = [["nvidia-smi", f"nothing: {_doctor.first_line(error)}"]]
     print("\nnvidia-smi, under load")
@@ -213,30 +211,6 @@ def _options_name(problem: _accuracy.Problem) -> str:
 # The benchmark
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """One shape that is timed; T = S and every head has its own keys."""
-
-    dtype: str
-    head_dim: int
-    length: int
-    causal: bool
-    batch: int
-    heads: int
-
-    @property
-    def work(self) -> float:
-        """Floating-point operations of forward."""
-        full = 4.0 * self.batch * self.heads * self.length**2 * self.head_dim
-        return full / 2 if self.causal else full
-
-    def draw(self) -> list[jax.Array]:
-        """query, key, value and dout."""
-        shape = (self.batch, self.length, self.heads, self.head_dim)
-        keys = jax.random.split(jax.random.key(0), 4)
-        return [jax.random.normal(key, shape, jnp.dtype(self.dtype)) for key in keys]
-
-
 LOAD = Cell("float16", 128, 4096, causal=False, batch=1, heads=8)
 """What a GPU works on while its clock is looked at."""
 
@@ -282,45 +256,15 @@ def contestant(name: str, cell: Cell, pass_: str) -> Callable[..., Any]:
     return jax.jit(both if pass_ == "forward + backward" else lambda *arrays: forward(*arrays[:3]))
 
 
-def _timed(run: Callable[..., Any], arrays: Iterable[jax.Array], times: int) -> float:
-    """Seconds a call, of several in a row."""
-    began = time.perf_counter()
-    result = None
-    for _ in range(times):
-        result = run(*arrays)
-    jax.block_until_ready(result)
-    return (time.perf_counter() - began) / times
-
-
-@dataclasses.dataclass
-class Race:
-    """Seconds a call, round by round; and the errors of those that fell out. By contestant."""
-
-    seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    errors: dict[str, Exception] = dataclasses.field(default_factory=dict)
+def _entry(name: str, cell: Cell, pass_: str, arrays: Iterable[jax.Array]) -> Entry:
+    run = contestant(name, cell, pass_)
+    return Entry(lambda: run(*arrays), jax.block_until_ready)
 
 
 def race(cell: Cell, pass_: str, names: Iterable[str], rounds: int) -> Race:
-    """The contestants in turn, ``rounds`` times, so that what else the machine does meets them all."""
-    found = Race()
-    running: dict[str, tuple[Callable[..., Any], int]] = {}
+    """The contestants in turn, ``rounds`` times."""
     arrays = cell.draw()
-    for name in names:
-        try:
-            run = contestant(name, cell, pass_)
-            _timed(run, arrays, 1)  # compiles
-            running[name] = run, min(100, math.ceil(0.02 / _timed(run, arrays, 1)))
-            found.seconds[name] = []
-        except Exception as error:  # cuDNN on a GPU that it does not serve, or memory that is not there
-            found.errors[name] = error
-    for _ in range(rounds):
-        for name, (run, times) in list(running.items()):
-            try:
-                found.seconds[name].append(_timed(run, arrays, times))
-            except Exception as error:
-                found.errors[name] = error
-                del running[name]
-    return found
+    return _race.race({name: functools.partial(_entry, name, cell, pass_, arrays) for name in names}, rounds)
 
 
 def _benchmark(cells: Iterable[Cell], platform: str, notes: Notes, rounds: int) -> None:

@@ -517,6 +517,12 @@ EVERYTHING: dict[str, Any] = {
     "kv_lengths": (77, 90),
 }
 LARGE_EVERYTHING: dict[str, Any] = {"window": (200, None), "q_lengths": (513, 450), "kv_lengths": (600, 700)}
+FEW_EVERYTHING: dict[str, Any] = {
+    "q_offset": (2480, 1500),
+    "window": (2000, None),
+    "q_lengths": (17, 9),
+    "kv_lengths": (2500, 1601),
+}
 PACKED_EVERYTHING: dict[str, Any] = {
     "tails": (5, 9),
     "q_heads": 4,
@@ -674,6 +680,33 @@ CASES = (
     Case("tf32_causal", 150, 290, 2, 1, 64, (1,), causal=True, q_offset=140, precision="default", dtypes=("float32",)),
     Case("tf32_everything", 70, 90, q_heads=4, kv_heads=2, **EVERYTHING, precision="default", dtypes=("float32",)),
     Case("tf32_large", 1100, 1030, 4, 2, 128, precision="default", dtypes=("float32",), large=True),
+    # Few queries, whose keys GPUs split over blocks: shared by query heads, and with every option
+    *(
+        Case(f"few_{t}", t, 4099, 8, 2, 64, (1,), causal=True, q_offset=4099 - t, core=t == 2, large=t != 2)
+        for t in (1, 2, 5, 17, 64)
+    ),
+    *(Case(f"few_head_dim_{h}", 5, 2500, 4, 1, h, large=True) for h in (40, 96, 128, 192, 256)),
+    Case("few_heads_alone", 40, 1999, 4, 4, 128, large=True),
+    Case("few_head_dims", 5, 2500, 4, 2, 64, value_head_dim=128, causal=True, q_offset=2490, large=True),
+    Case("few_rows_of_heads", 1, 2500, 32, 1, 128, large=True),
+    Case("few_square", 200, 200, 1, 1, 64, (1,), large=True),
+    Case("few_scores_huge", 5, 2500, 8, 2, 64, spread=45.0, twins=True, dtypes=NARROW, large=True),
+    Case("few_bias", 5, 2500, 8, 2, 64, bias="bnts", large=True),
+    Case("few_bias_of_heads", 17, 2501, 4, 2, 128, bias="ns", large=True),
+    Case("few_mask", 5, 2501, 8, 2, 64, mask="bts", mask_density=0.02, large=True),
+    Case("few_window", 5, 2500, 8, 2, 64, window=(300, 20), q_offset=(1200, 40), large=True),
+    Case("few_softcap", 5, 2500, 8, 2, 64, softcap=2.0, large=True),
+    Case("few_alibi", 17, 2500, 8, 2, 64, alibi="bn", q_offset=2400, large=True),
+    Case("few_sinks", 5, 2500, 8, 2, 64, sinks=True, large=True),
+    Case("few_sinks_alone", 5, 2500, 8, 2, 64, sinks=True, causal=True, q_offset=-3, large=True),
+    Case("few_dropout", 17, 2500, 8, 2, 64, dropout_rate=0.3, large=True),
+    Case("few_segments", 17, 2500, 8, 2, 64, segments=5, large=True),
+    Case("few_segments_unsorted", 17, 2500, 8, 2, 64, segments=5, segments_sorted=False, large=True),
+    Case("few_lengths", 17, 2500, 8, 2, 64, (3,), q_lengths=(0, 9, 17), kv_lengths=(2000, 40, 0), large=True),
+    *(
+        Case(f"few_everything_{h}", 17, 2500, 4, 2, h, **{**EVERYTHING, **FEW_EVERYTHING}, large=True)
+        for h in (64, 128, 256)
+    ),
     # Several tiles in every direction, for every tile that a GPU has
     *(
         Case(f"large_{h}{'_causal' if causal else ''}", 1100, 1030, 4, 2, h, causal=causal, q_offset=-70, large=True)
@@ -712,6 +745,8 @@ PACKED_CASES = (
     PackedCase("packed_dropout", (40, 20, 37), (40, 30, 53), dropout_rate=0.25, q_heads=4, kv_heads=2),
     PackedCase("packed_head_dims", (20, 30), (25, 31), head_dim=40, value_head_dim=24, softcap=3.0),
     PackedCase("packed_everything", (40, 0, 37), (40, 7, 53), **PACKED_EVERYTHING, core=True),
+    PackedCase("packed_few", (3, 0, 1, 16, 13), (900, 40, 1, 1500, 100), (7, 60), 8, 2, 64, large=True),
+    PackedCase("packed_few_all", (3, 0, 1, 16), (900, 40, 1, 1500), head_dim=128, **PACKED_EVERYTHING, large=True),
     PackedCase("packed_large", (513, 128, 700, 3), (513, 200, 600, 9), (40, 0), 4, 2, 64, large=True, causal=True),
     PackedCase("packed_large_equal", (256,) * 4, (256,) * 4, (0, 0), 4, 2, 128, large=True, causal=True),
     PackedCase("packed_large_all", (513, 0, 700), (400, 200, 600), head_dim=128, **PACKED_EVERYTHING, large=True),

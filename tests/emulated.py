@@ -28,6 +28,9 @@ KERNEL = ["-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-fno-exceptions", "
 warnings would be of #pragma unroll and of results that inline PTX no longer sets."""
 
 
+os.environ["JAX_FLASH_FEW_QUERIES"] = "0"  # which sm80's kernels serve, of mma.sync
+
+
 def build(folder: pathlib.Path, sources: pathlib.Path = ROOT / "csrc") -> ctypes.CDLL:
     """The emulator, with the runtime's own launch.cc and jit.cc, whose way to the device it takes the place of."""
     includes = ["-I", HOST, "-I", sources]  # in this order: the host's files take the place of the device's
@@ -115,7 +118,7 @@ class Call:
 
     def put(self, name: str, array: np.ndarray) -> None:
         strides = [
-            0 if size == 1 and name in ("bias", "mask") else stride // array.itemsize
+            0 if size == 1 and name in ("bias", "dbias", "mask") else stride // array.itemsize
             for stride, size in zip(array.strides, array.shape, strict=True)
         ]
         self.kept.append(array)
@@ -143,8 +146,8 @@ TOLERANCE = {"out": 1.5, "lse": 0.02, "dq": 3.0, "dk": 3.0, "dv": 2.0, "dbias": 
 """In units of the inputs' epsilon, of the largest and of the L2 error."""
 
 OPTIONS = (
-    "causal", "window", "q_offset", "lengths", "segments", "documents", "mask", "bias", "alibi", "softcap", "sinks",
-    "dropout", "unscales", "deterministic",
+    "causal", "window", "q_offset", "lengths", "segments", "documents", "mask", "bias", "bias_of_keys", "alibi",
+    "softcap", "sinks", "dropout", "unscales", "deterministic",
 )  # fmt: skip
 
 
@@ -223,6 +226,9 @@ class Problem:
             self.arrays["mask"] = of["mask"] = random.random((batch, 1, q_length, kv_length)) < 0.8
         if "bias" in options:
             self.arrays["bias"] = of["bias"] = normal(1, q_heads, q_length, kv_length)
+            self.trainable.append("bias")
+        if "bias_of_keys" in options:
+            self.arrays["bias"] = of["bias"] = normal(batch, q_heads, 1, kv_length)
             self.trainable.append("bias")
         if "alibi" in options:
             slopes = (random.random((batch, documents, q_heads)) / 8).astype(np.float32)

@@ -29,6 +29,9 @@ ADDRESS = (
 )
 THREAD = ("-fsanitize=thread",)
 
+EMULATED_TILES = f'-DJAX_FLASH_EMULATED_TILES="{SOURCE / "tiles.h"}"'
+"""AMX's instructions as functions, for processors that have only the others of its instruction set."""
+
 
 def tool(name: str) -> str:
     """Beside this Python, where ``./run`` puts it, or on the path."""
@@ -82,9 +85,9 @@ def has(isa: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [ADDRESS, THREAD], ids=["address_undefined", "thread"])
 def test_sanitizers(tmp_path: pathlib.Path, flags: Sequence[str]) -> None:
-    """The source is one for all instruction sets: the plainest, and the one whose products take pairs."""
-    isas = ["baseline", *(["avx512_bf16"] if X86 and has("avx512_bf16") else [])]
-    build(tmp_path, isas, ["-O1", "-g1", *flags], ["driver"])
+    """The source is one for all instruction sets: the plainest, those whose products take pairs, or tiles of them."""
+    isas = ["baseline", *(["avx512_bf16", "amx_bf16"] if X86 and has("avx512_bf16") else [])]
+    build(tmp_path, isas, ["-O1", "-g1", *flags, EMULATED_TILES], ["driver"])
     for seed, isa in enumerate(isas):
         drive([tmp_path / "driver"], isa, 1000 * seed, 200)
 

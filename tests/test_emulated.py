@@ -33,6 +33,13 @@ CASES = {
     "softcap-dropout-window": {"options": ["softcap", "dropout", "window"], **ODD, **GROUPS},
     "deterministic-64": {"options": ["deterministic", "lengths"], **ODD},
     "deterministic-128": {"head_dim": 128, "options": ["deterministic", "causal"], **ODD},
+    "deterministic-alibi": {
+        "options": ["deterministic", "alibi", "bias_of_keys", "causal"],
+        "batch": 2,
+        **ODD,
+        **GROUPS,
+    },
+    "slopes-256": {"head_dim": 256, "options": ["alibi", "bias_of_keys", "q_offset"], **ODD},
     "segments-alibi": {"options": ["segments", "alibi", "q_offset", "causal"], **ODD},
 }
 

@@ -18,7 +18,7 @@ keys = jax.random.split(jax.random.key(0), 4)
 for q_length, kv_length, q_heads, kv_heads, head_dim, offset in (
     (67, 131, 4, 2, 59, 40), (1, 300, 8, 2, 64, 250), (130, 97, 2, 2, 136, -20), (3, 1, 1, 1, 1, 0)
 ):
-    for dtype in ("float64", "float32", "bfloat16", "float16"):
+    for dtype in ("bfloat16",) if isa.endswith("_bf16") else ("float64", "float32", "bfloat16", "float16"):
         shapes = [(2, q_length, q_heads, head_dim), *[(2, kv_length, kv_heads, head_dim)] * 2]
         arrays = [jax.random.normal(k, s, jnp.float32).astype(dtype) for k, s in zip(keys, shapes)]
         weights = jax.random.normal(keys[3], shapes[0], jnp.float32)
@@ -50,7 +50,7 @@ def run(isa: str, code: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-@pytest.mark.parametrize("isa", ["avx512", "avx2", "neon", "baseline"])
+@pytest.mark.parametrize("isa", ["amx_bf16", "avx512_bf16", "avx512", "avx2", "neon", "baseline"])
 def test_forced(isa: str) -> None:
     probe = run(isa, "from jax_flash import _core; print(_core.cpu_isa())")
     if probe.returncode and "must name an instruction set that this processor has" in probe.stderr:

@@ -40,15 +40,6 @@ FLOAT32_GATE = {
 """Of float32 on sm_80 and sm_86: "default" is float16 kernels with two factors more, "highest" holds two parts of every
 operand. What spills is head_dim 256."""
 
-OLD_GATE: dict[int, dict[tuple[str, int], int]] = {70: {}, 75: {("backward", 256): 264, ("backward_dq", 256): 88}}
-"""Bytes of spill stores plus loads of the families for old GPUs by pass and head_dim, with NVRTC 12.9 and 13.5. All
-others spill nothing, whatever the option: what spills with options has another row for calls without (`plain` in
-tiles.h).
-
-At head_dim 256 Turing's 64 KB leave the backward no tile but such with 128 accumulators a lane, beside those of partial
-sums.
-"""
-
 OLD_WARPS = {
     70: {("backward", 256): 4, ("backward_dq", 160): 6, ("backward_dq", 192): 6, ("backward_dq", 256): 4},
     75: {
@@ -84,6 +75,10 @@ ON = {
 """Every option alone, as the kernels know it."""
 
 
+LONG = ("forward", "backward", "backward_dq")
+"""The passes but for that of few queries, which has gates of its own."""
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @functools.cache
@@ -102,12 +97,25 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def compiled(
-    arch: int, folder: pathlib.Path, *, dtypes: Any, head_dims: Any, options: Any, family: str = ""
+    arch: int,
+    folder: pathlib.Path,
+    *,
+    dtypes: Any,
+    head_dims: Any,
+    options: Any,
+    family: str = "",
+    passes: Any = LONG,
 ) -> list[Mapping[str, Any]]:
     print("\nvariant, registers, shared bytes, threads, spill bytes, local bytes, cubin bytes")
     head_dims = [(h, h) for h in head_dims]
     rows = _core.build_kernels(
-        arch=arch, out_dir=str(folder), dtypes=dtypes, head_dims=head_dims, options=options, family=family
+        arch=arch,
+        out_dir=str(folder),
+        dtypes=dtypes,
+        head_dims=head_dims,
+        options=options,
+        family=family,
+        passes=passes,
     )
     for kernel in rows:
         print(*kernel.values(), sep=", ")
@@ -187,13 +195,15 @@ def nvrtcs(arch: int) -> list[str]:
 COMPILE = """
 import json, pathlib, sys
 from jax_flash import _core
-nvrtc, arch, folder, variants = json.loads(sys.argv[1])
+nvrtc, arch, folder, variants, passes = json.loads(sys.argv[1])
 source_dir = pathlib.Path(_core.__file__).parent / "kernels"
 _core.configure_cuda(source_dir=str(source_dir), prebuilt_dirs=[], nvrtc_paths=[nvrtc])
 rows = []
 for head_dim, options in variants:
     head_dims = [(head_dim, head_dim)]
-    kernels = _core.build_kernels(arch=arch, out_dir=folder, dtypes=["float16"], head_dims=head_dims, options=options)
+    kernels = _core.build_kernels(
+        arch=arch, out_dir=folder, dtypes=["float16"], head_dims=head_dims, options=options, passes=passes
+    )
     rows += kernels
 print(json.dumps([_core.cuda_status()["nvrtc"][0], rows]))
 """
@@ -202,11 +212,12 @@ print(json.dumps([_core.cuda_status()["nvrtc"][0], rows]))
 
 @pytest.mark.parametrize(
     ("arch", "nvrtc"),
-    [(arch, nvrtc) for arch in OLD_GATE for nvrtc in nvrtcs(arch)],
+    [(arch, nvrtc) for arch in OLD_WARPS for nvrtc in nvrtcs(arch)],
     ids=lambda x: str(x).split(" ", maxsplit=1)[0],
 )
 def test_gates_of_old_gpus(arch: int, nvrtc: str, tmp_path: pathlib.Path) -> None:
-    """With the backward that is the default there, the one without atomic additions."""
+    """Nothing is spilled, whatever the option: what would spill with options has another row for calls without
+    (`plain` in tiles.h). With the backward that is the default there, the one without atomic additions."""
     plain = {"plain": {}, "scaled": {"causal": True, "has_unscales": True}}
     heavy = {name: ON[name] for name in ("bias", "mask", "dropout")}
     of_head_dim: dict[int, dict[str, dict[str, Any]]] = {
@@ -218,7 +229,7 @@ def test_gates_of_old_gpus(arch: int, nvrtc: str, tmp_path: pathlib.Path) -> Non
     }
     path = nvrtc[nvrtc.index("(") + 1 : -1]
     variants = [(h, [{"deterministic": True, **on} for on in named.values()]) for h, named in of_head_dim.items()]
-    argument = json.dumps([path, arch, str(tmp_path), variants])
+    argument = json.dumps([path, arch, str(tmp_path), variants, LONG])
     done = subprocess.run([sys.executable, "-c", COMPILE, argument], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     used, rows = json.loads(done.stdout)
@@ -229,7 +240,6 @@ def test_gates_of_old_gpus(arch: int, nvrtc: str, tmp_path: pathlib.Path) -> Non
     for kernel in rows:
         key = kernel["pass"], kernel["head_dim"]
         registers, threads, spilled = kernel["registers"], kernel["threads"], kernel["spill_bytes"]
-        gate = OLD_GATE[arch].get(key, 0)
         blocks = min(
             REGISTERS_PER_BLOCK // (-(-registers // 8) * 8 * threads), SHARED_LIMIT[arch] // kernel["shared_bytes"]
         )
@@ -237,10 +247,65 @@ def test_gates_of_old_gpus(arch: int, nvrtc: str, tmp_path: pathlib.Path) -> Non
         print(
             *(kernel[x] for x in ("name", "registers", "shared_bytes", "threads", "spill_bytes", "local_bytes")), warps
         )
-        if spilled > gate or kernel["local_bytes"] > gate or warps < OLD_WARPS[arch].get(key, 8):
+        if spilled or kernel["local_bytes"] or warps < OLD_WARPS[arch].get(key, 8):
             failed.append(f"{kernel['name']}: {spilled} bytes spilled, {kernel['local_bytes']} local, {warps} warps")
         assert kernel["cubin_bytes"] < 1 << 18
     assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize(("arch", "dtype"), [(70, "float16"), (75, "float16"), (80, "bfloat16"), (86, "float16")])
+def test_gates_of_few_queries(arch: int, dtype: str, tmp_path: pathlib.Path) -> None:
+    """Nothing is spilled, whatever the option, and each number of rows has its kernel."""
+    causal = {"causal": True, "has_unscales": arch < 80}
+    heavy = [causal, ON["bias"], ON["dropout"], ON["segments"]]
+    tried: dict[int, dict[int, list[Any]]] = {
+        80: {64: [causal], 128: [causal, *ON.values()], 256: heavy},
+        86: {256: [causal, ON["bias"]]},  # below as on 80
+        75: {64: heavy, 128: heavy},  # beyond by the forward for many queries
+        70: {64: heavy, 128: heavy},
+    }
+    for head_dim, options in tried[arch].items():
+        rows = compiled(
+            arch,
+            tmp_path,
+            dtypes=[dtype],
+            head_dims=[head_dim],
+            options=options,
+            passes=["forward_few"],
+        )
+        assert {(kernel["pass"], kernel["block_q"]) for kernel in rows} == {("forward_few", 16), ("forward_few", 64)}
+        assert len(rows) == 2 * len(options)
+        for kernel in rows:
+            assert kernel["spill_bytes"] == kernel["local_bytes"] == 0, kernel["name"]
+
+
+SHARED_BIAS_GATE = {(80, 128): 16, (80, 256): 24}
+"""Bytes of spill stores plus loads of the pass for a bias that is shared, by compute capability and head_dim, for
+float32 in two parts. All others spill nothing."""
+
+
+@pytest.mark.parametrize(("arch", "dtype"), [(70, "float16"), (75, "float16"), (80, "bfloat16"), (86, "float16")])
+def test_gates_of_shared_bias(arch: int, dtype: str, tmp_path: pathlib.Path) -> None:
+    bias = {"deterministic": True, **ON["bias"]}
+    heavy = {name: ON[name] for name in ("window", "softcap", "dropout", "mask", "segments", "alibi_slopes")}
+    variants = {
+        64: [bias | on for on in ({}, *heavy.values())],
+        128: [bias | on for on in ({}, *heavy.values())],
+        256: [bias | on for on in ({}, heavy["window"], heavy["dropout"])],
+    }
+    for head_dim, options in variants.items():
+        two_parts = [bias | {"has_unscales": True, "highest_precision": True}] * (arch != 86)
+        if head_dim == 256 and arch < 80:
+            two_parts = []
+        on = {"dtypes": [dtype], "head_dims": [head_dim], "passes": ["backward_bias"]}
+        rows = compiled(arch, tmp_path, options=options, **on)
+        rows += compiled(arch, tmp_path, options=two_parts, **(on | {"dtypes": ["float16"]}))
+        assert len(rows) == len(options) + len(two_parts)
+        for kernel in rows:
+            assert kernel["pass"] == "backward_bias"
+            gate = SHARED_BIAS_GATE.get((arch, head_dim), 0) if "highest_precision" in kernel["name"] else 0
+            assert kernel["spill_bytes"] <= gate, kernel["name"]
+            assert kernel["local_bytes"] <= gate, kernel["name"]
 
 
 def test_what_kernels_are_not_for_is_refused(tmp_path: pathlib.Path) -> None:

@@ -1,6 +1,7 @@
 """Temporary memory grows linearly with the lengths, forward and backward, by XLA's own analysis."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cases
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import oracle
 import pytest
 from cases import REFERENCE, Target
+
+from jax_flash import _explain, _primitive, _registration, attention
 
 LENGTHS = (2048, 8192)
 
@@ -78,6 +81,81 @@ def test_kernels_need_little(target: Target, backward: bool) -> None:
     """Nothing but copies, lse and delta: a few times the inputs."""
     length = LENGTHS[0]
     assert temporary_bytes(target, length, backward) <= 4 * input_bytes(target, length)
+
+
+def floats(*sizes: int) -> int:
+    return 4 * math.prod(sizes)
+
+
+CAPABILITIES = {"sm70": 70, "sm75": 75, "sm80": 80, "sm90a": 90}
+
+
+@pytest.fixture(params=CAPABILITIES)
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The GPUs here serve calls with this family's kernels."""
+    name = request.param
+    capability = min(device["compute_capability"] for device in _registration.cuda_status()["devices"])
+    if capability < CAPABILITIES[name] or (name == "sm90a" and capability != 90):
+        pytest.skip(f"compute capability {capability} does not run kernels of {name}")
+    monkeypatch.setenv("JAX_FLASH_CUDA_FAMILY", name)
+    forget()
+    yield name
+    forget()
+
+
+def forget() -> None:
+    """What was traced and lowered for another family."""
+    for known in (_explain.separate_dq, _explain.has_old_gpu, _primitive._partitioned):
+        known.cache_clear()
+    jax.clear_caches()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_kernels_of_gpus(family: str, head_dim: int) -> None:
+    """Forward: nothing but lse, which nobody asked for. Backward: delta, and one accumulator where dq is added up."""
+    batch, length, heads = 2, 4096, 4
+    x = shape(batch, length, heads, head_dim, dtype=jnp.float16)
+    statistics = floats(batch, heads, length)
+
+    def temporary(run: Callable[..., Any], *arrays: Any) -> int:
+        return jax.jit(run).lower(*arrays).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(attention, x, x, x) <= statistics + 1024
+
+    kept, tree = jax.tree.flatten(jax.eval_shape(lambda *inputs: jax.vjp(attention, *inputs)[1], x, x, x))
+    added = family in ("sm80", "sm90a") and not (family == "sm90a" and head_dim > 128)
+    accumulator = added * floats(batch, heads, length, head_dim)
+    backward = temporary(lambda kept, dout: jax.tree.unflatten(tree, kept)(dout), kept, x)
+    assert accumulator <= backward <= accumulator + statistics + 1024
+
+
+@pytest.mark.parametrize(
+    ("capability", "forced", "head_dim", "separate"),
+    [(90, "", 256, True), (90, "", 136, True), (90, "", 128, False), (90, "sm80", 256, False), (80, "", 256, False)],
+)
+def test_no_accumulator_for_a_pass_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capability: int, forced: str, head_dim: int, separate: bool
+) -> None:
+    """What is lowered for a GPU that is here asks for what this one's kernels use."""
+    if forced:
+        monkeypatch.setenv("JAX_FLASH_CUDA_FAMILY", forced)
+    gpu = {"name": "a GPU", "compute_capability": capability, "family": "sm80"}
+    monkeypatch.setattr(_explain, "_cuda_devices", lambda: ("a GPU",))
+    monkeypatch.setattr(_registration, "cuda_status", lambda: {"devices": [gpu]})
+    monkeypatch.setattr(_explain, "separate_dq", _explain.separate_dq.__wrapped__)
+    monkeypatch.setattr(_explain, "_cuda_unavailable", lambda: None)
+    monkeypatch.setattr(_explain, "has_old_gpu", lambda: False)
+    x = shape(1, 64, 2, head_dim, dtype=jnp.float16)
+
+    def gradients(*inputs: Any) -> Any:
+        return jax.vjp(attention, *inputs)[1](inputs[0])
+
+    lowered = jax.jit(gradients).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = (line for line in lowered.splitlines() if "@jax_flash_backward" in line)
+    results = call.rsplit("->", 1)[1]
+    assert results.count("tensor<") == (3 if separate else 4), call
+    assert f"deterministic = {str(separate).lower()}" in call, call
 
 
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.implementation != "reference"))

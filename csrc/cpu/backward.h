@@ -230,7 +230,7 @@ class BackwardItem {
   }
 
   void load_keys() {
-    int lanes = round_up(count_, kPanel<T>);
+    int lanes = round_up(count_, std::max(kWidth<T>, kRowPadding));
     const E* k = row_of<const E>(p_.k, batch_, document_.first_key + first_, kv_head_);
     const E* v = row_of<const E>(p_.v, batch_, document_.first_key + first_, kv_head_);
     // dv_ is free until the block's first product.

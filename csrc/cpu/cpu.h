@@ -9,8 +9,9 @@
 
 namespace jax_flash::cpu {
 
-// Calls body(item) once for every item in [0, items), from any thread, and returns when all are done.
-using ParallelFor = std::function<void(int64_t items, const std::function<void(int64_t)>& body)>;
+// Calls body(item) once for every item in [0, items), from any thread, and returns when all are done. More than
+// `threads` of them would wait for each other longer than they work.
+using ParallelFor = std::function<void(int64_t items, int64_t threads, const std::function<void(int64_t)>& body)>;
 
 // Elements of float (double for f64) that backward wants in Problem::scratch; 0 for none. It depends on the shape
 // alone, never on the machine: the lowering asks for it when a call is traced, maybe on another machine.

@@ -10,6 +10,7 @@
 #include "few.h"
 #include "isa.h"
 #include "scores.h"
+#include "tiles.h"
 
 namespace jax_flash::cpu::JAX_FLASH_ISA {
 
@@ -23,6 +24,10 @@ template <typename F>
 int factors(int elements) {
   return (elements + kElements<F> - 1) / kElements<F>;
 }
+
+// Keys of a block are padded to this multiple: tiles have rows of keys, and sums over pairs of keys.
+template <typename F>
+constexpr int kKeyPadding = kTiled<F> ? kElements<F> * kTilePairs : kRowPadding;
 
 // K, V and the panels' own tiles have to stay in the second-level cache together. All are multiples of kSegmentBlock
 // and of kDropoutKeys.
@@ -43,7 +48,7 @@ class ForwardItem {
         options_(p),
         band_(p.options),
         dropout_(p.options.dropout_rate),
-        depth_(factors<F>(p.head_dim)),
+        depth_(round_up(factors<F>(p.head_dim), kTiled<F> ? kTilePairs : 1)),
         k_stride_(padded_head_dim<T>(depth_)),
         v_stride_(padded_head_dim<T>(p.value_head_dim)),
         keys_(key_block(std::max(p.head_dim, p.value_head_dim))),
@@ -296,7 +301,7 @@ class ForwardItem {
   // `first` is a multiple of kSegmentBlock.
   void attend_block(int64_t first, int count) {
     int64_t kv_head = first_head_ / (p_.q_heads / p_.kv_heads);
-    int padded = round_up(count, kRowPadding);
+    int padded = round_up(count, kKeyPadding<F>);
     const E* k = row_of<const E>(p_.k, batch_, document_.first_key + first, kv_head);
     const E* v = row_of<const E>(p_.v, batch_, document_.first_key + first, kv_head);
     if (few()) {
@@ -317,15 +322,22 @@ class ForwardItem {
       return attend_few_rows<F, T>(first, count, {k_, k_stride_, k_stride_}, {few_v_, v_stride_, v_stride_}, {});
     }
     copy_rows(k, p_.k.row_stride, count, p_.head_dim, padded, k_stride_, k_);
-    if constexpr (kPaired<F>) {
+    if constexpr (kTiled<F>) {
+      F* pairs = reinterpret_cast<F*>(few_v_);
+      copy_pairs_of_rows(v, p_.v.row_stride, count, p_.value_head_dim, padded, v_stride_, pairs);
+      transpose_rows(pairs, v_stride_, padded / kElements<F>, v_stride_, keys_ / kElements<F>, v_);
+    } else if constexpr (kPaired<F>) {
       copy_pairs_of_rows(v, p_.v.row_stride, count, p_.value_head_dim, padded, v_stride_, v_);
     } else {
       copy_rows(v, p_.v.row_stride, count, p_.value_head_dim, padded, v_stride_, v_);
     }
     if (dropout_.active()) fill_lane_bits(first, count);
+#if defined(__AMX_BF16__)
+    Tiles tiles;
+#endif
     for (int row = 0; row < rows_; row += kPanel<T>) {
       const Panel& panel = panel_[row / kPanel<T>];
-      int64_t begin = round_down(std::clamp<int64_t>(panel.begin - first, 0, count), kRowPadding);
+      int64_t begin = round_down(std::clamp<int64_t>(panel.begin - first, 0, count), kKeyPadding<F>);
       int keys = static_cast<int>(std::clamp<int64_t>(panel.end - first, begin, count) - begin);
       if (keys == 0) continue;
       with_vectors((lanes_of(row) + kWidth<T> - 1) / kWidth<T>, [&](auto nv) __attribute__((always_inline)) {
@@ -334,21 +346,26 @@ class ForwardItem {
     }
   }
 
-  // A panel against `keys` keys, the first of which is the block's key `begin`, a multiple of kRowPadding.
+  // A panel against `keys` keys, the first of which is the block's key `begin`, a multiple of kKeyPadding.
   template <int NV>
   void attend(int row, const Panel& panel, int64_t block, int begin, int keys) {
     const F* queries = queries_ + static_cast<int64_t>(row) * depth_;
     const F* k = k_ + static_cast<int64_t>(begin) * k_stride_;
-    const F* v = v_ + static_cast<int64_t>(begin / kElements<F>) * v_stride_;
+    const F* v = v_ + static_cast<int64_t>(begin / kElements<F>) * (kTiled<F> ? 1 : v_stride_);
     T* out = out_ + static_cast<int64_t>(row) * v_stride_;
     T* scores = scores_;
     // Not folded into the queries: products of 16-bit numbers are exact, those of scaled ones are not.
     Vec<T> scale = static_cast<T>(p_.options.scale * kLog2E);
-    for (int j = 0; j < keys; j += kRows) {
-      dot_kernel<NV>(depth_, k + j * k_stride_, k_stride_, queries, kPanel<T>,
-                     [&](int i, int v, const Vec<T>& sum) __attribute__((always_inline)) {
-                       store<T>(scores + (j + i) * kPanel<T> + v * kWidth<T>, sum * scale);
-                     });
+    if constexpr (kTiled<F>) {
+      multiply_tiles<NV>(round_up(keys, kTileRows), depth_, k, k_stride_, queries, kPanel<T>, scores, kPanel<T>, false);
+      change_scores<NV>(0, keys, [&](int, int, Vec<T>& score) __attribute__((always_inline)) { score *= scale; });
+    } else {
+      for (int j = 0; j < keys; j += kRows) {
+        dot_kernel<NV>(depth_, k + j * k_stride_, k_stride_, queries, kPanel<T>,
+                       [&](int i, int v, const Vec<T>& sum) __attribute__((always_inline)) {
+                         store<T>(scores + (j + i) * kPanel<T> + v * kWidth<T>, sum * scale);
+                       });
+      }
     }
     if (options_.any()) apply_options<NV>(row, block + begin, keys);
     if (options_.has_segments) compare_segments<NV>(row, panel, block + begin, keys);
@@ -361,7 +378,19 @@ class ForwardItem {
       online_softmax<NV, F>(keys, scores, maximum_ + row, sum_ + row, decay_);
     }
     const T* decay = decay_;
-    const F* weights = reinterpret_cast<const F*>(scores);
+    F* weights = reinterpret_cast<F*>(scores);
+    if constexpr (kTiled<F>) {
+      for (int h = 0; h < v_stride_; ++h) {
+        for (int v = 0; v < NV; ++v) {
+          T* o = out + h * kPanel<T> + v * kWidth<T>;
+          store<T>(o, load(o) * load(decay + v * kWidth<T>));
+        }
+      }
+      int pairs = factors<F>(keys), padded = round_up(pairs, kTilePairs);
+      std::memset(weights + pairs * kPanel<T>, 0, sizeof(F) * (padded - pairs) * kPanel<T>);
+      multiply_tiles<NV>(v_stride_, padded, v, keys_ / kElements<F>, weights, kPanel<T>, out, kPanel<T>, true);
+      return;
+    }
     for (int h = 0; h < p_.value_head_dim; h += kRows) {
       micro_kernel<NV, Layout::column_major>(factors<F>(keys), v + h, v_stride_, weights, kPanel<T>,
                                              [&](int i, int v, const Vec<T>& sum) __attribute__((always_inline)) {
@@ -534,30 +563,32 @@ class ForwardItem {
     }
   }
 
-  // The row of out, apart from its normalisation.
-  void gather(int row, T* to) const {
+  // body(row, sums) for the rows of out, which are not normalised yet.
+  template <typename Body>
+  void for_each_row(Body body) {
     if (few()) {
-      std::memcpy(to, out_ + row * v_stride_, sizeof(T) * v_stride_);
+      for (int row = 0; row < rows_; ++row) body(row, out_ + static_cast<int64_t>(row) * v_stride_);
       return;
     }
-    const T* from = out_ + static_cast<int64_t>(row / kPanel<T> * kPanel<T>) * v_stride_ + row % kPanel<T>;
-    for (int h = 0; h < p_.value_head_dim; ++h) to[h] = from[h * kPanel<T>];
+    constexpr int W = kWidth<T>;
+    T* rows = reinterpret_cast<T*>(v_);  // free again
+    for (int row = 0; row < rows_; row += W) {
+      int64_t panel = row / kPanel<T> * kPanel<T>;
+      transpose_from_panel(out_ + panel * v_stride_ + row % kPanel<T>, v_stride_, v_stride_, rows);
+      for (int i = 0; i < std::min(W, rows_ - row); ++i) body(row + i, rows + static_cast<int64_t>(i) * v_stride_);
+    }
   }
 
   void store_rows() {
-    T* buffer = reinterpret_cast<T*>(v_);
-    for (int row = 0; row < rows_; ++row) {
-      gather(row, buffer);
-      store_result(row, buffer, maximum_[row], sum_[row]);
-    }
+    for_each_row([&](int row, const T* sums) { store_result(row, sums, maximum_[row], sum_[row]); });
   }
 
   void store_partial(const Record& to) {
-    for (int row = 0; row < rows_; ++row) {
+    for_each_row([&](int row, const T* sums) {
       to.maximum[row] = maximum_[row];
       to.sum[row] = sum_[row];
-      gather(row, to.out + static_cast<int64_t>(row) * v_stride_);
-    }
+      std::memcpy(to.out + static_cast<int64_t>(row) * v_stride_, sums, sizeof(T) * v_stride_);
+    });
   }
 
   // `sums` are the weights' products with V, the weights being exp2(score - highest), their sum `total`. A row that

@@ -13,7 +13,10 @@ namespace jax_flash::cpu::JAX_FLASH_ISA {
 
 // The tile that registers hold: accumulators, one row of B and one element of A must fit. With 32 registers, 24
 // accumulators need 3 + 8 loads for 24 multiply-adds; with 16, 12 need 3 + 4 for 12.
-#if defined(__AVX512F__) || defined(__aarch64__)
+#if defined(JAX_FLASH_TILE_ROWS)  // another one, to measure it: tests/cpu/ladder.cc
+constexpr int kRows = JAX_FLASH_TILE_ROWS;
+constexpr int kVecs = JAX_FLASH_TILE_VECTORS;
+#elif defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kRows = 8;
 constexpr int kVecs = 3;
 #elif defined(__FMA__)

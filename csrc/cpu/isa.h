@@ -74,6 +74,9 @@ extern const Kernels kKernels;
 namespace avx512_bf16 {  // serves DType::bf16 alone
 extern const Kernels kKernels;
 }
+namespace amx_bf16 {  // likewise
+extern const Kernels kKernels;
+}
 namespace neon {
 extern const Kernels kKernels;
 }

@@ -45,13 +45,29 @@ inline void copy_rows(const BFloat16* from, ptrdiff_t stride, int rows, int colu
 inline void copy_pairs_of_rows(const BFloat16* from, ptrdiff_t stride, int rows, int columns, int padded_rows,
                                int padded, Pair* to) {
   constexpr int W = kWidth<float>;
+  using Two = Native<uint16_t, 2 * W>;
+  auto picks = []<int... i>(bool second, std::integer_sequence<int, i...>) {
+    return Two{static_cast<uint16_t>((i & 1) * 2 * W + i / 2 + (second ? W : 0))...};
+  };
+  const Two first = picks(false, std::make_integer_sequence<int, 2 * W>{});
+  const Two second = picks(true, std::make_integer_sequence<int, 2 * W>{});
   for (int r = 0; r < padded_rows; r += 2, to += padded) {
-    for (int c = 0; c < padded; c += W) {
+    const BFloat16* p = from + r * stride;
+    int c = 0;
+    if (r + 1 < rows) {
+      for (; c + 2 * W <= columns; c += 2 * W) {
+        Two a, b;
+        std::memcpy(&a, p + c, sizeof(a));
+        std::memcpy(&b, p + stride + c, sizeof(b));
+        store(to + c, bits_as<U32>(__builtin_shuffle(a, b, first)));
+        store(to + c + W, bits_as<U32>(__builtin_shuffle(a, b, second)));
+      }
+    }
+    for (; c < padded; c += W) {
       auto bits = [&](int row) __attribute__((always_inline)) {
         U16 x = {};
         if (row < rows && c < columns) {
-          const BFloat16* p = from + row * stride + c;
-          std::memcpy(&x, p, sizeof(BFloat16) * (columns - c < W ? columns - c : W));
+          std::memcpy(&x, from + row * stride + c, sizeof(BFloat16) * std::min(columns - c, W));
         }
         return __builtin_convertvector(x, U32);
       };
@@ -60,18 +76,6 @@ inline void copy_pairs_of_rows(const BFloat16* from, ptrdiff_t stride, int rows,
   }
 }
 #endif
-
-// to[panel][column][kPanel] = from[row][column], rows (a multiple of the lanes) becoming lanes.
-template <typename T>
-void transpose_to_panels(const T* from, ptrdiff_t stride, int rows, int columns, T* to) {
-  constexpr int N = kPanel<Sum<T>>;
-  for (int first = 0; first < rows; first += N, to += static_cast<ptrdiff_t>(columns) * N) {
-    int lanes = rows - first < N ? rows - first : N;
-    for (int c = 0; c < columns; ++c) {
-      for (int lane = 0; lane < lanes; ++lane) to[c * N + lane] = from[(first + lane) * stride + c];
-    }
-  }
-}
 
 // The first halves of a and b interleaved, or the second ones.
 template <typename T, bool second>
@@ -99,6 +103,64 @@ JAX_FLASH_INLINE void transpose(Vec<T> (&x)[kWidth<T>]) {
     }
 #pragma GCC unroll 16
     for (int i = 0; i < W; ++i) x[i] = y[i];
+  }
+}
+
+// to[panel][column][kPanel] = from[row][column]: rows (a multiple of kWidth) become lanes. Rows have room for whole
+// vectors. By vectors, because moving elements took a quarter of a call of 64 rows and keys.
+template <typename T>
+void transpose_to_panels(const T* from, ptrdiff_t stride, int rows, int columns, T* to) {
+  using S = Sum<T>;
+  constexpr int N = kPanel<S>, W = kWidth<S>;
+  for (int first = 0; first < rows; first += N, to += static_cast<ptrdiff_t>(columns) * N) {
+    int lanes = rows - first < N ? rows - first : N;
+    for (int lane = 0; lane < lanes; lane += W) {
+      for (int c = 0; c < columns; c += W) {
+        Vec<S> tile[W];
+        const T* p = from + (first + lane) * stride + c;
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) tile[i] = bits_as<Vec<S>>(load(p + i * stride));
+        transpose<S>(tile);
+        int count = columns - c < W ? columns - c : W;
+        using Stored = decltype(load(to));
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) {
+          if (i < count) store(to + (c + i) * N + lane, bits_as<Stored>(tile[i]));
+        }
+      }
+    }
+  }
+}
+
+// to[column][row] = from[row][column], both multiples of kWidth.
+template <typename T>
+void transpose_rows(const T* from, ptrdiff_t stride, int rows, int columns, ptrdiff_t to_stride, T* to) {
+  using S = Sum<T>;
+  constexpr int W = kWidth<S>;
+  for (int c = 0; c < columns; c += W) {
+    for (int r = 0; r < rows; r += W) {
+      Vec<S> tile[W];
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) tile[i] = bits_as<Vec<S>>(load(from + (r + i) * stride + c));
+      transpose<S>(tile);
+      using Stored = decltype(load(to));
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) store(to + (c + i) * to_stride + r, bits_as<Stored>(tile[i]));
+    }
+  }
+}
+
+// The other way, for one vector of lanes: to[lane][column] = from[column][kPanel], columns a multiple of kWidth.
+template <typename T>
+void transpose_from_panel(const T* from, int columns, ptrdiff_t stride, T* to) {
+  constexpr int N = kPanel<T>, W = kWidth<T>;
+  for (int c = 0; c < columns; c += W) {
+    Vec<T> tile[W];
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) tile[i] = load(from + (c + i) * N);
+    transpose<T>(tile);
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) store(to + i * stride + c, tile[i]);
   }
 }
 

@@ -7,12 +7,14 @@
 #include <vector>
 
 #include "../problem.h"
+#include "tiles.h"
 
 namespace jax_flash::cuda {
 
 using Stream = void*;  // CUstream
 
-// Where things are; set once by Python at import.
+// Where things are; set by Python at import. With another folder of sources, kernels that are fetched from then on are
+// made of those; calls that have theirs keep them until tune().
 struct Settings {
   std::string source_dir;                  // the device sources, shipped as package data
   std::vector<std::string> prebuilt_dirs;  // cubins of `kernels build`, looked at first
@@ -27,7 +29,25 @@ void prepare(int device, Pass pass, DType dtype, const Problem& problem);
 // Enqueues the kernels. Neither allocates nor compiles nor synchronises when prepare() came before.
 void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem);
 
-// Elements of float that backward wants in Problem::scratch; a function of the shape alone.
+// How many calls this process has launched, and how many of these went into a CUDA graph, which replays them without
+// us.
+struct Launches {
+  int64_t all, captured;
+};
+Launches launches();
+
+// How a call of few queries is served: by blocks of so many rows, on so many slices of the keys. A function of the
+// shape alone, so that results are the same on every GPU of a family; that a GPU has kMultiprocessors is a guess.
+struct FewPlan {
+  int rows;    // of kFewRows; 0: not by the pass for few queries
+  int slices;  // 1 to kMostSlices
+};
+constexpr int kFewRows[] = {16, 64};
+constexpr int kMultiprocessors = 132;
+FewPlan plan_few(const Problem& problem);
+
+// Elements of float that a pass wants in Problem::scratch; a function of the shape alone.
+int64_t forward_scratch(DType dtype, const Problem& problem);
 int64_t backward_scratch(DType dtype, const Problem& problem);
 
 // What the command line shows.
@@ -50,10 +70,14 @@ Status status();
 // less than otherwise on some.
 int largest_head_dim(int arch, bool highest_precision);
 
+// Whether dQ has a pass of its own on an architecture, also where nobody asks for one order of its sums.
+bool separate_dq(int arch, int largest_head_dim);
+
 struct Kernel {
   std::string name;  // the variant's name
   std::string path;  // of the cubin
-  std::string pass;  // "forward", "backward" or "backward_dq"; the kernel is jax_flash_<pass>
+  std::string pass;  // "forward", "forward_few", "backward", "backward_dq" or "backward_bias"; the kernel is
+                     // jax_flash_<pass>
   int head_dim;
   int value_head_dim;
   int block_q;       // rows of query in a step of the main loop
@@ -66,15 +90,32 @@ struct Kernel {
   int64_t cubin_bytes;
   std::string complaints;  // lines of the assembler's log that tell of lost speed
 };
-// Compiles both passes of every combination for an architecture such as 80 or 90 into a folder for
+// Compiles these passes of every combination for an architecture such as 80 or 90 into a folder for
 // Settings::prebuilt_dirs, without a driver or a GPU. Head dims are pairs of head_dim and value_head_dim. `family` is
 // one that the architecture runs (else std::runtime_error), or empty for its own. Throws std::invalid_argument for an
 // architecture that no family serves.
 std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std::vector<std::pair<int, int>>& head_dims,
-                          const std::vector<Options>& options, const std::string& out_dir, const std::string& family);
+                          const std::vector<Options>& options, const std::string& out_dir, const std::string& family,
+                          const std::vector<Pass>& passes);
 
 // Fetches the kernels of one call for an architecture through the cache, without a driver; returns where they came
 // from: "prebuilt", "cached" or "compiled".
-std::string fetch(int arch, Pass pass, DType dtype, int head_dim, int value_head_dim, const Options& options);
+// With the tuned rows of `gpu`, unless that is empty.
+std::string fetch(int arch, Pass pass, DType dtype, int head_dim, int value_head_dim, const Options& options,
+                  const std::string& gpu = "");
+
+// Which tile row a plain call takes on an architecture, on a GPU of that name.
+struct Choice {
+  std::string family;
+  TileRow row;
+  bool tuned;
+  int most_shared_bytes;  // that a block may have there
+};
+Choice choose(int arch, Pass pass, int head_dim, const std::string& gpu);
+
+// Compiles one plain variant with a tile row of its own, as build() does. Throws std::runtime_error where it does not
+// compile.
+Kernel build_row(int arch, Pass pass, DType dtype, int head_dim, const Options& options, const TileRow& row,
+                 const std::string& out_dir);
 
 }  // namespace jax_flash::cuda

@@ -52,6 +52,7 @@ struct Driver::Functions {
   int (*launch_kernel)(CuFunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CuStream,
                        void**, void**);
   int (*memset_d32_async)(unsigned long long, unsigned, size_t, CuStream);
+  int (*stream_is_capturing)(CuStream, int*);
   int (*tensor_map_encode_tiled)(TensorMap*, int, unsigned, void*, const unsigned long long*, const unsigned long long*,
                                  const unsigned*, const unsigned*, int, int, int, int);
 };
@@ -80,6 +81,7 @@ Driver::Driver() {
     bind(library, "cuKernelSetAttribute", f.kernel_set_attribute);
     bind(library, "cuLaunchKernel", f.launch_kernel);
     bind(library, "cuMemsetD32Async", f.memset_d32_async);
+    bind(library, "cuStreamIsCapturing", f.stream_is_capturing);
     bind(library, "cuTensorMapEncodeTiled", f.tensor_map_encode_tiled);
   } catch (const std::runtime_error& e) {
     throw std::runtime_error(std::string("the CUDA driver is older than 12.0: ") + e.what());
@@ -180,6 +182,12 @@ TensorMap Driver::tensor_map(void* data, const unsigned long long (&sizes)[4], c
 
 void Driver::zero(void* floats, size_t count, CuStream stream) const {
   check(f_->memset_d32_async(reinterpret_cast<unsigned long long>(floats), 0, count, stream), "cuMemsetD32Async");
+}
+
+bool Driver::capturing(CuStream stream) const {
+  int status = 0;  // CU_STREAM_CAPTURE_STATUS_NONE
+  check(f_->stream_is_capturing(stream, &status), "cuStreamIsCapturing");
+  return status != 0;
 }
 
 using NvrtcProgram = struct _nvrtcProgram*;

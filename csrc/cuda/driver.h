@@ -40,6 +40,7 @@ class Driver {
   TensorMap tensor_map(void* data, const unsigned long long (&sizes)[4], const unsigned long long (&strides)[3],
                        const unsigned (&box)[4]) const;
   void zero(void* floats, size_t count, CuStream stream) const;
+  bool capturing(CuStream stream) const;  // whether what is enqueued goes into a graph instead of running
 
  private:
   Driver();

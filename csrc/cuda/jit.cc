@@ -31,7 +31,9 @@ const char* pass_name(Pass pass) {
   switch (pass) {
     case Pass::forward: return "forward";
     case Pass::backward: return "backward";
-    default: return "backward_dq";
+    case Pass::forward_few: return "forward_few";
+    case Pass::backward_dq: return "backward_dq";
+    default: return "backward_bias";
   }
 }
 
@@ -66,33 +68,39 @@ class Hash {
 };
 
 // The device sources, by the names that their includes use.
-const std::vector<Nvrtc::Header>& sources() {
-  static const std::vector<Nvrtc::Header> all = [] {
-    std::vector<Nvrtc::Header> found;
-    const fs::path root = settings().source_dir;
-    std::error_code error;
-    for (fs::recursive_directory_iterator entry(root, error), end; !error && entry != end; entry.increment(error)) {
-      if (!entry->is_regular_file()) continue;
-      std::ifstream file(entry->path(), std::ios::binary);
-      std::ostringstream text;
-      text << file.rdbuf();
-      found.push_back({fs::relative(entry->path(), root).generic_string(), text.str()});
-    }
-    if (found.empty()) throw std::runtime_error("no device sources in " + root.string());
-    std::sort(found.begin(), found.end(), [](auto& a, auto& b) { return a.name < b.name; });
-    return found;
-  }();
-  return all;
+struct Sources {
+  std::vector<Nvrtc::Header> files;
+  std::string key;  // what they say
+};
+
+// Of the folder that is configured now: each is read once.
+const Sources& sources() {
+  static std::mutex mutex;
+  static std::map<std::string, Sources> known;
+  const std::string dir = settings().source_dir;
+  std::lock_guard<std::mutex> lock(mutex);
+  Sources& found = known[dir];
+  if (!found.files.empty()) return found;
+  const fs::path root = dir;
+  std::error_code error;
+  for (fs::recursive_directory_iterator entry(root, error), end; !error && entry != end; entry.increment(error)) {
+    if (!entry->is_regular_file()) continue;
+    std::ifstream file(entry->path(), std::ios::binary);
+    std::ostringstream text;
+    text << file.rdbuf();
+    found.files.push_back({fs::relative(entry->path(), root).generic_string(), text.str()});
+  }
+  if (found.files.empty()) throw std::runtime_error("no device sources in " + root.string());
+  std::sort(found.files.begin(), found.files.end(), [](auto& a, auto& b) { return a.name < b.name; });
+  Hash hash;
+  for (const Nvrtc::Header& header : found.files) hash.add(header.name).add(header.text);
+  found.key = hash.hex();
+  return found;
 }
 
 // What the sources say, whoever compiles them: the key of prebuilt kernels.
 std::string source_key(const Variant& variant) {
-  static const std::string of_all = [] {
-    Hash hash;
-    for (const Nvrtc::Header& header : sources()) hash.add(header.name).add(header.text);
-    return hash.hex();
-  }();
-  return Hash().add(of_all).add(variant.name()).add(variant.source()).hex();
+  return Hash().add(sources_key()).add(variant.name()).add(variant.source()).hex();
 }
 
 std::vector<std::string> compile_options(const Variant& variant, int target) {
@@ -170,7 +178,7 @@ const Nvrtc& nvrtc_for(int arch) {
 }
 
 Nvrtc::Result compile(const Variant& variant, const Nvrtc& nvrtc) {
-  return nvrtc.compile(variant.name(), variant.source(), sources(),
+  return nvrtc.compile(variant.name(), variant.source(), sources().files,
                        compile_options(variant, nvrtc.target(variant.arch)));
 }
 
@@ -207,6 +215,10 @@ Loaded load(const Variant& variant) {
   CuLibrary library = driver.load(cubin);
   loaded.main = driver.kernel(library, entry_point(variant.pass).c_str());
   if (loaded.facts.convert_warps) loaded.convert_dq = driver.kernel(library, "jax_flash_convert_dq");
+  if (variant.pass == Pass::backward && variant.options.has_dalibi_slopes) {
+    loaded.sum_slopes = driver.kernel(library, "jax_flash_sum_slopes");
+  }
+  if (loaded.facts.combine_warps) loaded.combine = driver.kernel(library, "jax_flash_combine");
   return loaded;
 }
 
@@ -251,6 +263,11 @@ const std::vector<Nvrtc>& nvrtcs(std::string* error) { return Nvrtc::all(setting
 std::string Variant::name() const {
   std::string name = family + "-" + pass_name(pass) + "-" + dtype_name(dtype) + "-d" + std::to_string(head_dim);
   if (value_head_dim != head_dim) name += "-v" + std::to_string(value_head_dim);
+  if (tuned) {
+#define JAX_FLASH_FIELD(field) name += "-" #field + std::to_string(tile.field);
+    JAX_FLASH_TILE_FIELDS(JAX_FLASH_FIELD)
+#undef JAX_FLASH_FIELD
+  }
 #define JAX_FLASH_CONSTANT(type, option) \
   if (options.option) name += "-" #option;
 #define JAX_FLASH_NOTHING(type, option)
@@ -267,6 +284,7 @@ std::string Variant::name() const {
 #undef JAX_FLASH_FEATURE
 #undef JAX_FLASH_NOTHING
 #undef JAX_FLASH_CONSTANT
+  if (pass == Pass::forward_few) name += "-q" + std::to_string(tile.block_q);
   return name + "-sm_" + std::to_string(arch);
 }
 
@@ -301,7 +319,9 @@ std::string Variant::source() const {
   return out.str();
 }
 
-std::string cache_dir() {
+std::string sources_key() { return sources().key; }
+
+std::string cache_path() {
   fs::path dir;
   if (const char* own = std::getenv("JAX_FLASH_CACHE_DIR")) {
     dir = own;
@@ -310,6 +330,11 @@ std::string cache_dir() {
   } else if (const char* home = std::getenv("HOME"); home && *home) {
     dir = fs::path(home) / ".cache" / "jax_flash";
   }
+  return dir.string();
+}
+
+std::string cache_dir() {
+  const fs::path dir = cache_path();
   if (dir.empty()) return "";
   std::error_code error;
   fs::create_directories(dir, error);
@@ -321,7 +346,7 @@ Loaded kernels_of(const Variant& variant, int device) {
   static std::map<std::string, std::shared_future<Loaded>> loading;
   static std::set<std::pair<CuKernel, int>> ready;
 
-  const std::string name = variant.name();
+  const std::string name = settings().source_dir + "/" + variant.name();
   std::shared_future<Loaded> future;
   std::optional<std::promise<Loaded>> mine;
   {
@@ -350,6 +375,8 @@ Loaded kernels_of(const Variant& variant, int device) {
     const Driver& driver = Driver::get();
     driver.ready(loaded.main, device, loaded.facts.shared_bytes);
     if (loaded.convert_dq) driver.ready(loaded.convert_dq, device, 0);
+    if (loaded.sum_slopes) driver.ready(loaded.sum_slopes, device, 0);
+    if (loaded.combine) driver.ready(loaded.combine, device, 0);
     ready.insert({loaded.main, device});  // only now: a call that failed here is tried again
   }
   return loaded;

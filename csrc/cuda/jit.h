@@ -22,8 +22,14 @@ struct Variant {
   int value_head_dim;  // a multiple of 8
   Options options;     // the constants, and which features and operands there are
   TileRow tile;
+  bool tuned = false;  // the row is another than the table's
 
-  std::string name() const;    // readable and unique, apart from the tile row
+  void set_tuned(const TileRow& row) {
+    tile = row;
+    tuned = true;
+  }
+  std::string name()
+      const;  // readable and unique: with the tile row where it is tuned, of forward_few with its block_q
   std::string source() const;  // the named constants, and the include of the family's file
 };
 
@@ -31,6 +37,8 @@ struct Loaded {
   LaunchFacts facts;
   CuKernel main;
   CuKernel convert_dq;  // backward with atomic additions only
+  CuKernel sum_slopes;  // backward with a gradient of alibi_slopes only
+  CuKernel combine;     // forward_few only
 };
 
 // The cubin of a variant: prebuilt, else cached on disk, else compiled. Needs no driver.
@@ -50,6 +58,11 @@ Kernel build(const Variant& variant, const std::string& out_dir);
 
 // The folder of the cache on disk, made if need be; empty when it can't be used.
 std::string cache_dir();
+// The same, whether it is there or not.
+std::string cache_path();
+
+// What the device sources and the table say.
+std::string sources_key();
 
 const Settings& settings();
 const std::vector<Nvrtc>& nvrtcs(std::string* error);

@@ -16,9 +16,12 @@
 #include "jit.h"
 #include "tensor_maps.h"
 #include "tiles.h"
+#include "tuned.h"
 
 namespace jax_flash::cuda {
 namespace {
+
+constexpr Pass kPasses[] = {Pass::forward, Pass::backward, Pass::backward_dq, Pass::backward_bias};
 
 int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
@@ -75,8 +78,9 @@ bool deterministic(const std::string& family, const Options& options, int larges
          (family == "sm90a" && largest_head_dim > 128);
 }
 
+// `gpu` is the driver's name of the device whose tuned rows come first; empty: the table's alone.
 Variant variant_of(const std::string& device_family, int arch, Pass pass, DType dtype, int head_dim, int value_head_dim,
-                   const Options& options) {
+                   const Options& options, int rows = 0, const std::string& gpu = "") {
   const int parts = options.highest_precision ? 2 : 1;
   const int largest = std::max(head_dim, value_head_dim);
   const bool own_dq = deterministic(device_family, options, largest);
@@ -92,9 +96,14 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
   if (options.highest_precision && !options.has_unscales) {
     throw std::invalid_argument("highest_precision is for float16 arrays in two parts, which come with unscales");
   }
-  const TileRow& tile = tile_row(family, parts, pass, largest, arch, plain);
+  const TileRow& tile = tile_row(family, parts, pass, largest, arch, plain, rows);
   Variant variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile};
-  variant.options.deterministic = pass != Pass::forward && own_dq;
+  const bool tunable = plain && !options.has_unscales && head_dim == value_head_dim;
+  if (!gpu.empty() && tunable) {
+    if (auto row = tuned_row(gpu, family, pass, head_dim)) variant.set_tuned(*row);
+  }
+  const bool forward = pass == Pass::forward || pass == Pass::forward_few;
+  variant.options.deterministic = !forward && own_dq;
   return variant;
 }
 
@@ -116,9 +125,32 @@ int multiprocessors_of(int device) {
   return found->second;
 }
 
+// Whether elements of dbias have addends of many blocks. Those that all rows or all keys share have not: see
+// shared/backward_block.cuh.
+bool shares_bias(const Problem& p) {
+  const Strides& s = p.dbias_strides;
+  return p.options.has_dbias && s.row && s.column && ((!s.batch && p.batch > 1) || (!s.head && p.q_heads > 1));
+}
+
+const std::string& name_of(int device) {
+  static std::mutex mutex;
+  static std::map<int, std::string> names;
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = names.find(device);
+  if (found == names.end()) found = names.emplace(device, Driver::get().device_name(device)).first;
+  return found->second;
+}
+
+// Whether the pass for few queries serves a call as plan_few() would have it.
+bool serves_few(const std::string& family, int arch, const Problem& p, const FewPlan& plan) {
+  const int parts = p.options.highest_precision ? 2 : 1, largest = std::max(p.head_dim, p.value_head_dim);
+  const std::string of = pass_family(family, arch, parts, Pass::forward_few, largest);
+  return plan.rows && find_tile_row(of, parts, Pass::forward_few, largest, arch, is_plain(p.options), plan.rows);
+}
+
 // What tells the kernels of one call from another's: the values of the option record that are compiled in.
 using Key = std::array<int64_t, 48>;
-Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
+Key key_of(int device, Pass pass, DType dtype, const Problem& problem, const FewPlan& plan) {
   Key key{};
   size_t next = 0;
   key[next++] = device;
@@ -126,6 +158,9 @@ Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
   key[next++] = static_cast<int64_t>(dtype);
   key[next++] = problem.head_dim;
   key[next++] = problem.value_head_dim;
+  key[next++] = tuned_generation();
+  key[next++] = plan.rows;
+  key[next++] = pass == Pass::backward && shares_bias(problem);
 #define JAX_FLASH_CONSTANT(type, name) key.at(next++) = static_cast<int64_t>(problem.options.name);
 #define JAX_FLASH_NOTHING(type, name)
 #define JAX_FLASH_FEATURE(type, name, absent) key.at(next++) = problem.options.name != absent;
@@ -144,14 +179,16 @@ Key key_of(int device, Pass pass, DType dtype, const Problem& problem) {
 
 struct Found {
   Loaded main;
-  Loaded dq;  // empty unless dQ has a pass of its own
+  Loaded dq;    // empty unless dQ has a pass of its own
+  Loaded bias;  // empty unless the gradient of bias has one
+  bool few;     // whether main is the pass for few queries
 };
 
 // The way of every call: one look-up. The first call of a kind goes through the door of jit.
-Found find(int device, Pass pass, DType dtype, const Problem& problem) {
+Found find(int device, Pass pass, DType dtype, const Problem& problem, const FewPlan& plan) {
   static std::mutex mutex;
   static std::map<Key, Found> all;
-  const Key key = key_of(device, pass, dtype, problem);
+  const Key key = key_of(device, pass, dtype, problem, plan);
   {
     std::lock_guard<std::mutex> lock(mutex);
     auto entry = all.find(key);
@@ -162,23 +199,45 @@ Found find(int device, Pass pass, DType dtype, const Problem& problem) {
   }
   const int arch = arch_of(device);
   const std::string family = served_family(arch);
-  auto kernels = [&](Pass of) {
-    return kernels_of(variant_of(family, arch, of, dtype, problem.head_dim, problem.value_head_dim, problem.options),
-                      device);
+  // In one order, what blocks share is summed up by a pass of its own, and the others know nothing of it.
+  const bool own_bias = pass == Pass::backward && problem.options.deterministic && shares_bias(problem);
+  auto kernels = [&](Pass of, int rows = 0) {
+    Options options = problem.options;
+    if (own_bias) options.has_dbias = of == Pass::backward_bias;
+    return kernels_of(
+        variant_of(family, arch, of, dtype, problem.head_dim, problem.value_head_dim, options, rows, name_of(device)),
+        device);
   };
-  Found found{kernels(pass), {}};
+  const bool few = serves_few(family, arch, problem, plan);
+  Found found{few ? kernels(Pass::forward_few, plan.rows) : kernels(pass), {}, {}, few};
   const int largest = std::max(problem.head_dim, problem.value_head_dim);
   if (pass == Pass::backward && deterministic(family, problem.options, largest)) found.dq = kernels(Pass::backward_dq);
+  if (own_bias) found.bias = kernels(Pass::backward_bias);
   std::lock_guard<std::mutex> lock(mutex);
   all.emplace(key, found);
   return found;
 }
 
+int64_t extent(int64_t stride, int64_t size) { return stride ? size : 1; }
+
+// Of dbias: [batch, heads] planes of [rows, columns].
+int64_t bias_planes(const Problem& p) {
+  return extent(p.dbias_strides.batch, p.batch) * extent(p.dbias_strides.head, p.q_heads);
+}
+
+FewPlan plan_of(Pass pass, const Problem& problem) { return pass == Pass::forward ? plan_few(problem) : FewPlan{0, 1}; }
+
 int64_t bias_elements(const Problem& p) {
-  auto extent = [](int64_t stride, int64_t size) { return stride ? size : 1; };
-  const Strides& s = p.bias_strides;
-  return extent(s.batch, p.batch) * extent(s.head, p.q_heads) * extent(s.row, p.q_length) *
-         extent(s.column, p.kv_length);
+  return bias_planes(p) * extent(p.dbias_strides.row, p.q_length) * extent(p.dbias_strides.column, p.kv_length);
+}
+
+// One float accumulator for dQ, in whole tiles of 16 rows and of up to 32 columns; behind it one sum for the gradient
+// of a slope for every 16 keys (shared/backward_block.cuh).
+int64_t dq_scratch(const Problem& p) {
+  return int64_t{p.batch} * p.q_heads * blocks_of(p, p.q_length, 16) * 16 * divide_up(p.head_dim, 32) * 32;
+}
+int64_t slope_scratch(const Problem& p) {
+  return p.options.has_dalibi_slopes ? int64_t{p.batch} * p.q_heads * blocks_of(p, p.kv_length, 16) : 0;
 }
 
 // All zeros where the kernel asks for none.
@@ -203,6 +262,8 @@ TensorMaps tensor_maps(const LaunchFacts& facts, const Problem& p) {
           tensor_map(p.dout, "dout", facts.dout_box_rows, p, p.q_length, p.q_heads, p.value_head_dim)};
 }
 
+std::atomic<int64_t> launched{0}, captured{0};
+
 unsigned grid(int64_t blocks) {
   if (blocks > std::numeric_limits<int>::max()) throw std::invalid_argument("the call needs too many blocks");
   return static_cast<unsigned>(blocks);
@@ -210,12 +271,38 @@ unsigned grid(int64_t blocks) {
 
 }  // namespace
 
-void prepare(int device, Pass pass, DType dtype, const Problem& problem) { find(device, pass, dtype, problem); }
+void prepare(int device, Pass pass, DType dtype, const Problem& problem) {
+  find(device, pass, dtype, problem, plan_of(pass, problem));
+}
+
+namespace {
+
+// Blocks for every slice of the keys of every head; and where there are several slices, what puts them together.
+void launch_few(const Loaded& loaded, CuStream stream, const Problem& call, int slices) {
+  const Driver& driver = Driver::get();
+  Problem problem = call;
+  problem.kv_slices = slices;
+  const bool heads_share = !problem.options.has_cu_q_lengths;
+  const int64_t rows = int64_t{problem.q_length} * (heads_share ? problem.q_heads / problem.kv_heads : 1);
+  const int64_t blocks = blocks_of(problem, static_cast<int>(rows), loaded.facts.block_rows) * problem.kv_slices *
+                         problem.batch * (heads_share ? problem.kv_heads : problem.q_heads);
+  const void* const arguments[] = {&problem};
+  driver.launch(loaded.main, grid(blocks), loaded.facts.threads, loaded.facts.shared_bytes, stream, arguments);
+  if (problem.kv_slices == 1) return;
+  const int64_t results = int64_t{problem.batch} * problem.q_heads * problem.q_length;
+  const int warps = loaded.facts.combine_warps, block_rows = slices <= warps ? warps : 1;
+  driver.launch(loaded.combine, grid(divide_up(results, block_rows)), 32 * warps, 0, stream, arguments);
+}
+
+}  // namespace
 
 void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem) {
-  const Found found = find(device, pass, dtype, problem);
+  const FewPlan plan = plan_of(pass, problem);
+  const Found found = find(device, pass, dtype, problem, plan);
   const Driver& driver = Driver::get();
   const CuStream on = static_cast<CuStream>(stream);
+  ++launched;
+  if (driver.capturing(on)) ++captured;
   auto run = [&](const Loaded& loaded, int length, int64_t heads) {
     const LaunchFacts& facts = loaded.facts;
     const TensorMaps maps = tensor_maps(facts, problem);
@@ -225,27 +312,64 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& pr
     if (facts.persistent) blocks = std::min(blocks, int64_t{facts.persistent} * multiprocessors_of(device));
     driver.launch(loaded.main, grid(blocks), facts.threads, facts.shared_bytes, on, arguments);
   };
+  if (found.few) return launch_few(found.main, on, problem, plan.slices);
   if (pass == Pass::forward) return run(found.main, problem.q_length, problem.q_heads);
 
   const int warps = found.main.facts.convert_warps;
-  if (warps) driver.zero(problem.scratch, backward_scratch(dtype, problem), on);
-  if (problem.dbias) driver.zero(problem.dbias, bias_elements(problem), on);
-  if (problem.dalibi_slopes) {
-    driver.zero(problem.dalibi_slopes, int64_t{problem.batch} * problem.options.documents * problem.q_heads, on);
-  }
+  const int64_t zeros = (warps ? dq_scratch(problem) : 0) + slope_scratch(problem);
+  if (zeros) driver.zero(problem.scratch, zeros, on);
+  if (problem.dbias && !found.bias.main) driver.zero(problem.dbias, bias_elements(problem), on);
   run(found.main, problem.kv_length, problem.kv_heads);
   if (found.dq.main) run(found.dq, problem.q_length, problem.q_heads);
+  const void* const arguments[] = {&problem};
+  if (found.bias.main) {
+    const LaunchFacts& facts = found.bias.facts;
+    const int64_t tiles =
+        divide_up(problem.q_length, facts.block_rows) * divide_up(problem.kv_length, facts.block_keys);
+    driver.launch(found.bias.main, grid(bias_planes(problem) * tiles), facts.threads, facts.shared_bytes, on,
+                  arguments);
+  }
   if (warps) {
     const int64_t items = problem.batch * problem.q_heads * blocks_of(problem, problem.q_length, 16);
-    const void* const arguments[] = {&problem};
     driver.launch(found.main.convert_dq, grid(divide_up(items, warps)), 32 * warps, 0, on, arguments);
+  }
+  if (found.main.sum_slopes) {
+    const int64_t items = int64_t{problem.batch} * problem.options.documents * problem.q_heads;
+    driver.launch(found.main.sum_slopes, grid(divide_up(items, kSlopeWarps)), 32 * kSlopeWarps, 0, on, arguments);
   }
 }
 
-// One float accumulator for dQ, in whole tiles of 16 rows and of up to 32 columns.
+Launches launches() { return {launched, captured}; }
+
+FewPlan plan_few(const Problem& p) {
+  const char* wanted_at_all = std::getenv("JAX_FLASH_FEW_QUERIES");
+  if (wanted_at_all && std::string(wanted_at_all) == "0") return {0, 1};
+  const bool documents = p.options.has_cu_q_lengths;
+  const int64_t group = documents ? 1 : p.q_heads / p.kv_heads, sets = int64_t{p.batch} * (p.q_heads / group);
+  const int64_t rows = p.q_length * group;  // that may share a block
+  auto blocks = [&](int64_t size) { return divide_up(rows, size) * sets; };
+  // More rows than a block has go to the kernels for many, as soon as these have blocks for two multiprocessors of
+  // five.
+  const int64_t many = blocks_of(p, p.q_length, 128) * p.q_heads * p.batch;
+  if (rows > 64 && 5 * many > 2 * kMultiprocessors) return {0, 1};
+  const bool small = p.kv_length <= 1024;
+  const int block = rows <= 32 || (small && blocks(16) <= kMultiprocessors) ? 16 : 64;
+  // As many slices as there are multiprocessors for, of 256 keys or more. With twice as many a head's slices of 64 rows
+  // took 1.5 times as long (T 64, S 8192, 32 heads), by what they leave for each other in scratch. Up to 1024 keys the
+  // second launch costs what slices save.
+  const int64_t slices = small ? 1 : std::min(kMultiprocessors / blocks(block), int64_t{p.kv_length} / 256);
+  return {block, static_cast<int>(std::clamp<int64_t>(slices, 1, kMostSlices))};
+}
+
+// See Scratch in shared/forward_few.cuh.
+int64_t forward_scratch(DType, const Problem& p) {
+  const int slices = plan_few(p).slices;
+  return slices == 1 ? 0 : int64_t{slices} * p.batch * p.q_heads * p.q_length * (p.value_head_dim + 2);
+}
+
 int64_t backward_scratch(DType, const Problem& p) {
-  if (p.options.deterministic || p.options.highest_precision) return 0;
-  return int64_t{p.batch} * p.q_heads * blocks_of(p, p.q_length, 16) * 16 * divide_up(p.head_dim, 32) * 32;
+  const bool separate = p.options.deterministic || p.options.highest_precision;
+  return (separate ? 0 : dq_scratch(p)) + slope_scratch(p);
 }
 
 Status status() {
@@ -268,15 +392,33 @@ Status status() {
   return status;
 }
 
-std::string fetch(int arch, Pass pass, DType dtype, int head_dim, int value_head_dim, const Options& options) {
-  return fetch(variant_of(served_family(arch), arch, pass, dtype, head_dim, value_head_dim, options)).origin;
+std::string fetch(int arch, Pass pass, DType dtype, int head_dim, int value_head_dim, const Options& options,
+                  const std::string& gpu) {
+  return fetch(variant_of(served_family(arch), arch, pass, dtype, head_dim, value_head_dim, options, 0, gpu)).origin;
+}
+
+Choice choose(int arch, Pass pass, int head_dim, const std::string& gpu) {
+  const Variant variant =
+      variant_of(served_family(arch), arch, pass, DType::f16, head_dim, head_dim, Options{}, 0, gpu);
+  return {variant.family, variant.tile, variant.tuned, 1024 * shared_kb_of(arch)};
+}
+
+Kernel build_row(int arch, Pass pass, DType dtype, int head_dim, const Options& options, const TileRow& row,
+                 const std::string& out_dir) {
+  Variant variant = variant_of(served_family(arch), arch, pass, dtype, head_dim, head_dim, options);
+  variant.set_tuned(row);
+  return build(variant, out_dir);
+}
+
+bool separate_dq(int arch, int largest_head_dim) {
+  return deterministic(served_family(arch), Options{}, largest_head_dim);
 }
 
 int largest_head_dim(int arch, bool highest_precision) {
   const std::string family = served_family(arch);
   for (int head_dim = 256; head_dim > 0; head_dim -= 8) {
     bool served = true;
-    for (Pass pass : {Pass::forward, Pass::backward, Pass::backward_dq}) {
+    for (Pass pass : kPasses) {
       const int parts = highest_precision ? 2 : 1;
       served = served && find_tile_row(pass_family(family, arch, parts, pass, head_dim), parts, pass, head_dim, arch);
     }
@@ -286,16 +428,28 @@ int largest_head_dim(int arch, bool highest_precision) {
 }
 
 std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std::vector<std::pair<int, int>>& head_dims,
-                          const std::vector<Options>& options, const std::string& out_dir, const std::string& forced) {
+                          const std::vector<Options>& options, const std::string& out_dir, const std::string& forced,
+                          const std::vector<Pass>& passes) {
   const std::string family = forced.empty() ? served_family(arch) : family_of(arch, forced, "family");
   std::vector<Variant> variants;
-  for (Pass pass : {Pass::forward, Pass::backward, Pass::backward_dq}) {
+  for (Pass pass : passes) {
     for (DType dtype : dtypes) {
       for (auto [head_dim, value_head_dim] : head_dims) {
         for (const Options& record : options) {
-          const bool own_dq = deterministic(family, record, std::max(head_dim, value_head_dim));
-          if (pass == Pass::backward_dq && !own_dq) continue;
-          variants.push_back(variant_of(family, arch, pass, dtype, head_dim, value_head_dim, record));
+          const int largest = std::max(head_dim, value_head_dim), parts = record.highest_precision ? 2 : 1;
+          if (pass == Pass::backward_dq && !deterministic(family, record, largest)) continue;
+          if (pass == Pass::backward_bias && !(record.deterministic && record.has_dbias)) continue;
+          auto add = [&](int rows) {
+            variants.push_back(variant_of(family, arch, pass, dtype, head_dim, value_head_dim, record, rows));
+          };
+          if (pass != Pass::forward_few) {
+            add(0);
+            continue;
+          }
+          const std::string of = pass_family(family, arch, parts, pass, largest);
+          for (int rows : kFewRows) {
+            if (find_tile_row(of, parts, pass, largest, arch, is_plain(record), rows)) add(rows);
+          }
         }
       }
     }

@@ -4,9 +4,11 @@
 
 namespace jax_flash {
 
+constexpr int kSlopeWarps = 4;  // per block of jax_flash_sum_slopes
+
 struct LaunchFacts {
   int threads;        // per block
-  int block_rows;     // rows of query (forward, backward_dq) or key (backward) of an item of work
+  int block_rows;     // rows of query or, in backward, of key of an item of work
   int shared_bytes;   // dynamic shared memory
   int convert_warps;  // per block of jax_flash_convert_dq; 0 where there is no such kernel
 
@@ -17,6 +19,8 @@ struct LaunchFacts {
   int k_box_rows = 0;
   int v_box_rows = 0;
   int dout_box_rows = 0;
+  int combine_warps = 0;  // per block of jax_flash_combine; 0 where there is no such kernel
+  int block_keys = 0;     // backward_bias: keys of an item of work, which is a tile of the result there
 };
 
 }  // namespace jax_flash

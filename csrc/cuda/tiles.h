@@ -10,15 +10,16 @@
 namespace jax_flash::cuda {
 
 // The fields of a tile row, printed by name as constants into the kernel's source.
-#define JAX_FLASH_TILE_FIELDS(FIELD)                            \
-  FIELD(block_q)    /* rows of query a block holds at a time */ \
-  FIELD(block_kv)   /* keys a block holds at a time */          \
-  FIELD(warps)      /* per block */                             \
-  FIELD(stages)     /* buffers of what the loop walks over */   \
-  FIELD(min_blocks) /* per multiprocessor, for the register allocator */
+#define JAX_FLASH_TILE_FIELDS(FIELD)                                     \
+  FIELD(block_q)    /* rows of query a block holds at a time */          \
+  FIELD(block_kv)   /* keys a block holds at a time */                   \
+  FIELD(warps)      /* per block */                                      \
+  FIELD(stages)     /* buffers of what the loop walks over */            \
+  FIELD(min_blocks) /* per multiprocessor, for the register allocator */ \
+  FIELD(key_tiles)  /* backward: of 16 keys, in a warp's part of the scores */
 
 struct TileRow {
-#define JAX_FLASH_TILE_FIELD(name) int name;
+#define JAX_FLASH_TILE_FIELD(name) int name = 1;
   JAX_FLASH_TILE_FIELDS(JAX_FLASH_TILE_FIELD)
 #undef JAX_FLASH_TILE_FIELD
 };
@@ -35,13 +36,14 @@ struct TileRule {
 
 namespace rules {
 
-constexpr Pass forward = Pass::forward, backward = Pass::backward, backward_dq = Pass::backward_dq;
+constexpr Pass forward = Pass::forward, backward = Pass::backward, backward_dq = Pass::backward_dq,
+               backward_bias = Pass::backward_bias, forward_few = Pass::forward_few;
 
 // The first rule that fits is taken. Beside each the forward or backward rate that put it there: full, B4 S4096,
 // N * H = 2048, on an H200, in TFLOP/s, of bf16 for one part; and behind "first:" those of the first working version,
 // where others lost. Rules that an H200 has no need of were timed on one all the same.
 inline constexpr TileRule all[] = {
-    // family, parts, pass, head_dim, shared KB, {block_q, block_kv, warps, stages, min_blocks}
+    // family, parts, pass, head_dim, shared KB, {block_q, block_kv, warps, stages, min_blocks, key_tiles}
     {"sm90a", 1, forward, 64, 89, {192, 128, 16, 2, 1}, true},  // 557; with other options it spills; 192x96 523
     {"sm90a", 1, forward, 64, 81, {128, 128, 12, 2, 1}},        // 485, 128x192 478
     {"sm90a", 1, forward, 128, 161, {128, 128, 12, 2, 1}},      // 714; 128x160 711, 128x176 699, 192x80 689
@@ -55,20 +57,37 @@ inline constexpr TileRule all[] = {
     {"sm90a", 1, backward_dq, 64, 97, {128, 128, 12, 2, 1}},    // 667; 192x64 620, 128x64 548
     {"sm90a", 1, backward_dq, 128, 193, {128, 128, 12, 2, 1}},  // 794; 128x96 733, 128x64 718
     {"sm90a", 1, backward_dq, 256, 225, {128, 64, 12, 2, 1}},   // 786; 128x32 with three stages 643
-    {"sm80", 1, forward, 64, 32, {128, 64, 4, 1, 2}},           // 318; first: 287, 64x64 253, 128x128 with 8 warps 249
-    {"sm80", 1, forward, 128, 128, {128, 64, 4, 1, 2}},         // 369; room for two blocks
+    {"sm80", 1, forward, 64, 40, {128, 96, 4, 1, 2}, true},     // 341; 128x128 353, but causal it spills
+    {"sm80", 1, forward, 64, 32, {128, 64, 4, 1, 2}},           // 325; first: 287, 64x64 253, 128x128 with 8 warps 249
+    {"sm80", 1, forward, 128, 128, {128, 64, 4, 1, 2}},         // 391; room for two blocks
     {"sm80", 1, forward, 128, 48, {128, 32, 4, 1, 2}},          // 350; first: 312, 128x128 with 8 warps 295, 128x64 276
-    {"sm80", 1, forward, 256, 128, {128, 64, 8, 1, 1}},         // 321; first: 287
+    {"sm80", 1, forward, 256, 194, {64, 64, 4, 1, 2}},          // 328; 64x80 330; room for two blocks
+    {"sm80", 1, forward, 256, 128, {128, 64, 8, 1, 1}},         // 320; first: 287
     {"sm80", 1, forward, 256, 96, {128, 32, 8, 1, 1}},          // first: 267, 64x64 with 4 warps 222
-    {"sm80", 1, backward, 64, 130, {128, 128, 8, 2, 1}},        // 264; first: 264, 64x64 with 4 warps 245
-    {"sm80", 1, backward, 64, 82, {64, 128, 8, 2, 1}},          // first: 242
-    {"sm80", 1, backward, 128, 146, {64, 128, 8, 2, 1}},        // 286, with one stage 277; first: 270 and 279
-    {"sm80", 1, backward, 128, 73, {64, 64, 4, 1, 1}},          // first: 256
-    {"sm80", 1, backward, 256, 145, {64, 64, 8, 1, 1}},         // 220; first: 207, two stages 205, 32x64 187
-    {"sm80", 1, backward, 256, 70, {32, 32, 4, 1, 1}},          // first: 176
-    {"sm80", 1, backward_dq, 64, 64, {128, 64, 4, 1, 2}},       // 389; 128x32 330, 128x128 with 8 warps 320
-    {"sm80", 1, backward_dq, 128, 80, {128, 32, 4, 1, 2}},      // 400; 64x64 344, 128x64 with 8 warps 320
-    {"sm80", 1, backward_dq, 256, 96, {64, 32, 4, 1, 1}},       // 308; 64x64 307, 128x32 with 8 warps 287
+    // For few queries there are rows for each block_q of kFewRows, and a team of warps for every block_q rows of them.
+    {"sm80", 1, forward_few, 64, 67, {16, 64, 4, 1, 2}},
+    {"sm80", 1, forward_few, 128, 69, {16, 32, 4, 1, 3}},
+    {"sm80", 1, forward_few, 256, 137, {16, 32, 4, 1, 1}},
+    {"sm80", 1, forward_few, 256, 75, {16, 16, 4, 1, 1}},
+    {"sm80", 1, forward_few, 64, 46, {64, 64, 8, 1, 1}},
+    {"sm80", 1, forward_few, 128, 86, {64, 64, 8, 1, 1}},
+    {"sm80", 1, forward_few, 256, 166, {64, 32, 8, 1, 1}},
+    {"sm80", 1, forward_few, 256, 99, {64, 32, 4, 1, 1}},
+    // Rows of two tiles of keys a warp spill with most options.
+    {"sm80", 1, backward, 64, 117, {64, 64, 4, 2, 2, 2}, true},   // 321, with one tile of keys 274; room for two blocks
+    {"sm80", 1, backward, 64, 130, {128, 128, 8, 2, 1}},          // 264; first: 264, 64x64 with 4 warps 245
+    {"sm80", 1, backward, 64, 82, {64, 128, 8, 2, 1, 2}, true},   // 285, with one 253
+    {"sm80", 1, backward, 64, 82, {64, 128, 8, 2, 1}},            // first: 242
+    {"sm80", 1, backward, 128, 227, {64, 64, 4, 2, 2, 2}, true},  // 321; two blocks take all of 228 KB
+    {"sm80", 1, backward, 128, 161, {64, 128, 8, 2, 1, 2}, true},  // 315
+    {"sm80", 1, backward, 128, 146, {64, 128, 8, 2, 1}},           // 286, with one stage 277; first: 270 and 279
+    {"sm80", 1, backward, 128, 73, {64, 64, 4, 1, 1}},             // first: 256
+    {"sm80", 1, backward, 256, 145, {64, 64, 8, 1, 1, 2}, true},   // 260, with two stages 260
+    {"sm80", 1, backward, 256, 145, {64, 64, 8, 1, 1}},            // 220; first: 207, two stages 205, 32x64 187
+    {"sm80", 1, backward, 256, 70, {32, 32, 4, 1, 1}},             // first: 176
+    {"sm80", 1, backward_dq, 64, 64, {128, 64, 4, 1, 2}},          // 389; 128x32 330, 128x128 with 8 warps 320
+    {"sm80", 1, backward_dq, 128, 80, {128, 32, 4, 1, 2}},         // 400; 64x64 344, 128x64 with 8 warps 320
+    {"sm80", 1, backward_dq, 256, 96, {64, 32, 4, 1, 1}},          // 308; 64x64 307, 128x32 with 8 warps 287
     {"sm80", 2, backward_dq, 64, 96, {64, 64, 4, 1, 1}},
     {"sm80", 2, forward, 64, 48, {64, 64, 4, 1, 2}},
     {"sm80", 2, forward, 128, 96, {128, 32, 8, 1, 1}},
@@ -95,13 +114,17 @@ inline constexpr TileRule all[] = {
     {"sm70", 2, backward_dq, 128, 96, {32, 16, 2, 1, 1}},
     // Volta, 96 KB: 32 rows a warp where two blocks of four warps find registers for them, which halves what is read of
     // K and V, else eight warps of 16. Beside them the registers that NVRTC 12.9 takes.
-    {"sm70", 1, forward, 64, 32, {128, 64, 4, 1, 2}, true},    // two blocks, 233; with an option more it spills
-    {"sm70", 1, forward, 64, 32, {128, 64, 8, 1, 1}},          // 170
-    {"sm70", 1, forward, 128, 48, {128, 32, 4, 1, 2}, true},   // two blocks, 254; of 64 keys it spills
-    {"sm70", 1, forward, 128, 64, {128, 64, 8, 1, 1}},         // 222
-    {"sm70", 1, forward, 192, 96, {128, 64, 8, 1, 1}},         // 225
-    {"sm70", 1, forward, 256, 96, {128, 32, 8, 1, 1}, true},   // 227
-    {"sm70", 1, forward, 256, 80, {128, 16, 8, 1, 1}},         // 248
+    {"sm70", 1, forward, 64, 32, {128, 64, 4, 1, 2}, true},   // two blocks, 233; with an option more it spills
+    {"sm70", 1, forward, 64, 32, {128, 64, 8, 1, 1}},         // 170
+    {"sm70", 1, forward, 128, 48, {128, 32, 4, 1, 2}, true},  // two blocks, 254; of 64 keys it spills
+    {"sm70", 1, forward, 128, 64, {128, 64, 8, 1, 1}},        // 222
+    {"sm70", 1, forward, 192, 96, {128, 64, 8, 1, 1}},        // 225
+    {"sm70", 1, forward, 256, 96, {128, 32, 8, 1, 1}, true},  // 227
+    {"sm70", 1, forward, 256, 80, {128, 16, 8, 1, 1}},        // 248
+    {"sm70", 1, forward_few, 64, 35, {16, 32, 4, 1, 1}},
+    {"sm70", 1, forward_few, 128, 39, {16, 16, 4, 1, 1}},
+    {"sm70", 1, forward_few, 64, 46, {64, 32, 8, 1, 1}},
+    {"sm70", 1, forward_few, 128, 86, {64, 32, 8, 1, 1}},
     {"sm70", 1, backward, 64, 33, {64, 64, 4, 1, 2}, true},    // two blocks, 247
     {"sm70", 1, backward, 64, 25, {32, 64, 4, 1, 2}},          // two blocks, 250
     {"sm70", 1, backward, 96, 73, {64, 128, 8, 1, 1}},         // 248; 32x64 in two blocks reads 1/8 more
@@ -122,16 +145,35 @@ inline constexpr TileRule all[] = {
     {"sm75", 1, forward, 192, 60, {128, 16, 8, 1, 1}},       // 202; 96x32 with 6 warps 234
     {"sm75", 1, forward, 256, 64, {96, 16, 6, 1, 1}, true},  // 254; 64x32 with 4 warps spills
     {"sm75", 1, forward, 256, 48, {64, 16, 4, 1, 1}},        // 254
-    {"sm75", 1, backward, 64, 25, {32, 64, 4, 1, 2}},        // two blocks, 198; of 64 rows it spills
-    {"sm75", 1, backward, 96, 59, {16, 128, 8, 1, 1}},       // 218
-    {"sm75", 1, backward, 128, 59, {32, 64, 8, 1, 1}},       // 203; 4 warps spill
-    {"sm75", 1, backward, 192, 54, {32, 32, 4, 1, 1}},       // 252
-    {"sm75", 1, backward, 256, 52, {16, 32, 4, 1, 1}},       // 255, and a few addresses spilled
-    {"sm75", 1, backward_dq, 64, 32, {64, 64, 4, 1, 2}},     // two blocks, 179
-    {"sm75", 1, backward_dq, 128, 64, {64, 64, 4, 1, 1}},    // 229; on an H200, a block a time, 235 TFLOP/s, 96x32 200
-    {"sm75", 1, backward_dq, 160, 63, {64, 32, 4, 1, 1}},    // 229
-    {"sm75", 1, backward_dq, 192, 60, {64, 16, 4, 1, 1}},    // 251
-    {"sm75", 1, backward_dq, 256, 64, {48, 16, 3, 1, 1}},    // 255, and a few addresses spilled
+    {"sm75", 1, forward_few, 64, 35, {16, 32, 4, 1, 1}},
+    {"sm75", 1, forward_few, 128, 39, {16, 16, 4, 1, 1}},
+    {"sm75", 1, forward_few, 64, 46, {64, 32, 8, 1, 1}},
+    {"sm75", 1, forward_few, 128, 51, {64, 32, 4, 1, 1}},
+    {"sm75", 1, backward, 64, 25, {32, 64, 4, 1, 2}},      // two blocks, 198; of 64 rows it spills
+    {"sm75", 1, backward, 96, 59, {16, 128, 8, 1, 1}},     // 218
+    {"sm75", 1, backward, 128, 59, {32, 64, 8, 1, 1}},     // 203; 4 warps spill
+    {"sm75", 1, backward, 192, 54, {32, 32, 4, 1, 1}},     // 252
+    {"sm75", 1, backward, 256, 52, {16, 32, 4, 1, 1}},     // 229
+    {"sm75", 1, backward_dq, 64, 32, {64, 64, 4, 1, 2}},   // two blocks, 179
+    {"sm75", 1, backward_dq, 128, 64, {64, 64, 4, 1, 1}},  // 229; on an H200, a block a time, 235 TFLOP/s, 96x32 200
+    {"sm75", 1, backward_dq, 160, 63, {64, 32, 4, 1, 1}},  // 229
+    {"sm75", 1, backward_dq, 192, 60, {64, 16, 4, 1, 1}},  // 251
+    {"sm75", 1, backward_dq, 256, 64, {48, 16, 3, 1, 1}},  // 247
+    // The pass for a bias that batch entries or heads share, which is Hopper's too: rows that spill nothing, untimed.
+    {"sm80", 1, backward_bias, 64, 48, {128, 64, 8, 2, 1}},
+    {"sm80", 1, backward_bias, 128, 96, {128, 64, 8, 2, 1}},
+    {"sm80", 1, backward_bias, 128, 64, {64, 64, 4, 2, 1}},
+    {"sm80", 1, backward_bias, 256, 192, {128, 64, 8, 2, 1}},
+    {"sm80", 1, backward_bias, 256, 128, {64, 64, 4, 2, 1}},
+    {"sm80", 1, backward_bias, 256, 64, {64, 64, 4, 1, 1}},
+    {"sm80", 2, backward_bias, 128, 64, {64, 64, 4, 1, 1}},
+    {"sm80", 2, backward_bias, 256, 64, {32, 32, 2, 1, 1}},
+    {"sm75", 1, backward_bias, 128, 32, {64, 64, 4, 1, 2}},
+    {"sm75", 1, backward_bias, 256, 64, {64, 64, 4, 1, 1}},
+    {"sm75", 2, backward_bias, 128, 64, {64, 32, 4, 1, 1}},
+    {"sm70", 1, backward_bias, 128, 32, {64, 64, 4, 1, 2}},
+    {"sm70", 1, backward_bias, 256, 48, {64, 32, 4, 1, 2}},
+    {"sm70", 2, backward_bias, 128, 48, {64, 32, 4, 1, 2}},
 };
 
 }  // namespace rules
@@ -159,12 +201,12 @@ inline bool is_plain(const Options& options) {
          !options.has_q_segment_ids && !options.has_cu_q_lengths;
 }
 
-// nullptr where no row serves.
+// nullptr where no row serves. `rows` is the block_q that is wanted; 0: any.
 inline const TileRow* find_tile_row(const std::string& family, int parts, Pass pass, int head_dim, int arch,
-                                    bool plain = false) {
+                                    bool plain = false, int rows = 0) {
   for (const TileRule& rule : rules::all) {
     if (family == rule.family && parts == rule.parts && pass == rule.pass && head_dim <= rule.max_head_dim &&
-        rule.shared_kb <= shared_kb_of(arch) && (plain || !rule.plain)) {
+        rule.shared_kb <= shared_kb_of(arch) && (plain || !rule.plain) && (!rows || rows == rule.row.block_q)) {
       return &rule.row;
     }
   }
@@ -172,8 +214,8 @@ inline const TileRow* find_tile_row(const std::string& family, int parts, Pass p
 }
 
 inline const TileRow& tile_row(const std::string& family, int parts, Pass pass, int head_dim, int arch,
-                               bool plain = false) {
-  if (const TileRow* row = find_tile_row(family, parts, pass, head_dim, arch, plain)) return *row;
+                               bool plain = false, int rows = 0) {
+  if (const TileRow* row = find_tile_row(family, parts, pass, head_dim, arch, plain, rows)) return *row;
   throw std::invalid_argument("no tile row for family " + family + ", head_dim " + std::to_string(head_dim) +
                               ", compute capability " + std::to_string(arch) + (parts == 2 ? ", in two parts" : ""));
 }

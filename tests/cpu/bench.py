@@ -13,8 +13,10 @@ import functools
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +24,10 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is measured. Names: matmul, copy, forward, backward, both (forward and backward), chain (tiny shapes)."""
+    """What is measured.
+
+    Names: matmul, copy, forward, backward, both (forward and backward), chain and chain_both (tiny shapes).
+    """
 
     name: str
     dtype: str = "float32"
@@ -40,9 +45,8 @@ class Case:
         if self.name == "matmul":
             return 2.0 * self.q_length**3
         forward = 4.0 * self.batch * self.q_heads * self.q_length * self.kv_length * self.head_dim
-        return (
-            forward * (0.5 if self.causal else 1) * {"forward": 1, "backward": 2.5, "both": 3.5, "chain": 1}[self.name]
-        )
+        passes = {"forward": 1, "backward": 2.5, "both": 3.5, "chain": 1, "chain_both": 3.5}[self.name]
+        return forward * (0.5 if self.causal else 1) * passes
 
     @property
     def bytes(self) -> float:
@@ -109,6 +113,8 @@ def jax_runner(implementation: str) -> Callable[[Case], Callable[[], None]]:
             return lambda: jax.block_until_ready(run(pullback, dout))
         if case.name == "chain":
             run = jax.jit(lambda q, k, v: jax.lax.fori_loop(0, CHAIN, lambda _, q: f(q, k, v), q))
+        elif case.name == "chain_both":
+            run = jax.jit(lambda *arrays: jax.lax.fori_loop(0, CHAIN, lambda _, arrays: gradients(*arrays), arrays))
         else:
             run = jax.jit(f if case.name == "forward" else gradients)
         return lambda: jax.block_until_ready(run(*arrays))
@@ -161,7 +167,7 @@ def worker(implementation: str, cpus: set[int]) -> None:
         begin = clock()
         for _ in range(repeats):
             ready[case]()
-        print((clock() - begin) / repeats / (CHAIN if case.name == "chain" else 1), flush=True)
+        print((clock() - begin) / repeats / (CHAIN if case.name.startswith("chain") else 1), flush=True)
 
 
 class Workers:
@@ -233,6 +239,18 @@ def head(title: str, *cells: str) -> None:
 
 MATMUL = Case("matmul", q_length=2048)
 
+Shape = tuple[int, ...]
+Part = Callable[[tuple[Shape, ...]], tuple[Shape, ...]]
+"""The shapes of a table that this run is for."""
+
+GRID = (
+    (1, 16, 1, 16), (1, 16, 4, 32), (1, 64, 1, 16), (1, 64, 4, 64), (2, 128, 4, 32), (1, 128, 12, 64),
+    (8, 64, 8, 64), (1, 256, 4, 64), (1, 512, 8, 64), (4, 512, 8, 128),
+)  # fmt: skip
+
+DECODING = ((1, 1024, 16, 16, 64), (1, 8192, 16, 16, 64), (1, 8192, 8, 8, 128), (1, 8192, 32, 8, 128),
+            (8, 2048, 32, 8, 128))  # fmt: skip
+
 SHAPES = ((1024, 16, 64), (2048, 8, 64), (4096, 4, 64), (1024, 8, 128), (2048, 8, 128), (4096, 4, 128))
 
 
@@ -240,7 +258,7 @@ def products(names: tuple[str, ...], case: Case) -> list[tuple[str, Case]]:
     return [("xla", MATMUL), *((name, case) for name in names)]
 
 
-def rates(workers: Workers, rounds: int, dtypes: list[str]) -> None:
+def rates(workers: Workers, rounds: int, part: Part, dtypes: list[str]) -> None:
     """Demands of rate: parts of XLA's float32 matrix product, and times XLA's and PyTorch's attention."""
     for dtype in dtypes:
         head(
@@ -248,7 +266,7 @@ def rates(workers: Workers, rounds: int, dtypes: list[str]) -> None:
             *("S", "N", "H", "causal", "product", "forward", "%", "of full's", "backward", "%", "of full's"),
             *("fwd / XLA", "fwd+bwd / XLA", "fwd / PyTorch", "fwd+bwd / PyTorch"),
         )
-        for length, heads, head_dim in SHAPES:
+        for length, heads, head_dim in part(SHAPES):
             full: dict[str, float] = {}
             for causal in (False, True):
 
@@ -270,45 +288,88 @@ def rates(workers: Workers, rounds: int, dtypes: list[str]) -> None:
                 row(*cells, *ratios, *[""] * (4 - len(ratios)))
 
 
-def grid(workers: Workers, rounds: int) -> None:
+def grid(workers: Workers, rounds: int, part: Part) -> None:
     """Tiny to small shapes, many calls in one program: times as fast as XLA."""
     head(
         "Times XLA, float32: calls in a program, and by a call of jit",
-        *("B", "T = S", "N", "H", "causal", "us a call", "in a program", "by jit", "fwd+bwd by jit"),
+        *("B", "T = S", "N", "H", "causal", "forward, us", "in a program", "by jit"),
+        *("fwd+bwd, us", "in a program", "by jit"),
     )
-    for batch, length, heads, head_dim in (
-        (1, 16, 1, 16), (1, 16, 4, 32), (1, 64, 1, 16), (1, 64, 4, 64), (2, 128, 4, 32), (1, 128, 12, 64),
-        (8, 64, 8, 64), (1, 256, 4, 64), (1, 512, 8, 64), (4, 512, 8, 128),
-    ):  # fmt: skip
+    for batch, length, heads, head_dim in part(GRID):
         for causal in (False, True):
             ratios = []
-            for name in ("chain", "forward", "both"):
+            for name in ("chain", "forward", "chain_both", "both"):
                 case = Case(name, "float32", batch, length, length, heads, heads, head_dim, causal)
                 ours, xla = workers.best([("jax_flash", case), ("xla", case)], rounds)
-                if name == "chain":
+                if name.startswith("chain"):
                     ratios.append(1e6 * ours)
                 ratios.append(xla / ours)
             row(batch, length, heads, head_dim, "yes" if causal else "no", *ratios)
 
 
-def decoding(workers: Workers, rounds: int) -> None:
+def decoding(workers: Workers, rounds: int, part: Part) -> None:
     """One query: bandwidth of reading key and value, beside that of a copy of as many bytes (read and written)."""
     head(
         "Decoding: T = 1, H = 64 and 128",
         *("dtype", "B", "S", "N", "K", "H", "GB/s", "copy, GB/s", "%", "times XLA"),
     )
     for dtype in ("float32", "bfloat16"):
-        for batch, length, q_heads, kv_heads, head_dim in (
-            (1, 1024, 16, 16, 64), (1, 8192, 16, 16, 64), (1, 8192, 8, 8, 128), (1, 8192, 32, 8, 128),
-            (8, 2048, 32, 8, 128),
-        ):  # fmt: skip
+        for batch, length, q_heads, kv_heads, head_dim in part(DECODING):
             case = Case("forward", dtype, batch, 1, length, q_heads, kv_heads, head_dim)
             copy = Case("copy", q_length=int(case.bytes))
-            ours, xla = workers.best([("jax_flash", case), ("xla", case)], rounds)
-            (moved,) = workers.best([("xla", copy)], rounds)
+            _, xla = workers.best([("jax_flash", case), ("xla", case)], rounds)
+            ours, moved = workers.best([("jax_flash", case), ("xla", copy)], rounds)
             bandwidth, copied = case.bytes / ours / 1e9, copy.bytes / moved / 1e9
             row(dtype, batch, length, q_heads, kv_heads, head_dim, bandwidth, copied, round(100 * bandwidth / copied),
                 xla / ours)  # fmt: skip
+
+
+LADDER = (1, 1024, 1024, 16, 16, 64, 0)
+"""Arguments of tests/cpu/ladder.cc: B, T, S, N, K, H, causal."""
+
+
+def ladder(threads: int) -> None:
+    """The steps from a plain program to the kernel: builds tests/cpu/ladder.cc with tiles of registers of each size."""
+    from jax_flash import _core
+
+    tools = {name: shutil.which(name, path=os.path.dirname(sys.executable)) or name for name in ("cmake", "ninja")}
+    isa = _core.cpu_isa()
+    isa = "avx512" if isa.endswith("_bf16") else isa
+
+    def build(folder: str, tile: tuple[int, int] | None, *targets: str) -> None:
+        flags = f"-DJAX_FLASH_TILE_ROWS={tile[0]};-DJAX_FLASH_TILE_VECTORS={tile[1]}" if tile else ""
+        source = os.path.dirname(__file__)
+        for command in (
+            [tools["cmake"], "-S", source, "-B", folder, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools['ninja']}",
+             "-DCMAKE_BUILD_TYPE=Release", f"-DJAX_FLASH_CPU_ISAS={isa}", f"-DJAX_FLASH_CPU_FLAGS={flags}"],
+            [tools["cmake"], "--build", folder, "--target", *targets],
+        ):  # fmt: skip
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+    def output(*command: str) -> str:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    with tempfile.TemporaryDirectory() as folder:
+        builds: dict[str, tuple[int, int] | None] = {"1x1": (1, 1), "8x1": (8, 1), "whole": None}
+        for name, tile in builds.items():
+            build(f"{folder}/{name}", tile, "ladder", *([f"micro_{isa}"] if name == "whole" else []))
+        head(f"The CPU ladder, float32, {isa}, B, T, S, N, K, H = {LADDER[:6]}, GFLOP/s", "step", "forward", "backward")
+        for text, name, steps, count in (
+            ("a row at a time", "whole", ("naive", ""), 1),
+            ("tiled", "whole", ("tiled", ""), 1),
+            ("packed, a vector of sums", "1x1", ("forward", "backward"), 1),
+            ("8 vectors of sums", "8x1", ("forward", "backward"), 1),
+            ("all registers", "whole", ("forward", "backward"), 1),
+            (f"{threads} threads", "whole", ("forward", "backward"), threads),
+        ):
+            cells = [
+                float(output(f"{folder}/{name}/ladder", step, "float32", *map(str, LADDER), str(count)).split()[1])
+                if step
+                else ""
+                for step in steps
+            ]
+            row(text, *cells)
+        print("\nThe micro-kernel alone, one thread: " + ", ".join(output(f"{folder}/whole/micro_{isa}").splitlines()))
 
 
 def find_torch(python: str | None) -> Iterator[str]:
@@ -324,7 +385,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--torch", metavar="PYTHON")
     parser.add_argument("--dtypes", default="float32,bfloat16,float16,float64")
-    parser.add_argument("--tables", default="rates,grid,decoding")
+    parser.add_argument("--tables", default="rates,grid,decoding,ladder")
+    parser.add_argument("--part", default="1/1", help="I/N: every N-th shape of a table, from the I-th on")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--cpus", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -332,9 +394,15 @@ def main() -> None:
         return worker(args.worker, {int(cpu) for cpu in args.cpus.split(",")})
     workers = Workers(args.threads, next(find_torch(args.torch), None))
     print(f"{args.threads} thread(s), best of {args.rounds} rounds, " + ", ".join(workers.names))
-    tables = {"rates": lambda: rates(workers, args.rounds, args.dtypes.split(",")),
-              "grid": lambda: grid(workers, args.rounds),
-              "decoding": lambda: decoding(workers, args.rounds)}  # fmt: skip
+    first, parts = map(int, args.part.split("/"))
+
+    def part(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
+        return shapes[first - 1 :: parts]
+
+    tables = {"rates": lambda: rates(workers, args.rounds, part, args.dtypes.split(",")),
+              "grid": lambda: grid(workers, args.rounds, part),
+              "decoding": lambda: decoding(workers, args.rounds, part),
+              "ladder": lambda: ladder(args.threads)}  # fmt: skip
     for name in args.tables.split(","):
         tables[name]()
     workers.close()

@@ -111,7 +111,7 @@ class Array {
 // Threads: as many as are told, which take items until none is left.
 
 cpu::ParallelFor run_on(int threads) {
-  return [threads](int64_t items, const std::function<void(int64_t)>& body) {
+  return [threads](int64_t items, int64_t, const std::function<void(int64_t)>& body) {
     std::atomic<int64_t> next{0};
     auto work = [&] {
       for (int64_t item; (item = next.fetch_add(1)) < items;) body(item);

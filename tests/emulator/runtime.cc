@@ -101,6 +101,9 @@ Loaded kernels_of(const Variant& variant, int) {
          << "extern \"C\" LaunchFacts emulated_facts() { return " << entry << "_facts; }\n"
          << "extern \"C\" void emulated_main(const Problem& problem, const TensorMaps& maps) { " << entry
          << "(problem, maps); }\n";
+    if (variant.pass == Pass::backward) {
+      file << "extern \"C\" void emulated_sum_slopes(const Problem& problem) { jax_flash_sum_slopes(problem); }\n";
+    }
     if (variant.pass == Pass::backward && !variant.options.deterministic) {
       file << "extern \"C\" void emulated_convert_dq(const Problem& problem) { jax_flash_convert_dq(problem); }\n";
     }
@@ -119,6 +122,9 @@ Loaded kernels_of(const Variant& variant, int) {
   };
   loaded.main = kernel("emulated_main", nullptr);
   if (loaded.facts.convert_warps) loaded.convert_dq = kernel(nullptr, "emulated_convert_dq");
+  if (variant.pass == Pass::backward && variant.options.has_dalibi_slopes) {
+    loaded.sum_slopes = kernel(nullptr, "emulated_sum_slopes");
+  }
   return loaded;
 }
 
@@ -204,6 +210,7 @@ EMULATOR_CALL int call_array(Call* call, const char* name_, void* data, const lo
   if (Tensor* tensor = tensor_of(p, name)) return *tensor = {data, strides[0], strides[1], strides[2]}, 1;
   const Strides all = strides ? Strides{strides[0], strides[1], strides[2], strides[3]} : Strides{};
   if (name == "bias") p.bias_strides = all;
+  if (name == "dbias") p.dbias_strides = all;
   if (name == "mask") p.mask_strides = all;
   if (name == "lse") return p.lse = data, 1;
   if (name == "delta") return p.delta = data, 1;

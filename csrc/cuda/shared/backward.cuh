@@ -7,12 +7,14 @@
 // the result afterwards. Keys run along the rows of the accumulators, so that P^T and dS^T are operands of the next
 // product as they are.
 //
-// A group of `key_warps` warps covers the keys, 16 each. With split = 1 every warp sees all rows of a tile and feeds
-// P^T and dS^T from registers. With split = 2, for head dims whose dK and dV would not fit, two warps share their 16
-// keys: each computes half of the columns of dK and dV, and half of the rows of S^T; P^T and dS^T pass through shared
-// memory then. Where a tile has no more than 16 rows each computes all of them, which is half as many products more,
-// but in 64 KB head_dim 256 has no room for others. For dQ, whose products sum over all keys of the block, dS always
-// passes through shared memory.
+// A group of `key_warps` warps covers the keys, 16 * key_tiles each. With split = 1 every warp sees all rows of a tile
+// and feeds P^T and dS^T from registers. Else `split` warps share their keys, and each computes its part of the rows of
+// S^T. Then either (passes_p) each computes its part of the columns of dK and dV, and P^T and dS^T pass through shared
+// memory, which serves head dims whose dK and dV would not fit; or (sums_rows), where a pair of warps has room for all
+// columns, each sums up its own rows from registers, and the pair adds its sums at the end. Two tiles of keys a warp
+// read less of the rows. Where a tile has no more than 16 rows each warp computes all of them, which is half as many
+// products more, but in 64 KB head_dim 256 has no room for others. For dQ, whose products sum over all keys of the
+// block, dS always passes through shared memory.
 #pragma once
 
 #include "cuda/shared/again.cuh"
@@ -22,9 +24,9 @@
 namespace jax_flash {
 
 constexpr int threads = 32 * warps;
-constexpr int key_warps = block_kv / 16;
+constexpr int key_warps = block_kv / (16 * key_tiles);
 constexpr int split = warps / key_warps;
-static_assert(split * key_warps == warps && (split == 1 || split == 2), "16 keys a warp, or a pair of warps");
+static_assert(split * key_warps == warps && (split & (split - 1)) == 0, "warps share the keys evenly");
 
 using KTile = Tile<block_kv, parts * tile_head_dim>;
 using VTile = Tile<block_kv, parts * tile_value_head_dim>;
@@ -33,13 +35,25 @@ using OutTile = Tile<block_q, parts * tile_value_head_dim>;
 using ScoreTile = Mma::Scores<block_kv, block_q>;
 
 constexpr bool adds_dq = !option_deterministic;
-constexpr bool shares_rows = split == 2 && block_q > 16;            // of S^T, between a pair of warps
-constexpr int score_columns = shares_rows ? block_q / 2 : block_q;  // rows of query in one warp's S^T
+constexpr bool shares_rows = split > 1 && block_q >= 16 * split;  // of S^T, between warps
+// Accumulators of at most 128 registers a lane, of which one half finds room where the rows were.
+constexpr bool sums_rows = shares_rows && split == 2 && key_tiles > 1 &&
+                           key_tiles*(tile_head_dim + tile_value_head_dim) <= 256 &&
+                           2 * block_kv* at_least(tile_head_dim, tile_value_head_dim) <= stages * block_q *
+                                                                                             (tile_head_dim +
+                                                                                              tile_value_head_dim);
+constexpr bool passes_p = shares_rows && !sums_rows;
+static_assert(!(has_dbias || has_dalibi_slopes) || !shares_rows || split == 2,
+              "a sum has two addends, whose order is not felt");
+constexpr int column_split = sums_rows ? 1 : split;                     // of dK and dV, between warps
+constexpr int score_columns = shares_rows ? block_q / split : block_q;  // rows of query in one warp's S^T
 // Groups of columns of dK, dV and dQ, and how many of them a warp has: warps that share columns take groups in turn.
-constexpr int dk_group = Mma::group(tile_head_dim, split);
-constexpr int dv_group = Mma::group(tile_value_head_dim, split);
-constexpr int dk_groups = ceil_div(tile_head_dim / dk_group, split);
-constexpr int dv_groups = ceil_div(tile_value_head_dim / dv_group, split);
+constexpr int dk_group = Mma::group(tile_head_dim, column_split);
+constexpr int dv_group = Mma::group(tile_value_head_dim, column_split);
+constexpr int dk_groups = ceil_div(tile_head_dim / dk_group, column_split);
+constexpr int dv_groups = ceil_div(tile_value_head_dim / dv_group, column_split);
+// Steps of S^T and dP^T: unrolled whole, the assembler reads so far ahead that it spills (head_dim 128, 120 bytes).
+constexpr int score_unrolled = key_tiles > 1 && passes_p&& tile_head_dim <= 128 ? 2 : 16;
 constexpr int convert_warps = 4;  // of jax_flash_convert_dq, a block
 constexpr int dq_most_row_warps = warps == 8 && tile_head_dim % 64 == 0 ? warps / 4 : warps / 2;
 constexpr int dq_column_warps = warps / (dq_most_row_warps < block_q / 16 ? dq_most_row_warps : block_q / 16);
@@ -48,6 +62,10 @@ constexpr int dq_row_tiles = block_q / 16 / dq_row_warps;
 constexpr int dq_group = Mma::group(tile_head_dim, dq_column_warps);
 constexpr int dq_groups = ceil_div(tile_head_dim / dq_group, dq_column_warps);
 static_assert(dq_row_tiles * dq_row_warps * 16 == block_q, "the warps share the rows of dQ evenly");
+// Groups that are multiplied, then added, while others wait: the first are on their way to memory under the products of
+// the next, and dS stays in the registers that P and dP leave. All at once 289 TFLOP/s at head_dim 128 (321 by twos)
+// and 244 at 256 (260 by ones), but 321 at head_dim 64 (310 by ones), where registers are full of dK and dV.
+constexpr int dq_together = key_tiles > 1 && passes_p ? (warps == 4 ? 2 : 1) : dq_groups;
 
 // The next rows are on their way from the beginning of a step, or where they wait in registers that it lacks, while dK
 // is computed; with split = 2 those of dO while dV is, and those of Q while dK is.
@@ -71,8 +89,8 @@ struct SharedStorage {
   char k[KTile::bytes];  // and dK, at the end, unless it is stored from registers
   char v[VTile::bytes];  // and dV, likewise
   QueryRows rows[stages];
-  char ds[Select < adds_dq || shares_rows, ScoreTile, NoTile > ::type::bytes];
-  char p[Select<shares_rows, ScoreTile, NoTile>::type::bytes];
+  char ds[Select < adds_dq || passes_p, ScoreTile, NoTile > ::type::bytes];
+  char p[Select<passes_p, ScoreTile, NoTile>::type::bytes];
 };
 
 // The next rows of query on their way to shared memory.
@@ -92,20 +110,37 @@ JAX_FLASH_DEVICE float* dq_fragment(const Problem& problem, int batch, int head,
   return static_cast<float*>(problem.scratch) + (tile * (tile_head_dim / 8) + column_tile) * 128;
 }
 
-template <int n>
-JAX_FLASH_DEVICE FragmentC (&as_matrix(FragmentC (&c)[n]))[1][n] {
-  return *reinterpret_cast<FragmentC(*)[1][n]>(&c);
+// From compute capability 9.0 on one instruction adds all four of a lane, which lie together there; before, each of
+// four adds one, and those of 32 lanes lie together.
+#if __CUDA_ARCH__ >= 900
+constexpr int dq_lane_step = 4;
+JAX_FLASH_DEVICE void add_fragment(float* to, const FragmentC& c) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(c.x[0]), "f"(c.x[1]), "f"(c.x[2]),
+               "f"(c.x[3])
+               : "memory");
 }
+JAX_FLASH_DEVICE FragmentC read_fragment(const float* from) {
+  const float4 x = *reinterpret_cast<const float4*>(from);
+  return {{x.x, x.y, x.z, x.w}};
+}
+#else
+constexpr int dq_lane_step = 1;
+JAX_FLASH_DEVICE void add_fragment(float* to, const FragmentC& c) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) atomicAdd(to + e * 32, c.x[e]);
+}
+JAX_FLASH_DEVICE FragmentC read_fragment(const float* from) { return {{from[0], from[32], from[64], from[96]}}; }
+#endif
 
-// The keys of a warp, in the block, and which of a pair of warps it is.
-JAX_FLASH_DEVICE int key_row_of(int warp) { return (split == 1 ? warp : warp % key_warps) * 16; }
-JAX_FLASH_DEVICE int half_of(int warp) { return split == 1 ? 0 : warp / key_warps; }
+// The first key of a warp, in the block, and which of the warps that share its keys it is.
+JAX_FLASH_DEVICE int key_row_of(int warp) { return (split == 1 ? warp : warp % key_warps) * 16 * key_tiles; }
+JAX_FLASH_DEVICE int member_of(int warp) { return split == 1 ? 0 : warp / key_warps; }
 
 struct Backward {
   const Problem& problem;
   SharedStorage& shared;
   const Part& part;
-  int batch;
+  int batch, document;
   int first_dq;  // tile of the part
   Keep keep;
   Scores modified;
@@ -115,21 +150,24 @@ struct Backward {
   int first_key;  // of the block
   int warp, lane;
   int key_row;  // of the warp, in the block
-  int half;     // which of a pair of warps; 0 when split is 1
-  __device__ __forceinline__ int score_row() const { return shares_rows ? half * score_columns : 0; }
+  int member;   // which of the warps that share keys; 0 when split is 1
+  __device__ __forceinline__ int score_row() const { return shares_rows ? member * score_columns : 0; }
+  // The first of this lane's two keys in tile `m` of the warp's.
+  __device__ __forceinline__ int key_of(int m) const { return first_key + key_row + 16 * m + lane / 4; }
+  __device__ __forceinline__ int column_member() const { return sums_rows ? 0 : member; }
   // Whether what a warp computes of S^T is not another's to report.
-  __device__ __forceinline__ bool counts() const { return split == 1 || shares_rows || half == 0; }
+  __device__ __forceinline__ bool counts() const { return split == 1 || shares_rows || member == 0; }
   float scale_log2;
   float dp_factor, ds_factor;  // dS is their common multiple of what it stands for
-  FragmentC dk[dk_groups * dk_group / 8], dv[dv_groups * dv_group / 8];
-  OperandGradients gradients;
+  FragmentC dk[key_tiles][dk_groups * dk_group / 8], dv[key_tiles][dv_groups * dv_group / 8];
+  OperandGradients gradients[key_tiles];
   RowsLoad load;
 
   __device__ __forceinline__ void find_lane() {
     warp = thread_again() / 32;
     lane = Lanes::of(thread_again());
     key_row = key_row_of(warp);
-    half = half_of(warp);
+    member = member_of(warp);
   }
 
   // Starts to bring one tile of rows of one query head.
@@ -173,45 +211,81 @@ struct Backward {
     load.dout.finish(shared_address(rows.dout), threadIdx.x);
   }
 
-  // c = X Y^T, for the warp's 16 keys in X and its rows in Y.
+  // c = X Y^T, for the warp's keys in X and its rows in Y.
   template <int k, typename X, typename Y>
-  __device__ __forceinline__ void score_product(FragmentC (&c)[score_columns / 8], const char* x, const char* y) const {
-    Mma::multiply_rows<k>(as_matrix(c), Mma::reader_a<X>(shared_address(x), key_row, lane),
-                          Mma::reader_b<Y>(shared_address(y), score_row(), lane));
+  __device__ __forceinline__ void score_product(FragmentC (&c)[key_tiles][score_columns / 8], const char* x,
+                                                const char* y) const {
+    Mma::multiply_rows<k, score_unrolled>(c, Mma::reader_a<X>(shared_address(x), key_row, lane),
+                                          Mma::reader_b<Y>(shared_address(y), score_row(), lane));
   }
 
-  // c += A Y, where A [16 keys, block_q] is P^T or dS^T: the warp's own fragments, or rows of a score tile.
+  // c += A Y, where A [keys of the warp, rows] is P^T or dS^T: the warp's own fragments, or rows of a score tile.
   template <typename Y, int group, int n>
-  __device__ __forceinline__ void grad_product(FragmentC (&c)[n], const FragmentC (&own)[score_columns / 8],
+  __device__ __forceinline__ void grad_product(FragmentC (&c)[key_tiles][n],
+                                               const FragmentC (&own)[key_tiles][score_columns / 8],
                                                const char* score_tile, const char* y) const {
-    const Mma::ColumnReader<Y, group> reader(shared_address(y), lane, half);
-    if constexpr (!shares_rows) {
-      Mma::multiply_columns<block_q, split>(as_matrix(c), [&](int m, int kk) { return Mma::operand(own, kk); }, reader);
+    const int first_row = sums_rows ? score_row() : 0;
+    const Mma::ColumnReader<Y, group> reader(shared_address(y) + first_row * Y::row_bytes, lane, column_member());
+    if constexpr (!passes_p) {
+      Mma::multiply_columns<score_columns, column_split>(
+          c, [&](int m, int kk) { return Mma::operand(own[m], kk); }, reader);
     } else {
-      Mma::multiply_columns<block_q, split>(as_matrix(c), ScoreTile::ByKey(score_tile, key_row, lane), reader);
+      Mma::multiply_columns<block_q, column_split>(c, ScoreTile::ByKey(score_tile, key_row, lane), reader);
     }
   }
 
   // dQ += dS K, all keys of the block. Families that leave dQ to its own pass have no ByRow.
   template <typename T = ScoreTile>
   __device__ __forceinline__ void add_dq(int head, int tile) const {
+    using Operand = Mma::OperandA;
     constexpr int wide = dq_group / 8, all = tile_head_dim / dq_group;
     const int row_warp = warp % dq_row_warps, column_warp = warp / dq_row_warps;
     const typename T::template ByRow<dq_row_warps> ds(shared.ds, row_warp, lane);
-    FragmentC dq[dq_row_tiles][dq_groups * wide] = {};
-    Mma::multiply_columns<block_kv, dq_column_warps>(
-        dq, ds, Mma::ColumnReader<KTile, dq_group>(shared_address(shared.k), lane, column_warp));
+    const Mma::ColumnReader<KTile, dq_group> keys(shared_address(shared.k), lane, column_warp);
+    constexpr int steps = block_kv / Mma::depth;
+    constexpr bool holds_ds = dq_together < dq_groups;
+    Operand held[holds_ds ? steps : 1][dq_row_tiles];
+    if constexpr (holds_ds) {
 #pragma unroll
-    for (int m = 0; m < dq_row_tiles; ++m) {
-      const int row_tile = tile * (block_q / 16) + m * dq_row_warps + row_warp;
-      if (row_tile * 16 >= part.q.length) continue;
-      float* to = dq_fragment(problem, batch, head, first_dq + row_tile, wide * column_warp) + lane;
+      for (int kk = 0; kk < steps; ++kk) {
 #pragma unroll
-      for (int n = 0; n < dq_groups * wide; ++n) {
-        if (dq_groups * dq_column_warps != all && n / wide * dq_column_warps + column_warp >= all) continue;
+        for (int m = 0; m < dq_row_tiles; ++m) held[kk][m] = ds(m, kk);
+      }
+    }
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          atomicAdd(to + (n / wide * dq_column_warps * wide + n % wide) * 128 + e * 32, dq[m][n].x[e]);
+    for (int first = 0; first < dq_groups; first += dq_together) {
+      auto exists = [&](int i) {  // group `first` + i of the warp's
+        return first + i < dq_groups &&
+               (dq_groups * dq_column_warps == all || (first + i) * dq_column_warps + column_warp < all);
+      };
+      FragmentC dq[dq_row_tiles][dq_together * wide] = {};
+#pragma unroll
+      for (int kk = 0; kk < steps; ++kk) {
+        Operand own[dq_row_tiles];
+#pragma unroll
+        for (int m = 0; m < dq_row_tiles; ++m) {
+          if constexpr (holds_ds) {
+            own[m] = held[kk][m];
+          } else {
+            own[m] = ds(m, kk);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < dq_together; ++i) {
+          if (!exists(i)) continue;
+          Mma::template multiply_group<dq_row_tiles>([&](int m) { return &dq[m][i * wide]; }, own, keys, kk,
+                                                     (first + i) * dq_column_warps, 0, 0);
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < dq_row_tiles; ++m) {
+        const int row_tile = tile * (block_q / 16) + m * dq_row_warps + row_warp;
+        if (row_tile * 16 >= part.q.length) continue;
+        float* to = dq_fragment(problem, batch, head, first_dq + row_tile, wide * column_warp) + lane * dq_lane_step;
+#pragma unroll
+        for (int n = 0; n < dq_together * wide; ++n) {
+          if (!exists(n / wide)) continue;
+          add_fragment(to + ((first + n / wide) * dq_column_warps * wide + n % wide) * 128, dq[m][n]);
         }
       }
     }
@@ -231,8 +305,8 @@ struct Backward {
     const int load_head = last ? head : next_head, load_tile = last ? tile : next_tile;
     if (early_rows && more) start_rows(next_rows, load_head, load_tile);
 
-    FragmentC p[score_columns / 8] = {};
-    FragmentC derivative[with_softcap ? score_columns / 8 : 1];
+    FragmentC p[key_tiles][score_columns / 8] = {};
+    FragmentC derivative[key_tiles][with_softcap ? score_columns / 8 : 1];
     score_product<head_dim, KTile, QTile>(p, shared.k, rows.q);
 #pragma unroll
     for (int n = 0; n < score_columns / 8; ++n) {
@@ -252,32 +326,36 @@ struct Backward {
         if constexpr (has_bias) bias = biases.row(row, part);
         if constexpr (has_mask) mask = masks.row(row, part);
 #pragma unroll
-        for (int e = odd; e < 4; e += 2) {
-          const int key = first_key + key_row + lane / 4 + e / 2 * 8;
-          float logit = p[n].x[e] * scale_log2;
-          if constexpr (modifies_scores) {
-            float b = 0.f, unused;
-            if constexpr (has_bias)
-              b = as_float(masked ? biases.at(bias, key, part) : bias[key * biases.column_stride]);
-            logit = modified.logit(p[n].x[e], b, row, key, with_softcap ? derivative[n].x[e] : unused);
+        for (int m = 0; m < key_tiles; ++m) {
+#pragma unroll
+          for (int e = odd; e < 4; e += 2) {
+            float& weight = p[m][n].x[e];
+            const int key = key_of(m) + e / 2 * 8;
+            float logit = weight * scale_log2;
+            if constexpr (modifies_scores) {
+              float b = 0.f, unused;
+              if constexpr (has_bias)
+                b = as_float(masked ? biases.at(bias, key, part) : bias[key * biases.column_stride]);
+              logit = modified.logit(weight, b, row, key, with_softcap ? derivative[m][n].x[e] : unused);
+            }
+            // Without modifications an lse of -inf belongs to a row that keeps nothing here, which is masked below.
+            weight = probability(logit, probability_anchor(odd ? lse.y : lse.x));
+            bool kept = true;
+            if constexpr (masked) kept = keep(row, key);
+            if constexpr (has_mask) kept &= masked ? masks.at(mask, key, part) : mask[key * masks.column_stride];
+            if constexpr (masked || has_mask) weight = kept ? weight : 0.f;
           }
-          // Without modifications an lse of -inf belongs to a row that keeps nothing here, which is masked below.
-          p[n].x[e] = probability(logit, probability_anchor(odd ? lse.y : lse.x));
-          bool kept = true;
-          if constexpr (masked) kept = keep(row, key);
-          if constexpr (has_mask) kept &= masked ? masks.at(mask, key, part) : mask[key * masks.column_stride];
-          if constexpr (masked || has_mask) p[n].x[e] = kept ? p[n].x[e] : 0.f;
         }
       }
     }
     if constexpr (with_dropout_rate) drop(p, tile);
-    if constexpr (shares_rows) {
+    if constexpr (passes_p) {
       put_weights(p);
     } else {
       weights_product(p, rows.dout);
     }
 
-    FragmentC ds[score_columns / 8] = {};
+    FragmentC ds[key_tiles][score_columns / 8] = {};
     score_product<value_head_dim, VTile, OutTile>(ds, shared.v, rows.dout);
 #pragma unroll
     for (int n = 0; n < score_columns / 8; ++n) {
@@ -285,32 +363,34 @@ struct Backward {
       float2 delta = *reinterpret_cast<const float2*>(&rows.delta[column]);
       if constexpr (has_unscales) delta = {delta.x * ds_factor, delta.y * ds_factor};
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float dp = has_unscales ? ds[n].x[e] * dp_factor : ds[n].x[e];
-        if constexpr (with_dropout_rate) dp = is_dropped(p[n].x[e]) ? 0.f : dp * dropout.factor;
-        ds[n].x[e] = weight_of(p[n].x[e]) * (dp - (e % 2 ? delta.y : delta.x));
-      }
-      if constexpr (has_dbias || has_dalibi_slopes) {
-        if (counts()) {
-          gradients.add(problem, part, modified, head, tile * block_q + column, first_key + key_row + lane / 4, ds[n],
-                        lane);
+      for (int m = 0; m < key_tiles; ++m) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float dp = has_unscales ? ds[m][n].x[e] * dp_factor : ds[m][n].x[e];
+          if constexpr (with_dropout_rate) dp = is_dropped(p[m][n].x[e]) ? 0.f : dp * dropout.factor;
+          ds[m][n].x[e] = weight_of(p[m][n].x[e]) * (dp - (e % 2 ? delta.y : delta.x));
+        }
+        if constexpr (has_dbias || has_dalibi_slopes) {
+          if (counts()) {
+            gradients[m].add(problem, part, modified, head, tile * block_q + column, key_of(m), ds[m][n]);
+          }
+        }
+        if constexpr (with_softcap) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) ds[m][n].x[e] *= derivative[m][n].x[e];
         }
       }
-      if constexpr (with_softcap) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) ds[n].x[e] *= derivative[n].x[e];
-      }
     }
-    if constexpr (adds_dq || shares_rows) {
-      if (counts()) ScoreTile::put(shared.ds, key_row, score_row(), ds, lane);
+    if constexpr (adds_dq || passes_p) {
+      if (counts()) put_scores(shared.ds, ds);
     }
-    if constexpr (!shares_rows) {
+    if constexpr (!passes_p) {
       if constexpr (late_rows) start_rows(next_rows, load_head, load_tile);
       grad_product<QTile, dk_group>(dk, ds, shared.ds, rows.q);
     }
 
-    if constexpr (adds_dq || shares_rows) __syncthreads();  // dS, and where warps share its rows P, are complete
-    if constexpr (shares_rows) {
+    if constexpr (adds_dq || passes_p) __syncthreads();  // dS, and where warps share its rows P, are complete
+    if constexpr (passes_p) {
       if constexpr (late_rows) start_dout(next_rows, load_head, load_tile);
       grad_product<OutTile, dv_group>(dv, p, shared.p, rows.dout);
       if constexpr (late_rows) {
@@ -331,7 +411,9 @@ struct Backward {
     if constexpr (adds_dq) add_dq(head, tile);
     if constexpr (has_dbias || has_dalibi_slopes) {
       if (counts() && (next_tile < 0 || next_head != head)) {
-        gradients.flush(problem, part, head, first_key + key_row + lane / 4, lane);
+#pragma unroll
+        for (int m = 0; m < key_tiles; ++m)
+          gradients[m].flush(problem, part, document, head, first_key + key_row + 16 * m, lane);
       }
     }
     if (next_tile >= 0 && next_head != head) enter(next_head);
@@ -345,37 +427,80 @@ struct Backward {
     dropout.enter(problem, part, head);
   }
 
-  __device__ __forceinline__ void drop(FragmentC (&p)[score_columns / 8], int tile) const {
-    const int key = first_key + key_row;
+  __device__ __forceinline__ void drop(FragmentC (&p)[key_tiles][score_columns / 8], int tile) const {
 #pragma unroll
-    for (int n = 0; n < score_columns / 8; n += 2) {
+    for (int m = 0; m < key_tiles; ++m) {
+      const int key = first_key + key_row + 16 * m;
 #pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const int row = tile * block_q + score_row() + 8 * n + lane % 4 * 2 + odd;
-        const uint4 bits = dropout.bits(row, key + lane / 4);
-        const bool second = key / 16 % 2 != 0;  // of the 32 keys that a call serves
-        const u32 words[2] = {second ? bits.z : bits.x, second ? bits.w : bits.y};
+      for (int n = 0; n < score_columns / 8; n += 2) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& weight = p[n + i % 2].x[i / 2 * 2 + odd];
-          if (!dropout.keeps(words[i / 2], i % 2)) weight = -weight;
+        for (int odd = 0; odd < 2; ++odd) {
+          const int row = tile * block_q + score_row() + 8 * n + lane % 4 * 2 + odd;
+          const uint4 bits = dropout.bits(row, key + lane / 4);
+          const bool second = key / 16 % 2 != 0;  // of the 32 keys that a call serves
+          const u32 words[2] = {second ? bits.z : bits.x, second ? bits.w : bits.y};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float& weight = p[m][n + i % 2].x[i / 2 * 2 + odd];
+            if (!dropout.keeps(words[i / 2], i % 2)) weight = -weight;
+          }
         }
       }
     }
   }
 
+  // The first of a pair of warps takes what the second has summed up of their keys, through the rows' place.
+  template <int n>
+  __device__ __forceinline__ void sum_pairs(FragmentC (&c)[key_tiles][n]) {
+    static_assert(sizeof(shared.rows) >= key_warps * key_tiles * n * 32 * sizeof(float4), "room for a half");
+    float4* sums = reinterpret_cast<float4*>(&shared.rows) + warp % key_warps * key_tiles * n * 32 + lane;
+#pragma unroll
+    for (int i = 0; i < key_tiles * n; ++i) {
+      const FragmentC& x = c[i / n][i % n];
+      if (member == 1) sums[i * 32] = {x.x[0], x.x[1], x.x[2], x.x[3]};
+    }
+    __syncthreads();
+    if (member == 0) {
+#pragma unroll
+      for (int i = 0; i < key_tiles * n; ++i) {
+        FragmentC& x = c[i / n][i % n];
+        const float4 other = sums[i * 32];
+        x = {{x.x[0] + other.x, x.x[1] + other.y, x.x[2] + other.z, x.x[3] + other.w}};
+      }
+    }
+    __syncthreads();
+  }
+
   // A template, so that families that store from registers need none of the way through shared memory.
   template <typename M = Mma>
   __device__ __forceinline__ void finish(Result* dk_head, Result* dv_head, float dk_factor, float dv_factor) {
+    if constexpr (sums_rows) {
+      sum_pairs(dk);
+      sum_pairs(dv);
+    }
     if constexpr (M::direct_stores) {
-      const int key = first_key + key_row + lane / 4;
-      M::template store_fragments<head_dim, dk_group, split>(dk, dk_factor, dk_factor, dk_head, problem.dk.row_stride,
-                                                             key, part.kv.stored, half, lane);
-      M::template store_fragments<value_head_dim, dv_group, split>(
-          dv, dv_factor, dv_factor, dv_head, problem.dv.row_stride, key, part.kv.stored, half, lane);
+      if (!sums_rows || member == 0) {
+#pragma unroll
+        for (int m = 0; m < key_tiles; ++m) {
+          M::template store_fragments<head_dim, dk_group, column_split>(dk[m], dk_factor, dk_factor, dk_head,
+                                                                        problem.dk.row_stride, key_of(m),
+                                                                        part.kv.stored, column_member(), lane);
+          M::template store_fragments<value_head_dim, dv_group, column_split>(dv[m], dv_factor, dv_factor, dv_head,
+                                                                              problem.dv.row_stride, key_of(m),
+                                                                              part.kv.stored, column_member(), lane);
+        }
+      }
     } else {
-      M::template put_accumulators<KTile, split>(shared.k, key_row, half, dk, dk_factor, dk_factor, lane);
-      M::template put_accumulators<VTile, split>(shared.v, key_row, half, dv, dv_factor, dv_factor, lane);
+      if (!sums_rows || member == 0) {
+#pragma unroll
+        for (int m = 0; m < key_tiles; ++m) {
+          const int row = key_row + 16 * m;
+          M::template put_accumulators<KTile, column_split>(shared.k, row, column_member(), dk[m], dk_factor, dk_factor,
+                                                            lane);
+          M::template put_accumulators<VTile, column_split>(shared.v, row, column_member(), dv[m], dv_factor, dv_factor,
+                                                            lane);
+        }
+      }
       __syncthreads();
       constexpr int rows_of_warp = block_kv / warps;
       const int first = first_key + warp * rows_of_warp;
@@ -386,33 +511,48 @@ struct Backward {
     }
   }
 
-  static __device__ __forceinline__ void remove_dropped(FragmentC (&p)[score_columns / 8]) {
+  // The weights without those that are dropped.
+  static __device__ __forceinline__ void remove_dropped(FragmentC (&p)[key_tiles][score_columns / 8]) {
+    if constexpr (!with_dropout_rate) return;
 #pragma unroll
-    for (int n = 0; n < score_columns / 8; ++n) {
+    for (int m = 0; m < key_tiles; ++m) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) p[n].x[e] = fmaxf(p[n].x[e], 0.f);
+      for (int n = 0; n < score_columns / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) p[m][n].x[e] = fmaxf(p[m][n].x[e], 0.f);
+      }
+    }
+  }
+  static __device__ __forceinline__ void copy(FragmentC (&to)[key_tiles][score_columns / 8],
+                                              const FragmentC (&from)[key_tiles][score_columns / 8]) {
+#pragma unroll
+    for (int m = 0; m < key_tiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < score_columns / 8; ++n) to[m][n] = from[m][n];
     }
   }
 
-  __device__ __forceinline__ void weights_product(const FragmentC (&p)[score_columns / 8], const char* dout) {
-    if constexpr (with_dropout_rate) {
-      FragmentC kept[score_columns / 8];
-#pragma unroll
-      for (int n = 0; n < score_columns / 8; ++n) kept[n] = p[n];
-      remove_dropped(kept);
-      grad_product<OutTile, dv_group>(dv, kept, shared.p, dout);
-    } else {
-      grad_product<OutTile, dv_group>(dv, p, shared.p, dout);
-    }
+  __device__ __forceinline__ void weights_product(const FragmentC (&p)[key_tiles][score_columns / 8],
+                                                  const char* dout) {
+    FragmentC kept[key_tiles][score_columns / 8];
+    copy(kept, p);
+    remove_dropped(kept);
+    grad_product<OutTile, dv_group>(dv, kept, nullptr, dout);
   }
 
   template <typename T = ScoreTile>
-  __device__ __forceinline__ void put_weights(const FragmentC (&p)[score_columns / 8]) {
-    FragmentC kept[score_columns / 8];
+  __device__ __forceinline__ void put_weights(const FragmentC (&p)[key_tiles][score_columns / 8]) {
+    FragmentC kept[key_tiles][score_columns / 8];
+    copy(kept, p);
+    remove_dropped(kept);
+    put_scores<T>(shared.p, kept);
+  }
+
+  // P^T or dS^T of the warp into a tile of the block's.
+  template <typename T = ScoreTile>
+  __device__ __forceinline__ void put_scores(char* tile, const FragmentC (&c)[key_tiles][score_columns / 8]) const {
 #pragma unroll
-    for (int n = 0; n < score_columns / 8; ++n) kept[n] = p[n];
-    if constexpr (with_dropout_rate) remove_dropped(kept);
-    T::put(shared.p, key_row, score_row(), kept, lane);
+    for (int m = 0; m < key_tiles; ++m) T::put(tile, key_row + 16 * m, score_row(), c[m], lane);
   }
 };
 
@@ -438,6 +578,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       shared,
       part,
       batch,
+      place.document,
       first_dq_tile(problem, batch, place.document),
       {problem, part, band_of(problem, part)},
       {problem, part, first_head, score_scale},
@@ -448,13 +589,16 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       warp,
       lane,
       key_row_of(warp),
-      half_of(warp),
+      member_of(warp),
       score_scale * kLog2e,
       unscales.dout * unscales.value * ds_factor,
       ds_factor,
   };
-  backward.gradients.unscale = 1.f / unscales.ds;
-  if constexpr (has_dbias || has_dalibi_slopes) backward.gradients.clear();
+#pragma unroll
+  for (int m = 0; m < key_tiles; ++m) {
+    backward.gradients[m].unscale = 1.f / unscales.ds;
+    if constexpr (has_dbias || has_dalibi_slopes) backward.gradients[m].clear();
+  }
   TileRange tiles = row_tiles_of<block_q>(backward.keep.band, part, first_key, block_kv);
   const SegmentTiles<block_q> segments{
       problem.q_segment_ranges, batch, problem.q_length,
@@ -517,15 +661,14 @@ extern "C" __global__ void __launch_bounds__(32 * convert_warps)
   const Part part = part_of(problem, batch, document_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
   const Unscales unscales = unscales_of(problem, batch, head / (problem.q_heads / problem.kv_heads));
   const float scale = static_cast<float>(problem.options.scale) * unscales.key / unscales.ds;
-  const float* from = dq_fragment(problem, batch, head, tile, 0) + lane;
+  const float* from = dq_fragment(problem, batch, head, tile, 0) + lane * dq_lane_step;
   Result* to = result_of(problem.dq, batch, head, part.q.first);
 #pragma unroll
   for (int i = 0; i < ceil_div(head_dim, dq_group); ++i) {
     FragmentC dq[dq_group / 8];
 #pragma unroll
     for (int n = 0; n < dq_group / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) dq[n].x[e] = from[((i * dq_group / 8 + n) * 4 + e) * 32];
+      dq[n] = read_fragment(from + (i * dq_group / 8 + n) * 128);
     }
     Mma::store_fragments<head_dim, dq_group, 1>(dq, scale, scale, to, problem.dq.row_stride, row_tile * 16 + lane / 4,
                                                 part.q.stored, i, lane);

@@ -26,6 +26,10 @@ constexpr int step_registers =
     row_tiles * (tile_head_dim + 2 * block_kv) / 2 + block_kv * parts * tile_value_head_dim / (2 * threads);
 constexpr bool early_v = !loads_take_registers || step_registers <= 160;
 
+// Weights bring the factor of those that are not dropped, and the loop needs no register for it: at head_dim 256 Turing
+// has none. Of arrays in two parts the exponent has no place for another summand.
+constexpr bool weights_have_factor = with_dropout_rate && parts == 1;
+
 struct SharedStorage {
   char q[QTile::bytes];  // and dQ, at the end, unless it is stored from registers
   char dout[OutTile::bytes];
@@ -106,6 +110,10 @@ struct BackwardDq {
         }
         anchors[m][half] = probability_anchor(x);
         deltas[m][half] = valid ? delta[row] * ds_factor : 0.f;
+        if constexpr (weights_have_factor) {
+          anchors[m][half] -= log2f(rows.dropout.factor);
+          deltas[m][half] /= rows.dropout.factor;
+        }
       }
     }
   }
@@ -160,7 +168,10 @@ struct BackwardDq {
         for (int e = 0; e < 4; ++e) {
           float& x = ds[m][n].x[e];
           float dp = has_unscales ? x * dp_factor : x;
-          if constexpr (with_dropout_rate) dp = is_dropped(p[m][n].x[e]) ? 0.f : dp * rows.dropout.factor;
+          if constexpr (with_dropout_rate) {
+            const float factor = weights_have_factor ? 1.f : rows.dropout.factor;
+            dp = is_dropped(p[m][n].x[e]) ? 0.f : dp * factor;
+          }
           x = weight_of(p[m][n].x[e]) * (dp - deltas[m][e / 2]);
           if constexpr (with_softcap) x *= derivatives[n].x[e];
         }

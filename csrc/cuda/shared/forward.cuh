@@ -32,6 +32,11 @@ constexpr int registers_for_v = block_kv * parts * tile_value_head_dim / (2 * th
 constexpr bool early_v =
     !loads_take_registers || (parts == 1 && row_tiles * (tile_value_head_dim + block_kv) / 2 + registers_for_v <= 150);
 
+// Weights are computed where the product needs them, 16 keys at a time: with 128 keys at head_dim 64 353 TFLOP/s in
+// place of 337, for want of spills; elsewhere the same. Dropout wants more keys together, and where loads take
+// registers too, what was tuned stays.
+constexpr bool late_weights = !loads_take_registers && !with_dropout_rate;
+
 struct SharedStorage {
   // And out, at the end, unless it is stored from registers.
   char q[QTile::bytes > OutTile::bytes || Mma::direct_stores ? QTile::bytes : OutTile::bytes];
@@ -112,6 +117,8 @@ struct Forward {
       }
     }
     if constexpr (!early_v) start_v(tile);  // the test whether it is whole keeps the assembler from spilling
+    float maxima[row_tiles][2];
+    bool outgrown = false;
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
 #pragma unroll
@@ -121,16 +128,35 @@ struct Forward {
         for (int n = 0; n < block_kv / 8; ++n) {
           maximum = fmaxf(maximum, fmaxf(scores[m][n].x[2 * half], scores[m][n].x[2 * half + 1]));
         }
+        maxima[m][half] = quad_max(maximum);
+        outgrown |= statistics[m][half].outgrown(maxima[m][half], scale_log2);
+      }
+    }
+    // Seldom but for the first tile; and a row's result does not depend on the others of its warp.
+    if (__any_sync(0xffffffffu, outgrown)) {
+#pragma unroll
+      for (int m = 0; m < row_tiles; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          RowStatistics& row = statistics[m][half];
+          const bool raised = row.outgrown(maxima[m][half], scale_log2);
+          const float shrink = row.update(raised ? maxima[m][half] : row.maximum, scale_log2);
+#pragma unroll
+          for (int n = 0; n < tile_value_head_dim / 8; ++n) {
+            out[m][n].x[2 * half] *= shrink;
+            out[m][n].x[2 * half + 1] *= shrink;
+          }
+        }
+      }
+    }
+    // Sixteen keys of a row tile become weights; their exponentials join the row's total.
+    auto weigh = [&](int m, int kk) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
         RowStatistics& row = statistics[m][half];
-        const float shrink = row.update(quad_max(maximum), scale_log2);
         const float anchor = row.anchor(scale_log2);
 #pragma unroll
-        for (int n = 0; n < tile_value_head_dim / 8; ++n) {
-          out[m][n].x[2 * half] *= shrink;
-          out[m][n].x[2 * half + 1] *= shrink;
-        }
-#pragma unroll
-        for (int n = 0; n < block_kv / 8; ++n) {
+        for (int n = 2 * kk; n < 2 * kk + 2; ++n) {
 #pragma unroll
           for (int e = 2 * half; e < 2 * half + 2; ++e) {
             scores[m][n].x[e] = exp2_approx(scores[m][n].x[e] * scale_log2 - anchor);
@@ -138,13 +164,24 @@ struct Forward {
           }
         }
       }
-      if constexpr (with_dropout_rate) rows.drop<false>(scores[m], row_of(m, 0), tile * block_kv, lane);
+    };
+    if constexpr (!late_weights) {
+#pragma unroll
+      for (int m = 0; m < row_tiles; ++m) {
+#pragma unroll
+        for (int kk = 0; kk < block_kv / 16; ++kk) weigh(m, kk);
+        if constexpr (with_dropout_rate) rows.drop<false>(scores[m], row_of(m, 0), tile * block_kv, lane);
+      }
     }
 
     if constexpr (!early_v) change_tiles<!masked>(next);
     const u32 v_tile = shared_address(shared.v);
     Mma::multiply_columns<block_kv>(
-        out, [&](int m, int kk) { return Mma::operand(scores[m], kk); },
+        out,
+        [&](int m, int kk) {
+          if constexpr (late_weights) weigh(m, kk);
+          return Mma::operand(scores[m], kk);
+        },
         VReader(early_v ? v_tile : fresh(v_tile), lane));
   }
 

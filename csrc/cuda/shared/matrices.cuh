@@ -83,6 +83,9 @@ struct Matrices {
   // How many columns of a tile [k, n] one load brings. The accumulators of a warp are whole groups of columns.
   static __host__ __device__ constexpr int group(int columns, int warps_that_share) { return 16; }
 
+  // The column of a lane's first of the n-th accumulators of out.
+  static __device__ __forceinline__ int out_column(int n, int lane) { return n * 8 + lane % 4 * 2; }
+
   // One lane's part in reading a tile [k, n] as B, from group `first_group` on.
   template <typename T, int group>
   struct ColumnReader {

@@ -32,13 +32,16 @@ struct Products : Family {
   }
 
   // c = X Y^T, of a tile [m, k] and a tile [n, k]; c is zero before.
-  template <int k, int m_tiles, int n_tiles, template <typename> class Reader, typename X, typename Y>
+  template <int k, int most_unrolled = 16, int m_tiles, int n_tiles, template <typename> class Reader, typename X,
+            typename Y>
   static __device__ __forceinline__ void multiply_rows(FragmentC (&c)[m_tiles][n_tiles], const Reader<X>& x,
                                                        const Reader<Y>& y) {
     constexpr int steps = ceil_div(k, depth), x_part = X::columns / parts / depth, y_part = Y::columns / parts / depth;
     constexpr bool directly = parts == 1 && steps <= most_steps;
+    // Unrolled whole, the assembler reads so much ahead that it spills (sm_75, head_dim 256: 264 bytes).
+    constexpr int unrolled = at_most(most_unrolled, parts == 1 && steps % most_steps == 0 ? most_steps : steps);
     FragmentC sum[directly ? 1 : m_tiles][n_tiles] = {}, low[parts == 1 ? 1 : m_tiles][n_tiles] = {};
-#pragma unroll
+#pragma unroll unrolled
     for (int kk = 0; kk < steps; ++kk) {
       OperandA a[m_tiles];
 #pragma unroll

@@ -142,6 +142,11 @@ struct QuadPairs {
     for (int i = 0; i < 8; i += 2) multiply_884<false>(c[0], c[1], a.x[i], a.x[i + 1], b.x[i], b.x[i + 1]);
   }
 
+  // The column of a lane's first of the n-th accumulators of out.
+  static __device__ __forceinline__ int out_column(int n, int lane) {
+    return n / 4 * 32 + lane / 2 % 2 * 16 + n % 2 * 8 + n / 2 % 2 * 4 + lane % 2 * 2;
+  }
+
   // One lane's part in reading a tile [k, n] as B, in groups of 32 columns, from group `first_group`, 0 or 1, on. The
   // order of k is that of `operand`: of eight rows, the quad pairs with t1 take the second four first.
   template <typename T, int group>

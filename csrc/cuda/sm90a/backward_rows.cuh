@@ -211,7 +211,7 @@ struct Weights {
     const Walk next = at.after(block.tiles, block.segments);
     if (next.head != at.head) {
       if constexpr (derives && (has_dbias || has_dalibi_slopes)) {
-        gradients.flush(problem, part, at.head, first_key + lane / 4, lane);
+        gradients.flush(problem, part, block.place.document, at.head, first_key, lane);
       }
       if (next.head <= block.last_head) enter(next.head);
     }
@@ -296,7 +296,7 @@ struct Weights {
         dp[n].x[e] = weight_of(s[n].x[e]) * (x - (e % 2 ? delta.y : delta.x));
       }
       if constexpr (has_dbias || has_dalibi_slopes) {
-        gradients.add(problem, part, modified, at.head, at.tile * block_q + column, first_key + lane / 4, dp[n], lane);
+        gradients.add(problem, part, modified, at.head, at.tile * block_q + column, first_key + lane / 4, dp[n]);
       }
       if constexpr (with_softcap) {
 #pragma unroll

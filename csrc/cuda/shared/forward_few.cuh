@@ -1,0 +1,498 @@
+// Forward for few queries (decoding, short prompts, small problems), by mma.sync, for every family whose mma.cuh is
+// included before: keys are split, over the teams of a block and over blocks ("flash decoding", Dao et al. 2023).
+//
+// A block owns block_q rows, and a slice of the keys of one head. Query heads that share a key head share its tiles:
+// the rows of a block are pairs of query and head, heads fastest. A team of a warp for each 16 rows owns all of them,
+// and a part of the slice, with buffers of its own for K and V; teams wait for each other at the end alone, where their
+// results are put together in shared memory. Where a head's keys are split over blocks, those leave what they have in
+// scratch, and jax_flash_combine puts it together. Both in one order, so that the results are the same in every run.
+#pragma once
+
+#include "cuda/shared/score_rows.cuh"
+#include "cuda/shared/softmax.cuh"
+
+namespace jax_flash {
+
+constexpr int threads = 32 * warps;
+constexpr int team_threads = 2 * block_q;
+constexpr int teams = threads / team_threads;
+static_assert(block_q % 16 == 0 && threads % team_threads == 0 && block_q <= threads);
+constexpr int combine_warps = 8;
+
+using QTile = Tile<block_q, parts * tile_head_dim>;
+using KTile = Tile<block_kv, parts * tile_head_dim>;
+using VTile = Tile<block_kv, parts * tile_value_head_dim>;
+constexpr int group = Mma::group(tile_value_head_dim, 1);  // of columns of out
+using QReader = decltype(Mma::reader_a<QTile>(0, 0, 0));
+using KReader = decltype(Mma::reader_b<KTile>(0, 0, 0));
+using VReader = Mma::ColumnReader<VTile, group>;
+// Documents begin at any row, so that a block's rows would be of several: their heads keep to themselves.
+constexpr bool heads_share = !packed;
+
+// Rows of float, 8 words more than whole lines: the four rows that a half of a warp writes miss each other's banks.
+constexpr int sum_stride = round_up(tile_value_head_dim, 32) + 8;
+
+struct TeamStorage {
+  static constexpr int tiles = KTile::bytes + VTile::bytes;
+  static constexpr int sums = block_q * sum_stride * static_cast<int>(sizeof(float));
+  alignas(128) char memory[tiles > sums ? tiles : sums];  // K, V; at the end the weighted sum of values
+
+  __device__ __forceinline__ char* k() { return memory; }
+  __device__ __forceinline__ char* v() { return memory + KTile::bytes; }
+  __device__ __forceinline__ float* sum(int row) { return reinterpret_cast<float*>(memory) + row * sum_stride; }
+};
+struct SharedStorage {
+  TeamStorage team[teams];
+  alignas(128) char q[QTile::bytes];
+  float2 statistics[teams][block_q];  // a team's anchor and total of a row
+  float weights[teams][block_q];      // by which its sum is multiplied
+};
+
+extern "C" __constant__ LaunchFacts jax_flash_forward_few_facts = {threads, block_q, sizeof(SharedStorage), 0, 0, 0, 0,
+                                                                   0,       0,       combine_warps};
+
+// What the threads of a team wait for each other with.
+JAX_FLASH_DEVICE void team_sync(int team) {
+  if constexpr (team_threads == 32) {
+    __syncwarp();
+  } else if constexpr (teams == 1) {
+    __syncthreads();
+  } else {
+    asm volatile("barrier.sync %0, %1;" ::"r"(team + 1), "n"(team_threads) : "memory");
+  }
+}
+
+// The exponentials of a row that has been seen in several places: to what they are related, and their sum.
+JAX_FLASH_DEVICE float lse_of(float anchor, float total) {
+  return total == 0.f ? -JAX_FLASH_INFINITY : (anchor + weight_bits + log2_approx(total * weight_unit)) * kLn2;
+}
+JAX_FLASH_DEVICE float weight_against(float own, float anchor) {
+  return own == -JAX_FLASH_INFINITY ? 0.f : exp2_approx(own - anchor);
+}
+// Takes in a sink, a logit without a value.
+JAX_FLASH_DEVICE float anchor_with(float anchor, float sink) {
+  return has_sinks ? fmaxf(anchor, sink * kLog2e - weight_bits) : anchor;
+}
+JAX_FLASH_DEVICE float sink_of(const Problem& problem, int batch, int head) {
+  if constexpr (!has_sinks) return -JAX_FLASH_INFINITY;
+  return static_cast<const float*>(problem.sinks)[batch * problem.q_heads + head];
+}
+// Of out's rows.
+JAX_FLASH_DEVICE float inverse_of(const Problem& problem, const Dropout& dropout, int batch, int kv_head, float total) {
+  return total == 0.f ? 0.f : dropout.factor * unscales_of(problem, batch, kv_head).value / total;
+}
+
+JAX_FLASH_DEVICE void store_eight(float* to, const float (&x)[8]) {
+  reinterpret_cast<float4*>(to)[0] = {x[0], x[1], x[2], x[3]};
+  reinterpret_cast<float4*>(to)[1] = {x[4], x[5], x[6], x[7]};
+}
+JAX_FLASH_DEVICE void store_eight(u16* to, const float (&x)[8]) {
+  *reinterpret_cast<uint4*>(to) = {pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])};
+}
+
+// The float32 scratch of a call whose keys are split over blocks: of every slice sums [B, N, T, V], and then of every
+// slice anchor and total [B, N, T, 2].
+struct Scratch {
+  float* data;
+  i64 rows;
+  int slices;
+
+  __device__ __forceinline__ explicit Scratch(const Problem& problem)
+      : data(static_cast<float*>(problem.scratch)),
+        rows(static_cast<i64>(problem.batch) * problem.q_heads * problem.q_length),
+        slices(problem.kv_slices) {}
+  __device__ __forceinline__ float* sum(int slice, i64 row) const {
+    return data + (slice * rows + row) * value_head_dim;
+  }
+  __device__ __forceinline__ float2* statistics(int slice, i64 row) const {
+    return reinterpret_cast<float2*>(data + slices * rows * value_head_dim) + slice * rows + row;
+  }
+};
+
+// The rows of a block.
+struct Block {
+  Part part;
+  int batch, kv_head;
+  int first_head;  // of query
+  int heads;       // that share the rows
+  int first;       // row, of the part's and these heads'
+  int slice;
+
+  __device__ __forceinline__ int row_of(int r) const { return (first + r) / heads; }
+  __device__ __forceinline__ int head_of(int r) const { return first_head + (first + r) % heads; }
+  // In an array [B, N, T].
+  __device__ __forceinline__ i64 index_of(const Problem& problem, int r) const {
+    return (static_cast<i64>(batch) * problem.q_heads + head_of(r)) * problem.q_length + part.q.first + row_of(r);
+  }
+};
+JAX_FLASH_DEVICE Block block_of(const Problem& problem, int item) {
+  const int q_group = problem.q_heads / problem.kv_heads;
+  const int heads = heads_share ? q_group : 1, blocks = blocks_of(problem, problem.q_length * heads, block_q);
+  int block = item % blocks, rest = item / blocks;
+  const int slice = rest % problem.kv_slices;
+  rest /= problem.kv_slices;
+  const int sets = heads_share ? problem.kv_heads : problem.q_heads;
+  const int set = rest % sets, batch = rest / sets;
+  const int document = document_of(problem, problem.cu_q_lengths, batch, block_q, block);
+  return {part_of(problem, batch, document),
+          batch,
+          heads_share ? set : set / q_group,
+          set * heads,
+          heads,
+          block * block_q,
+          slice};
+}
+
+// Weights that are dropped become 0: of the row of one half of the accumulators.
+template <int tiles>
+JAX_FLASH_DEVICE void drop_row(const Dropout& dropout, FragmentC (&weights)[tiles], int row, int half, int first_key,
+                               int lane) {
+  const int high = row / 8 % 2;
+#pragma unroll
+  for (int n = 0; n < tiles; n += at_most(tiles, 4)) {
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const uint4 bits = dropout.bits(row, first_key + n * 8 + lane % 4 * 2 + odd);
+      u32 words[4] = {bits.x, bits.y, bits.z, bits.w};
+      if (tiles == 2 && first_key / 16 % 2 != 0) {
+        words[0] = bits.z;
+        words[1] = bits.w;
+      }
+#pragma unroll
+      for (int i = 0; i < at_most(tiles, 4); ++i) {
+        if (!dropout.keeps(words[i], high)) weights[n + i].x[2 * half + odd] = 0.f;
+      }
+    }
+  }
+}
+
+struct FewForward {
+  const Problem& problem;
+  TeamStorage& shared;
+  const Part& part;
+  const Element* k;
+  const Element* v;
+  ScoreRows rows[2];  // of a lane's two rows, which may be of two heads
+  int row[2];
+  int team, thread, lane;
+  float scale_log2;  // from what the softmax sees to units of log2
+  QReader q_reader;
+  KReader k_reader;
+  VReader v_reader;
+  TileLoad<KTile, head_dim, team_threads> k_load;
+  TileLoad<VTile, value_head_dim, team_threads> v_load;
+  FragmentC out[1][tile_value_head_dim / 8];
+  RowStatistics statistics[2];
+
+  __device__ __forceinline__ void start_k(int tile) {
+    k_load.start(shared_address(shared.k()), k, problem.k.row_stride, tile * block_kv, part.kv.length, thread);
+  }
+  __device__ __forceinline__ void start_v(int tile) {
+    v_load.start(shared_address(shared.v()), v, problem.v.row_stride, tile * block_kv, part.kv.length, thread);
+  }
+
+  // One tile of keys, whose K and V are on their way; then those of `next`, unless it is negative.
+  template <bool masked>
+  __device__ __forceinline__ void step(int tile, int next) {
+    FragmentC scores[1][block_kv / 8] = {};
+
+    copies_wait<1>();
+    k_load.finish(shared_address(shared.k()), thread);
+    team_sync(team);  // K has landed
+    Mma::multiply_rows<head_dim>(scores, q_reader, k_reader);
+    team_sync(team);  // the team is done with K
+    if (next >= 0) start_k(next);
+    copies_commit();
+
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (masked || modifies_scores || has_mask) {
+        rows[half].modify<masked>(scores[0], nullptr, row[half], half, tile * block_kv, lane);
+      }
+      float maximum = -JAX_FLASH_INFINITY;
+#pragma unroll
+      for (int n = 0; n < block_kv / 8; ++n) {
+        maximum = fmaxf(maximum, fmaxf(scores[0][n].x[2 * half], scores[0][n].x[2 * half + 1]));
+      }
+      RowStatistics& mine = statistics[half];
+      const float shrink = mine.update(quad_max(maximum), scale_log2);
+      const float anchor = mine.anchor(scale_log2);
+#pragma unroll
+      for (int n = 0; n < tile_value_head_dim / 8; ++n) {
+        out[0][n].x[2 * half] *= shrink;
+        out[0][n].x[2 * half + 1] *= shrink;
+      }
+#pragma unroll
+      for (int n = 0; n < block_kv / 8; ++n) {
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e) {
+          scores[0][n].x[e] = exp2_approx(scores[0][n].x[e] * scale_log2 - anchor);
+          mine.total += scores[0][n].x[e];
+        }
+      }
+      if constexpr (with_dropout_rate) {
+        drop_row(rows[half].dropout, scores[0], row[half], half, tile * block_kv, lane);
+      }
+    }
+
+    copies_wait<1>();
+    v_load.finish(shared_address(shared.v()), thread);
+    team_sync(team);  // V has landed
+    Mma::multiply_columns<block_kv>(out, [&](int, int kk) { return Mma::operand(scores[0], kk); }, v_reader);
+    team_sync(team);  // the team is done with V
+    if (next >= 0) start_v(next);
+    copies_commit();
+  }
+};
+
+JAX_FLASH_DEVICE void load_rows(const Problem& problem, const Block& block, char* q) {
+  constexpr int chunks = QTile::chunks, part_chunks = chunks / parts, filled = head_dim / chunk_elements;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < block_q * chunks; i += threads) {
+    const int r = i / chunks, chunk = i % chunks, piece = chunk / part_chunks, of_piece = chunk % part_chunks;
+    uint4 x{0, 0, 0, 0};
+    if (of_piece < filled && block.row_of(r) < block.part.q.length) {
+      const Element* from = head_of(problem.q, block.batch, block.head_of(r), block.part.q.first + block.row_of(r));
+      x = *reinterpret_cast<const uint4*>(from + (piece * filled + of_piece) * chunk_elements);
+    }
+    store_shared(shared_address(q) + QTile::offset(r, chunk), x);
+  }
+}
+
+// Segments of the rows [first, last], `last` inclusive.
+JAX_FLASH_DEVICE SegmentRange segments_of_rows(const Problem& problem, int batch, int first, int last) {
+  SegmentRange all{0x7fffffff, -0x7fffffff - 1};
+  for (int row = first; row <= last; row = (row / kSegmentBlock + 1) * kSegmentBlock) {
+    const SegmentRange next = segment_range<1>(problem.q_segment_ranges, batch, problem.q_length, row);
+    all = {at_most(all.first, next.first), at_least(all.last, next.last)};
+  }
+  return all;
+}
+
+extern "C" __global__ void __launch_bounds__(threads, min_blocks)
+    jax_flash_forward_few(const __grid_constant__ Problem problem) {
+  extern __shared__ __align__(128) char memory[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
+
+  const Block block = block_of(problem, blockIdx.x);
+  const Part& part = block.part;
+  const int first_row = block.row_of(0), last_row = block.row_of(block_q - 1);
+  if (packed && first_row >= part.q.stored) return;
+  const int team = threadIdx.x / team_threads, thread = threadIdx.x % team_threads;
+  const int lane = Lanes::of(threadIdx.x), warp_row = thread / 32 * 16;
+  const int own[2] = {warp_row + lane / 4, warp_row + lane / 4 + 8};
+  const Unscales unscales = unscales_of(problem, block.batch, block.kv_head);
+  const float scale = static_cast<float>(problem.options.scale) * unscales.query * unscales.key;
+
+  TeamStorage& storage = shared.team[team];
+  FewForward forward{
+      problem,
+      storage,
+      part,
+      TileLoad<KTile, head_dim, team_threads>::base(head_of(problem.k, block.batch, block.kv_head, part.kv.first),
+                                                    problem.k.row_stride, thread),
+      TileLoad<VTile, value_head_dim, team_threads>::base(head_of(problem.v, block.batch, block.kv_head, part.kv.first),
+                                                          problem.v.row_stride, thread),
+      {{problem, part, block.batch, block.head_of(own[0]), scale},
+       {problem, part, block.batch, block.head_of(own[1]), scale}},
+      {block.row_of(own[0]), block.row_of(own[1])},
+      team,
+      thread,
+      lane,
+      modifies_scores ? 1.f : scale * kLog2e,
+      Mma::reader_a<QTile>(shared_address(shared.q), warp_row, lane),
+      Mma::reader_b<KTile>(shared_address(storage.k()), 0, lane),
+      VReader(shared_address(storage.v()), lane),
+  };
+
+  TileRange tiles = key_tiles_of<block_kv>(forward.rows[0].keep.band, part, first_row, last_row - first_row + 1);
+  const SegmentTiles<block_kv> segments{
+      problem.kv_segment_ranges, block.batch, problem.kv_length,
+      in_segments ? segments_of_rows(problem, block.batch, first_row, at_most(last_row, problem.q_length - 1))
+                  : SegmentRange{0, 0}};
+  segments.trim(tiles, threadIdx.x % 32);
+  const int all = tiles.end - tiles.begin;
+  const int slice_tiles = ceil_div(all, problem.kv_slices), team_tiles = ceil_div(slice_tiles, teams);
+  const int slice_begin = at_most(all, block.slice * slice_tiles), slice_end = at_most(all, slice_begin + slice_tiles);
+  int tile = tiles.begin + at_most(slice_end, slice_begin + team * team_tiles);
+  const int end = tiles.begin + at_most(slice_end, slice_begin + (team + 1) * team_tiles);
+  auto next_from = [&](int next) {
+    while (in_segments && next < end && !segments.visits(next)) ++next;
+    return next < end ? next : -1;
+  };
+
+  if (problem.kv_slices > 1 && slice_begin >= slice_end) {
+    const int r = threadIdx.x;
+    if (r < block_q && block.row_of(r) < part.q.stored) {
+      *Scratch(problem).statistics(block.slice, block.index_of(problem, r)) = {-JAX_FLASH_INFINITY, 0.f};
+    }
+    return;
+  }
+  tile = next_from(tile);
+  if (tile >= 0) forward.start_k(tile);
+  copies_commit();
+  if (tile >= 0) forward.start_v(tile);
+  copies_commit();
+  load_rows(problem, block, shared.q);
+  __syncthreads();  // Q has landed
+  while (tile >= 0) {
+    const int next = next_from(tile + 1);
+    if (tiles.bare(tile) && segments.uniform(tile)) {
+      forward.step<false>(tile, next);
+    } else {
+      forward.step<true>(tile, next);
+    }
+    tile = next;
+  }
+  copies_wait<0>();  // none is on its way, nor counted as one
+
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    RowStatistics& mine = forward.statistics[half];
+    const float total = quad_sum(mine.total);
+    if (lane % 4 == 0) {
+      const float anchor = mine.maximum == -JAX_FLASH_INFINITY ? mine.maximum : mine.anchor(forward.scale_log2);
+      shared.statistics[team][own[half]] = {anchor, total};
+    }
+    float* sum = storage.sum(own[half]);
+#pragma unroll
+    for (int n = 0; n < tile_value_head_dim / 8; ++n) {
+      *reinterpret_cast<float2*>(sum + Mma::out_column(n, lane)) = {forward.out[0][n].x[2 * half],
+                                                                    forward.out[0][n].x[2 * half + 1]};
+    }
+  }
+  __syncthreads();  // all teams have left what they have
+  if (const int r = threadIdx.x; r < block_q) {
+    const int row = block.row_of(r);
+    float anchor = -JAX_FLASH_INFINITY, total = 0.f, factor = 1.f;
+#pragma unroll
+    for (int i = 0; i < teams; ++i) anchor = fmaxf(anchor, shared.statistics[i][r].x);
+    const bool whole = problem.kv_slices == 1;
+    const float sink = whole ? sink_of(problem, block.batch, block.head_of(r)) : -JAX_FLASH_INFINITY;
+    anchor = anchor_with(anchor, sink);
+#pragma unroll
+    for (int i = 0; i < teams; ++i) {
+      total += weight_against(shared.statistics[i][r].x, anchor) * shared.statistics[i][r].y;
+    }
+    if (row < part.q.stored) {
+      if (whole) {
+        if (has_sinks && sink != -JAX_FLASH_INFINITY) total += exp2_approx(sink * kLog2e - anchor);
+        factor = inverse_of(problem, forward.rows[0].dropout, block.batch, block.kv_head, total);
+        float lse = lse_of(anchor, total);
+        if (has_q_lengths && row >= part.q.length) {
+          factor = 0.f;
+          lse = sink;
+        }
+        static_cast<float*>(problem.lse)[block.index_of(problem, r)] = lse;
+      } else {
+        *Scratch(problem).statistics(block.slice, block.index_of(problem, r)) = {anchor, total};
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < teams; ++i) {
+      shared.weights[i][r] = weight_against(shared.statistics[i][r].x, anchor) * factor;
+    }
+  }
+  __syncthreads();  // the weights of all teams are there
+  constexpr int eights = value_head_dim / 8;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < block_q * eights; i += threads) {
+    const int r = i / eights, column = i % eights * 8, row = block.row_of(r);
+    if (row >= part.q.stored) break;
+    float x[8] = {};
+#pragma unroll
+    for (int j = 0; j < teams; ++j) {
+      const float weight = shared.weights[j][r];
+      const float* sum = shared.team[j].sum(r) + column;
+#pragma unroll
+      for (int e = 0; e < 8; ++e) x[e] += weight * sum[e];
+    }
+    if (problem.kv_slices == 1) {
+      store_eight(result_of(problem.out, block.batch, block.head_of(r), part.q.first + row) + column, x);
+    } else {
+      store_eight(Scratch(problem).sum(block.slice, block.index_of(problem, r)) + column, x);
+    }
+  }
+}
+
+// Up to so many slices a warp takes a row of out, and a block as many rows as it has warps; of more, a row is a
+// block's, whose warps take the slices by turns. launch.cc counts blocks likewise.
+extern "C" __global__ void __launch_bounds__(32 * combine_warps)
+    jax_flash_combine(const __grid_constant__ Problem problem) {
+  constexpr int most = kMostSlices / 32;  // slices whose statistics a lane holds
+  constexpr int fours = value_head_dim / 4, own_fours = ceil_div(fours, 32);
+  __shared__ float4 sums[combine_warps][fours];
+
+  const Scratch scratch(problem);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool alone = scratch.slices <= combine_warps;  // a warp with its row
+  const i64 wanted = alone ? static_cast<i64>(blockIdx.x) * combine_warps + warp : blockIdx.x;
+  const int index = static_cast<int>(at_most(wanted, scratch.rows - 1));
+  const int t = index % problem.q_length, of = index / problem.q_length;
+  const int head = of % problem.q_heads, batch = of / problem.q_heads;
+
+  float2 statistics[most];
+  float anchor = -JAX_FLASH_INFINITY, total = 0.f, weight[most];
+#pragma unroll
+  for (int i = 0; i < most; ++i) {
+    const int slice = i * 32 + lane;
+    statistics[i] = {-JAX_FLASH_INFINITY, 0.f};
+    if (slice < scratch.slices) statistics[i] = *scratch.statistics(slice, index);
+    anchor = fmaxf(anchor, statistics[i].x);
+  }
+#pragma unroll
+  for (int i = 1; i < 32; i *= 2) anchor = fmaxf(anchor, __shfl_xor_sync(0xffffffffu, anchor, i));
+  const float sink = sink_of(problem, batch, head);
+  anchor = anchor_with(anchor, sink);
+#pragma unroll
+  for (int i = 0; i < most; ++i) {
+    weight[i] = weight_against(statistics[i].x, anchor);
+    total += weight[i] * statistics[i].y;
+  }
+#pragma unroll
+  for (int i = 1; i < 32; i *= 2) total += __shfl_xor_sync(0xffffffffu, total, i);
+  if (has_sinks && sink != -JAX_FLASH_INFINITY) total += exp2_approx(sink * kLog2e - anchor);
+
+  float4 mine[own_fours] = {};
+#pragma unroll
+  for (int i = 0; i < kMostSlices / combine_warps; ++i) {
+    const int slice = alone ? i : i * combine_warps + warp;
+    const float w = __shfl_sync(0xffffffffu, alone ? weight[0] : weight[i * combine_warps / 32], slice % 32);
+    if (w == 0.f) continue;  // nor is there a slice, or anything in it
+#pragma unroll
+    for (int j = 0; j < own_fours; ++j) {
+      const int four = j * 32 + lane;
+      if (four >= fours) continue;
+      const float4 x = reinterpret_cast<const float4*>(scratch.sum(slice, index))[four];
+      mine[j] = {mine[j].x + w * x.x, mine[j].y + w * x.y, mine[j].z + w * x.z, mine[j].w + w * x.w};
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < own_fours; ++j) {
+    if (j * 32 + lane < fours) sums[warp][j * 32 + lane] = mine[j];
+  }
+  __syncthreads();  // the sums of all warps are there
+
+  if (wanted >= scratch.rows) return;
+  const Part part = part_of(problem, batch, 0);
+  const bool padding = has_q_lengths && t >= part.q.length;
+  const int thread = alone ? lane : threadIdx.x, column = thread * 8;
+  if (thread == 0) static_cast<float*>(problem.lse)[index] = padding ? sink : lse_of(anchor, total);
+  if (column >= value_head_dim) return;
+  const Dropout dropout(problem, part, head);
+  float factor = inverse_of(problem, dropout, batch, head / (problem.q_heads / problem.kv_heads), total);
+  if (padding) factor = 0.f;
+  float x[8] = {};
+#pragma unroll
+  for (int i = 0; i < combine_warps; ++i) {
+    const float* sum = reinterpret_cast<const float*>(sums[alone ? warp : i]) + column;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) x[e] += sum[e];
+    if (alone) break;
+  }
+#pragma unroll
+  for (int e = 0; e < 8; ++e) x[e] *= factor;
+  store_eight(result_of(problem.out, batch, head, t) + column, x);
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,172 @@
+"""``bench``: the grid counts right, a peer that is not there is said so, and errors are errors."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jax_flash import _bench, _peers, _race, _reference
+from jax_flash.__main__ import main
+from jax_flash._options import Options
+
+CELL = _race.Cell("float32", 16, 64, True, 1, 2)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What main() sets is restored."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setenv("JAX_FLASH_CUDA_FAMILY", "")
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One small cell on a CPU, and peers that say as much as real ones."""
+
+    def missing() -> Any:
+        raise ModuleNotFoundError("No module named 'another'")
+
+    def refuses(*_: Any) -> Any:
+        raise NotImplementedError("not this head_dim")
+
+    peers = {
+        "plain": _peers.Peer("plain JAX", lambda: _peers.ours(implementation="reference")),
+        "another": _peers.Peer("somebody else's", missing),
+        "narrow": _peers.Peer("serves nothing", lambda: refuses),
+    }
+    monkeypatch.setattr(_peers, "PEERS", peers)
+    monkeypatch.setattr(_bench, "device", lambda: jax.local_devices(backend="cpu")[0])
+    monkeypatch.setattr(_bench, "_family", lambda: "sm90a")
+    monkeypatch.setattr(_bench, "cells", lambda *_: [CELL])
+
+
+def test_the_grid() -> None:
+    cells = _bench.cells()
+    assert len(set(cells)) == 18
+    assert {cell.batch * cell.length for cell in cells} == {16384}
+    assert {cell.heads * cell.head_dim for cell in cells} == {2048}
+    assert {(c.head_dim, c.length) for c in _bench.cells([128], [4096])} == {(128, 4096)}
+
+
+def test_grid(small: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "grid", "--rounds", "2", "--deterministic"]) == 0
+    text = capsys.readouterr().out
+    assert "kernels of sm90a" in text
+    assert "plain: plain JAX" in text
+    assert "another: not here, ModuleNotFoundError: No module named 'another'" in text
+    titles, forward, backward, note, *means = text[text.index("pass  ") :].splitlines()
+    assert titles.split() == ["pass", "head_dim", "S", "jax_flash", "deterministic", "plain", "narrow", "ratio"]
+    assert forward.split()[:4] == ["forward", "16", "causal", "64"]
+    assert len(forward.split()) == len(backward.split()) - 1  # forward is not timed twice
+    for row in (forward, backward):
+        *_, ours, _, plain, narrow, ratio = row.split() if row is backward else [*row.split()[:5], "", *row.split()[5:]]
+        assert float(ours) >= 0
+        assert float(plain) >= 0
+        assert narrow == "[1]"
+        assert float(ratio) > 0
+    assert note == "  [1] NotImplementedError: not this head_dim"
+    assert [line.split(":")[0] for line in means] == ["forward", "backward"]
+
+
+def test_ours_that_fails_is_a_failure(
+    small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_peers, "ours", lambda **_: _peers.PEERS["narrow"].load())
+    monkeypatch.setitem(_peers.PEERS, "plain", _peers.Peer("plain", lambda: _peers.of_jax(lambda q, k, v, _: q)))
+    assert main(["bench", "grid", "--pass", "forward", "--rounds", "1"]) == 1
+    assert capsys.readouterr().out.splitlines()[-2].split()[-4:] == ["[1]", "0.0", "[1]", "nan"]
+
+
+def test_the_best_round_counts() -> None:
+    found = _race.Race({"a": [2.0, 1.0, 4.0], "b": [1.0]}, {"b": RuntimeError("fell out")})
+    assert _bench.rates_of(found, 3e12) == {"a": 3.0}
+
+
+def test_rounds_begin_with_another_one() -> None:
+    order: list[str] = []
+
+    def maker(name: str) -> Any:
+        return lambda: _race.Entry(lambda: order.append(name), lambda _: None)
+
+    found = _race.race({"a": maker("a"), "b": maker("b")}, rounds=2, seconds=1e-9)
+    assert {name: len(some) for name, some in found.seconds.items()} == {"a": 2, "b": 2}
+    assert order == ["a", "a", "b", "b", *"ab", *"ba"]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_exact_results(causal: bool) -> None:
+    """In chunks as the reference in one piece."""
+    cell = dataclasses.replace(CELL, causal=causal, dtype="float64")
+    arrays = cell.draw()
+
+    def attend(*inputs: Any) -> Any:
+        return _reference.attention(*inputs, {}, Options(causal=causal, scale=cell.head_dim**-0.5))[0]
+
+    out, pullback = jax.vjp(attend, *arrays[:3])
+    for found, wanted in zip(_bench.exact_results(arrays, causal, rows=16), (out, *pullback(arrays[3])), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_relative_error() -> None:
+    assert _bench.relative_error(np.array([3.0, 4.5]), np.array([3.0, 4.0])) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01])
+def test_numerics(
+    small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], noise: float
+) -> None:
+    """Ours may have no larger errors than cuDNN, whose part ours has here."""
+    ours = _peers.attend
+    monkeypatch.setattr(_peers, "attend_nn", lambda _, *args: ours(*args))
+    monkeypatch.setattr(_peers, "attend", lambda *args: ours(*args) * (1 + noise))
+    monkeypatch.setattr(_bench, "cells", lambda *_: [dataclasses.replace(CELL, dtype="bfloat16")])
+    assert main(["bench", "grid", "--numerics"]) == (1 if noise else 0)
+    row = capsys.readouterr().out.splitlines()[-1].split()
+    assert row[:3] == ["16", "causal", "64"]
+    assert (float(row[-1]) > 1.02) == bool(noise)
+
+
+def test_memory(small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Plain attention keeps scores, ours does not; XLA's own attention refuses float16 on CPUs."""
+    monkeypatch.setattr(_bench, "MEMORY", ((1, 2, 16, 16), (1, 2, 512, 16)))
+    monkeypatch.setattr(
+        _peers, "attend_nn", lambda _, q, k, v, causal: _peers.attend(q, k, v, causal, implementation="reference")
+    )
+    assert main(["bench", "memory"]) == 0
+    titles, *rows = (line.split() for line in capsys.readouterr().out.splitlines()[4:])
+    assert titles[-2:] == ["forward", "backward"]
+    assert [row[:4] for row in rows] == [["1", "2", s, "16"] for s in ("16", "512")]
+    plain, own = map(float, rows[1][4:6])
+    assert plain - own > 2 * 512 * 512 / 2**20
+    # Of the sizes in bytes, which the table rounds.
+    assert abs(float(rows[1][6].removesuffix("%")) - 100 * (1 - own / plain)) < 1
+    assert 0 < float(rows[1][8]) < own
+
+
+def test_small(small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(_bench._bench_small, "run", lambda: print("the table of small shapes"))
+    assert main(["bench", "small"]) == 0
+    assert capsys.readouterr().out == "the table of small shapes\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--peers", "cudnn,nobody"], "got 'nobody'"),
+        (["--rounds", "0"], "must be a number of at least 1, got '0'"),
+        (["--pass", "sideways"], "invalid choice"),
+    ],
+)
+def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "grid", *arguments])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(bool(_bench._doctor._devices("cuda")), reason="there is a GPU")
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "grid"]) == 1
+    assert "jax_flash bench grid: JAX has no CUDA device here" in capsys.readouterr().err

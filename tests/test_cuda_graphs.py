@@ -1,0 +1,75 @@
+"""XLA captures our calls into CUDA graphs, and what it replays is right."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_flash import _core, _registration, attention
+
+STEPS, ARRAYS = 24, 3
+
+
+def replays(head_dim: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Calls of forward and backward with other arrays each time, and the same ones again: how many were launched by us,
+    how many of these into a graph, and the largest difference from the same calls without graphs, relative."""
+
+    def step(implementation: str | None, *arrays: jax.Array) -> Any:
+        *inputs, dout = arrays
+        out, pullback = jax.vjp(lambda *x: attention(*x, implementation=implementation, **options), *inputs)
+        return out, *pullback(dout)
+
+    q_shape, kv_shape = (2, 333, 4, head_dim), (2, 389, 2, head_dim)
+    # One call is enough for a graph; XLA's own threshold is five.
+    graph = jax.jit(lambda *x: step(None, *x), compiler_options={"xla_gpu_graph_min_graph_size": 1})
+    plain = jax.jit(lambda *x: step("xla", *(y.astype(jnp.float32) for y in x)))
+    # All are kept, so that each has addresses of its own; a graph is recorded anew for addresses that it has not seen.
+    kept = [
+        [
+            jax.random.normal(key, shape, jnp.bfloat16)
+            for key, shape in zip(
+                jax.random.split(jax.random.key(i), 4), (q_shape, kv_shape, kv_shape, q_shape), strict=True
+            )
+        ]
+        for i in range(ARRAYS)
+    ]
+    wanted = [[np.asarray(x, np.float64) for x in plain(*arrays)] for arrays in kept]
+    launches, worst = [_core.cuda_launches()], 0.0
+    for i in range(STEPS):
+        # Nothing of a step is left in the next, so that its results come to lie where those of another step lay.
+        results = [np.asarray(x, np.float64) for x in graph(*kept[i % ARRAYS])]
+        launches.append(_core.cuda_launches())
+        for got, want in zip(results, wanted[i % ARRAYS], strict=True):
+            worst = max(worst, float(np.linalg.norm(got - want) / np.linalg.norm(want)))
+    return {"launches": launches, "worst": worst}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["sm80", "sm90a"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "deterministic": True}], ids=["plain", "deterministic"])
+def test_captured_and_replayed(family: str, head_dim: int, options: dict[str, Any]) -> None:
+    """In a process of its own, because the family is a process's."""
+    capability = _registration.cuda_status()["devices"][0]["compute_capability"]
+    if (family == "sm90a" and capability != 90) or capability < 80:
+        pytest.skip(f"compute capability {capability} does not run kernels of {family}")
+    code = f"import json, test_cuda_graphs as t; print(json.dumps(t.replays({head_dim}, {options!r})))"
+    environment = os.environ | {"JAX_FLASH_CUDA_FAMILY": family, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), environment.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    launches = np.diff(found["launches"], axis=0)
+    all_, captured = launches.sum(axis=0)
+    assert captured > 0, f"launched {all_} calls, none into a graph: {launches.tolist()}"
+    # Forward and backward are two calls; a graph that is replayed launches none of them.
+    assert all_ < 2 * STEPS, f"launched {all_} calls in {STEPS} steps of two: {launches.tolist()}"
+    assert found["worst"] < 0.01
