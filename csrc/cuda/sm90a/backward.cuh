@@ -26,7 +26,6 @@ constexpr int tiles_of_keys = block_kv / row_of_tiles;  // of a warpgroup
 static_assert(block_kv % row_of_tiles == 0 && tiles_of_keys <= 2, "one or two tiles of keys a warpgroup");
 static_assert(tiles_of_keys == 1 || !(with_softcap || in_segments || has_dbias || has_dalibi_slopes),
               "more options than registers have room for");
-static_assert(computing == 2, "two that take turns");
 // How many parts dQ is computed in, a slab of columns each: the gradient of slopes takes the registers of more.
 constexpr int dq_parts = has_dalibi_slopes ? KSlabs::slabs : 1;
 
@@ -248,7 +247,7 @@ struct Backward {
   // `sums` by turns.
   template <int tiles>
   __device__ __forceinline__ void step(const Walk& at, const Ring<stages>& ring, int i) {
-    if (adds_dq && i > 0 && (i - 1) % 2 == group) {
+    if (adds_dq && i > 0 && (i - 1) % computing == group) {
       step<tiles, true>(at, ring, i);
     } else {
       step<tiles, false>(at, ring, i);
@@ -284,7 +283,7 @@ struct Backward {
       }
       at = weights.move<true>(at, block);
     }
-    if (adds_dq && (i - 1) % 2 == group) sum_dq(before, i - 1);
+    if (adds_dq && (i - 1) % computing == group) sum_dq(before, i - 1);
 #pragma unroll
     for (int j = 0; j < tiles_of_keys; ++j) {
       hold(dk[j]);
