@@ -30,7 +30,7 @@
   CONSTANT(bool, highest_precision)                                                                                 \
   /* bias is float32 (float64 for float64 inputs) whatever the query's dtype; else it has that one */               \
   CONSTANT(bool, wide_bias)                                                                                         \
-  /* the gradients of query, key and value are summed in one order; false allows it where it costs nothing */       \
+  /* gradients are summed in one order; false allows it where it costs nothing */                                   \
   CONSTANT(bool, deterministic)                                                                                     \
   /* multiplies the scores; finite and > 0 (Python folds sign and zero into the query) */                           \
   VALUE(double, scale)                                                                                              \

@@ -150,9 +150,9 @@ def attention(
       precision: of float32 products on GPUs: "default" and "high" are TF32's accuracy, "highest" float32's own; None
         follows ``jax.default_matmul_precision``. Other dtypes and CPUs have their full accuracy always.
       deterministic: whether the backward pass on GPUs sums in one order, so that its results are the same bits every
-        time, or by atomic additions, which is faster from compute capability 8.0 on. None takes what is faster. Other
-        implementations are deterministic always. True with a gradient of ``alibi_slopes``, or of a ``bias`` that is
-        broadcast, is not served by "cuda".
+        time, or by atomic additions, which is faster from compute capability 8.0 on. None takes what is faster, and
+        means True where ``XLA_FLAGS`` has ``--xla_gpu_deterministic_ops`` or
+        ``--xla_gpu_exclude_nondeterministic_ops``. Other implementations are deterministic always.
       return_lse: also return lse.
       implementation: None picks the best one that serves the call where it runs (``jax_flash.explain`` says which);
         or "cpu", "cuda" (the kernels of this package), "xla" (plain JAX in chunks, O(T + S) memory, any platform,

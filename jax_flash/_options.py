@@ -19,7 +19,7 @@ class Options:
     causal: bool
     scale: float  # finite and > 0
     highest_precision: bool = False  # of float32 products; False for other dtypes
-    deterministic: bool = False  # gradients of query, key and value are summed in one order
+    deterministic: bool = False  # gradients are summed in one order
     wide_bias: bool = False  # bias has the accumulation dtype, else that of query
     documents: int = 1  # of a batch entry; 1 unless it is packed
     window_left: int = UNLIMITED

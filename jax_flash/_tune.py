@@ -37,13 +37,16 @@ def candidates(family: str, pass_: str, head_dim: int) -> Iterator[Row]:
         yield from itertools.starmap(tile_row, _of_hopper(pass_, head_dim))
         return
     rows = (16, 32, 64, 128)
-    if pass_ == "backward":  # 16 or 32 keys a warp, or a few warps for them
-        splits = [(1, 1), (1, 2)] + [(2, split) for split in (1, 2, 4) if family == "sm80"]
-        for keys, (tiles, split), block_q, stages in itertools.product((32, 64, 128), splits, rows, (1, 2)):
-            for min_blocks in (1, 2):
-                yield tile_row(block_q, keys, keys // (16 * tiles) * split, stages, min_blocks, tiles)
+    if pass_ == "backward":  # 16 or 32 keys a warp, or for several warps that share them
+        shares: list[tuple[int, dict[str, int]]] = [(1, {}), (2, {})]
+        if family == "sm80":
+            shares += [(split, {"key_tiles": 2}) for split in (1, 2, 4)]
+        for keys, block_q, stages, min_blocks in itertools.product((32, 64, 128), rows, (1, 2), (1, 2)):
+            for split, others in shares:
+                warps = keys // (16 * others.get("key_tiles", 1)) * split
+                yield tile_row(block_q, keys, warps, stages, min_blocks, **others)
         return
-    for warps, tiles, keys, min_blocks in itertools.product((4, 8), (1, 2), rows, (1, 2)):
+    for warps, tiles, keys, min_blocks in itertools.product((4, 8), (1, 2), (*rows, 96), (1, 2)):
         yield tile_row(16 * warps * tiles, keys, warps, 1, min_blocks)
 
 

@@ -38,12 +38,11 @@ class TunedRow:
 
 
 def tile_row(
-    block_q: int, block_kv: int, warps: int, stages: int = 1, min_blocks: int = 1, key_tiles: int = 1
+    block_q: int, block_kv: int, warps: int, stages: int = 1, min_blocks: int = 1, **others: int
 ) -> dict[str, int]:
     """A row by the fields of the table; those that not every kernel has are 1."""
     named = {"block_q": block_q, "block_kv": block_kv, "warps": warps, "stages": stages, "min_blocks": min_blocks}
-    named["key_tiles"] = key_tiles
-    return dict.fromkeys(_core.TILE_FIELDS, 1) | named
+    return dict.fromkeys(_core.TILE_FIELDS, 1) | named | others
 
 
 def row_name(row: dict[str, int]) -> str:

@@ -23,9 +23,9 @@ import oracle
 ROOT = pathlib.Path(__file__).parent.parent
 HOST = ROOT / "tests" / "emulator"
 COMPILER = shutil.which("g++")
-KERNEL = ["-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-fno-exceptions", "-fsanitize=thread"]
-"""-fsanitize=thread for its calls before every plain access, which emulator.cc answers; warnings would be of #pragma
-unroll and of results that inline PTX no longer sets."""
+KERNEL = ["-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-fno-exceptions", "-fsanitize=thread,alignment"]
+"""-fsanitize for its calls, before every plain access and of those that are not aligned, which emulator.cc answers;
+warnings would be of #pragma unroll and of results that inline PTX no longer sets."""
 
 
 os.environ["JAX_FLASH_FEW_QUERIES"] = "0"  # which sm80's kernels serve, of mma.sync
@@ -146,8 +146,8 @@ TOLERANCE = {"out": 1.5, "lse": 0.02, "dq": 3.0, "dk": 3.0, "dv": 2.0, "dbias": 
 """In units of the inputs' epsilon, of the largest and of the L2 error."""
 
 OPTIONS = (
-    "causal", "window", "q_offset", "lengths", "segments", "documents", "mask", "bias", "bias_of_keys", "alibi", "softcap", "sinks",
-    "dropout", "unscales", "deterministic",
+    "causal", "window", "q_offset", "lengths", "segments", "documents", "mask", "bias", "bias_of_keys", "alibi",
+    "softcap", "sinks", "dropout", "unscales", "deterministic",
 )  # fmt: skip
 
 

@@ -33,7 +33,12 @@ CASES = {
     "softcap-dropout-window": {"options": ["softcap", "dropout", "window"], **ODD, **GROUPS},
     "deterministic-64": {"options": ["deterministic", "lengths"], **ODD},
     "deterministic-128": {"head_dim": 128, "options": ["deterministic", "causal"], **ODD},
-    "deterministic-alibi": {"options": ["deterministic", "alibi", "bias_of_keys", "causal"], "batch": 2, **ODD, **GROUPS},
+    "deterministic-alibi": {
+        "options": ["deterministic", "alibi", "bias_of_keys", "causal"],
+        "batch": 2,
+        **ODD,
+        **GROUPS,
+    },
     "slopes-256": {"head_dim": 256, "options": ["alibi", "bias_of_keys", "q_offset"], **ODD},
     "segments-alibi": {"options": ["segments", "alibi", "q_offset", "causal"], **ODD},
 }
@@ -45,7 +50,7 @@ SERVED_BY_SM80: set[tuple[str, str]] = set()
 UNNOTICED = {
     "numbered barrier in start_scores": "the turns of the warpgroups are for speed alone",
     "fence of products in start_dp": "that of the scores comes before",
-    "fence of products in start_dq": "that of dV and dK comes before",
+    "fence of products in start_dk": "that of dV or of the next scores comes before",
     "fence of stores in wait_for_keys": "K and V are in registers at head_dim 64, and before dQ there is another fence",
     "wait in put_ds": "a warpgroup waits for dS of a tile from all others, who by then have read that of two before",
     "wait in skip": "the turns keep the warpgroups together",

@@ -177,3 +177,27 @@ def test_explicit_sharding(target: Target) -> None:
         out, lse = program(*placed)
         assert jax.typeof(out).sharding.spec == PartitionSpec("x", None, "y", None)
         assert jax.typeof(lse).sharding.spec == PartitionSpec("x", "y", None)
+
+
+@pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
+@pytest.mark.parametrize("bias", ["ts", "bs", "nt", "n", "s"])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_gradients_of_what_devices_share(target: Target, bias: str, kind: str) -> None:
+    """The sum over the batch entries and heads of all devices, whoever adds it up."""
+    case = Case(f"shared_{bias}", 19, 24, 4, 4, 8, bias=bias, alibi="n", sinks=True, q_lengths=(19, 7))
+    problem = cases.problem(case, target.dtypes[0])
+    devices = mesh(target, (2, 1), ("x", "y")).devices
+    grid = jax.sharding.Mesh(devices, ("x", "y"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
+    split = NamedSharding(grid, PartitionSpec("x", None, "y"))
+    whole = NamedSharding(grid, PartitionSpec())
+
+    def run(inputs: Any, trainable: Any, dout: Any, dlse: Any) -> Any:
+        attend = cases.call(target, problem, deterministic=True)
+        results, pullback = jax.vjp(lambda inputs, trainable: attend(*inputs, **trainable), inputs, trainable)
+        return results, *pullback((dout, dlse))
+
+    with jax.set_mesh(grid):
+        placed = jax.device_put((problem.inputs, problem.trainable, problem.dout), (split, whole, split))
+        dlse = jax.device_put(problem.dlse, NamedSharding(grid, PartitionSpec("x", "y")))
+        got = cases.named(*jax.tree.map(np.asarray, jax.jit(run)(*placed, dlse)))
+    problem.check(target.platform, got)

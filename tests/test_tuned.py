@@ -173,16 +173,16 @@ def test_the_tables_rows_are_among_the_candidates(arch: int, family: str, pass_:
 
 def test_what_the_compiler_refuses() -> None:
     """No GPU is needed to see what does not compile, does not fit or spills."""
-    table = _core.tile_row(arch=80, pass_="forward", head_dim=64)["row"]
-    rows = [table, table | {"block_q": 127}, table | {"block_kv": 128, "min_blocks": 2}]
-    good, impossible, spills = _tune.compiled(80, "forward", 64, rows, 163 * 1024)
+    small = _tuned.tile_row(block_q=64, block_kv=64, warps=4)
+    rows = [small, small | {"block_q": 63}, _tuned.tile_row(block_q=128, block_kv=128, warps=4)]
+    good, impossible, spills = _tune.compiled(80, "forward", 256, rows, 227 * 1024)
     assert good.fault == ""
     assert good.shared_bytes > 0
     assert good.registers > 0
     assert impossible.fault == "does not compile"
     assert spills.fault.startswith("spills ")
-    (large,) = _tune.compiled(80, "forward", 64, [table], 10 * 1024)
-    assert large.fault == "32 KB of shared memory"
+    (large,) = _tune.compiled(80, "forward", 256, [small], 10 * 1024)
+    assert large.fault == f"{good.shared_bytes / 1024:.0f} KB of shared memory"
 
 
 @pytest.fixture

@@ -83,7 +83,12 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
                    const Options& options, int rows = 0, const std::string& gpu = "") {
   const int parts = options.highest_precision ? 2 : 1;
   const int largest = std::max(head_dim, value_head_dim);
-  const std::string family = pass_family(device_family, arch, parts, pass, largest, is_plain(options));
+  const bool own_dq = deterministic(device_family, options, largest);
+  // Up to head_dim 128 Hopper's rule for backward counts on dQ: without it ptxas finds too few registers for as many
+  // keys.
+  const bool without_dq = device_family == "sm90a" && pass == Pass::backward && own_dq && largest <= 128;
+  const bool plain = is_plain(options) && !without_dq;
+  const std::string family = pass_family(device_family, arch, parts, pass, largest, plain);
   if (dtype == DType::f32 || dtype == DType::f64) {
     throw std::invalid_argument("kernels are for float16 and bfloat16; float32 comes as float16 with unscales");
   }
@@ -93,14 +98,14 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
   if (options.highest_precision && !options.has_unscales) {
     throw std::invalid_argument("highest_precision is for float16 arrays in two parts, which come with unscales");
   }
-  const TileRow& tile = tile_row(family, parts, pass, largest, arch, is_plain(options), rows);
+  const TileRow& tile = tile_row(family, parts, pass, largest, arch, plain, rows);
   Variant variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile};
-  const bool tunable = is_plain(options) && !options.has_unscales && head_dim == value_head_dim;
+  const bool tunable = plain && !options.has_unscales && head_dim == value_head_dim;
   if (!gpu.empty() && tunable) {
     if (auto row = tuned_row(gpu, family, pass, head_dim)) variant.set_tuned(*row);
   }
   const bool forward = pass == Pass::forward || pass == Pass::forward_few;
-  variant.options.deterministic = !forward && deterministic(device_family, options, largest);
+  variant.options.deterministic = !forward && own_dq;
   return variant;
 }
 
@@ -274,7 +279,7 @@ void prepare(int device, Pass pass, DType dtype, const Problem& problem) {
 
 namespace {
 
-// Blocks for every slice of the keys of every head, and where there are several slices, a block for every row of out.
+// Blocks for every slice of the keys of every head; and where there are several slices, what puts them together.
 void launch_few(const Loaded& loaded, CuStream stream, const Problem& call, int slices) {
   const Driver& driver = Driver::get();
   Problem problem = call;
@@ -287,7 +292,8 @@ void launch_few(const Loaded& loaded, CuStream stream, const Problem& call, int 
   driver.launch(loaded.main, grid(blocks), loaded.facts.threads, loaded.facts.shared_bytes, stream, arguments);
   if (problem.kv_slices == 1) return;
   const int64_t results = int64_t{problem.batch} * problem.q_heads * problem.q_length;
-  driver.launch(loaded.combine, grid(results), 32 * loaded.facts.combine_warps, 0, stream, arguments);
+  const int warps = loaded.facts.combine_warps, block_rows = slices <= warps ? warps : 1;
+  driver.launch(loaded.combine, grid(divide_up(results, block_rows)), 32 * warps, 0, stream, arguments);
 }
 
 }  // namespace

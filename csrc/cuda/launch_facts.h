@@ -19,8 +19,8 @@ struct LaunchFacts {
   int k_box_rows = 0;
   int v_box_rows = 0;
   int dout_box_rows = 0;
-  int combine_warps = 0;  // per block of jax_flash_combine, of which every row of out has one; 0: no such kernel
-  int block_keys = 0;  // backward_bias: keys of an item of work, which is a tile of the result there
+  int combine_warps = 0;  // per block of jax_flash_combine; 0 where there is no such kernel
+  int block_keys = 0;     // backward_bias: keys of an item of work, which is a tile of the result there
 };
 
 }  // namespace jax_flash

@@ -31,21 +31,23 @@ int main(int, char** arguments) {
   for (int arch : {70, 75, 80, 86, 90}) {
     const std::string family = arch >= 80 ? "sm80" : arch == 75 ? "sm75" : "sm70";
     for (int parts : {1, 2}) {
-      for (Pass pass : {Pass::forward, Pass::backward, Pass::backward_dq}) {
+      for (Pass pass : {Pass::forward, Pass::backward, Pass::backward_dq, Pass::backward_bias}) {
         for (int head_dim : {16, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256}) {
           Options options{};
           options.highest_precision = options.has_unscales = parts == 2;
           options.deterministic =
               pass == Pass::backward_dq || (pass == Pass::backward && (family == "sm70" || parts == 2));
+          options.has_bias = options.has_dbias = pass == Pass::backward_bias;
           Variant variant{family, arch, pass, DType::f16, head_dim, head_dim, options, {}};
           if (!served(variant, parts)) continue;
           variant.tile = tile_row(family, parts, pass, head_dim, arch, true);  // without options
           const std::string source = variant.source();
           if (!seen.insert(source).second) continue;  // another compute capability takes the same tile row
           const std::string index = std::to_string(seen.size()), name = variant.name();
-          const std::string entry = pass == Pass::forward    ? "jax_flash_forward"
-                                    : pass == Pass::backward ? "jax_flash_backward"
-                                                             : "jax_flash_backward_dq";
+          const std::string entry = pass == Pass::forward       ? "jax_flash_forward"
+                                    : pass == Pass::backward    ? "jax_flash_backward"
+                                    : pass == Pass::backward_dq ? "jax_flash_backward_dq"
+                                                                : "jax_flash_backward_bias";
           std::ofstream file(folder + "/" + name + ".cc");
           // All of them are linked together, so each has its own names.
           file << "#define jax_flash jax_flash_" << index << "\n";

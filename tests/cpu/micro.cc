@@ -15,10 +15,10 @@ constexpr int kColumns = kPanel<float>;
 alignas(64) float a[kRows * kDepth], b[kDepth * kColumns], c[kRows * kColumns];
 
 __attribute__((noinline)) void ours() {
-  micro_kernel<kVecs, Layout::row_major>(
-      kDepth, a, kDepth, b, kColumns, [](int i, int v, const Vec<float>& sum) __attribute__((always_inline)) {
-        store<float>(c + i * kColumns + v * kWidth<float>, sum);
-      });
+  micro_kernel<kVecs, Layout::row_major>(kDepth, a, kDepth, b, kColumns,
+                                         [](int i, int v, const Vec<float>& sum) __attribute__((always_inline)) {
+                                           store<float>(c + i * kColumns + v * kWidth<float>, sum);
+                                         });
 }
 
 #if defined(__AVX512F__)

@@ -2,10 +2,10 @@
 // without: 8 tiles of 16 rows of 64 bytes. Sums of pairs are rounded once instead of twice, and subnormals are kept.
 #pragma once
 
+#include <immintrin.h>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <immintrin.h>
 
 namespace jax_flash::cpu::emulated {
 namespace {

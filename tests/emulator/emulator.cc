@@ -717,4 +717,15 @@ PLAIN_ACCESS(2)
 PLAIN_ACCESS(4)
 PLAIN_ACCESS(8)
 PLAIN_ACCESS(16)
+
+// What -fsanitize=alignment calls when a pointer is not a multiple of what its type has to be: `where` begins with
+// file, line and column.
+void __ubsan_handle_type_mismatch_v1(void* where, unsigned long pointer) {
+  struct Where {
+    const char* file;
+    unsigned line, column;
+  };
+  const Where& at = *static_cast<const Where*>(where);
+  emulator::fail(("an access that is not aligned, to " + std::to_string(pointer)).c_str(), {"", at.file, at.line});
+}
 }

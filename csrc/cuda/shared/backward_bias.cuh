@@ -207,7 +207,7 @@ struct BackwardBias {
           const FragmentC& c = sum[m][n];
           float* to = plane + row * row_stride + key;
           if (key + 1 < last && row_stride % 2 == 0) {
-            *reinterpret_cast<float2*>(to) = make_float2(c.x[2 * half], c.x[2 * half + 1]);
+            *reinterpret_cast<float2*>(to) = {c.x[2 * half], c.x[2 * half + 1]};
           } else {
             if (key < last) to[0] = c.x[2 * half];
             if (key + 1 < last) to[1] = c.x[2 * half + 1];
@@ -224,14 +224,14 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   const Strides& s = problem.dbias_strides;
   // The tiles of a row of tiles stand together, so that they share what they read of query in L2.
-  const int key_tiles = ceil_div(problem.kv_length, block_kv), row_blocks = ceil_div(problem.q_length, block_q);
-  const int index = blockIdx.x / key_tiles, plane = index / row_blocks;
+  const int key_blocks = ceil_div(problem.kv_length, block_kv), row_blocks = ceil_div(problem.q_length, block_q);
+  const int index = blockIdx.x / key_blocks, plane = index / row_blocks;
   const int heads = s.head ? problem.q_heads : 1;  // that have a plane of their own
   const int head = plane % heads, batch = plane / heads;
   BackwardBias backward{problem,
                         shared,
                         index % row_blocks * block_q,
-                        static_cast<int>(blockIdx.x % key_tiles),
+                        static_cast<int>(blockIdx.x % key_blocks),
                         head,
                         s.head ? head + 1 : problem.q_heads,
                         batch,

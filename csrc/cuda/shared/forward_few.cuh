@@ -48,9 +48,8 @@ struct SharedStorage {
   float weights[teams][block_q];      // by which its sum is multiplied
 };
 
-extern "C" __constant__ LaunchFacts jax_flash_forward_few_facts = {threads, block_q, sizeof(SharedStorage), 0,
-                                                                   0,       0,       0,                     0,
-                                                                   0,       combine_warps};
+extern "C" __constant__ LaunchFacts jax_flash_forward_few_facts = {threads, block_q, sizeof(SharedStorage), 0, 0, 0, 0,
+                                                                   0,       0,       combine_warps};
 
 // What the threads of a team wait for each other with.
 JAX_FLASH_DEVICE void team_sync(int team) {
@@ -65,8 +64,7 @@ JAX_FLASH_DEVICE void team_sync(int team) {
 
 // The exponentials of a row that has been seen in several places: to what they are related, and their sum.
 JAX_FLASH_DEVICE float lse_of(float anchor, float total) {
-  return total == 0.f ? -JAX_FLASH_INFINITY
-                      : (anchor + weight_bits + log2_approx(total * weight_unit)) * kLn2;
+  return total == 0.f ? -JAX_FLASH_INFINITY : (anchor + weight_bits + log2_approx(total * weight_unit)) * kLn2;
 }
 JAX_FLASH_DEVICE float weight_against(float own, float anchor) {
   return own == -JAX_FLASH_INFINITY ? 0.f : exp2_approx(own - anchor);
@@ -136,8 +134,13 @@ JAX_FLASH_DEVICE Block block_of(const Problem& problem, int item) {
   const int sets = heads_share ? problem.kv_heads : problem.q_heads;
   const int set = rest % sets, batch = rest / sets;
   const int document = document_of(problem, problem.cu_q_lengths, batch, block_q, block);
-  return {part_of(problem, batch, document), batch,           heads_share ? set : set / q_group, set * heads, heads,
-          block * block_q,                   slice};
+  return {part_of(problem, batch, document),
+          batch,
+          heads_share ? set : set / q_group,
+          set * heads,
+          heads,
+          block * block_q,
+          slice};
 }
 
 // Weights that are dropped become 0: of the row of one half of the accumulators.
@@ -235,8 +238,7 @@ struct FewForward {
     copies_wait<1>();
     v_load.finish(shared_address(shared.v()), thread);
     team_sync(team);  // V has landed
-    Mma::multiply_columns<block_kv>(
-        out, [&](int, int kk) { return Mma::operand(scores[0], kk); }, v_reader);
+    Mma::multiply_columns<block_kv>(out, [&](int, int kk) { return Mma::operand(scores[0], kk); }, v_reader);
     team_sync(team);  // the team is done with V
     if (next >= 0) start_v(next);
     copies_commit();
@@ -250,8 +252,7 @@ JAX_FLASH_DEVICE void load_rows(const Problem& problem, const Block& block, char
     const int r = i / chunks, chunk = i % chunks, piece = chunk / part_chunks, of_piece = chunk % part_chunks;
     uint4 x{0, 0, 0, 0};
     if (of_piece < filled && block.row_of(r) < block.part.q.length) {
-      const Element* from =
-          head_of(problem.q, block.batch, block.head_of(r), block.part.q.first + block.row_of(r));
+      const Element* from = head_of(problem.q, block.batch, block.head_of(r), block.part.q.first + block.row_of(r));
       x = *reinterpret_cast<const uint4*>(from + (piece * filled + of_piece) * chunk_elements);
     }
     store_shared(shared_address(q) + QTile::offset(r, chunk), x);
@@ -290,8 +291,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       part,
       TileLoad<KTile, head_dim, team_threads>::base(head_of(problem.k, block.batch, block.kv_head, part.kv.first),
                                                     problem.k.row_stride, thread),
-      TileLoad<VTile, value_head_dim, team_threads>::base(
-          head_of(problem.v, block.batch, block.kv_head, part.kv.first), problem.v.row_stride, thread),
+      TileLoad<VTile, value_head_dim, team_threads>::base(head_of(problem.v, block.batch, block.kv_head, part.kv.first),
+                                                          problem.v.row_stride, thread),
       {{problem, part, block.batch, block.head_of(own[0]), scale},
        {problem, part, block.batch, block.head_of(own[1]), scale}},
       {block.row_of(own[0]), block.row_of(own[1])},
@@ -343,6 +344,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     }
     tile = next;
   }
+  copies_wait<0>();  // none is on its way, nor counted as one
 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -356,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
 #pragma unroll
     for (int n = 0; n < tile_value_head_dim / 8; ++n) {
       *reinterpret_cast<float2*>(sum + Mma::out_column(n, lane)) = {forward.out[0][n].x[2 * half],
-                                                                  forward.out[0][n].x[2 * half + 1]};
+                                                                    forward.out[0][n].x[2 * half + 1]};
     }
   }
   __syncthreads();  // all teams have left what they have
@@ -413,7 +415,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   }
 }
 
-// A block for each row of out: its warps take the slices by turns.
+// Up to so many slices a warp takes a row of out, and a block as many rows as it has warps; of more, a row is a
+// block's, whose warps take the slices by turns. launch.cc counts blocks likewise.
 extern "C" __global__ void __launch_bounds__(32 * combine_warps)
     jax_flash_combine(const __grid_constant__ Problem problem) {
   constexpr int most = kMostSlices / 32;  // slices whose statistics a lane holds
@@ -421,9 +424,12 @@ extern "C" __global__ void __launch_bounds__(32 * combine_warps)
   __shared__ float4 sums[combine_warps][fours];
 
   const Scratch scratch(problem);
-  const int index = blockIdx.x, t = index % problem.q_length, of = index / problem.q_length;
-  const int head = of % problem.q_heads, batch = of / problem.q_heads;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool alone = scratch.slices <= combine_warps;  // a warp with its row
+  const i64 wanted = alone ? static_cast<i64>(blockIdx.x) * combine_warps + warp : blockIdx.x;
+  const int index = static_cast<int>(at_most(wanted, scratch.rows - 1));
+  const int t = index % problem.q_length, of = index / problem.q_length;
+  const int head = of % problem.q_heads, batch = of / problem.q_heads;
 
   float2 statistics[most];
   float anchor = -JAX_FLASH_INFINITY, total = 0.f, weight[most];
@@ -450,8 +456,8 @@ extern "C" __global__ void __launch_bounds__(32 * combine_warps)
   float4 mine[own_fours] = {};
 #pragma unroll
   for (int i = 0; i < kMostSlices / combine_warps; ++i) {
-    const int slice = i * combine_warps + warp;
-    const float w = __shfl_sync(0xffffffffu, weight[i * combine_warps / 32], slice % 32);
+    const int slice = alone ? i : i * combine_warps + warp;
+    const float w = __shfl_sync(0xffffffffu, alone ? weight[0] : weight[i * combine_warps / 32], slice % 32);
     if (w == 0.f) continue;  // nor is there a slice, or anything in it
 #pragma unroll
     for (int j = 0; j < own_fours; ++j) {
@@ -467,10 +473,11 @@ extern "C" __global__ void __launch_bounds__(32 * combine_warps)
   }
   __syncthreads();  // the sums of all warps are there
 
+  if (wanted >= scratch.rows) return;
   const Part part = part_of(problem, batch, 0);
   const bool padding = has_q_lengths && t >= part.q.length;
-  if (threadIdx.x == 0) static_cast<float*>(problem.lse)[index] = padding ? sink : lse_of(anchor, total);
-  const int column = threadIdx.x * 8;
+  const int thread = alone ? lane : threadIdx.x, column = thread * 8;
+  if (thread == 0) static_cast<float*>(problem.lse)[index] = padding ? sink : lse_of(anchor, total);
   if (column >= value_head_dim) return;
   const Dropout dropout(problem, part, head);
   float factor = inverse_of(problem, dropout, batch, head / (problem.q_heads / problem.kv_heads), total);
@@ -478,9 +485,10 @@ extern "C" __global__ void __launch_bounds__(32 * combine_warps)
   float x[8] = {};
 #pragma unroll
   for (int i = 0; i < combine_warps; ++i) {
-    const float* sum = reinterpret_cast<const float*>(sums[i]) + column;
+    const float* sum = reinterpret_cast<const float*>(sums[alone ? warp : i]) + column;
 #pragma unroll
     for (int e = 0; e < 8; ++e) x[e] += sum[e];
+    if (alone) break;
   }
 #pragma unroll
   for (int e = 0; e < 8; ++e) x[e] *= factor;

@@ -1,6 +1,6 @@
 // FlashAttention's backward pass (Dao 2023, algorithm 2) by wgmma, for head dims up to 128.
 //
-// A block owns block_kv keys of one key head, 64 for each of its warpgroups that compute, and walks over the rows of
+// A block owns block_kv keys of one key head, of which its warpgroups take tiles of 64, and walks over the rows of
 // every query head of its group, block_q at a time. With
 //   S^T = K Q^T,  P^T = exp(scale S^T - lse),  dP^T = V dO^T,  dS^T = P^T * (dP^T - delta)
 // it accumulates dV += P^T dO and dK += dS^T Q in registers; dQ += dS K is added to a float accumulator in global
@@ -8,8 +8,12 @@
 // that P^T and dS^T are operands in registers of the next product; only dS passes through shared memory, for dQ, of
 // which a warpgroup computes its share of the columns over all keys of the block.
 //
-// One warp of one more warpgroup brings the rows, a ring of `stages` tiles ahead. Warpgroups wait for each other at dS
-// alone, behind their products of dV and dK: so one can be at its exponentials while the tensor cores are the other's.
+// One warp of one more warpgroup brings the rows, a ring of `stages` tiles ahead. dQ of a tile of rows, which takes dS
+// of both warpgroups, is the work of one of them, by turns, behind its own products of the tile after: so neither waits
+// for the other's dS, one is at its exponentials while the tensor cores are the other's, and dS is read once.
+//
+// Where registers have room for it a warpgroup has two tiles of keys. Then dQ is added once for twice as many keys, and
+// the exponentials of the second tile run beside dK of the first.
 #pragma once
 
 #include "cuda/sm90a/backward_rows.cuh"
@@ -17,14 +21,18 @@
 
 namespace jax_flash {
 
-static_assert(block_kv == 64 * computing, "64 keys a warpgroup");
-constexpr int dq_columns = KSlabs::columns / computing;  // of one warpgroup
-static_assert(kBoxColumns % dq_columns == 0 && dq_columns % 16 == 0, "dQ's columns of a warpgroup lie in one slab");
+constexpr int row_of_tiles = 64 * computing;            // keys: a tile of each warpgroup
+constexpr int tiles_of_keys = block_kv / row_of_tiles;  // of a warpgroup
+static_assert(block_kv % row_of_tiles == 0 && tiles_of_keys <= 2, "one or two tiles of keys a warpgroup");
+static_assert(tiles_of_keys == 1 || !(with_softcap || in_segments || has_dbias || has_dalibi_slopes),
+              "more options than registers have room for");
+// How many parts dQ is computed in, a slab of columns each: the gradient of slopes takes the registers of more.
+constexpr int dq_parts = has_dalibi_slopes ? KSlabs::slabs : 1;
 
 // K and V as operands in registers, where there is room: they need not be read again for each tile of rows then. Not
 // without dQ: there ptxas (12.9 and 13) took them for dead behind their last use in the loop and gave their registers
 // to P and dS, with wrong dK and dV (tests/test_kernels.py looks for it).
-constexpr bool keys_in_registers = adds_dq && KSlabs::columns + VSlabs::columns <= 128;
+constexpr bool keys_in_registers = adds_dq && tiles_of_keys == 1 && KSlabs::columns + VSlabs::columns <= 128;
 
 struct SharedStorage {
   char k[KSlabs::bytes];
@@ -78,11 +86,12 @@ struct Backward {
   int warp;   // in the warpgroup
   int lane;
   Weights weights;
-  FragmentC dk[KSlabs::columns / 8], dv[VSlabs::columns / 8];
+  Walk before;  // the tile of rows before
+  FragmentC dk[tiles_of_keys][KSlabs::columns / 8], dv[tiles_of_keys][VSlabs::columns / 8];
   u32 k_operand[keys_in_registers ? KSlabs::columns / 16 : 1][4];
   u32 v_operand[keys_in_registers ? VSlabs::columns / 16 : 1][4];
 
-  __device__ __forceinline__ int key_row() const { return group * 64 + warp * 16; }
+  __device__ __forceinline__ int key_row(int j) const { return j * row_of_tiles + group * 64 + warp * 16; }
 
   // What is beyond the end of keys or rows may be anything, and no weight of 0 would take it away.
   template <int k, int v>
@@ -96,8 +105,8 @@ struct Backward {
       named_sync(all_computing, computing_threads);
     }
     if constexpr (keys_in_registers) {
-      KSlabs::read(k_operand, shared_address(shared.k), key_row(), lane);
-      VSlabs::read(v_operand, shared_address(shared.v), key_row(), lane);
+      KSlabs::read(k_operand, shared_address(shared.k), key_row(0), lane);
+      VSlabs::read(v_operand, shared_address(shared.v), key_row(0), lane);
     }
   }
   __device__ __forceinline__ void wait_for_rows(const Walk& at, const Ring<stages>& ring) const {
@@ -112,11 +121,11 @@ struct Backward {
     }
   }
 
-  // c = X Y^T, for the warpgroup's 64 keys of X.
+  // c = X Y^T, for tile j of the warpgroup's keys.
   template <typename X, typename Y, int n>
-  __device__ __forceinline__ void start_scores(Scores64& c, const u32 (&operand)[n][4], const char* x,
-                                               const char* y) const {
-    const u64 a = by_rows(shared_address(x) + group * 64 * 128), b = by_rows(shared_address(y));
+  __device__ __forceinline__ void start_scores(Scores64& c, const u32 (&operand)[n][4], const char* x, const char* y,
+                                               int j) const {
+    const u64 a = by_rows(shared_address(x) + (j * row_of_tiles + group * 64) * 128), b = by_rows(shared_address(y));
     wgmma_fence();
 #pragma unroll
     for (int kk = 0; kk < X::steps; ++kk) {
@@ -129,84 +138,157 @@ struct Backward {
     wgmma_commit();
   }
 
-  // dS of the tile that comes `i`-th lies in one of two buffers.
-  __device__ __forceinline__ void put_ds(const Operand64& ds, int i) const {
-    barrier_wait(shared_address(&shared.ds_empty[i % 2]), (i / 2 + 1) % 2);
-    Slabs<block_kv, block_q>::put(shared_address(shared.ds[i % 2]), key_row(), ds, lane);
-    stores_ready();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&shared.ds_full[i % 2]));
+  __device__ __forceinline__ void start_s(Scores64& s, int stage, int j) const {
+    start_scores<KSlabs, QSlabs>(s, k_operand, shared.k, shared.q[stage], j);
   }
-  __device__ __forceinline__ void start_dq(FragmentC (&dq)[dq_columns / 8], int i) const {
-    const int column = group * dq_columns;
-    const u64 a = by_columns(shared_address(shared.ds[i % 2]), 0);
-    const u64 b = by_columns(shared_address(shared.k) + column / kBoxColumns * KSlabs::slab_bytes +
-                                 column % kBoxColumns * static_cast<int>(sizeof(Element)),
-                             KSlabs::slab_bytes);
-    barrier_wait(shared_address(&shared.ds_full[i % 2]), i / 2 % 2);
+  __device__ __forceinline__ void start_dp(Scores64& dp, int stage, int j) const {
+    start_scores<VSlabs, OutSlabs>(dp, v_operand, shared.v, shared.dout[stage], j);
+  }
+
+  // That a tile of keys has none.
+  __device__ __forceinline__ void put_no_ds(int i, int j) const {
+    constexpr Operand64 zeros = {};
+    Slabs<block_kv, block_q>::put(shared_address(shared.ds[i % 2]), key_row(j), zeros, lane);
+    stores_ready();
+  }
+  __device__ __forceinline__ void start_dv(const Operand64& p, int stage, int j) {
     wgmma_fence();
-#pragma unroll
-    for (int kk = 0; kk < block_kv / 16; ++kk) {
-      wgmma<true, true>(dq, moved(a, 2048 * kk), moved(b, 2048 * kk), kk > 0);
-    }
+    multiply_rows<OutSlabs>(dv[j], p, shared_address(shared.dout[stage]));
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void start_dk(const Operand64& ds, int stage, int j) {
+    wgmma_fence();
+    multiply_rows<QSlabs>(dk[j], ds, shared_address(shared.q[stage]));
     wgmma_commit();
   }
 
-  // One tile of rows, the i-th of all. dQ is added to global memory at once, by all its warps: on an H200 that did best
-  // at head_dim 64 and 128 (see docs/performance.md for what was tried).
-  __device__ __forceinline__ void step(const Walk& at, const Ring<stages>& ring, int i) {
-    const int stage = ring.stage;
-    Scores64 s, dp;  // S^T and then P^T, dP^T and then dS^T
-    FragmentC derivatives[with_softcap ? block_q / 8 : 1];
-    Operand64 p_operand, ds_operand;
-    wait_for_rows(at, ring);
-    start_scores<KSlabs, QSlabs>(s, k_operand, shared.k, shared.q[stage]);
-    // With softcap the registers for both are wanting.
-    if constexpr (!with_softcap) start_scores<VSlabs, OutSlabs>(dp, v_operand, shared.v, shared.dout[stage]);
-    wgmma_wait<with_softcap ? 0 : 1>();  // S^T
-    hold(s);
-    weights.weigh(s, derivatives, at, block, shared.anchors[stage]);
-    if constexpr (with_softcap) start_scores<VSlabs, OutSlabs>(dp, v_operand, shared.v, shared.dout[stage]);
-    wgmma_wait<0>();  // dP^T
-    hold(dp);
-    weights.derive(dp, s, derivatives, at, shared.deltas[stage]);
-    round_kept(p_operand, s);
-    round_to(ds_operand, dp);
-    if constexpr (adds_dq) put_ds(ds_operand, i);
-    wgmma_fence();
-    multiply_rows<OutSlabs>(dv, p_operand, shared_address(shared.dout[stage]));
-    multiply_rows<QSlabs>(dk, ds_operand, shared_address(shared.q[stage]));
-    wgmma_commit();
-    if constexpr (adds_dq) {
-      FragmentC dq[dq_columns / 8];
-      start_dq(dq, i);
-      wgmma_wait<1>();  // dV and dK
-      if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+  // dS of the tile of rows that comes `i`-th lies in one of two buffers; the warp's part, of its tile j of keys.
+  __device__ __forceinline__ void put_ds(const Operand64& ds, int i, int j) const {
+    if (j == 0) barrier_wait(shared_address(&shared.ds_empty[i % 2]), (i / 2 + 1) % 2);
+    Slabs<block_kv, block_q>::put(shared_address(shared.ds[i % 2]), key_row(j), ds, lane);
+    stores_ready();
+  }
+  // dQ of the tile of rows that came i-th, added to global memory at once: on an H200 that did best at head_dim 64 and
+  // 128 (see docs/performance.md for what was tried). No other product may be under way, or the registers are wanting.
+  __device__ __forceinline__ void sum_dq(const Walk& at, int i) const {
+    const u64 ds = by_columns(shared_address(shared.ds[i % 2]), 0);
+    barrier_wait(shared_address(&shared.ds_full[i % 2]), i / 2 % 2);
+#pragma unroll
+    for (int part = 0; part < dq_parts; ++part) {
+      FragmentC dq[KSlabs::columns / 8 / dq_parts];
+      const u64 k = by_columns(shared_address(shared.k) + part * KSlabs::slab_bytes, KSlabs::slab_bytes);
+      wgmma_fence();
+#pragma unroll
+      for (int kk = 0; kk < block_kv / 16; ++kk) {
+        wgmma<true, true>(dq, moved(ds, 2048 * kk), moved(k, 2048 * kk), kk > 0);
+      }
+      wgmma_commit();
       wgmma_wait<0>();
       hold(dq);
-      if (lane == 0) barrier_arrive(shared_address(&shared.ds_empty[i % 2]));
-      add_dq(block, dq, weights.dq_factor, at, warp * 16, group * dq_columns, lane);
-    } else {
-      wgmma_wait<0>();
-      if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+      if (lane == 0 && part + 1 == dq_parts) barrier_arrive(shared_address(&shared.ds_empty[i % 2]));
+      add_dq(block, dq, weights.dq_factor, at, warp * 16, part * kBoxColumns, lane);
     }
+  }
+
+  // One tile of rows, the i-th of all, and the first `tiles` of keys; and dQ of the tile of rows before, if this
+  // warpgroup `sums` it.
+  template <int tiles, bool sums>
+  __device__ __forceinline__ void step(const Walk& at, const Ring<stages>& ring, int i) {
+    const int stage = ring.stage;
+    Scores64 s[tiles], dp[tiles];  // S^T and then P^T, dP^T and then dS^T
+    FragmentC derivatives[with_softcap ? block_q / 8 : 1];
+    Operand64 p_operand[tiles], ds_operand[tiles];
+    // Of the first tile of keys dP^T is under way with S^T, but with softcap: the registers for both are wanting, as
+    // they are beside dK of the first tile.
+    constexpr bool dp_with_s = !with_softcap;
+    wait_for_rows(at, ring);
+    start_s(s[0], stage, 0);
+    if constexpr (dp_with_s) start_dp(dp[0], stage, 0);
+#pragma unroll
+    for (int j = 0; j < tiles; ++j) {
+      if (j > 0 || dp_with_s) {
+        wgmma_wait<1>();  // S^T, but not dP^T, or dK of the tile before
+      } else {
+        wgmma_wait<0>();
+      }
+      hold(s[j]);
+      weights.weigh(s[j], derivatives, at, bare(at, j), shared.anchors[stage], j * row_of_tiles);
+      if (j > 0) {
+        wgmma_wait<0>();
+        hold(ds_operand[j - 1]);
+      }
+      if (j > 0 || !dp_with_s) start_dp(dp[j], stage, j);
+      round_kept(p_operand[j], s[j]);
+      wgmma_wait<0>();  // dP^T
+      hold(dp[j]);
+      if constexpr (!with_softcap) start_dv(p_operand[j], stage, j);
+      weights.derive(dp[j], s[j], derivatives, at, shared.deltas[stage]);
+      round_to(ds_operand[j], dp[j]);
+      if constexpr (adds_dq) put_ds(ds_operand[j], i, j);
+      if (j + 1 < tiles) {
+        wgmma_wait<0>();  // dV
+        hold(p_operand[j]);
+        start_s(s[j + 1], stage, j + 1);
+      }
+      if constexpr (with_softcap) start_dv(p_operand[j], stage, j);
+      start_dk(ds_operand[j], stage, j);
+    }
+    if constexpr (adds_dq) {
+      if constexpr (tiles < tiles_of_keys) put_no_ds(i, tiles);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(&shared.ds_full[i % 2]));
+    }
+    wgmma_wait<0>();
+    hold(p_operand[tiles - 1]);
+    hold(ds_operand[tiles - 1]);
+    if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+    if constexpr (sums) sum_dq(before, i - 1);
+  }
+  // `sums` by turns.
+  template <int tiles>
+  __device__ __forceinline__ void step(const Walk& at, const Ring<stages>& ring, int i) {
+    if (adds_dq && i > 0 && (i - 1) % computing == group) {
+      step<tiles, true>(at, ring, i);
+    } else {
+      step<tiles, false>(at, ring, i);
+    }
+    before = at;
+  }
+
+  // The tiles of rows that tile j of keys is kept by, of all warpgroups.
+  __device__ __forceinline__ TileRange rows_of(int j) const {
+    return row_tiles_of<block_q>(block.band, block.place.part, block.place.first_key + j * row_of_tiles, row_of_tiles);
+  }
+  __device__ __forceinline__ bool bare(const Walk& at, int j) const {
+    return tiles_of_keys == 1 ? block.bare(at) : rows_of(j).bare(at.tile);
   }
 
   __device__ __forceinline__ void run() {
 #pragma unroll
-    for (FragmentC& c : dk) c = {};
+    for (int j = 0; j < tiles_of_keys; ++j) {
 #pragma unroll
-    for (FragmentC& c : dv) c = {};
+      for (FragmentC& c : dk[j]) c = {};
+#pragma unroll
+      for (FragmentC& c : dv[j]) c = {};
+    }
     if (block.idle()) return;
     wait_for_keys(k_operand, v_operand);
     Ring<stages> ring{0, 0};
     int i = 0;
     for (Walk at = block.first(); at.head <= block.last_head; ++i, ring.advance()) {
-      step(at, ring, i);
+      if (tiles_of_keys == 2 && option_causal && at.tile < rows_of(1).begin) {
+        step<1>(at, ring, i);
+      } else {
+        step<tiles_of_keys>(at, ring, i);
+      }
       at = weights.move<true>(at, block);
     }
-    hold(dk);
-    hold(dv);
+    if (adds_dq && (i - 1) % computing == group) sum_dq(before, i - 1);
+#pragma unroll
+    for (int j = 0; j < tiles_of_keys; ++j) {
+      hold(dk[j]);
+      hold(dv[j]);
+    }
   }
 };
 
@@ -226,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     }
     for (int i = 0; i < 2; ++i) {
       barrier_init(shared_address(&shared.ds_full[i]), 4 * computing);
-      barrier_init(shared_address(&shared.ds_empty[i]), 4 * computing);
+      barrier_init(shared_address(&shared.ds_empty[i]), 4);  // warps of the one that summed
     }
     barriers_ready();
   }
@@ -240,10 +322,13 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     const int group = warp / 4 - 1;
     const Unscales unscales = unscales_of(problem, block.place.batch, block.place.kv_head);
     const int first_key = block.place.first_key + group * 64 + warp % 4 * 16;
-    Backward backward{block, shared, group, warp % 4, lane, {block, unscales, first_key, lane}};
+    Backward backward{block, shared, group, warp % 4, lane, {block, unscales, first_key, lane}, {}};
     backward.run();
-    store_dk(block, backward.dk, first_key, lane);
-    store_dv(block, backward.dv, backward.weights.dropout.factor, first_key, lane);
+#pragma unroll
+    for (int j = 0; j < tiles_of_keys; ++j) {
+      store_dk(block, backward.dk[j], first_key + j * row_of_tiles, lane);
+      store_dv(block, backward.dv[j], backward.weights.dropout.factor, first_key + j * row_of_tiles, lane);
+    }
   }
 }
 

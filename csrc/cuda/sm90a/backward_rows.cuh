@@ -218,19 +218,20 @@ struct Weights {
     return next;
   }
 
-  // Scores become weights. With softcap, its derivatives are to be multiplied with dS^T.
-  __device__ __forceinline__ void weigh(Scores64& s, FragmentC* derivatives, const Walk& at, const Block& block,
-                                        const float* anchors) const {
-    if (block.bare(at)) {
-      weigh<false>(s, derivatives, at, anchors);
+  // Scores of the keys `beyond` first_key and on become weights. With softcap, its derivatives are to be multiplied
+  // with dS^T.
+  __device__ __forceinline__ void weigh(Scores64& s, FragmentC* derivatives, const Walk& at, bool bare,
+                                        const float* anchors, int beyond = 0) const {
+    if (bare) {
+      weigh<false>(s, derivatives, at, anchors, first_key + beyond);
     } else {
-      weigh<true>(s, derivatives, at, anchors);
+      weigh<true>(s, derivatives, at, anchors, first_key + beyond);
     }
-    if constexpr (with_dropout_rate) drop(s, at);
+    if constexpr (with_dropout_rate) drop(s, at, first_key + beyond);
   }
   template <bool masked>
-  __device__ __forceinline__ void weigh(Scores64& s, FragmentC* derivatives, const Walk& at,
-                                        const float* anchors) const {
+  __device__ __forceinline__ void weigh(Scores64& s, FragmentC* derivatives, const Walk& at, const float* anchors,
+                                        int first_key) const {
 #pragma unroll
     for (int n = 0; n < block_q / 8; ++n) {
       const int column = 8 * n + lane % 4 * 2;
@@ -264,8 +265,7 @@ struct Weights {
   }
 
   // Weights that are dropped change their sign.
-  __device__ __forceinline__ void drop(Scores64& s, const Walk& at) const {
-    const int key = first_key;
+  __device__ __forceinline__ void drop(Scores64& s, const Walk& at, int key) const {
 #pragma unroll
     for (int n = 0; n < block_q / 8; n += 2) {
 #pragma unroll
@@ -332,8 +332,7 @@ JAX_FLASH_DEVICE void round_kept(Operand64& operand, const Scores64& p) {
   }
 }
 
-// dq = the sum in scratch. One warp turns 16 rows of one head: a lane puts together eight columns of two
-// rows, which four lanes had held.
+// dq = the sum in scratch. One warp turns 16 rows of one head.
 extern "C" __global__ void __launch_bounds__(32 * convert_warps)
     jax_flash_convert_dq(const __grid_constant__ Problem problem) {
   const int tiles = dq_tiles(problem);
@@ -345,37 +344,18 @@ extern "C" __global__ void __launch_bounds__(32 * convert_warps)
   const int batch = static_cast<int>(item / tiles / problem.q_heads);
   int row_tile = tile;
   const Part part = part_of(problem, batch, document_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
-  const float* from = dq_fragment(problem, batch, head, tile, 0);
+  const float* from = dq_fragment(problem, batch, head, tile, 0) + lane * 4;
+  FragmentC dq[head_dim / 8];
+#pragma unroll
+  for (int n = 0; n < head_dim / 8; ++n) {
+    const float4 x = *reinterpret_cast<const float4*>(from + n * 128);
+    dq[n] = {x.x, x.y, x.z, x.w};
+  }
   Result* to = result_of(problem.dq, batch, head, part.q.first);
-  constexpr int column_tiles = head_dim / 8;
 #pragma unroll
-  for (int i = 0; i < ceil_div(column_tiles, 4); ++i) {
-    const int piece = i * 32 + lane;
-    const int column_tile = piece % column_tiles, row = piece / column_tiles;
-    if (column_tiles % 4 != 0 && row >= 8) break;
-    float4 quad[4];
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      quad[t] = *reinterpret_cast<const float4*>(from + column_tile * 128 + (row * 4 + t) * 4);
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int at = row_tile * 16 + row + 8 * half;
-      if (at >= part.q.stored) continue;
-      Result* here = to + at * problem.dq.row_stride + column_tile * 8;
-      float x[8];
-#pragma unroll
-      for (int t = 0; t < 4; ++t) {
-        x[2 * t] = half ? quad[t].z : quad[t].x;
-        x[2 * t + 1] = half ? quad[t].w : quad[t].y;
-      }
-      if constexpr (has_unscales) {
-        *reinterpret_cast<float4*>(here) = {x[0], x[1], x[2], x[3]};
-        *reinterpret_cast<float4*>(here + 4) = {x[4], x[5], x[6], x[7]};
-      } else {
-        *reinterpret_cast<uint4*>(here) = {pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])};
-      }
-    }
+  for (int half = 0; half < 2; ++half) {
+    const int row = row_tile * 16 + lane / 4 + 8 * half;
+    store_row<head_dim>(dq, half, 1.f, to + row * problem.dq.row_stride, row < part.q.stored, lane);
   }
 }
 

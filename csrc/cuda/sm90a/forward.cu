@@ -11,6 +11,7 @@
 #include "cuda/shared/score_rows.cuh"
 #include "cuda/shared/shared_memory.cuh"
 #include "cuda/shared/softmax.cuh"
+#include "cuda/sm90a/pipeline.cuh"
 #include "cuda/sm90a/slabs.cuh"
 #include "cuda/sm90a/stores.cuh"
 
@@ -63,20 +64,6 @@ extern "C" __constant__ LaunchFacts jax_flash_forward_facts = {
 // Numbers of the hardware's barriers, from these on one for each consumer.
 constexpr int turn_barrier = 1, own_barrier = 1 + consumers;
 
-// Where in a ring, and how often around.
-template <int size>
-struct RingPlace {
-  int stage = 0;
-  u32 parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == size) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // The tiles of keys that an item visits, from the last to the first.
 struct KeyTiles {
   TileRange range;
@@ -100,8 +87,8 @@ struct Producer {
   const TensorMaps& maps;
   SharedStorage& shared;
   int lane;
-  RingPlace<stages> ring;
-  RingPlace<2> item_ring;
+  Ring<stages> ring;
+  Ring<2> item_ring;
   u32 q_parity = 0;
 
   template <typename S>
@@ -112,12 +99,12 @@ struct Producer {
     }
     __syncwarp();
   }
-  __device__ __forceinline__ void bring_k(const Place& place, const RingPlace<stages>& at, int tile) {
+  __device__ __forceinline__ void bring_k(const Place& place, const Ring<stages>& at, int tile) {
     barrier_wait(shared_address(&shared.k_empty[at.stage]), at.parity ^ 1);
     bring<KSlabs>(shared.k[at.stage], &maps.k, &shared.k_full[at.stage], place.part.kv.first + tile * block_kv,
                   place.kv_head, place.batch);
   }
-  __device__ __forceinline__ void bring_v(const Place& place, const RingPlace<stages>& at, int tile) {
+  __device__ __forceinline__ void bring_v(const Place& place, const Ring<stages>& at, int tile) {
     barrier_wait(shared_address(&shared.v_empty[at.stage]), at.parity ^ 1);
     bring<VSlabs>(shared.v[at.stage], &maps.v, &shared.v_full[at.stage], place.part.kv.first + tile * block_kv,
                   place.kv_head, place.batch);
@@ -171,7 +158,7 @@ struct Producer {
     bring_q(slot);
     item_ring.advance();
     for (int next; (next = keys.before(tile)) >= keys.range.begin; tile = next) {
-      const RingPlace v_ring = ring;
+      const Ring v_ring = ring;
       ring.advance();
       bring_k(item.place, ring, next);
       bring_v(item.place, v_ring, tile);
@@ -223,7 +210,7 @@ struct Consumer {
   int number;   // of this warpgroup, from 0
   int own_row;  // this lane's first, in the item
   int lane;
-  RingPlace<stages> ring;  // of the tile that waits for its product with V, or of the next when none does
+  Ring<stages> ring;  // of the tile that waits for its product with V, or of the next when none does
 
   FragmentC out[tile_value_head_dim / 8];
   u32 weights[block_kv / 16][4];  // of the tile that waits, as A
@@ -255,7 +242,7 @@ struct Consumer {
   }
 
   // Starts out += P V, once V is there.
-  __device__ __forceinline__ void start_out(const RingPlace<stages>& at, const Part& part, int tile) {
+  __device__ __forceinline__ void start_out(const Ring<stages>& at, const Part& part, int tile) {
     barrier_wait(shared_address(&shared.v_full[at.stage]), at.parity);
     char* v = shared.v[at.stage];
     if (ragged && (tile + 1) * block_kv > part.kv.length) {
@@ -270,7 +257,7 @@ struct Consumer {
     for (int kk = 0; kk < block_kv / 16; ++kk) wgmma<true>(out, weights[kk], moved(columns, kk * 2048), true);
     wgmma_commit();
   }
-  __device__ __forceinline__ void end_out(const RingPlace<stages>& at) {
+  __device__ __forceinline__ void end_out(const Ring<stages>& at) {
     wgmma_wait<0>();
     hold(out);
     hold(weights);
@@ -348,7 +335,7 @@ struct Consumer {
   __device__ __forceinline__ void step(const Scope& scope, int tile, int before) {
     FragmentC scores[block_kv / 8];
     float shrink[2];
-    const RingPlace v_ring = ring;
+    const Ring v_ring = ring;
     ring.advance();
     start_scores(scores);
     start_out(v_ring, scope.item.place.part, before);
@@ -445,7 +432,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    for (RingPlace<2> at;; at.advance()) {
+    for (Ring<2> at;; at.advance()) {
       const Item& next = shared.items[at.stage];
       barrier_wait(shared_address(&shared.item_full[at.stage]), at.parity);
       if (next.is_last) return;

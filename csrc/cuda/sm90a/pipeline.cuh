@@ -18,8 +18,8 @@ JAX_FLASH_DEVICE int uniform_warp() { return __shfl_sync(0xffffffffu, static_cas
 // Which buffer of a ring is next, and the parity of the phase to wait for.
 template <int buffers>
 struct Ring {
-  int stage;
-  u32 parity;
+  int stage = 0;
+  u32 parity = 0;
 
   __device__ __forceinline__ void advance() {
     if (++stage == buffers) {
