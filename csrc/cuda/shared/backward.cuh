@@ -452,22 +452,22 @@ struct Backward {
   // The first of a pair of warps takes what the second has summed up of their keys, through the rows' place.
   template <int n>
   __device__ __forceinline__ void sum_pairs(FragmentC (&c)[key_tiles][n]) {
-    static_assert(sizeof(shared.rows) >= key_warps * key_tiles * n * 32 * sizeof(float4), "room for a half");
-    float4* sums = reinterpret_cast<float4*>(&shared.rows) + warp % key_warps * key_tiles * n * 32 + lane;
+    static_assert(sizeof(shared.rows) >= key_warps * key_tiles * n * 32 * sizeof(uint4), "room for a half");
+    const u32 sums = shared_address(shared.rows) + (warp % key_warps * key_tiles * n * 32 + lane) * sizeof(uint4);
 #pragma unroll
     for (int i = 0; i < key_tiles * n; ++i) {
-      const FragmentC& x = c[i / n][i % n];
-      const uint4 bits = {__float_as_uint(x.x[0]), __float_as_uint(x.x[1]), __float_as_uint(x.x[2]),
-                          __float_as_uint(x.x[3])};
-      if (member == 1) store_shared(shared_address(&sums[i * 32]), bits);
+      const float (&x)[4] = c[i / n][i % n].x;
+      const uint4 bits = {__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])};
+      if (member == 1) store_shared(sums + i * 32 * sizeof(uint4), bits);
     }
     __syncthreads();
     if (member == 0) {
 #pragma unroll
       for (int i = 0; i < key_tiles * n; ++i) {
-        FragmentC& x = c[i / n][i % n];
-        const float4 other = sums[i * 32];
-        x = {{x.x[0] + other.x, x.x[1] + other.y, x.x[2] + other.z, x.x[3] + other.w}};
+        u32 other[4];
+        load_shared(other, sums + i * 32 * sizeof(uint4));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) c[i / n][i % n].x[e] += __uint_as_float(other[e]);
       }
     }
     __syncthreads();
@@ -515,13 +515,14 @@ struct Backward {
 
   // The weights without those that are dropped.
   static __device__ __forceinline__ void remove_dropped(FragmentC (&p)[key_tiles][score_columns / 8]) {
-    if constexpr (!with_dropout_rate) return;
+    if constexpr (with_dropout_rate) {
 #pragma unroll
-    for (int m = 0; m < key_tiles; ++m) {
+      for (int m = 0; m < key_tiles; ++m) {
 #pragma unroll
-      for (int n = 0; n < score_columns / 8; ++n) {
+        for (int n = 0; n < score_columns / 8; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) p[m][n].x[e] = fmaxf(p[m][n].x[e], 0.f);
+          for (int e = 0; e < 4; ++e) p[m][n].x[e] = fmaxf(p[m][n].x[e], 0.f);
+        }
       }
     }
   }
