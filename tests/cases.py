@@ -696,7 +696,8 @@ CASES = (
     Case("few_mask", 5, 2501, 8, 2, 64, mask="bts", mask_density=0.02, large=True),
     Case("few_window", 5, 2500, 8, 2, 64, window=(300, 20), q_offset=(1200, 40), large=True),
     Case("few_softcap", 5, 2500, 8, 2, 64, softcap=2.0, large=True),
-    Case("few_alibi", 17, 2500, 8, 2, 64, alibi="bn", q_offset=2400, large=True),
+    # The gradient of a slope has delta's error as many times as keys are far, which float16 products feel (float32's).
+    Case("few_alibi", 17, 2500, 8, 2, 64, alibi="bn", q_offset=2400, dtypes=NARROW, large=True),
     Case("few_sinks", 5, 2500, 8, 2, 64, sinks=True, large=True),
     Case("few_sinks_alone", 5, 2500, 8, 2, 64, sinks=True, causal=True, q_offset=-3, large=True),
     Case("few_dropout", 17, 2500, 8, 2, 64, dropout_rate=0.3, large=True),

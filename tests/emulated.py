@@ -39,6 +39,7 @@ def build(folder: pathlib.Path, sources: pathlib.Path = ROOT / "csrc") -> ctypes
         HOST / "runtime.cc": ["-O0"],
         sources / "cuda/launch.cc": ["-O0"],
         sources / "cuda/jit.cc": ["-O0", "-Dkernels_of=device_kernels_of"],
+        sources / "cuda/tuned.cc": ["-O0"],
         sources / "cuda/driver.cc": ["-O0", "-DDriver=DeviceDriver"],
     }
 

@@ -56,6 +56,7 @@ int Driver::multiprocessors(int) const { return the_multiprocessors; }
 CuLibrary Driver::load(const std::string&) const { throw std::logic_error("the emulator loads no cubins"); }
 CuKernel Driver::kernel(CuLibrary, const char*) const { throw std::logic_error("the emulator loads no cubins"); }
 void Driver::ready(CuKernel, int, int) const {}
+bool Driver::capturing(CuStream) const { return false; }
 
 void Driver::launch(CuKernel kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, CuStream,
                     const void* const* arguments) const {
