@@ -28,8 +28,8 @@ REGISTERS_PER_BLOCK = 65536
 SPILL_GATE = {"forward": 288, "backward": 128}
 """Bytes of spill stores plus loads a thread, with NVRTC 12.9, of the 16-bit kernels without options.
 
-The rows that an H200 takes spill nothing. Of those for less shared memory the forward at head_dim 128 and the backward at
-64 and 128 spill a few addresses.
+The rows that an H200 takes spill nothing. Of those for less shared memory the forward at head_dim 128 and the backward
+at 64 and 128 spill a few addresses.
 """
 
 FLOAT32_GATE = {
