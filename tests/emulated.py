@@ -6,6 +6,7 @@
 import argparse
 import concurrent.futures
 import ctypes
+import faulthandler
 import os
 import pathlib
 import shutil
@@ -13,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+import warnings
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -27,8 +29,8 @@ KERNEL = ["-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-fno-exceptions", "
 """-fsanitize for its calls, before every plain access and of those that are not aligned, which emulator.cc answers;
 warnings would be of #pragma unroll and of results that inline PTX no longer sets."""
 
-
-os.environ["JAX_FLASH_FEW_QUERIES"] = "0"  # which sm80's kernels serve, of mma.sync
+ENVIRONMENT = {"JAX_FLASH_FEW_QUERIES": "0"}
+"""For the process: few queries are for sm80's kernels, of mma.sync."""
 
 
 def build(folder: pathlib.Path, sources: pathlib.Path = ROOT / "csrc") -> ctypes.CDLL:
@@ -330,20 +332,44 @@ def omissions(call: Call, seeds: int, but: Collection[str] = ()) -> dict[str, st
         assert not any(problem.wrong(name, got)[1] for name, got in call.run(seed).items())
     waits = emulator.emulator_waits().decode().splitlines()
     found = dict.fromkeys((wait for wait in waits if wait not in but), "")
-    for wait in found:
+
+    def first_error(wait: str) -> str:
         emulator.emulator_omit(wait.encode())
         for seed in range(seeds):
             try:
-                found[wait] = " ".join(problem.wrong(name, got)[1] for name, got in call.run(seed).items()).strip()
+                wrong = " ".join(problem.wrong(name, got)[1] for name, got in call.run(seed).items()).strip()
             except AssertionError as error:
-                found[wait] = str(error).splitlines()[0]
-            if found[wait]:
-                break
-        emulator.emulator_omit(b"")
+                return str(error).splitlines()[0]
+            if wrong:
+                return wrong
+        return ""
+
+    for wait in found:
+        found[wait] = in_a_child(lambda wait=wait: first_error(wait))
     return found
 
 
+def in_a_child(run: Callable[[], str]) -> str:
+    """What ``run`` returns in a process of its own, or what ended that: without a wait a kernel may run wild."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other threads, which the child has no use for
+        child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        try:
+            os.write(write, run().encode()[:4096])
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(child, 0)
+    return f"ended by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else said
+
+
 def main() -> None:
+    os.environ.update(ENVIRONMENT)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("passes", choices=["forward", "backward", "both"])
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")

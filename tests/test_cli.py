@@ -516,7 +516,7 @@ for pass_ in ("forward", "backward"):
     ("arguments", "complaint"),
     [
         ([], "required: COMMAND"),
-        (["bench"], "invalid choice: 'bench'"),
+        (["benchmark"], "invalid choice: 'benchmark'"),
         (["doctor", "--loud"], "unrecognized arguments: --loud"),
         (["kernels"], "required: ACTION"),
         (["kernels", "build", "--arch", "sm_80"], "required: --out"),

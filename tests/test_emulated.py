@@ -6,6 +6,7 @@ import concurrent.futures
 import ctypes
 import os
 import sys
+from collections.abc import Iterator
 
 import emulated
 import pytest
@@ -56,6 +57,14 @@ UNNOTICED = {
     "wait in skip": "the turns keep the warpgroups together",
 }
 """What a kernel can do without as it stands, or so much that no order goes wrong, and why."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in emulated.ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="module")
