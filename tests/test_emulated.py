@@ -55,6 +55,10 @@ UNNOTICED = {
     "fence of stores in wait_for_keys": "K and V are in registers at head_dim 64, and before dQ there is another fence",
     "wait in put_ds": "a warpgroup waits for dS of a tile from all others, who by then have read that of two before",
     "wait in skip": "the turns keep the warpgroups together",
+    "numbered barrier in wait_for_keys": "each warpgroup zeroes for itself what lies beyond the end",
+    "wait for products in step (csrc/cuda/sm90a/backward.cuh": (
+        "of two tiles of keys that of dV and that of dK are for operands whose registers are given away on a GPU alone"
+    ),
 }
 """What a kernel can do without as it stands, or so much that no order goes wrong, and why."""
 
