@@ -6,7 +6,6 @@
 //
 // Every array is an allocation of its exact size, so that a sanitizer sees each access outside of it.
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -17,10 +16,10 @@
 #include <memory>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "../../csrc/cpu/cpu.h"
+#include "threads.h"
 
 namespace {
 
@@ -107,21 +106,6 @@ class Array {
   int64_t size_ = 0;
   std::unique_ptr<char[]> bytes_;
 };
-
-// Threads: as many as are told, which take items until none is left.
-
-cpu::ParallelFor run_on(int threads) {
-  return [threads](int64_t items, int64_t, const std::function<void(int64_t)>& body) {
-    std::atomic<int64_t> next{0};
-    auto work = [&] {
-      for (int64_t item; (item = next.fetch_add(1)) < items;) body(item);
-    };
-    std::vector<std::thread> others;
-    for (int i = 1; i < threads; ++i) others.emplace_back(work);
-    work();
-    for (std::thread& other : others) other.join();
-  };
-}
 
 // Problems
 

@@ -7,7 +7,6 @@
 //   tiled    64 rows against 256 keys at a time with the online softmax, so that K and V are read once for 64 rows
 // Both are float32 on one thread, for as many query as key heads, in plain loops for the compiler to vectorise.
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -19,10 +18,10 @@
 #include <new>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "../../csrc/cpu/cpu.h"
+#include "threads.h"
 
 namespace {
 
@@ -118,19 +117,6 @@ void tiled(const Shape& shape, const Problem& p) {
       }
     }
   }
-}
-
-cpu::ParallelFor run_on(int threads) {
-  return [threads](int64_t items, int64_t, const std::function<void(int64_t)>& body) {
-    std::atomic<int64_t> next{0};
-    auto work = [&] {
-      for (int64_t item; (item = next.fetch_add(1)) < items;) body(item);
-    };
-    std::vector<std::thread> others;
-    for (int i = 1; i < threads && i < items; ++i) others.emplace_back(work);
-    work();
-    for (std::thread& other : others) other.join();
-  };
 }
 
 // Memory aligned as XLA's, of numbers from a normal distribution as the dtype has them.
