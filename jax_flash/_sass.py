@@ -214,7 +214,8 @@ def access_bytes(instruction: Instruction) -> int:
     modifiers = instruction.opcode.split(".")
     if modifiers[0] == "LDSM":
         return 4 * int(modifiers[-1]) if modifiers[-1].isdigit() else 4
-    for bits, size in (("128", 16), ("64", 8), ("U16", 2), ("S16", 2), ("16", 2), ("U8", 1), ("S8", 1)):
+    widths = {"128": 16, "F32x4": 16, "64": 8, "F32x2": 8, "U16": 2, "S16": 2, "16": 2, "U8": 1, "S8": 1}
+    for bits, size in widths.items():
         if bits in modifiers:
             return size
     return 4

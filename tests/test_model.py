@@ -435,8 +435,8 @@ def test_the_main_loop_has_what_a_step_needs(compiled, arch):
         statistics = 8 if kernel["pass"] == "backward" else 0  # lse and delta
         assert loads * kernel["threads"] >= walked * (4 * kernel["head_dim"] + statistics), kernel["name"]
         assert loads - statistics <= 4 * walked * kernel["head_dim"] / kernel["threads"], kernel["name"]
-        # From compute capability 9.0 on one instruction adds four floats.
-        atomics = counts.get("RED.32", 0) * kernel["threads"] * (4 if arch >= 90 else 1)
+        width = 128 if arch >= 90 else 32  # of an addition to dQ
+        atomics = counts.get(f"RED.{width}", 0) * width // 32 * kernel["threads"]
         wanted = kernel["pass"] == "backward" and "deterministic" not in kernel["name"]
         assert atomics == (kernel["block_q"] * kernel["head_dim"] if wanted else 0), kernel["name"]
         assert counts["BAR"] >= 2
