@@ -234,7 +234,7 @@ def rates_of(found: Race, work: float) -> dict[str, float]:
 
 def _numerics(shapes: Sequence[Cell]) -> bool:
     """Prints the table. Whether no error of ours is larger than cuDNN's, where cuDNN serves."""
-    print("relative L2 errors against float64 of two heads: ours / cuDNN's\n", flush=True)
+    print("relative L2 errors against float64 of eight heads: ours / cuDNN's\n", flush=True)
     contestants: dict[str, _peers.Attend] = {
         OURS: _peers.attend,
         "cudnn": functools.partial(_peers.attend_nn, "cudnn"),
@@ -243,7 +243,8 @@ def _numerics(shapes: Sequence[Cell]) -> bool:
     rows, notes, good = [["head_dim", "", "S", *names, "worst"]], Notes(), True
     for cell in shapes:
         arrays = cell.draw()
-        heads = np.array(sorted({0, cell.heads - 1}))
+        # Under causal most of the error is that of the first rows: of two heads alone it varies by 3% from draw to draw.
+        heads = np.arange(0, cell.heads, max(1, cell.heads // 8))
         exact = exact_results([x[-1:, :, heads] for x in arrays], cell.causal)
         errors: dict[str, list[float]] = {}
         row = [str(cell.head_dim), "causal" if cell.causal else "full", str(cell.length)]

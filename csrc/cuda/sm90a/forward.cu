@@ -215,6 +215,7 @@ struct Consumer {
   FragmentC out[tile_value_head_dim / 8];
   u32 weights[block_kv / 16][4];  // of the tile that waits, as A
   RowStatistics statistics[2];    // of this lane's rows, 8 apart
+  float rounding[2];              // see softmax()
 
   __device__ __forceinline__ void release(const u64& empty) const {
     if (lane == 0) barrier_arrive(shared_address(&empty));
@@ -265,6 +266,10 @@ struct Consumer {
   }
 
   // Scores become weights, and out is to shrink by the factors of its rows.
+  //
+  // out is a sum of rounded weights, so it is divided by their sum rather than by the total of what they were rounded
+  // from, which lse is made of. The two differ in rows of few keys, whose weights' errors don't cancel: under causal
+  // these are in the tiles that are masked, and only there it is counted what rounding added.
   template <bool masked>
   __device__ __forceinline__ void softmax(FragmentC (&scores)[block_kv / 8], float (&shrink)[2], const Scope& scope,
                                           int tile) {
@@ -279,6 +284,7 @@ struct Consumer {
         maximum = fmaxf(maximum, fmaxf(scores[n].x[2 * half], scores[n].x[2 * half + 1]));
       }
       shrink[half] = statistics[half].update(quad_max(maximum), scope.scale_log2);
+      rounding[half] *= shrink[half];
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -289,6 +295,12 @@ struct Consumer {
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
           scores[n].x[e] = exp2_approx(scores[n].x[e] * scope.scale_log2 - anchor);
           statistics[half].total += scores[n].x[e];
+        }
+        if constexpr (masked) {
+          const float low = scores[n].x[2 * half], high = scores[n].x[2 * half + 1];
+          const u32 both = pack(low, high);
+          rounding[half] += as_float(static_cast<u16>(both)) - low;
+          rounding[half] += as_float(static_cast<u16>(both >> 16)) - high;
         }
       }
     }
@@ -312,6 +324,7 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       statistics[half] = RowStatistics();
+      rounding[half] = 0.f;
       if constexpr (has_sinks) statistics[half].begin_with(scope.sink * kLog2e, scope.scale_log2, lane % 4 == 0);
     }
   }
@@ -377,7 +390,8 @@ struct Consumer {
     for (int half = 0; half < 2; ++half) {
       RowStatistics& of = statistics[half];
       of.total = quad_sum(of.total);
-      float inverse = of.total == 0.f ? 0.f : scope.rows.dropout.factor * unscale / of.total;
+      const float divisor = of.total + quad_sum(rounding[half]);
+      float inverse = of.total == 0.f ? 0.f : scope.rows.dropout.factor * unscale / divisor;
       float row_lse = of.lse(scope.scale_log2);
       const int t = scope.row + 8 * half;
       if (has_q_lengths && t >= part.q.length) {
