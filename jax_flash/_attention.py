@@ -593,7 +593,10 @@ def _rows_gradient(operands: Operands, lse: jax.Array, delta: jax.Array, dlse: j
 
 def _sink_weights(operands: Operands, lse: jax.Array) -> jax.Array:
     sinks = operands["sinks"][:, :, None]
-    return jnp.where(jnp.isneginf(sinks), 0.0, jnp.exp(sinks - jnp.where(jnp.isneginf(lse), 0.0, lse)))
+    finite = jnp.where(jnp.isneginf(lse), 0.0, lse)
+    # An lse that is its sink but for rounding is that of a row without keys, whose gradients are 0 and not rounding.
+    alone = jnp.abs(sinks - finite) <= 4 * jnp.finfo(lse.dtype).eps * jnp.maximum(1.0, jnp.abs(finite))
+    return jnp.where(jnp.isneginf(sinks), 0.0, jnp.where(alone, 1.0, jnp.exp(sinks - finite)))
 
 
 def _without_padding(operands: Operands, x: jax.Array) -> jax.Array:

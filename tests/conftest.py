@@ -21,6 +21,8 @@ def _no_gpu() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # First, lest at the end one process is left with them while the others have nothing to do.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     if reason := _no_gpu():

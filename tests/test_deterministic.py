@@ -104,6 +104,14 @@ def test_gradients_that_are_shared(target: Target, dtype: str, case: Case) -> No
     assert count_differences(target, problem) == 0
 
 
+@pytest.mark.parametrize(("target", "dtype"), cases.targets_and_dtypes(lambda target: target.kernel))
+def test_bias_of_rows_without_keys(target: Target, dtype: str) -> None:
+    """The gradient of a bias that a row's keys share is made of lse, which may not be the sink to the last bit."""
+    case = Case("sinks_alone", 5, 3, 64, 64, leading=(1,), bias="nt", sinks=True, causal=True, q_offset=-5)
+    problem = cases.problem(case, dtype)
+    assert not cases.differentiate(cases.call(target, problem), problem)["dbias"].any()
+
+
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
 def test_slopes_of_documents(target: Target) -> None:
     lengths = (40, 0, 200, 37, 1), (33, 9, 170, 16, 5)

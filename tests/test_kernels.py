@@ -13,12 +13,12 @@ import pytest
 
 from jax_flash import _core, _kernels_cli, _origins, _registration, _sass
 
-pytestmark = [
-    pytest.mark.skipif(
-        not _registration.cuda_status()["nvrtc"], reason="no NVRTC here (the [test] extra installs it on Linux)"
-    ),
-    pytest.mark.xdist_group("kernels"),  # one process compiles for all of them
-]
+pytestmark = pytest.mark.skipif(
+    not _registration.cuda_status()["nvrtc"], reason="no NVRTC here (the [test] extra installs it on Linux)"
+)
+
+one_process = pytest.mark.xdist_group("kernels")
+"""Of the tests that look at the same kernels."""
 
 SHARED_LIMIT = {70: 96 * 1024, 75: 64 * 1024, 80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Dynamic shared memory a block may have (CUDA C++ Programming Guide, technical specifications)."""
@@ -130,6 +130,7 @@ def pass_of(kernel: Mapping[str, Any]) -> str:
     return str(kernel["name"]).split("-")[1]
 
 
+@one_process
 @pytest.mark.parametrize("arch", [80, 86, 89, 90])
 def test_gates(kernels: Any, arch: int) -> None:
     for kernel in kernels(arch):
@@ -395,6 +396,7 @@ def test_operands_of_products_stay_in_their_registers(tmp_path: pathlib.Path) ->
         assert not lost, kernel["name"]
 
 
+@one_process
 def test_every_tile_row_is_compiled(kernels: Any) -> None:
     """The big rows serve 80 and 90, the rows for less shared memory 86 and 89: together, the whole table."""
     shared = {
