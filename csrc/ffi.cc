@@ -25,6 +25,9 @@
 #include <nanobind/stl/vector.h>
 
 #include "xla/ffi/api/ffi.h"
+#if __has_include("xla/ffi/api/record_c_api.h")
+#include "xla/ffi/api/record_c_api.h"
+#endif
 
 #include "cpu/cpu.h"
 #include "cuda/cuda.h"
@@ -356,6 +359,52 @@ ffi::Error run_cuda(cuda::Stream stream, int32_t device, Options options, ffi::R
   });
 }
 
+#ifdef XLA_FFI_Extension_Record
+// From FFI API 0.4 on (jaxlib 0.11) a handler can say which kernel XLA is to put into its CUDA graph.
+struct RecordExtension {
+  struct Type {
+    const XLA_FFI_Api* api;
+    const XLA_FFI_RecordFrame* frame;
+  };
+  using CExtension = XLA_FFI_Record_Extension;
+  static constexpr auto kName = "record";
+  static constexpr int64_t kExtensionType = XLA_FFI_Extension_Record;
+  static constexpr int32_t kMajorVersion = XLA_FFI_Extension_Record_MajorVersion;
+  static constexpr int32_t kMinorVersion = XLA_FFI_Extension_Record_MinorVersion;
+  static Type Create(const XLA_FFI_Api* api, const CExtension* extension) { return {api, extension->record_frame}; }
+};
+
+template <Pass pass>
+ffi::Error record_cuda(RecordExtension::Type record, int32_t device, Options options, ffi::RemainingArgs args,
+                       ffi::RemainingRets rets) {
+  const XLA_FFI_RecordFrame& frame = *record.frame;
+  XLA_FFI_Error* error = nullptr;
+  ffi::Error ours = guarded([&] {
+    Call call = decode(pass, options, args, rets, cuda_scratch<pass>);
+    cuda::GraphNode node;
+    if (!cuda::graph_node(device, pass, call.dtype, call.problem, node)) {
+      error = frame.api->request_stream_capture(frame.record_ctx);
+      return;
+    }
+    const XLA_FFI_KernelArg values[] = {{&node.problem, sizeof(node.problem), XLA_FFI_KernelArgType_HostValue},
+                                        {&node.maps, sizeof(node.maps), XLA_FFI_KernelArgType_HostValue}};
+    const XLA_FFI_KernelArgs arguments{values, node.has_maps ? 2 : 1};
+    if (frame.action == XLA_FFI_RecordAction_Update) {
+      error = frame.api->update_launch(frame.record_ctx, frame.commands[0], &arguments);
+      return;
+    }
+    auto dim = [](unsigned x) { return XLA_FFI_Dim3{static_cast<int32_t>(x), 1, 1}; };
+    const XLA_FFI_LaunchDims dims{dim(node.blocks), dim(node.threads),
+                                  node.cluster > 1 ? dim(node.cluster) : XLA_FFI_Dim3{0, 0, 0}};
+    error = frame.api->create_launch(frame.record_ctx, node.name, node.cubin->data(),
+                                     static_cast<int64_t>(node.cubin->size()), XLA_FFI_SourceFormat_CUBIN, dims,
+                                     node.shared_bytes, node.overlaps, &arguments, nullptr, 0, &frame.commands[0]);
+    if (!error) *frame.num_commands = 1;
+  });
+  return error ? ffi::internal::ErrorPolicy::TakeError(record.api, error) : ours;
+}
+#endif
+
 #define JAX_FLASH_BIND_CPU ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attrs<Options>().RemainingArgs().RemainingRets()
 #define JAX_FLASH_BIND_PREPARE                       \
   ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>() \
@@ -378,6 +427,17 @@ XLA_FFI_DEFINE_HANDLER(kBackwardCudaPrepare, prepare_cuda<Pass::backward>, JAX_F
 XLA_FFI_DEFINE_HANDLER(kForwardCuda, run_cuda<Pass::forward>, JAX_FLASH_BIND_CUDA, {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kBackwardCuda, run_cuda<Pass::backward>, JAX_FLASH_BIND_CUDA,
                        {ffi::Traits::kCmdBufferCompatible});
+
+#ifdef XLA_FFI_Extension_Record
+#define JAX_FLASH_BIND_RECORD                 \
+  ffi::Ffi::BindRecord()                      \
+      .Ctx<ffi::Extension<RecordExtension>>() \
+      .Ctx<ffi::DeviceOrdinal>()              \
+      .Attrs<Options>()                       \
+      .RemainingArgs()                        \
+      .RemainingRets()
+XLA_FFI_DEFINE_HANDLER(kForwardCudaRecord, record_cuda<Pass::forward>, JAX_FLASH_BIND_RECORD);
+#endif
 
 DType named_dtype(const std::string& name) {
   if (name == "float16") return DType::f16;
@@ -491,6 +551,9 @@ NB_MODULE(_core, m) {
     forward["execute"] = capsule(kForwardCuda);
     backward["initialize"] = capsule(kBackwardCudaPrepare);
     backward["execute"] = capsule(kBackwardCuda);
+#ifdef XLA_FFI_Extension_Record
+    forward["record"] = capsule(kForwardCudaRecord);
+#endif
     cuda["jax_flash_forward"] = forward;
     cuda["jax_flash_backward"] = backward;
     nb::dict all;

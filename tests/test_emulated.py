@@ -56,9 +56,7 @@ UNNOTICED = {
     "wait in put_ds": "a warpgroup waits for dS of a tile from all others, who by then have read that of two before",
     "wait in skip": "the turns keep the warpgroups together",
     "numbered barrier in wait_for_keys": "each warpgroup zeroes for itself what lies beyond the end",
-    "wait for products in step (csrc/cuda/sm90a/backward.cuh": (
-        "of two tiles of keys that of dV and that of dK are for operands whose registers are given away on a GPU alone"
-    ),
+    "wait for products in take_back": "the registers of operands are given away on a GPU alone",
 }
 """What a kernel can do without as it stands, or so much that no order goes wrong, and why."""
 

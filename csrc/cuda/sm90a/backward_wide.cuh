@@ -83,7 +83,9 @@ struct Half {
   Weights weights;
 
   __device__ __forceinline__ int thread() const { return warp * 32 + lane; }
+  // For its warp, whose lanes are done with what the barrier is about.
   __device__ __forceinline__ void arrive(const u64& barrier) const {
+    __syncwarp();
     if (lane == 0) barrier_arrive(shared_address(&barrier));
   }
 
@@ -147,7 +149,6 @@ struct Half {
           shared.derivatives[n][thread()] = float4{d.x[0], d.x[1], d.x[2], d.x[3]};
         }
       }
-      __syncwarp();
       arrive(shared.p_full[warp]);
       round_kept(operand, s);
       wait_for_rows<OutSlabs>(shared.dout_full[stage], shared.dout[stage], at, ring.parity);
@@ -184,7 +185,6 @@ struct Half {
           derivatives[n] = {d.x, d.y, d.z, d.w};
         }
       }
-      __syncwarp();
       arrive(shared.p_empty[warp]);
       weights.derive(dp, p, derivatives, at, shared.deltas[stage]);
       arrive(shared.dout_empty[stage]);
