@@ -8,8 +8,10 @@ namespace jax_flash {
 // Blocks of a cluster that any GPU takes which knows them; 1: this one knows none. Those for older GPUs are as there.
 constexpr int most_cluster = __CUDA_ARCH__ >= 900 && !loads_take_registers ? 8 : 1;
 
-// For all threads of a cluster: shared memory that was written before is there for the others.
+// For all threads of a cluster: shared memory that was written before is there for the others. Of a block's own threads
+// the cluster's barrier says so too, but racecheck does not know that.
 JAX_FLASH_DEVICE void cluster_sync() {
+  __syncthreads();
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 #endif

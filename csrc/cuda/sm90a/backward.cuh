@@ -236,12 +236,15 @@ struct Backward {
       start_dk(ds_operand[j], stage, j);
     }
     if constexpr (adds_dq && tiles < tiles_of_keys) put_no_ds(i, tiles);
-    __syncwarp();  // all lanes have put their dS, and have what they want of anchors and deltas
-    if (adds_dq && lane == 0) barrier_arrive(shared_address(&shared.ds_full[i % 2]));
+    if constexpr (adds_dq) {
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(&shared.ds_full[i % 2]));
+    }
     wgmma_wait<0>();
     hold(p_operand[tiles - 1]);
     hold(ds_operand[tiles - 1]);
-    if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+    __syncwarp();  // all lanes have read anchors and deltas
+    if (arrives(lane)) barrier_arrive(shared_address(&shared.empty[stage]));
     if constexpr (sums) sum_dq(before, i - 1);
   }
   // `sums` by turns.
@@ -304,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     barrier_init(shared_address(&shared.keys_full), 1);
     for (int i = 0; i < stages; ++i) {
       barrier_init(shared_address(&shared.full[i]), 1 + 32);
-      barrier_init(shared_address(&shared.empty[i]), 4 * computing);
+      barrier_init(shared_address(&shared.empty[i]), 4 * computing * arrivals_of_a_warp);
     }
     for (int i = 0; i < 2; ++i) {
       barrier_init(shared_address(&shared.ds_full[i]), 4 * computing);

@@ -86,7 +86,7 @@ struct Half {
   // For its warp, whose lanes are done with what the barrier is about.
   __device__ __forceinline__ void arrive(const u64& barrier) const {
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&barrier));
+    if (arrives(lane)) barrier_arrive(shared_address(&barrier));
   }
 
   // What is beyond the end of keys or rows may be anything, and no weight of 0 would take it away.
@@ -214,13 +214,13 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     barrier_init(shared_address(&shared.v_full), 1);
     for (int i = 0; i < buffers; ++i) {
       barrier_init(shared_address(&shared.q_full[i]), 1 + 32);
-      barrier_init(shared_address(&shared.q_empty[i]), 4 * computing);
+      barrier_init(shared_address(&shared.q_empty[i]), 4 * computing * arrivals_of_a_warp);
       barrier_init(shared_address(&shared.dout_full[i]), 1 + 32);
-      barrier_init(shared_address(&shared.dout_empty[i]), 4 * computing);
+      barrier_init(shared_address(&shared.dout_empty[i]), 4 * computing * arrivals_of_a_warp);
     }
     for (int i = 0; i < 4; ++i) {
-      barrier_init(shared_address(&shared.p_full[i]), 1);
-      barrier_init(shared_address(&shared.p_empty[i]), 1);
+      barrier_init(shared_address(&shared.p_full[i]), arrivals_of_a_warp);
+      barrier_init(shared_address(&shared.p_empty[i]), arrivals_of_a_warp);
     }
     barriers_ready();
   }
