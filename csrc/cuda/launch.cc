@@ -264,9 +264,10 @@ TensorMaps tensor_maps(const LaunchFacts& facts, const Problem& p) {
           tensor_map(p.dout, "dout", facts.dout_box_rows, p, p.q_length, p.q_heads, p.value_head_dim)};
 }
 
-// Of keys, for which a block more is worth while where a cluster puts together what its blocks have: a cluster of two
-// takes 1.2 us more than a block (128 keys of 128 columns, H200: 5.9 against 4.7), of 1024 keys four take 7.2 against
-// 10.4.
+// Up to 1024 keys a second launch costs what slices save (plan_few); a cluster saves it. Four blocks take 7.2 us instead
+// of 10.4 for 32 heads on 8 key heads at T 1, S 1024, head_dim 128, but two take 5.9 instead of 4.7 for one head's 128
+// keys (H200): so a block more for every 256 keys. And no more blocks than half of the multiprocessors, among which
+// clusters of whole ones do not always find room.
 constexpr int kClusterKeys = 256;
 
 std::atomic<int64_t> launched{0}, captured{0};
@@ -310,13 +311,13 @@ Launch few_launch_of(const Loaded& loaded, const Problem& problem, int slices) {
   const int64_t rows = int64_t{problem.q_length} * (heads_share ? problem.q_heads / problem.kv_heads : 1);
   const int64_t sets = int64_t{problem.batch} * (heads_share ? problem.kv_heads : problem.q_heads);
   const int64_t blocks = blocks_of(problem, static_cast<int>(rows), loaded.facts.block_rows) * sets;
-  const int most = loaded.facts.most_cluster;
-  // A cluster costs no second launch, so that the keys of small problems are split too.
-  if (slices == 1 && most > 1) {
-    const int64_t wanted = std::min(kMultiprocessors / blocks, int64_t{problem.kv_length} / kClusterKeys);
-    slices = static_cast<int>(std::clamp<int64_t>(wanted, 1, most));
+  unsigned cluster = 1;
+  if (slices == 1) {
+    const int64_t wanted = std::min(kMultiprocessors / 2 / blocks, int64_t{problem.kv_length} / kClusterKeys);
+    slices = static_cast<int>(std::clamp<int64_t>(wanted, 1, loaded.facts.most_cluster));
+    cluster = slices;
   }
-  Launch launch{loaded, problem, {}, false, grid(blocks * slices), slices <= most ? static_cast<unsigned>(slices) : 1};
+  Launch launch{loaded, problem, {}, false, grid(blocks * slices), cluster};
   launch.problem.kv_slices = slices;
   return launch;
 }

@@ -5,9 +5,8 @@
 // the rows of a block are pairs of query and head, heads fastest. A team of a warp for each 16 rows owns all of them,
 // and a part of the slice, with buffers of its own for K and V; teams wait for each other at the end alone, where their
 // results are put together in shared memory. Where a head's keys are split over blocks, these are a cluster, which puts
-// together what its blocks have in their shared memory; or, where there are more of them than a cluster has, or no
-// clusters, they leave it in scratch for jax_flash_combine. All in one order, so that the results are the same in every
-// run.
+// together what its blocks have in their shared memory; or, where the plan is to split them further, they leave it in
+// scratch for jax_flash_combine. All in one order, so that the results are the same in every run.
 #pragma once
 
 #include "cuda/shared/cluster.cuh"
@@ -54,9 +53,9 @@ struct SharedStorage {
 extern "C" __constant__ LaunchFacts jax_flash_forward_few_facts = {
     threads, block_q, sizeof(SharedStorage), 0, 0, 0, 0, 0, 0, combine_warps, 0, most_cluster};
 
-// Whether the slices of the keys of a head are the blocks of a cluster. launch.cc has it so.
+// Whether the slices of the keys of a head are the blocks of a cluster: those that nobody planned scratch for.
 JAX_FLASH_DEVICE bool in_cluster(const Problem& problem) {
-  return most_cluster > 1 && problem.kv_slices > 1 && problem.kv_slices <= most_cluster;
+  return most_cluster > 1 && problem.kv_slices > 1 && !problem.scratch;
 }
 
 // What the threads of a team wait for each other with.
@@ -117,7 +116,7 @@ struct Scratch {
   }
 };
 
-// In small problems most divisors are 1, and a division is a long way before the first load.
+// In small problems most divisors are 1, and a division is a long way to go before the first load.
 JAX_FLASH_DEVICE int divide(int x, int by) { return by == 1 ? x : x / by; }
 
 // The rows of a block.
@@ -128,8 +127,12 @@ struct Block {
   int heads;       // that share the rows
   int first;       // row, of the part's and these heads'
   int slice;
+  u32 inverse;  // of `heads`, in units of 2^-32, rounded up
 
-  __device__ __forceinline__ int row_of(int r) const { return divide(first + r, heads); }
+  // Exact where x * heads is below 2^32, which plan_few sees to by far.
+  __device__ __forceinline__ int row_of(int r) const {
+    return heads == 1 ? first + r : static_cast<int>(__umulhi(first + r, inverse));
+  }
   __device__ __forceinline__ int head_of(int r) const { return first_head + first + r - row_of(r) * heads; }
   // In an array [B, N, T].
   __device__ __forceinline__ i64 index_of(const Problem& problem, int r) const {
@@ -152,7 +155,8 @@ JAX_FLASH_DEVICE Block block_of(const Problem& problem, int item) {
           set * heads,
           heads,
           block * block_q,
-          slice};
+          slice,
+          heads == 1 ? 0u : 0xffffffffu / heads + 1};
 }
 
 // Weights that are dropped become 0: of the row of one half of the accumulators.
@@ -461,7 +465,6 @@ extern "C" __global__ void __launch_bounds__(32 * combine_warps)
   constexpr int fours = value_head_dim / 4, own_fours = ceil_div(fours, 32);
   __shared__ float4 sums[combine_warps][fours];
 
-  wait_for_the_kernel_before();
   const Scratch scratch(problem);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool alone = scratch.slices <= combine_warps;  // a warp with its row
