@@ -264,10 +264,10 @@ TensorMaps tensor_maps(const LaunchFacts& facts, const Problem& p) {
           tensor_map(p.dout, "dout", facts.dout_box_rows, p, p.q_length, p.q_heads, p.value_head_dim)};
 }
 
-// Up to 1024 keys a second launch costs what slices save (plan_few); a cluster saves it. Four blocks take 7.2 us instead
-// of 10.4 for 32 heads on 8 key heads at T 1, S 1024, head_dim 128, but two take 5.9 instead of 4.7 for one head's 128
-// keys (H200): so a block more for every 256 keys. And no more blocks than half of the multiprocessors, among which
-// clusters of whole ones do not always find room.
+// Up to 1024 keys a second launch costs what slices save (plan_few); a cluster saves it. Four blocks take 7.2 us
+// instead of 10.4 for 32 heads on 8 key heads at T 1, S 1024, head_dim 128, but two take 5.9 instead of 4.7 for one
+// head's 128 keys (H200): so a block more for every 256 keys. And no more blocks than half of the multiprocessors,
+// among which clusters of whole ones do not always find room.
 constexpr int kClusterKeys = 256;
 
 std::atomic<int64_t> launched{0}, captured{0};

@@ -195,8 +195,8 @@ struct FewForward {
   QReader q_reader;
   KReader k_reader;
   VReader v_reader;
-  TileLoad<KTile, head_dim, team_threads> k_load;
-  TileLoad<VTile, value_head_dim, team_threads> v_load;
+  TileLoad<KTile, head_dim, team_threads, true> k_load;
+  TileLoad<VTile, value_head_dim, team_threads, true> v_load;
   FragmentC out[1][tile_value_head_dim / 8];
   RowStatistics statistics[2];
 
@@ -306,10 +306,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       problem,
       storage,
       part,
-      TileLoad<KTile, head_dim, team_threads>::base(head_of(problem.k, block.batch, block.kv_head, part.kv.first),
-                                                    problem.k.row_stride, thread),
-      TileLoad<VTile, value_head_dim, team_threads>::base(head_of(problem.v, block.batch, block.kv_head, part.kv.first),
-                                                          problem.v.row_stride, thread),
+      TileLoad<KTile, head_dim, team_threads, true>::base(head_of(problem.k, block.batch, block.kv_head, part.kv.first),
+                                                          problem.k.row_stride, thread),
+      TileLoad<VTile, value_head_dim, team_threads, true>::base(
+          head_of(problem.v, block.batch, block.kv_head, part.kv.first), problem.v.row_stride, thread),
       {{problem, part, block.batch, block.head_of(own[0]), scale},
        {problem, part, block.batch, block.head_of(own[1]), scale}},
       {block.row_of(own[0]), block.row_of(own[1])},
