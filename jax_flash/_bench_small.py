@@ -115,8 +115,8 @@ def chain(implementation: str, cell: Cell, calls: int, gradients: bool) -> Calla
 
 
 def calls_of(cell: Cell, gradients: bool) -> int:
-    """Calls of a chain. XLA makes CUDA graphs of five launches and more; that of a long chain costs little a call, but a
-    chain of gradients takes XLA long to compile."""
+    """Calls of a chain. XLA makes CUDA graphs of five launches and more; that of a long chain costs little a call, but
+    one of gradients takes XLA long to compile."""
     return 64 if cell.operations < 1e8 and not gradients else 16 if cell.operations < 3e10 else 5
 
 

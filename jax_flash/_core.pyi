@@ -13,8 +13,8 @@ OPERANDS: tuple[tuple[str, str], ...]
 """(name, dims) of the options that are arrays, in the order in which the handlers take them."""
 
 def handlers(*, records: bool) -> dict[str, dict[str, Any]]:
-    """Platform -> custom call target -> handler, as ``jax.ffi.register_ffi_target`` takes it; with ``records`` those too
-    by which XLA records kernels into CUDA graphs."""
+    """Platform -> custom call target -> handler, as ``jax.ffi.register_ffi_target`` takes it; with ``records`` those
+    too by which XLA records kernels into CUDA graphs."""
 
 def scratch(
     *,

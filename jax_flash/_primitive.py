@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowering
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.core import ShapedArray
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh

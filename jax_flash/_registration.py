@@ -55,9 +55,7 @@ def runtime_ffi_version(include_dir: pathlib.Path | None = None) -> tuple[int, i
 def runtime_record_version(include_dir: pathlib.Path | None = None) -> tuple[int, int] | None:
     """That of its interface for recording kernels into CUDA graphs, which has no stable form yet; None without one."""
     try:
-        return _version(
-            "record_c_api.h", "XLA_FFI_Extension_Record", ("MajorVersion", "MinorVersion"), include_dir
-        )
+        return _version("record_c_api.h", "XLA_FFI_Extension_Record", ("MajorVersion", "MinorVersion"), include_dir)
     except (FileNotFoundError, ImportError):
         return None
 
@@ -110,7 +108,7 @@ def _register() -> None:
     check_ffi_version(_core.FFI_API_VERSION, runtime_ffi_version())
     configure(SOURCES)
     _tuned.use_stored()
-    records = _core.RECORD_API_VERSION is not None and _core.RECORD_API_VERSION == runtime_record_version()
+    records = _core.RECORD_API_VERSION is not None and runtime_record_version() == _core.RECORD_API_VERSION
     for platform, handlers in _core.handlers(records=records).items():
         for name, handler in handlers.items():
             jax.ffi.register_ffi_target(name, handler, platform=platform)
