@@ -20,6 +20,8 @@ constexpr int team_threads = 2 * block_q;
 constexpr int teams = threads / team_threads;
 static_assert(block_q % 16 == 0 && threads % team_threads == 0 && block_q <= threads);
 constexpr int combine_warps = 8;
+// Blocks of more rows have as much to do as their code is long, and no registers for the loop's.
+constexpr bool short_code = block_q == 16;
 
 using QTile = Tile<block_q, parts * tile_head_dim>;
 using KTile = Tile<block_kv, parts * tile_head_dim>;
@@ -195,8 +197,8 @@ struct FewForward {
   QReader q_reader;
   KReader k_reader;
   VReader v_reader;
-  TileLoad<KTile, head_dim, team_threads, true> k_load;
-  TileLoad<VTile, value_head_dim, team_threads, true> v_load;
+  TileLoad<KTile, head_dim, team_threads, short_code> k_load;
+  TileLoad<VTile, value_head_dim, team_threads, short_code> v_load;
   FragmentC out[1][tile_value_head_dim / 8];
   RowStatistics statistics[2];
 
@@ -306,9 +308,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       problem,
       storage,
       part,
-      TileLoad<KTile, head_dim, team_threads, true>::base(head_of(problem.k, block.batch, block.kv_head, part.kv.first),
-                                                          problem.k.row_stride, thread),
-      TileLoad<VTile, value_head_dim, team_threads, true>::base(
+      TileLoad<KTile, head_dim, team_threads, short_code>::base(
+          head_of(problem.k, block.batch, block.kv_head, part.kv.first), problem.k.row_stride, thread),
+      TileLoad<VTile, value_head_dim, team_threads, short_code>::base(
           head_of(problem.v, block.batch, block.kv_head, part.kv.first), problem.v.row_stride, thread),
       {{problem, part, block.batch, block.head_of(own[0]), scale},
        {problem, part, block.batch, block.head_of(own[1]), scale}},
