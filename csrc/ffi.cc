@@ -456,7 +456,9 @@ ffi::Error record_cuda(RecordExtension::Type record, int32_t device, Options opt
     error = frame.api->create_launch(frame.record_ctx, node.name, node.cubin->data(),
                                      static_cast<int64_t>(node.cubin->size()), XLA_FFI_SourceFormat_CUBIN, dims,
                                      node.shared_bytes, node.overlaps, &arguments, nullptr, 0, &frame.commands[0]);
-    if (!error) *frame.num_commands = 1;
+    if (error) return;
+    *frame.num_commands = 1;
+    cuda::count_recorded();
   });
   return error ? ffi::internal::ErrorPolicy::TakeError(record.api, error) : ours;
 }

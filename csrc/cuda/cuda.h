@@ -43,6 +43,7 @@ struct GraphNode {
 };
 // False where a call takes more than a kernel. To be used where prepare() came before.
 bool graph_node(int device, Pass pass, DType dtype, const Problem& problem, GraphNode& node);
+void count_recorded();  // that XLA has put such a kernel into a graph
 
 // How many calls this process has launched, and how many of these went into a CUDA graph, which replays them without
 // us.
