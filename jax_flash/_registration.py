@@ -105,10 +105,13 @@ def cuda_status() -> dict[str, Any]:
 
 
 def _register() -> None:
-    check_ffi_version(_core.FFI_API_VERSION, runtime_ffi_version())
+    library, runtime = _core.FFI_API_VERSION, runtime_ffi_version()
+    check_ffi_version(library, runtime)
     configure(SOURCES)
     _tuned.use_stored()
-    records = _core.RECORD_API_VERSION is not None and runtime_record_version() == _core.RECORD_API_VERSION
+    # What is not stable yet is used where it is the very same.
+    record = _core.RECORD_API_VERSION
+    records = record is not None and record == runtime_record_version() and library == runtime
     for platform, handlers in _core.handlers(records=records).items():
         for name, handler in handlers.items():
             jax.ffi.register_ffi_target(name, handler, platform=platform)

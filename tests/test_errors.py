@@ -447,8 +447,12 @@ def test_kernels_are_recorded_where_both_know_how(
     monkeypatch.setattr(_core, "RECORD_API_VERSION", library)
     monkeypatch.setattr(_core, "handlers", lambda *, records: asked.append(records) or {})
     monkeypatch.setattr(_registration, "runtime_record_version", lambda: runtime)
+    monkeypatch.setattr(_registration, "runtime_ffi_version", lambda: _core.FFI_API_VERSION)
     _registration._register()
-    assert asked == [records]
+    major, minor = _core.FFI_API_VERSION
+    monkeypatch.setattr(_registration, "runtime_ffi_version", lambda: (major, minor + 1))
+    _registration._register()
+    assert asked == [records, False]
 
 
 def test_nothing_is_registered_before_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
