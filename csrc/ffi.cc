@@ -3,17 +3,21 @@
 // The handlers are stateless. Both platforms share the decoding; what differs is the context they get from XLA.
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <type_traits>
 #include <utility>
@@ -25,6 +29,9 @@
 #include <nanobind/stl/vector.h>
 
 #include "xla/ffi/api/ffi.h"
+#if __has_include("xla/ffi/api/record_c_api.h")
+#include "xla/ffi/api/record_c_api.h"
+#endif
 
 #include "cpu/cpu.h"
 #include "cuda/cuda.h"
@@ -36,21 +43,74 @@
 namespace ffi = xla::ffi;
 namespace nb = nanobind;
 
-// The attributes of a call are the option record, field by field, decoded by name. The last macro is there because
-// XLA's splits its arguments before the field list is expanded.
-#define JAX_FLASH_MEMBER(type, name) , ffi::StructMember<type>(#name)
-#define JAX_FLASH_FEATURE_MEMBER(type, name, absent) , ffi::StructMember<type>(#name)
-#define JAX_FLASH_OPERAND_MEMBER(type, name, dims) , ffi::StructMember<bool>("has_" #name)
-#define JAX_FLASH_TRAINABLE_MEMBER(type, name, dims) \
-  , ffi::StructMember<bool>("has_" #name), ffi::StructMember<bool>("has_d" #name)
-#define JAX_FLASH_REGISTER(...) XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(__VA_ARGS__)
-JAX_FLASH_REGISTER(jax_flash::Options JAX_FLASH_OPTIONS(JAX_FLASH_MEMBER, JAX_FLASH_MEMBER, JAX_FLASH_FEATURE_MEMBER,
-                                                        JAX_FLASH_OPERAND_MEMBER, JAX_FLASH_TRAINABLE_MEMBER));
-#undef JAX_FLASH_REGISTER
-#undef JAX_FLASH_TRAINABLE_MEMBER
-#undef JAX_FLASH_OPERAND_MEMBER
-#undef JAX_FLASH_FEATURE_MEMBER
-#undef JAX_FLASH_MEMBER
+// The attributes of a call are the option record, field by field, decoded by name. XLA's own decoding of a struct looks
+// for each from the first attribute on; but they come ordered by name, so that of every name the place is known.
+namespace xla::ffi {
+
+template <>
+struct AttrsBinding<jax_flash::Options> {
+  using Attrs = jax_flash::Options;
+};
+
+template <>
+struct AttrDecoding<jax_flash::Options> {
+  using Type = jax_flash::Options;
+
+#define JAX_FLASH_NAME(type, name) #name,
+#define JAX_FLASH_FEATURE_NAME(type, name, absent) #name,
+#define JAX_FLASH_OPERAND_NAME(type, name, dims) "has_" #name,
+#define JAX_FLASH_TRAINABLE_NAME(type, name, dims) "has_" #name, "has_d" #name,
+  static constexpr std::string_view kNames[] = {JAX_FLASH_OPTIONS(
+      JAX_FLASH_NAME, JAX_FLASH_NAME, JAX_FLASH_FEATURE_NAME, JAX_FLASH_OPERAND_NAME, JAX_FLASH_TRAINABLE_NAME)};
+#undef JAX_FLASH_TRAINABLE_NAME
+#undef JAX_FLASH_OPERAND_NAME
+#undef JAX_FLASH_FEATURE_NAME
+#undef JAX_FLASH_NAME
+  static constexpr size_t kCount = std::size(kNames);
+
+  // How many names come before each.
+  static constexpr std::array<size_t, kCount> places() {
+    std::array<size_t, kCount> places{};
+    for (size_t i = 0; i < kCount; ++i) {
+      for (std::string_view other : kNames) places[i] += other < kNames[i];
+    }
+    return places;
+  }
+
+  static std::optional<Type> Decode(XLA_FFI_AttrType, void* attr, DiagnosticEngine& diagnostic) {
+    static constexpr std::array<size_t, kCount> kPlaces = places();
+    const auto& attrs = *static_cast<const XLA_FFI_Attrs*>(attr);
+    Type options{};
+    bool complete = attrs.size == static_cast<int64_t>(kCount);
+    size_t next = 0;
+    auto read = [&](auto& field) {
+      const size_t name = next++, place = kPlaces[name];
+      if (!complete) return;
+      const XLA_FFI_ByteSpan& found = *attrs.names[place];
+      complete = std::string_view(found.ptr, found.len) == kNames[name];
+      if (!complete) return;
+      auto value = AttrDecoding<std::remove_reference_t<decltype(field)>>::Decode(attrs.types[place],
+                                                                                  attrs.attrs[place], diagnostic);
+      complete = value.has_value();
+      if (complete) field = *value;
+    };
+#define JAX_FLASH_READ(type, name) read(options.name);
+#define JAX_FLASH_READ_FEATURE(type, name, absent) read(options.name);
+#define JAX_FLASH_READ_OPERAND(type, name, dims) read(options.has_##name);
+#define JAX_FLASH_READ_TRAINABLE(type, name, dims) read(options.has_##name), read(options.has_d##name);
+    JAX_FLASH_OPTIONS(JAX_FLASH_READ, JAX_FLASH_READ, JAX_FLASH_READ_FEATURE, JAX_FLASH_READ_OPERAND,
+                      JAX_FLASH_READ_TRAINABLE)
+#undef JAX_FLASH_READ_TRAINABLE
+#undef JAX_FLASH_READ_OPERAND
+#undef JAX_FLASH_READ_FEATURE
+#undef JAX_FLASH_READ
+    if (complete) return options;
+    diagnostic.Emit("The attributes are not those of jax_flash's options");
+    return std::nullopt;
+  }
+};
+
+}  // namespace xla::ffi
 
 namespace jax_flash {
 namespace {
@@ -356,6 +416,54 @@ ffi::Error run_cuda(cuda::Stream stream, int32_t device, Options options, ffi::R
   });
 }
 
+#ifdef XLA_FFI_Extension_Record
+// From FFI API 0.4 on (jaxlib 0.11) a handler can say which kernel XLA is to put into its CUDA graph.
+struct RecordExtension {
+  struct Type {
+    const XLA_FFI_Api* api;
+    const XLA_FFI_RecordFrame* frame;
+  };
+  using CExtension = XLA_FFI_Record_Extension;
+  static constexpr auto kName = "record";
+  static constexpr int64_t kExtensionType = XLA_FFI_Extension_Record;
+  static constexpr int32_t kMajorVersion = XLA_FFI_Extension_Record_MajorVersion;
+  static constexpr int32_t kMinorVersion = XLA_FFI_Extension_Record_MinorVersion;
+  static Type Create(const XLA_FFI_Api* api, const CExtension* extension) { return {api, extension->record_frame}; }
+};
+
+template <Pass pass>
+ffi::Error record_cuda(RecordExtension::Type record, int32_t device, Options options, ffi::RemainingArgs args,
+                       ffi::RemainingRets rets) {
+  const XLA_FFI_RecordFrame& frame = *record.frame;
+  XLA_FFI_Error* error = nullptr;
+  ffi::Error ours = guarded([&] {
+    Call call = decode(pass, options, args, rets, cuda_scratch<pass>);
+    cuda::GraphNode node;
+    if (!cuda::graph_node(device, pass, call.dtype, call.problem, node)) {
+      error = frame.api->request_stream_capture(frame.record_ctx);
+      return;
+    }
+    const XLA_FFI_KernelArg values[] = {{&node.problem, sizeof(node.problem), XLA_FFI_KernelArgType_HostValue},
+                                        {&node.maps, sizeof(node.maps), XLA_FFI_KernelArgType_HostValue}};
+    const XLA_FFI_KernelArgs arguments{values, node.has_maps ? 2 : 1};
+    if (frame.action == XLA_FFI_RecordAction_Update) {
+      error = frame.api->update_launch(frame.record_ctx, frame.commands[0], &arguments);
+      return;
+    }
+    auto dim = [](unsigned x) { return XLA_FFI_Dim3{static_cast<int32_t>(x), 1, 1}; };
+    const XLA_FFI_LaunchDims dims{dim(node.blocks), dim(node.threads),
+                                  node.cluster > 1 ? dim(node.cluster) : XLA_FFI_Dim3{0, 0, 0}};
+    error = frame.api->create_launch(frame.record_ctx, node.name, node.cubin->data(),
+                                     static_cast<int64_t>(node.cubin->size()), XLA_FFI_SourceFormat_CUBIN, dims,
+                                     node.shared_bytes, node.overlaps, &arguments, nullptr, 0, &frame.commands[0]);
+    if (error) return;
+    *frame.num_commands = 1;
+    cuda::count_recorded();
+  });
+  return error ? ffi::internal::ErrorPolicy::TakeError(record.api, error) : ours;
+}
+#endif
+
 #define JAX_FLASH_BIND_CPU ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attrs<Options>().RemainingArgs().RemainingRets()
 #define JAX_FLASH_BIND_PREPARE                       \
   ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>() \
@@ -378,6 +486,17 @@ XLA_FFI_DEFINE_HANDLER(kBackwardCudaPrepare, prepare_cuda<Pass::backward>, JAX_F
 XLA_FFI_DEFINE_HANDLER(kForwardCuda, run_cuda<Pass::forward>, JAX_FLASH_BIND_CUDA, {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kBackwardCuda, run_cuda<Pass::backward>, JAX_FLASH_BIND_CUDA,
                        {ffi::Traits::kCmdBufferCompatible});
+
+#ifdef XLA_FFI_Extension_Record
+#define JAX_FLASH_BIND_RECORD                 \
+  ffi::Ffi::BindRecord()                      \
+      .Ctx<ffi::Extension<RecordExtension>>() \
+      .Ctx<ffi::DeviceOrdinal>()              \
+      .Attrs<Options>()                       \
+      .RemainingArgs()                        \
+      .RemainingRets()
+XLA_FFI_DEFINE_HANDLER(kForwardCudaRecord, record_cuda<Pass::forward>, JAX_FLASH_BIND_RECORD);
+#endif
 
 DType named_dtype(const std::string& name) {
   if (name == "float16") return DType::f16;
@@ -472,6 +591,12 @@ NB_MODULE(_core, m) {
   using namespace jax_flash;
   const std::vector<std::string> kPasses{"forward", "backward", "backward_dq", "backward_bias", "forward_few"};
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+#ifdef XLA_FFI_Extension_Record
+  m.attr("RECORD_API_VERSION") =
+      nb::make_tuple(XLA_FFI_Extension_Record_MajorVersion, XLA_FFI_Extension_Record_MinorVersion);
+#else
+  m.attr("RECORD_API_VERSION") = nb::none();
+#endif
 
   nb::list operands;
 #define JAX_FLASH_NOTHING(type, name)
@@ -483,21 +608,27 @@ NB_MODULE(_core, m) {
 #undef JAX_FLASH_NOTHING
   m.attr("OPERANDS") = nb::tuple(operands);
 
-  m.def("handlers", [] {
-    nb::dict cpu, cuda, forward, backward;
-    cpu["jax_flash_forward"] = capsule(kForwardCpu);
-    cpu["jax_flash_backward"] = capsule(kBackwardCpu);
-    forward["initialize"] = capsule(kForwardCudaPrepare);
-    forward["execute"] = capsule(kForwardCuda);
-    backward["initialize"] = capsule(kBackwardCudaPrepare);
-    backward["execute"] = capsule(kBackwardCuda);
-    cuda["jax_flash_forward"] = forward;
-    cuda["jax_flash_backward"] = backward;
-    nb::dict all;
-    all["cpu"] = cpu;
-    all["CUDA"] = cuda;
-    return all;
-  });
+  m.def(
+      "handlers",
+      []([[maybe_unused]] bool records) {
+        nb::dict cpu, cuda, forward, backward;
+        cpu["jax_flash_forward"] = capsule(kForwardCpu);
+        cpu["jax_flash_backward"] = capsule(kBackwardCpu);
+        forward["initialize"] = capsule(kForwardCudaPrepare);
+        forward["execute"] = capsule(kForwardCuda);
+        backward["initialize"] = capsule(kBackwardCudaPrepare);
+        backward["execute"] = capsule(kBackwardCuda);
+#ifdef XLA_FFI_Extension_Record
+        if (records) forward["record"] = capsule(kForwardCudaRecord);
+#endif
+        cuda["jax_flash_forward"] = forward;
+        cuda["jax_flash_backward"] = backward;
+        nb::dict all;
+        all["cpu"] = cpu;
+        all["CUDA"] = cuda;
+        return all;
+      },
+      nb::kw_only(), nb::arg("records"));
 
   m.def(
       "scratch",

@@ -6,11 +6,15 @@ from typing import Any
 FFI_API_VERSION: tuple[int, int]
 """Of the headers that the library was built with."""
 
+RECORD_API_VERSION: tuple[int, int] | None
+"""Of their interface for recording kernels into CUDA graphs; None where they have none (before jaxlib 0.11)."""
+
 OPERANDS: tuple[tuple[str, str], ...]
 """(name, dims) of the options that are arrays, in the order in which the handlers take them."""
 
-def handlers() -> dict[str, dict[str, Any]]:
-    """Platform -> custom call target -> handler, as ``jax.ffi.register_ffi_target`` takes it."""
+def handlers(*, records: bool) -> dict[str, dict[str, Any]]:
+    """Platform -> custom call target -> handler, as ``jax.ffi.register_ffi_target`` takes it; with ``records`` those
+    too by which XLA records kernels into CUDA graphs."""
 
 def scratch(
     *,

@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowering
+from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jax_flash import _chunked, _core, _dtypes, _explain, _half, _registration, _varlen
 from jax_flash._options import OPERANDS, Options
@@ -325,7 +326,12 @@ def _partitioned(pass_: str, platform: str, params: Params) -> Callable[..., Any
     def partition(mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
         call = functools.partial(_call, pass_, platform, params)
         if mesh.empty:  # no mesh to split over, though there are several devices: all of them do all of it
-            return mesh, call, tuple(x.sharding for x in results), tuple(x.sharding for x in args)
+            return (
+                mesh,
+                functools.partial(_apart, call),
+                tuple(x.sharding for x in results),
+                tuple(x.sharding for x in args),
+            )
         spec = _spec(args[0])
         batch, heads = spec[0], spec[2]
         # Devices that share a key head would each need all of it: heads are split only where key's divide evenly.
@@ -344,7 +350,12 @@ def _partitioned(pass_: str, platform: str, params: Params) -> Callable[..., Any
                 results[i] = jax.lax.psum(results[i], shared) if shared else results[i]
             return tuple(results)
 
-        return mesh, summed, tuple(map(sharding, result_dims)), tuple(map(sharding, argument_dims))
+        return (
+            mesh,
+            functools.partial(_apart, summed),
+            tuple(map(sharding, result_dims)),
+            tuple(map(sharding, argument_dims)),
+        )
 
     def rule(mesh: Mesh, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[str, dict[str, Any]]:
         q_heads, kv_heads = arguments[0].shape[2], arguments[1].shape[2]
@@ -367,6 +378,33 @@ def _partitioned(pass_: str, platform: str, params: Params) -> Callable[..., Any
 
     attend.def_partition(partition=partition, sharding_rule=rule)
     return attend
+
+
+# What one device runs knows nothing of the mesh that the surrounding program is traced with: where its axes are
+# explicit, jax 0.11 would put a sharding behind every operation, a sum or the addition within a psum, and XLA's
+# partitioner, by then, leaves it there for somebody to run. Traced and lowered both, hence by a primitive.
+
+_NO_MESH = AbstractMesh((), ())
+
+
+def _apart(run: Callable[..., tuple[jax.Array, ...]], *args: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(_part_p.bind(*args, run=run))
+
+
+def _part_shapes(*avals: Any, run: Callable[..., Any]) -> list[Any]:
+    with use_abstract_mesh(_NO_MESH):
+        return [ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(run, *avals)]
+
+
+def _part_lowering(ctx: Any, *args: Any, run: Callable[..., Any]) -> Any:
+    with use_abstract_mesh(_NO_MESH):
+        return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
+
+
+_part_p = Primitive("jax_flash_part")
+_part_p.multiple_results = True
+_part_p.def_abstract_eval(_part_shapes)
+mlir.register_lowering(_part_p, _part_lowering)
 
 
 def _spec(arg: Any) -> tuple[Any, ...]:

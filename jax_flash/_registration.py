@@ -35,17 +35,29 @@ EXPORT_SAFE_TARGETS: tuple[str, ...] = (FORWARD_TARGET, BACKWARD_TARGET)
 """
 
 
+def _version(header: str, prefix: str, names: tuple[str, str], include_dir: pathlib.Path | None) -> tuple[int, int]:
+    """Major and minor version that a header of the running jaxlib states."""
+    path = (include_dir or pathlib.Path(jax.ffi.include_dir())) / "xla/ffi/api" / header
+    text = path.read_text(encoding="utf-8")
+    major, minor = (re.search(rf"#define {prefix}_{name}\s+(\d+)", text) for name in names)
+    if not (major and minor):
+        raise ImportError(
+            f"jax_flash: {path} does not state the FFI API version of jaxlib {jaxlib.version.__version__}"
+        )
+    return int(major[1]), int(minor[1])
+
+
 def runtime_ffi_version(include_dir: pathlib.Path | None = None) -> tuple[int, int]:
     """The FFI API version of the running jaxlib, read from the headers that it ships."""
-    header = (include_dir or pathlib.Path(jax.ffi.include_dir())) / "xla/ffi/api/c_api.h"
-    text = header.read_text(encoding="utf-8")
-    numbers = [re.search(rf"#define XLA_FFI_API_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR")]
-    if not all(numbers):
-        raise ImportError(
-            f"jax_flash: {header} does not state the FFI API version of jaxlib {jaxlib.version.__version__}"
-        )
-    major, minor = (int(match[1]) for match in numbers if match)
-    return major, minor
+    return _version("c_api.h", "XLA_FFI_API", ("MAJOR", "MINOR"), include_dir)
+
+
+def runtime_record_version(include_dir: pathlib.Path | None = None) -> tuple[int, int] | None:
+    """That of its interface for recording kernels into CUDA graphs, which has no stable form yet; None without one."""
+    try:
+        return _version("record_c_api.h", "XLA_FFI_Extension_Record", ("MajorVersion", "MinorVersion"), include_dir)
+    except (FileNotFoundError, ImportError):
+        return None
 
 
 def check_ffi_version(library: tuple[int, int], runtime: tuple[int, int]) -> None:
@@ -93,10 +105,14 @@ def cuda_status() -> dict[str, Any]:
 
 
 def _register() -> None:
-    check_ffi_version(_core.FFI_API_VERSION, runtime_ffi_version())
+    library, runtime = _core.FFI_API_VERSION, runtime_ffi_version()
+    check_ffi_version(library, runtime)
     configure(SOURCES)
     _tuned.use_stored()
-    for platform, handlers in _core.handlers().items():
+    # What is not stable yet is used where it is the very same.
+    record = _core.RECORD_API_VERSION
+    records = record is not None and record == runtime_record_version() and library == runtime
+    for platform, handlers in _core.handlers(records=records).items():
         for name, handler in handlers.items():
             jax.ffi.register_ffi_target(name, handler, platform=platform)
 

@@ -705,6 +705,10 @@ CASES = (
     Case("few_segments", 17, 2500, 8, 2, 64, segments=5, large=True),
     Case("few_segments_unsorted", 17, 2500, 8, 2, 64, segments=5, segments_sorted=False, large=True),
     Case("few_lengths", 17, 2500, 8, 2, 64, (3,), q_lengths=(0, 9, 17), kv_lengths=(2000, 40, 0), large=True),
+    # Up to 1024 keys, which a cluster's blocks share where there are clusters
+    *(Case(f"few_cluster_{h}", 5, 1021, 4, 1, h, causal=True, q_offset=900, large=True) for h in (64, 128, 256)),
+    Case("few_cluster_lengths", 17, 1024, 8, 2, 64, (2,), q_lengths=(0, 9), kv_lengths=(1000, 40), large=True),
+    Case("few_cluster_of_two", 5, 600, 8, 2, 64, sinks=True, dropout_rate=0.3, large=True),
     *(
         Case(f"few_everything_{h}", 17, 2500, 4, 2, h, **{**EVERYTHING, **FEW_EVERYTHING}, large=True)
         for h in (64, 128, 256)

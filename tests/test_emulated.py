@@ -49,16 +49,10 @@ CALLS = [(name, kernel_pass) for name in CASES for kernel_pass in ("forward", "b
 SERVED_BY_SM80: set[tuple[str, str]] = set()
 
 UNNOTICED = {
-    "numbered barrier in start_scores": "the turns of the warpgroups are for speed alone",
-    "fence of products in start_dp": "that of the scores comes before",
     "fence of products in start_dk": "that of dV or of the next scores comes before",
-    "fence of stores in wait_for_keys": "K and V are in registers at head_dim 64, and before dQ there is another fence",
-    "wait in put_ds": "a warpgroup waits for dS of a tile from all others, who by then have read that of two before",
     "wait in skip": "the turns keep the warpgroups together",
     "numbered barrier in wait_for_keys": "each warpgroup zeroes for itself what lies beyond the end",
-    "wait for products in step (csrc/cuda/sm90a/backward.cuh": (
-        "of two tiles of keys that of dV and that of dK are for operands whose registers are given away on a GPU alone"
-    ),
+    "wait for products in take_back": "the registers of operands are given away on a GPU alone",
 }
 """What a kernel can do without as it stands, or so much that no order goes wrong, and why."""
 

@@ -10,6 +10,8 @@ import pytest
 from cases import Case, Target
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_flash import _primitive
+
 COLLECTIVES = re.compile(r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -201,3 +203,29 @@ def test_gradients_of_what_devices_share(target: Target, bias: str, kind: str) -
         dlse = jax.device_put(problem.dlse, NamedSharding(grid, PartitionSpec("x", "y")))
         got = cases.named(*jax.tree.map(np.asarray, jax.jit(run)(*placed, dlse)))
     problem.check(target.platform, got)
+
+
+def test_the_part_of_a_device_knows_no_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From jax 0.11 on, explicit axes would put shardings behind its operations, which nobody runs any more."""
+    target = next(target for target in cases.TARGETS if target.platform == "cpu" and target.kernel)
+    problem = cases.problem(Case("mesh", 9, 12, 4, 4, 8, bias="ts"), "float32")
+    devices = mesh(target, (2, 1), ("x", "y")).devices
+    grid = jax.sharding.Mesh(devices, ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    call, empty = _primitive._call, []
+
+    def watched(*args: Any) -> Any:
+        empty.append(jax.sharding.get_abstract_mesh().empty)
+        return call(*args)
+
+    def loss(inputs: Any, trainable: Any) -> Any:
+        return cases.call(target, problem)(*inputs, **trainable)[0].sum()
+
+    monkeypatch.setattr(_primitive, "_call", watched)
+    with jax.set_mesh(grid):
+        inputs = jax.device_put(problem.inputs, NamedSharding(grid, PartitionSpec("x", None, "y")))
+        trainable = jax.device_put(problem.trainable, NamedSharding(grid, PartitionSpec()))
+        lowered = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(inputs, trainable)
+        empty.clear()
+        lowered.compile()
+    assert len(empty) >= 2  # forward and backward
+    assert all(empty)

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../problem.h"
+#include "tensor_maps.h"
 #include "tiles.h"
 
 namespace jax_flash::cuda {
@@ -28,6 +29,21 @@ void prepare(int device, Pass pass, DType dtype, const Problem& problem);
 
 // Enqueues the kernels. Neither allocates nor compiles nor synchronises when prepare() came before.
 void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem);
+
+// The one kernel of a call, for XLA to put into a CUDA graph by itself: with other arrays it then changes the kernel's
+// parameters, where what a handler launches would be captured anew.
+struct GraphNode {
+  const char* name;
+  const std::string* cubin;
+  unsigned blocks, cluster, threads, shared_bytes;
+  bool overlaps;  // it waits by itself for the kernel before
+  Problem problem;
+  TensorMaps maps;
+  bool has_maps;
+};
+// False where a call takes more than a kernel. To be used where prepare() came before.
+bool graph_node(int device, Pass pass, DType dtype, const Problem& problem, GraphNode& node);
+void count_recorded();  // that XLA has put such a kernel into a graph
 
 // How many calls this process has launched, and how many of these went into a CUDA graph, which replays them without
 // us.

@@ -33,6 +33,21 @@ constexpr int kMapSwizzle128Bytes = 3;         // CU_TENSOR_MAP_SWIZZLE_128B
 constexpr int kMapPromote128Bytes = 2;         // CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 constexpr int kMapZeroFill = 0;                // CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE: zeros
 
+constexpr int kLaunchCluster = 4;  // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+constexpr int kLaunchOverlap = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+// CUlaunchAttribute and CUlaunchConfig.
+struct LaunchAttribute {
+  int id;
+  alignas(8) unsigned value[16];
+};
+struct LaunchConfig {
+  unsigned grid[3], block[3], shared_bytes;
+  CuStream stream;
+  LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+
 struct Driver::Functions {
   int (*init)(unsigned);
   int (*get_error_name)(int, const char**);
@@ -51,6 +66,7 @@ struct Driver::Functions {
   int (*kernel_set_attribute)(int, int, CuKernel, int);
   int (*launch_kernel)(CuFunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CuStream,
                        void**, void**);
+  int (*launch_kernel_ex)(const LaunchConfig*, CuFunction, void**, void**);
   int (*memset_d32_async)(unsigned long long, unsigned, size_t, CuStream);
   int (*stream_is_capturing)(CuStream, int*);
   int (*tensor_map_encode_tiled)(TensorMap*, int, unsigned, void*, const unsigned long long*, const unsigned long long*,
@@ -80,6 +96,7 @@ Driver::Driver() {
     bind(library, "cuKernelGetFunction", f.kernel_get_function);
     bind(library, "cuKernelSetAttribute", f.kernel_set_attribute);
     bind(library, "cuLaunchKernel", f.launch_kernel);
+    bind(library, "cuLaunchKernelEx", f.launch_kernel_ex);
     bind(library, "cuMemsetD32Async", f.memset_d32_async);
     bind(library, "cuStreamIsCapturing", f.stream_is_capturing);
     bind(library, "cuTensorMapEncodeTiled", f.tensor_map_encode_tiled);
@@ -168,6 +185,14 @@ void Driver::launch(CuKernel kernel, unsigned blocks, unsigned threads, unsigned
   check(f_->launch_kernel(reinterpret_cast<CuFunction>(kernel), blocks, 1, 1, threads, 1, 1, shared_bytes, stream,
                           const_cast<void**>(arguments), nullptr),
         "cuLaunchKernel");
+}
+
+void Driver::launch_small(CuKernel kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, CuStream stream,
+                          const void* const* arguments, unsigned cluster) const {
+  LaunchAttribute attributes[] = {{kLaunchOverlap, {1}}, {kLaunchCluster, {cluster, 1, 1}}};
+  const LaunchConfig config{{blocks, 1, 1}, {threads, 1, 1}, shared_bytes, stream, attributes, cluster > 1 ? 2u : 1u};
+  check(f_->launch_kernel_ex(&config, reinterpret_cast<CuFunction>(kernel), const_cast<void**>(arguments), nullptr),
+        "cuLaunchKernelEx");
 }
 
 TensorMap Driver::tensor_map(void* data, const unsigned long long (&sizes)[4], const unsigned long long (&strides)[3],

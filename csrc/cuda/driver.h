@@ -35,6 +35,10 @@ class Driver {
   // `arguments` points to each, as many as the kernel takes.
   void launch(CuKernel kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, CuStream stream,
               const void* const* arguments) const;
+  // The same for kernels of few blocks, from compute capability 9.0 on: `cluster` blocks each are a cluster, and the
+  // kernel may be started before the one that it follows in the stream has ended, for whose end it waits by itself.
+  void launch_small(CuKernel kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, CuStream stream,
+                    const void* const* arguments, unsigned cluster) const;
   // Of a 4-dimensional array of 16-bit elements, the fastest dimension first, which is contiguous; its first element is
   // on 16 bytes, and the strides in bytes of the others are multiples of 16. What TensorMaps says holds for the copies.
   TensorMap tensor_map(void* data, const unsigned long long (&sizes)[4], const unsigned long long (&strides)[3],

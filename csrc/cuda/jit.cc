@@ -27,15 +27,17 @@ namespace {
 std::mutex settings_mutex;
 Settings the_settings;
 
-const char* pass_name(Pass pass) {
+// The kernel of a pass.
+const char* entry_point(Pass pass) {
   switch (pass) {
-    case Pass::forward: return "forward";
-    case Pass::backward: return "backward";
-    case Pass::forward_few: return "forward_few";
-    case Pass::backward_dq: return "backward_dq";
-    default: return "backward_bias";
+    case Pass::forward: return "jax_flash_forward";
+    case Pass::backward: return "jax_flash_backward";
+    case Pass::forward_few: return "jax_flash_forward_few";
+    case Pass::backward_dq: return "jax_flash_backward_dq";
+    default: return "jax_flash_backward_bias";
   }
 }
+const char* pass_name(Pass pass) { return entry_point(pass) + sizeof("jax_flash_") - 1; }
 
 const char* dtype_name(DType dtype) {
   switch (dtype) {
@@ -203,17 +205,19 @@ Fetched fetch(const Variant& variant) {
 
 namespace {
 
-std::string entry_point(Pass pass) { return std::string("jax_flash_") + pass_name(pass); }
-
-LaunchFacts facts_of(const Elf& elf, Pass pass) { return elf.constant<LaunchFacts>(entry_point(pass) + "_facts"); }
+LaunchFacts facts_of(const Elf& elf, Pass pass) {
+  return elf.constant<LaunchFacts>(std::string(entry_point(pass)) + "_facts");
+}
 
 Loaded load(const Variant& variant) {
-  const std::string cubin = fetch(variant).cubin;
   const Driver& driver = Driver::get();
   Loaded loaded{};
+  loaded.cubin = new std::string(fetch(variant).cubin);
+  loaded.name = entry_point(variant.pass);
+  const std::string& cubin = *loaded.cubin;
   loaded.facts = facts_of(Elf(cubin), variant.pass);
   CuLibrary library = driver.load(cubin);
-  loaded.main = driver.kernel(library, entry_point(variant.pass).c_str());
+  loaded.main = driver.kernel(library, loaded.name);
   if (loaded.facts.convert_warps) loaded.convert_dq = driver.kernel(library, "jax_flash_convert_dq");
   if (variant.pass == Pass::backward && variant.options.has_dalibi_slopes) {
     loaded.sum_slopes = driver.kernel(library, "jax_flash_sum_slopes");

@@ -35,6 +35,8 @@ struct Variant {
 
 struct Loaded {
   LaunchFacts facts;
+  const std::string* cubin;  // lives as long as the process
+  const char* name;          // of main
   CuKernel main;
   CuKernel convert_dq;  // backward with atomic additions only
   CuKernel sum_slopes;  // backward with a gradient of alibi_slopes only

@@ -58,6 +58,10 @@ CuKernel Driver::kernel(CuLibrary, const char*) const { throw std::logic_error("
 void Driver::ready(CuKernel, int, int) const {}
 bool Driver::capturing(CuStream) const { return false; }
 
+void Driver::launch_small(CuKernel, unsigned, unsigned, unsigned, CuStream, const void* const*, unsigned) const {
+  throw std::logic_error("the emulator has no kernels for few queries");
+}
+
 void Driver::launch(CuKernel kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, CuStream,
                     const void* const* arguments) const {
   const Emulated& emulated = *reinterpret_cast<const Emulated*>(kernel);

@@ -4,10 +4,12 @@
 // A block owns block_q rows, and a slice of the keys of one head. Query heads that share a key head share its tiles:
 // the rows of a block are pairs of query and head, heads fastest. A team of a warp for each 16 rows owns all of them,
 // and a part of the slice, with buffers of its own for K and V; teams wait for each other at the end alone, where their
-// results are put together in shared memory. Where a head's keys are split over blocks, those leave what they have in
-// scratch, and jax_flash_combine puts it together. Both in one order, so that the results are the same in every run.
+// results are put together in shared memory. Where a head's keys are split over blocks, these are a cluster, which puts
+// together what its blocks have in their shared memory; or, where the plan is to split them further, they leave it in
+// scratch for jax_flash_combine. All in one order, so that the results are the same in every run.
 #pragma once
 
+#include "cuda/shared/cluster.cuh"
 #include "cuda/shared/score_rows.cuh"
 #include "cuda/shared/softmax.cuh"
 
@@ -18,6 +20,8 @@ constexpr int team_threads = 2 * block_q;
 constexpr int teams = threads / team_threads;
 static_assert(block_q % 16 == 0 && threads % team_threads == 0 && block_q <= threads);
 constexpr int combine_warps = 8;
+// Blocks of more rows have as much to do as their code is long, and no registers for the loop's.
+constexpr bool short_code = block_q == 16;
 
 using QTile = Tile<block_q, parts * tile_head_dim>;
 using KTile = Tile<block_kv, parts * tile_head_dim>;
@@ -45,11 +49,16 @@ struct SharedStorage {
   TeamStorage team[teams];
   alignas(128) char q[QTile::bytes];
   float2 statistics[teams][block_q];  // a team's anchor and total of a row
-  float weights[teams][block_q];      // by which its sum is multiplied
+  float2 whole[block_q];              // the block's, for its cluster
 };
 
-extern "C" __constant__ LaunchFacts jax_flash_forward_few_facts = {threads, block_q, sizeof(SharedStorage), 0, 0, 0, 0,
-                                                                   0,       0,       combine_warps};
+extern "C" __constant__ LaunchFacts jax_flash_forward_few_facts = {
+    threads, block_q, sizeof(SharedStorage), 0, 0, 0, 0, 0, 0, combine_warps, 0, most_cluster};
+
+// Whether the slices of the keys of a head are the blocks of a cluster: those that nobody planned scratch for.
+JAX_FLASH_DEVICE bool in_cluster(const Problem& problem) {
+  return most_cluster > 1 && problem.kv_slices > 1 && !problem.scratch;
+}
 
 // What the threads of a team wait for each other with.
 JAX_FLASH_DEVICE void team_sync(int team) {
@@ -109,6 +118,9 @@ struct Scratch {
   }
 };
 
+// In small problems most divisors are 1, and a division is a long way to go before the first load.
+JAX_FLASH_DEVICE int divide(int x, int by) { return by == 1 ? x : x / by; }
+
 // The rows of a block.
 struct Block {
   Part part;
@@ -117,30 +129,36 @@ struct Block {
   int heads;       // that share the rows
   int first;       // row, of the part's and these heads'
   int slice;
+  u32 inverse;  // of `heads`, in units of 2^-32, rounded up
 
-  __device__ __forceinline__ int row_of(int r) const { return (first + r) / heads; }
-  __device__ __forceinline__ int head_of(int r) const { return first_head + (first + r) % heads; }
+  // Exact where x * heads is below 2^32, which plan_few sees to by far.
+  __device__ __forceinline__ int row_of(int r) const {
+    return heads == 1 ? first + r : static_cast<int>(__umulhi(first + r, inverse));
+  }
+  __device__ __forceinline__ int head_of(int r) const { return first_head + first + r - row_of(r) * heads; }
   // In an array [B, N, T].
   __device__ __forceinline__ i64 index_of(const Problem& problem, int r) const {
     return (static_cast<i64>(batch) * problem.q_heads + head_of(r)) * problem.q_length + part.q.first + row_of(r);
   }
 };
 JAX_FLASH_DEVICE Block block_of(const Problem& problem, int item) {
-  const int q_group = problem.q_heads / problem.kv_heads;
+  const int q_group = divide(problem.q_heads, problem.kv_heads);
   const int heads = heads_share ? q_group : 1, blocks = blocks_of(problem, problem.q_length * heads, block_q);
-  int block = item % blocks, rest = item / blocks;
-  const int slice = rest % problem.kv_slices;
-  rest /= problem.kv_slices;
-  const int sets = heads_share ? problem.kv_heads : problem.q_heads;
-  const int set = rest % sets, batch = rest / sets;
+  // Slices first: those of a head are the blocks of a cluster.
+  int rest = divide(item, problem.kv_slices);
+  const int slice = item - rest * problem.kv_slices, sets = heads_share ? problem.kv_heads : problem.q_heads;
+  const int next = divide(rest, blocks), batch = divide(next, sets);
+  int block = rest - next * blocks;
+  const int set = next - batch * sets;
   const int document = document_of(problem, problem.cu_q_lengths, batch, block_q, block);
   return {part_of(problem, batch, document),
           batch,
-          heads_share ? set : set / q_group,
+          heads_share ? set : divide(set, q_group),
           set * heads,
           heads,
           block * block_q,
-          slice};
+          slice,
+          heads == 1 ? 0u : 0xffffffffu / heads + 1};
 }
 
 // Weights that are dropped become 0: of the row of one half of the accumulators.
@@ -179,8 +197,8 @@ struct FewForward {
   QReader q_reader;
   KReader k_reader;
   VReader v_reader;
-  TileLoad<KTile, head_dim, team_threads> k_load;
-  TileLoad<VTile, value_head_dim, team_threads> v_load;
+  TileLoad<KTile, head_dim, team_threads, short_code> k_load;
+  TileLoad<VTile, value_head_dim, team_threads, short_code> v_load;
   FragmentC out[1][tile_value_head_dim / 8];
   RowStatistics statistics[2];
 
@@ -274,6 +292,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   extern __shared__ __align__(128) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
 
+  wait_for_the_kernel_before();
   const Block block = block_of(problem, blockIdx.x);
   const Part& part = block.part;
   const int first_row = block.row_of(0), last_row = block.row_of(block_q - 1);
@@ -289,10 +308,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       problem,
       storage,
       part,
-      TileLoad<KTile, head_dim, team_threads>::base(head_of(problem.k, block.batch, block.kv_head, part.kv.first),
-                                                    problem.k.row_stride, thread),
-      TileLoad<VTile, value_head_dim, team_threads>::base(head_of(problem.v, block.batch, block.kv_head, part.kv.first),
-                                                          problem.v.row_stride, thread),
+      TileLoad<KTile, head_dim, team_threads, short_code>::base(
+          head_of(problem.k, block.batch, block.kv_head, part.kv.first), problem.k.row_stride, thread),
+      TileLoad<VTile, value_head_dim, team_threads, short_code>::base(
+          head_of(problem.v, block.batch, block.kv_head, part.kv.first), problem.v.row_stride, thread),
       {{problem, part, block.batch, block.head_of(own[0]), scale},
        {problem, part, block.batch, block.head_of(own[1]), scale}},
       {block.row_of(own[0]), block.row_of(own[1])},
@@ -321,7 +340,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     return next < end ? next : -1;
   };
 
-  if (problem.kv_slices > 1 && slice_begin >= slice_end) {
+  const bool clustered = in_cluster(problem);
+  if (problem.kv_slices > 1 && !clustered && slice_begin >= slice_end) {
     const int r = threadIdx.x;
     if (r < block_q && block.row_of(r) < part.q.stored) {
       *Scratch(problem).statistics(block.slice, block.index_of(problem, r)) = {-JAX_FLASH_INFINITY, 0.f};
@@ -362,57 +382,81 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     }
   }
   __syncthreads();  // all teams have left what they have
-  if (const int r = threadIdx.x; r < block_q) {
+  const bool whole = problem.kv_slices == 1;
+  const auto store = [&](int r, int column, float anchor, float total, float (&x)[8]) {
     const int row = block.row_of(r);
-    float anchor = -JAX_FLASH_INFINITY, total = 0.f, factor = 1.f;
-#pragma unroll
-    for (int i = 0; i < teams; ++i) anchor = fmaxf(anchor, shared.statistics[i][r].x);
-    const bool whole = problem.kv_slices == 1;
-    const float sink = whole ? sink_of(problem, block.batch, block.head_of(r)) : -JAX_FLASH_INFINITY;
-    anchor = anchor_with(anchor, sink);
-#pragma unroll
-    for (int i = 0; i < teams; ++i) {
-      total += weight_against(shared.statistics[i][r].x, anchor) * shared.statistics[i][r].y;
-    }
-    if (row < part.q.stored) {
-      if (whole) {
-        if (has_sinks && sink != -JAX_FLASH_INFINITY) total += exp2_approx(sink * kLog2e - anchor);
-        factor = inverse_of(problem, forward.rows[0].dropout, block.batch, block.kv_head, total);
-        float lse = lse_of(anchor, total);
-        if (has_q_lengths && row >= part.q.length) {
-          factor = 0.f;
-          lse = sink;
-        }
-        static_cast<float*>(problem.lse)[block.index_of(problem, r)] = lse;
-      } else {
-        *Scratch(problem).statistics(block.slice, block.index_of(problem, r)) = {anchor, total};
-      }
+    const float sink = sink_of(problem, block.batch, block.head_of(r));
+    if (has_sinks && sink != -JAX_FLASH_INFINITY) total += exp2_approx(sink * kLog2e - anchor);
+    float factor = inverse_of(problem, forward.rows[0].dropout, block.batch, block.kv_head, total);
+    const bool padding = has_q_lengths && row >= part.q.length;
+    if (padding) factor = 0.f;
+    if (column == 0) {
+      static_cast<float*>(problem.lse)[block.index_of(problem, r)] = padding ? sink : lse_of(anchor, total);
     }
 #pragma unroll
-    for (int i = 0; i < teams; ++i) {
-      shared.weights[i][r] = weight_against(shared.statistics[i][r].x, anchor) * factor;
-    }
-  }
-  __syncthreads();  // the weights of all teams are there
+    for (float& e : x) e *= factor;
+    store_eight(result_of(problem.out, block.batch, block.head_of(r), part.q.first + row) + column, x);
+  };
   constexpr int eights = value_head_dim / 8;
 #pragma unroll 1
   for (int i = threadIdx.x; i < block_q * eights; i += threads) {
-    const int r = i / eights, column = i % eights * 8, row = block.row_of(r);
-    if (row >= part.q.stored) break;
-    float x[8] = {};
+    const int r = i / eights, column = i % eights * 8;
+    if (block.row_of(r) >= part.q.stored) break;
+    float anchor = -JAX_FLASH_INFINITY, total = 0.f, x[8] = {};
+#pragma unroll
+    for (int j = 0; j < teams; ++j) anchor = fmaxf(anchor, shared.statistics[j][r].x);
+    if (whole) anchor = anchor_with(anchor, sink_of(problem, block.batch, block.head_of(r)));
 #pragma unroll
     for (int j = 0; j < teams; ++j) {
-      const float weight = shared.weights[j][r];
+      const float2 of_team = shared.statistics[j][r];
+      const float weight = weight_against(of_team.x, anchor);
+      total += weight * of_team.y;
       const float* sum = shared.team[j].sum(r) + column;
 #pragma unroll
       for (int e = 0; e < 8; ++e) x[e] += weight * sum[e];
     }
-    if (problem.kv_slices == 1) {
-      store_eight(result_of(problem.out, block.batch, block.head_of(r), part.q.first + row) + column, x);
+    if (whole) {
+      store(r, column, anchor, total, x);
+    } else if (clustered) {
+      store_eight(shared.team[0].sum(r) + column, x);  // where nobody else reads any more
+      if (column == 0) shared.whole[r] = {anchor, total};
     } else {
-      store_eight(Scratch(problem).sum(block.slice, block.index_of(problem, r)) + column, x);
+      const Scratch scratch(problem);
+      const i64 index = block.index_of(problem, r);
+      store_eight(scratch.sum(block.slice, index) + column, x);
+      if (column == 0) *scratch.statistics(block.slice, index) = {anchor, total};
     }
   }
+  if (!clustered) return;
+  cluster_sync();  // all blocks have left what they have
+#pragma unroll 1
+  for (int i = block.slice * threads + threadIdx.x; i < block_q * eights; i += threads * problem.kv_slices) {
+    const int r = i / eights, column = i % eights * 8;
+    if (block.row_of(r) >= part.q.stored) break;
+    const u32 sums = shared_address(shared.team[0].sum(r) + column), statistics = shared_address(&shared.whole[r]);
+    float2 of_slice[most_cluster];
+    float anchor = -JAX_FLASH_INFINITY, total = 0.f, x[8] = {};
+#pragma unroll
+    for (int j = 0; j < most_cluster; ++j) {
+      of_slice[j] = {-JAX_FLASH_INFINITY, 0.f};
+      if (j < problem.kv_slices) of_slice[j] = load_pair(cluster_address(statistics, j));
+      anchor = fmaxf(anchor, of_slice[j].x);
+    }
+    anchor = anchor_with(anchor, sink_of(problem, block.batch, block.head_of(r)));
+#pragma unroll
+    for (int j = 0; j < most_cluster; ++j) {
+      if (j >= problem.kv_slices) break;
+      const float weight = weight_against(of_slice[j].x, anchor);
+      total += weight * of_slice[j].y;
+      const u32 from = cluster_address(sums, j);
+      const float4 low = load_four(from), high = load_four(from + 16);
+      const float y[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int e = 0; e < 8; ++e) x[e] += weight * y[e];
+    }
+    store(r, column, anchor, total, x);
+  }
+  cluster_sync();  // all blocks have read what the others have
 }
 
 // Up to so many slices a warp takes a row of out, and a block as many rows as it has warps; of more, a row is a

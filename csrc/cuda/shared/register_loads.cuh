@@ -21,8 +21,9 @@ JAX_FLASH_DEVICE uint4 load_chunk(const void* from) {
 }
 
 // Rows [first, first + T::rows) of one head on their way into a tile; rows from `length` on become zeros, and so do the
-// columns from `columns` on. Of arrays in two parts a row has the columns of one and then of the other.
-template <typename T, int columns, int threads>
+// columns from `columns` on. Of arrays in two parts a row has the columns of one and then of the other. The code
+// is as long as there are registers, with `short_code` too.
+template <typename T, int columns, int threads, bool short_code = false>
 struct TileLoad : ThreadRows<T, threads> {
   using Rows = ThreadRows<T, threads>;
   using Rows::chunk_of, Rows::in_tile, Rows::pass_rows, Rows::passes, Rows::row_chunks, Rows::row_of, Rows::row_threads;

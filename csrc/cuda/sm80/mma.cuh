@@ -19,8 +19,9 @@ JAX_FLASH_DEVICE void copies_wait() {
 }
 
 // Starts the copy of rows [first, first + T::rows) of one head into a tile; rows from `length` on become zeros, and so
-// do the columns from `columns` on. Of arrays in two parts a row has the columns of one and then of the other.
-template <typename T, int columns, int threads>
+// do the columns from `columns` on. Of arrays in two parts a row has the columns of one and then of the other. With
+// `short_code` a loop stays a loop: small problems wait for instructions longer than for anything else.
+template <typename T, int columns, int threads, bool short_code = false>
 JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, int first, int length, int thread) {
   constexpr int filled = columns / chunk_elements, part_chunks = T::chunks / parts;
   constexpr int pieces = T::rows * T::chunks;
@@ -36,7 +37,17 @@ JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, i
     for (int phase = 0; phase < phases; ++phase) to[phase] = tile + T::offset(row + phase * rows_a_pass, chunk);
     const Element* from = head + (first + row) * row_stride + chunk * chunk_elements;
     const i64 step = rows_a_pass * row_stride;
-    if (first + T::rows <= length) {
+    if constexpr (short_code && pieces / threads > phases) {
+      static_assert(pieces / threads % phases == 0);
+#pragma unroll 1
+      for (int i = 0; i < pieces / threads; i += phases) {
+#pragma unroll
+        for (int phase = 0; phase < phases; ++phase, from += step) {
+          const bool valid = first + row + (i + phase) * rows_a_pass < length;
+          copy_async(to[phase] + i * rows_a_pass * T::row_bytes, valid ? from : head, valid);
+        }
+      }
+    } else if (first + T::rows <= length) {
 #pragma unroll
       for (int i = 0; i < pieces / threads; ++i, from += step) {
         copy_async(to[i % phases] + i / phases * phases * rows_a_pass * T::row_bytes, from);
@@ -70,13 +81,13 @@ JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, i
 
 // The doors of the families for what comes from global memory. `start` before a product, `finish` before the barrier
 // that shows it to the block: here the hardware copies, and there is nothing to finish but to wait.
-template <typename T, int columns, int threads>
+template <typename T, int columns, int threads, bool short_code = false>
 struct TileLoad {
   static __device__ __forceinline__ const Element* base(const Element* head, i64, int) { return head; }
   template <bool whole = false>
   __device__ __forceinline__ void start(u32 tile, const Element* head, i64 row_stride, int first, int length,
                                         int thread) {
-    load_tile<T, columns, threads>(tile, head, row_stride, first, length, thread);
+    load_tile<T, columns, threads, short_code>(tile, head, row_stride, first, length, thread);
   }
   __device__ __forceinline__ void finish(u32, int) const {}
 };

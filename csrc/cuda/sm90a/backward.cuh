@@ -162,6 +162,12 @@ struct Backward {
     wgmma_commit();
   }
 
+  // The registers of what was an operand of dV or dK, for the next tile of keys.
+  __device__ __forceinline__ void take_back(Operand64& operand) const {
+    wgmma_wait<0>();
+    hold(operand);
+  }
+
   // dS of the tile of rows that comes `i`-th lies in one of two buffers; the warp's part, of its tile j of keys.
   __device__ __forceinline__ void put_ds(const Operand64& ds, int i, int j) const {
     if (j == 0) barrier_wait(shared_address(&shared.ds_empty[i % 2]), (i / 2 + 1) % 2);
@@ -213,10 +219,7 @@ struct Backward {
       }
       hold(s[j]);
       weights.weigh(s[j], derivatives, at, bare(at, j), shared.anchors[stage], j * row_of_tiles);
-      if (j > 0) {
-        wgmma_wait<0>();
-        hold(ds_operand[j - 1]);
-      }
+      if (j > 0) take_back(ds_operand[j - 1]);
       if (j > 0 || !dp_with_s) start_dp(dp[j], stage, j);
       round_kept(p_operand[j], s[j]);
       wgmma_wait<0>();  // dP^T
@@ -226,22 +229,22 @@ struct Backward {
       round_to(ds_operand[j], dp[j]);
       if constexpr (adds_dq) put_ds(ds_operand[j], i, j);
       if (j + 1 < tiles) {
-        wgmma_wait<0>();  // dV
-        hold(p_operand[j]);
+        take_back(p_operand[j]);
         start_s(s[j + 1], stage, j + 1);
       }
       if constexpr (with_softcap) start_dv(p_operand[j], stage, j);
       start_dk(ds_operand[j], stage, j);
     }
+    if constexpr (adds_dq && tiles < tiles_of_keys) put_no_ds(i, tiles);
     if constexpr (adds_dq) {
-      if constexpr (tiles < tiles_of_keys) put_no_ds(i, tiles);
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&shared.ds_full[i % 2]));
     }
     wgmma_wait<0>();
     hold(p_operand[tiles - 1]);
     hold(ds_operand[tiles - 1]);
-    if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+    __syncwarp();  // all lanes have read anchors and deltas
+    if (arrives(lane)) barrier_arrive(shared_address(&shared.empty[stage]));
     if constexpr (sums) sum_dq(before, i - 1);
   }
   // `sums` by turns.
@@ -304,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     barrier_init(shared_address(&shared.keys_full), 1);
     for (int i = 0; i < stages; ++i) {
       barrier_init(shared_address(&shared.full[i]), 1 + 32);
-      barrier_init(shared_address(&shared.empty[i]), 4 * computing);
+      barrier_init(shared_address(&shared.empty[i]), 4 * computing * arrivals_of_a_warp);
     }
     for (int i = 0; i < 2; ++i) {
       barrier_init(shared_address(&shared.ds_full[i]), 4 * computing);

@@ -83,8 +83,10 @@ struct Half {
   Weights weights;
 
   __device__ __forceinline__ int thread() const { return warp * 32 + lane; }
+  // For its warp, whose lanes are done with what the barrier is about.
   __device__ __forceinline__ void arrive(const u64& barrier) const {
-    if (lane == 0) barrier_arrive(shared_address(&barrier));
+    __syncwarp();
+    if (arrives(lane)) barrier_arrive(shared_address(&barrier));
   }
 
   // What is beyond the end of keys or rows may be anything, and no weight of 0 would take it away.
@@ -147,7 +149,6 @@ struct Half {
           shared.derivatives[n][thread()] = float4{d.x[0], d.x[1], d.x[2], d.x[3]};
         }
       }
-      __syncwarp();
       arrive(shared.p_full[warp]);
       round_kept(operand, s);
       wait_for_rows<OutSlabs>(shared.dout_full[stage], shared.dout[stage], at, ring.parity);
@@ -184,7 +185,6 @@ struct Half {
           derivatives[n] = {d.x, d.y, d.z, d.w};
         }
       }
-      __syncwarp();
       arrive(shared.p_empty[warp]);
       weights.derive(dp, p, derivatives, at, shared.deltas[stage]);
       arrive(shared.dout_empty[stage]);
@@ -214,13 +214,13 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     barrier_init(shared_address(&shared.v_full), 1);
     for (int i = 0; i < buffers; ++i) {
       barrier_init(shared_address(&shared.q_full[i]), 1 + 32);
-      barrier_init(shared_address(&shared.q_empty[i]), 4 * computing);
+      barrier_init(shared_address(&shared.q_empty[i]), 4 * computing * arrivals_of_a_warp);
       barrier_init(shared_address(&shared.dout_full[i]), 1 + 32);
-      barrier_init(shared_address(&shared.dout_empty[i]), 4 * computing);
+      barrier_init(shared_address(&shared.dout_empty[i]), 4 * computing * arrivals_of_a_warp);
     }
     for (int i = 0; i < 4; ++i) {
-      barrier_init(shared_address(&shared.p_full[i]), 1);
-      barrier_init(shared_address(&shared.p_empty[i]), 1);
+      barrier_init(shared_address(&shared.p_full[i]), arrivals_of_a_warp);
+      barrier_init(shared_address(&shared.p_empty[i]), arrivals_of_a_warp);
     }
     barriers_ready();
   }

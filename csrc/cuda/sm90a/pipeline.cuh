@@ -15,6 +15,12 @@ constexpr int computing_registers =
 // The warp of this thread, the same in all lanes, so that the compiler knows it.
 JAX_FLASH_DEVICE int uniform_warp() { return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0); }
 
+// Arrivals of a warp at a barrier: lane 0's, behind a __syncwarp() where the others have read shared memory by
+// themselves. racecheck does not follow that order; of the backward kernels with an arrival of every lane, 32, it
+// reports nothing. These take up to 1% longer (H200, docs/performance.md).
+constexpr int arrivals_of_a_warp = 1;
+JAX_FLASH_DEVICE bool arrives(int lane) { return arrivals_of_a_warp == 32 || lane == 0; }
+
 // Which buffer of a ring is next, and the parity of the phase to wait for.
 template <int buffers>
 struct Ring {
