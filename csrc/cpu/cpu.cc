@@ -167,11 +167,13 @@ ForwardPlan plan_forward(DType dtype, const Problem& p) {
   plan.together = rows <= kFewRows && !is_packed(p);
   plan.items = blocks * plan.splits;
   if (!plan.together) return plan;
-  // Memory is the bound here: items of enough keys that a start in the middle of memory costs little.
-  constexpr int64_t kBytes = 64 << 10;
+  // Memory is the bound here: items of enough keys that a start in the middle of memory, where no item asked ahead, and
+  // the sum of the parts cost little. With 32 keys instead of 128 (1, 1024, 16, 64) takes 1.16 times as long in float32
+  // and 1.29 in bfloat16.
+  constexpr int64_t kBytes = 64 << 10, kKeys = 128;
   int64_t element = dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
   int64_t row_bytes = p.kv_heads * (int64_t{p.head_dim} + p.value_head_dim) * element;
-  int64_t most = std::min(divide_up(p.kv_length, kSegmentBlock), p.kv_length * row_bytes / kBytes);
+  int64_t most = std::min(divide_up(p.kv_length, kKeys), p.kv_length * row_bytes / kBytes);
   plan.splits = static_cast<int>(std::max<int64_t>(1, std::min(divide_up(kEnoughItems, p.batch), most)));
   plan.items = p.batch * plan.splits;
   return plan;
