@@ -204,6 +204,7 @@ BackwardPlan plan_backward(const Problem& p) {
 
 // How many threads a pass is worth, each of which is to have some 30 microseconds of work: to wake one and to wait for
 // it may take as long. (1, 64, 1, 16) took 18 us on two threads and 4 on one, (1, 64, 4, 64) 59 and 25.
+constexpr double kBytesOfThread = 6e5;
 int64_t worthwhile_threads(DType dtype, const Problem& p, double flops_of_pair) {
   double element = dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
   double columns = p.head_dim + p.value_head_dim;
@@ -211,8 +212,8 @@ int64_t worthwhile_threads(DType dtype, const Problem& p, double flops_of_pair) 
   double keys = static_cast<double>(p.batch) * p.kv_heads * p.kv_length;
   double flops = flops_of_pair * rows * static_cast<double>(p.kv_length) * columns;
   double bytes = keys * columns * element;
-  constexpr double kFlops = 6e6, kBytes = 6e5;
-  return static_cast<int64_t>(std::clamp(std::max(flops / kFlops, bytes / kBytes), 1.0, 1e6));
+  constexpr double kFlops = 6e6;
+  return static_cast<int64_t>(std::clamp(std::max(flops / kFlops, bytes / kBytesOfThread), 1.0, 1e6));
 }
 
 // The gradient of bias is summed from zero on.
@@ -241,16 +242,17 @@ void forward(DType dtype, const Problem& problem, const ParallelFor& parallel_fo
   ForwardPlan plan = plan_forward(dtype, problem);
   size_t bytes = k.forward_workspace(dtype, problem, plan);
   // Bounded: there are at most kEnoughItems splits in all, of at most 48 rows, or of kFewRows a head.
+  size_t partial_bytes = 0;
   std::unique_ptr<char[]> partials;
   if (plan.splits > 1 || plan.together) {
-    partials.reset(new char[k.forward_partial(dtype, problem, plan) * plan.blocks_in_all * plan.splits]);
+    partial_bytes = k.forward_partial(dtype, problem, plan) * plan.blocks_in_all * plan.splits;
+    partials.reset(new char[partial_bytes]);
   }
   int64_t threads = worthwhile_threads(dtype, problem, 2);
   parallel_for(plan.items, threads,
                [&](int64_t item) { k.forward(dtype, problem, plan, item, workspace(bytes), partials.get()); });
   if (plan.splits == 1) return;
-  // Rows are few here, and there are not many splits.
-  parallel_for(plan.blocks_in_all, threads / plan.splits + 1,
+  parallel_for(plan.blocks_in_all, 1 + static_cast<int64_t>(static_cast<double>(partial_bytes) / kBytesOfThread),
                [&](int64_t item) { k.forward_combine(dtype, problem, plan, item, workspace(bytes), partials.get()); });
 }
 
