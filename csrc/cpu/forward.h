@@ -31,9 +31,7 @@ constexpr int kKeyPadding = kTiled<F> ? kElements<F> * kTilePairs : kRowPadding;
 
 // K, V and the panels' own tiles have to stay in the second-level cache together. All are multiples of kSegmentBlock
 // and of kDropoutKeys. 192 keys at head_dim 128 make 0.98 of the rate.
-constexpr int key_block(int head_dim) {
-  return head_dim <= 64 ? 256 : head_dim <= 256 ? 128 : 64;
-}
+constexpr int key_block(int head_dim) { return head_dim <= 64 ? 256 : head_dim <= 256 ? 128 : 64; }
 
 template <typename E>
 class ForwardItem {

@@ -7,9 +7,9 @@
 
 namespace jax_flash::cpu::JAX_FLASH_ISA {
 
-// Rows that will be copied next, asked for a few cache lines at a time between the products before. Only rows far apart,
-// as those of one head of many: 1.02 to 1.05 of the forward's rate where they begin 3 KB apart or more, 1.00 to 1.01 at
-// 2 KB, but 0.98 at 1 KB, which processors foresee by themselves.
+// Rows that will be copied next, asked for a few cache lines at a time between the products before. Only rows far
+// apart, as those of one head of many: 1.02 to 1.05 of the forward's rate where they begin 3 KB apart or more, 1.00
+// to 1.01 at 2 KB, but 0.98 at 1 KB, which processors foresee by themselves.
 constexpr int64_t kCacheLine = 64, kFarApart = 2048;  // bytes
 class RowsAhead {
  public:

@@ -143,15 +143,23 @@ class Drawer {
     p.kv_length = std::min(largest_, chance(5) ? 1100 : one_of(kLengths));
     p.head_dim = one_of(kDims);
     p.value_head_dim = chance(60) ? p.head_dim : one_of(kDims);
+    // Few rows without options have code of their own in the backward.
+    bool plain = chance(15);
+    if (plain) {
+      p.q_length = integer(1, 5);
+      p.head_dim = 16 * integer(1, 9);
+      p.value_head_dim = chance(60) ? p.head_dim : 16 * integer(1, 9);
+    }
+    auto option = [&](int percent) { return !plain && chance(percent); };
     Options& o = p.options;
     o.documents = 1;
     o.scale = 1 / std::sqrt(static_cast<double>(p.head_dim));
     o.causal = chance(40);
     if (chance(25)) o.window_left = integer(0, 40);
     if (chance(25)) o.window_right = integer(0, 40);
-    if (chance(20)) o.softcap = 3;
-    if (chance(20)) o.dropout_rate = 0.25;
-    bool packed = chance(20);
+    if (option(20)) o.softcap = 3;
+    if (option(20)) o.dropout_rate = 0.25;
+    bool packed = option(20);
     auto lengths = [&](std::vector<int>& to, int all) {
       to.resize(p.batch);
       for (int& x : to) x = integer(0, all);
@@ -182,7 +190,7 @@ class Drawer {
       o.has_q_offset = true;
       p.q_offset = c->q_offset.data();
     }
-    if (!packed && chance(20)) {
+    if (!packed && option(20)) {
       auto segments = [&](std::vector<int>& ids, std::vector<int>& ranges, int length) {
         ids.resize(int64_t{p.batch} * length);
         for (int b = 0; b < p.batch; ++b) {
@@ -213,7 +221,7 @@ class Drawer {
     };
     DType statistics = wide(c->dtype);
     auto number = [&] { return this->number(); };
-    if (!packed && chance(20)) {
+    if (!packed && option(20)) {
       int64_t size;
       p.mask_strides = strides(size);
       c->mask.reset(new bool[size]);
@@ -221,7 +229,7 @@ class Drawer {
       o.has_mask = true;
       p.mask = c->mask.get();
     }
-    if (!packed && chance(25)) {
+    if (!packed && option(25)) {
       int64_t size;
       p.bias_strides = strides(size);
       o.wide_bias = statistics == c->dtype || chance(50);
@@ -230,7 +238,7 @@ class Drawer {
       p.bias = c->bias.data();
       if ((o.has_dbias = chance(60))) c->dbias = Array(statistics, size), p.dbias = c->dbias.data();
     }
-    if (chance(20)) {
+    if (option(20)) {
       int64_t size = int64_t{p.batch} * o.documents * p.q_heads;
       c->slopes = Array(statistics, size, [&] { return std::abs(number()) / 16; });
       o.has_alibi_slopes = true;
