@@ -30,10 +30,8 @@ template <typename F>
 constexpr int kKeyPadding = kTiled<F> ? kElements<F> * kTilePairs : kRowPadding;
 
 // K, V and the panels' own tiles have to stay in the second-level cache together. All are multiples of kSegmentBlock
-// and of kDropoutKeys.
-constexpr int key_block(int head_dim) {
-  return head_dim <= 64 ? 256 : head_dim <= 128 ? 192 : head_dim <= 256 ? 128 : 64;
-}
+// and of kDropoutKeys. 192 keys at head_dim 128 make 0.98 of the rate.
+constexpr int key_block(int head_dim) { return head_dim <= 64 ? 256 : head_dim <= 256 ? 128 : 64; }
 
 template <typename E>
 class ForwardItem {
@@ -156,11 +154,12 @@ class ForwardItem {
         bind(record(partials, first_item + head, split));
         clear();
       }
-      // K and V of the keys at hand, and of those that are asked for meanwhile, stay in the second-level cache.
-      constexpr int64_t kBytes = 64 << 10;
+      // K and V of the keys at hand, and of those that are asked for meanwhile, are to stay in the second-level cache,
+      // but 32 keys instead of 64 take up to 1.15 times as long: each block of a head costs a softmax.
+      constexpr int64_t kBytes = 64 << 10, kLeast = 64;
       int64_t row_bytes = p_.kv_heads * (p_.head_dim + p_.value_head_dim) * int64_t{sizeof(E)};
       int keys = static_cast<int>(
-          std::clamp<int64_t>(round_down(kBytes / row_bytes, kSegmentBlock), kSegmentBlock, round_down(keys_, 64)));
+          std::clamp<int64_t>(round_down(kBytes / row_bytes, kSegmentBlock), kLeast, round_down(keys_, kLeast)));
       for_each_block(split, keys, [&](int64_t first, int count) {
         for (int64_t head = 0; head < heads; ++head) {
           if (heads > 1) {
@@ -282,6 +281,7 @@ class ForwardItem {
     int64_t share = round_up((end - begin + plan_.splits - 1) / plan_.splits, int64_t{kSegmentBlock});
     begin = std::min(end, begin + split * share);
     end = std::min(end, begin + share);
+    keys_end_ = end;
     while (begin < end) {
       KeyRange block{begin, std::min<int64_t>(end, begin + size)};
       if (options_.has_segments) {
@@ -308,7 +308,7 @@ class ForwardItem {
       Rows<const E> k_rows{k, p_.k.row_stride, p_.head_dim}, v_rows{v, p_.v.row_stride, p_.value_head_dim};
       if (p_.head_dim % (kWidth<T> * kElements<F>) == 0 && p_.value_head_dim % kWidth<T> == 0) {
         Next next{};
-        if (plan_.together && first + count < document_.keys) {
+        if (kAsksAhead<E> && plan_.together && first + count < keys_end_) {
           // Each head asks for its share of the next keys' rows, all heads together for the whole of them.
           int64_t share = kv_head * count;
           next.k = reinterpret_cast<const char*>(row_of<const E>(p_.k, batch_, first + count, 0) + share * p_.head_dim);
@@ -332,6 +332,8 @@ class ForwardItem {
       copy_rows(v, p_.v.row_stride, count, p_.value_head_dim, padded, v_stride_, v_);
     }
     if (dropout_.active()) fill_lane_bits(first, count);
+    ask_ahead(k + count * p_.k.row_stride, v + count * p_.v.row_stride,
+              std::min<int64_t>(keys_end_ - (first + count), keys_), padded);
 #if defined(__AMX_BF16__)
     Tiles tiles;
 #endif
@@ -346,6 +348,16 @@ class ForwardItem {
     }
   }
 
+  // K and V of the next `count` keys, while `keys` are at hand.
+  void ask_ahead(const E* k, const E* v, int64_t count, int keys) {
+    next_k_ = next_v_ = {};
+    if (count <= 0) return;
+    // A step for each tile of a product, but AMX makes a panel's products in one go.
+    int64_t k_steps = kTiled<F> ? 1 : keys / kRows, v_steps = kTiled<F> ? 1 : v_stride_ / kRows;
+    next_k_ = RowsAhead(k, p_.k.row_stride, count, p_.head_dim, panels_ * k_steps);
+    next_v_ = RowsAhead(v, p_.v.row_stride, count, p_.value_head_dim, panels_ * v_steps);
+  }
+
   // A panel against `keys` keys, the first of which is the block's key `begin`, a multiple of kKeyPadding.
   template <int NV>
   void attend(int row, const Panel& panel, int64_t block, int begin, int keys) {
@@ -357,10 +369,12 @@ class ForwardItem {
     // Not folded into the queries: products of 16-bit numbers are exact, those of scaled ones are not.
     Vec<T> scale = static_cast<T>(p_.options.scale * kLog2E);
     if constexpr (kTiled<F>) {
+      next_k_.step();
       multiply_tiles<NV>(round_up(keys, kTileRows), depth_, k, k_stride_, queries, kPanel<T>, scores, kPanel<T>, false);
       change_scores<NV>(0, keys, [&](int, int, Vec<T>& score) __attribute__((always_inline)) { score *= scale; });
     } else {
       for (int j = 0; j < keys; j += kRows) {
+        next_k_.step();
         dot_kernel<NV>(depth_, k + j * k_stride_, k_stride_, queries, kPanel<T>,
                        [&](int i, int v, const Vec<T>& sum) __attribute__((always_inline)) {
                          store<T>(scores + (j + i) * kPanel<T> + v * kWidth<T>, sum * scale);
@@ -388,10 +402,12 @@ class ForwardItem {
       }
       int pairs = factors<F>(keys), padded = round_up(pairs, kTilePairs);
       std::memset(weights + pairs * kPanel<T>, 0, sizeof(F) * (padded - pairs) * kPanel<T>);
+      next_v_.step();
       multiply_tiles<NV>(v_stride_, padded, v, keys_ / kElements<F>, weights, kPanel<T>, out, kPanel<T>, true);
       return;
     }
     for (int h = 0; h < p_.value_head_dim; h += kRows) {
+      next_v_.step();
       micro_kernel<NV, Layout::column_major>(factors<F>(keys), v + h, v_stride_, weights, kPanel<T>,
                                              [&](int i, int v, const Vec<T>& sum) __attribute__((always_inline)) {
                                                T* o = out + (h + i) * kPanel<T> + v * kWidth<T>;
@@ -657,6 +673,8 @@ class ForwardItem {
   uint32_t* key_bits_;   // [kDropoutRows][keys_ / kDropoutKeys]
   size_t workspace_;
 
+  RowsAhead next_k_, next_v_;  // of the block of keys after the one at hand
+  int64_t keys_end_;           // of the split
   int64_t batch_, first_head_, document_index_, first_row_, first_position_, padding_begin_, padding_end_;
   Document document_;
   int rows_;

@@ -7,6 +7,40 @@
 
 namespace jax_flash::cpu::JAX_FLASH_ISA {
 
+// Rows that will be copied next, asked for a few cache lines at a time between the products before. Only rows far
+// apart, as those of one head of many: 1.02 to 1.05 of the forward's rate where they begin 3 KB apart or more, 1.00
+// to 1.01 at 2 KB, but 0.98 at 1 KB, which processors foresee by themselves.
+constexpr int64_t kCacheLine = 64, kFarApart = 2048;  // bytes
+class RowsAhead {
+ public:
+  RowsAhead() = default;
+  // They have been asked for when step() has been called `steps` times.
+  template <typename E>
+  RowsAhead(const E* rows, int64_t stride, int64_t count, int columns, int64_t steps)
+      : row_(reinterpret_cast<const char*>(rows)),
+        stride_(stride * int64_t{sizeof(E)}),
+        bytes_(columns * int64_t{sizeof(E)}),
+        rows_(stride_ < kFarApart ? 0 : count),
+        lines_((rows_ * ((bytes_ + kCacheLine - 1) / kCacheLine) + steps - 1) / steps) {}
+
+  JAX_FLASH_INLINE void step() {
+    for (int64_t line = 0; line < lines_ && rows_ > 0; ++line) {
+      __builtin_prefetch(row_ + at_, 0, 2);
+      at_ += kCacheLine;
+      if (at_ < bytes_) continue;
+      at_ = 0;
+      row_ += stride_;
+      --rows_;
+    }
+  }
+
+ private:
+  const char* row_ = nullptr;
+  int64_t stride_ = 0, bytes_ = 0, rows_ = 0;
+  int64_t lines_ = 0;  // of a step
+  int64_t at_ = 0;
+};
+
 // One row of `columns` elements, zeros up to `padded`, a multiple of kWidth.
 template <typename E>
 JAX_FLASH_INLINE void copy_row(const E* from, int columns, int padded, Compute<E>* to) {
@@ -69,7 +103,7 @@ inline void copy_pairs_of_rows(const BFloat16* from, ptrdiff_t stride, int rows,
         if (row < rows && c < columns) {
           std::memcpy(&x, from + row * stride + c, sizeof(BFloat16) * std::min(columns - c, W));
         }
-        return __builtin_convertvector(x, U32);
+        return widen_bits(x);
       };
       store(to + c, bits(r) | bits(r + 1) << 16);
     }
@@ -86,6 +120,16 @@ JAX_FLASH_INLINE Vec<T> interleave(const Vec<T>& a, const Vec<T>& b) {
   auto picks = []<int... i>(std::integer_sequence<int, i...>) {
     return I{((i & 1) * W + i / 2 + (second ? W / 2 : 0))...};
   };
+  return bits_as<Vec<T>>(__builtin_shuffle(bits_as<V>(a), bits_as<V>(b), picks(std::make_integer_sequence<int, W>{})));
+}
+
+// The other way: every second lane of a and then of b, from the first or the second one on.
+template <typename T, bool second>
+JAX_FLASH_INLINE Vec<T> every_second(const Vec<T>& a, const Vec<T>& b) {
+  constexpr int W = kWidth<T>;
+  using V = Native<T, W>;
+  using I = Native<Int<T>, W>;
+  auto picks = []<int... i>(std::integer_sequence<int, i...>) { return I{(2 * i + (second ? 1 : 0))...}; };
   return bits_as<Vec<T>>(__builtin_shuffle(bits_as<V>(a), bits_as<V>(b), picks(std::make_integer_sequence<int, W>{})));
 }
 

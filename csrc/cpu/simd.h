@@ -88,7 +88,19 @@ using U16 = Native<uint16_t, kWidth<float>>;
 using U32 = Native<uint32_t, kWidth<float>>;
 using F32 = Native<float, kWidth<float>>;
 
-JAX_FLASH_INLINE F32 widen(U16 x, BFloat16) { return bits_as<F32>(__builtin_convertvector(x, U32) << 16); }
+// __builtin_convertvector(x, U32), for which g++ 12 takes the halves apart and puts them together again.
+JAX_FLASH_INLINE U32 widen_bits(U16 x) {
+#if defined(__AVX512F__)
+  // Masked by ones, because g++ 12 warns of an uninitialised value inside the plain intrinsic.
+  return bits_as<U32>(_mm512_maskz_cvtepu16_epi32(0xffff, bits_as<__m256i>(x)));
+#elif defined(__AVX2__)
+  return bits_as<U32>(_mm256_cvtepu16_epi32(bits_as<__m128i>(x)));
+#else
+  return __builtin_convertvector(x, U32);
+#endif
+}
+
+JAX_FLASH_INLINE F32 widen(U16 x, BFloat16) { return bits_as<F32>(widen_bits(x) << 16); }
 
 JAX_FLASH_INLINE U16 narrow(F32 x, BFloat16) {
   U32 u = bits_as<U32>(x);
@@ -101,8 +113,7 @@ JAX_FLASH_INLINE U16 narrow(F32 x, BFloat16) {
 #if defined(__F16C__)
 JAX_FLASH_INLINE F32 widen(U16 x, Half) {
   if constexpr (kWidth<float> == 16) {
-#if defined(__AVX512F__)
-    // Masked by ones, because g++ 12 warns of an uninitialised value inside the plain intrinsic.
+#if defined(__AVX512F__)  // masked as above
     return bits_as<F32>(_mm512_maskz_cvtph_ps(0xffff, bits_as<__m256i>(x)));
 #endif
   } else {
