@@ -243,7 +243,7 @@ def _numerics(shapes: Sequence[Cell]) -> bool:
     rows, notes, good = [["head_dim", "", "S", *names, "worst"]], Notes(), True
     for cell in shapes:
         arrays = cell.draw()
-        # Under causal most of the error is that of the first rows: of two heads alone it varies by 3% from draw to draw.
+        # Under causal most of the error is that of the first rows: with two heads it varies by 3% from draw to draw.
         heads = np.arange(0, cell.heads, max(1, cell.heads // 8))
         exact = exact_results([x[-1:, :, heads] for x in arrays], cell.causal)
         errors: dict[str, list[float]] = {}
