@@ -247,6 +247,11 @@ def attention(
         final = shape if name == "dbias" else shape[:-2]
         results[name] = reduced(x, shape).reshape(final)
         results["squares"][name] = reduced(rounding**2, shape).reshape(final)
+    if alibi_slopes is not None:
+        # delta's rounding is the same for all keys of a row.
+        of_rows = (np.abs(delta) * (p * distance).sum(axis=-1, keepdims=True)) ** 2
+        shape = (*np.shape(alibi_slopes), 1, 1)
+        results["squares"]["dalibi_slopes"] += reduced(of_rows, shape).reshape(shape[:-2])
     return results
 
 
