@@ -1,7 +1,7 @@
 """The CPU kernels without JAX: any options on any shape, under sanitizers, on a processor that is emulated; exp2.
 
 tests/cpu/driver.cc draws problems and compares the kernels with a plain computation, and several threads with one.
-JAX_FLASH_DRIVER_SECONDS is for how long each build of it runs, 8 unless it says otherwise.
+JAX_FLASH_DRIVER_SECONDS is for how long each build of it runs, 4 unless it says otherwise.
 """
 
 import os
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import pytest
 
 SOURCE = pathlib.Path(__file__).parent / "cpu"
-SECONDS = os.environ.get("JAX_FLASH_DRIVER_SECONDS", "8")
+SECONDS = os.environ.get("JAX_FLASH_DRIVER_SECONDS", "4")
 X86 = platform.machine() in ("x86_64", "AMD64")
 
 # Checks of every access to memory are calls, and the stack goes without: the kernels' hundreds of vectors there make

@@ -18,7 +18,7 @@ from cases import Case, PackedCase, Target
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-PROBLEMS = 8  # of each program
+PROBLEMS = 10  # of each program
 EXAMPLES = int(os.environ.get("JAX_FLASH_FUZZ_CASES", "500")) // PROBLEMS
 
 SHAPES = st.sampled_from([(1, 1), (1, 37), (19, 1), (17, 33), (40, 24), (64, 64), (33, 130), (130, 70)])
