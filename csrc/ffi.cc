@@ -43,6 +43,27 @@
 namespace ffi = xla::ffi;
 namespace nb = nanobind;
 
+namespace jax_flash {
+
+// Calls read(name, field) for the fields of the option record, in its order.
+template <typename Read>
+void for_each_field(Options& options, Read read) {
+#define JAX_FLASH_READ(type, name) read(#name, options.name);
+#define JAX_FLASH_READ_FEATURE(type, name, absent) read(#name, options.name);
+#define JAX_FLASH_READ_OPERAND(type, name, dims) read("has_" #name, options.has_##name);
+#define JAX_FLASH_READ_TRAINABLE(type, name, dims) \
+  read("has_" #name, options.has_##name);          \
+  read("has_d" #name, options.has_d##name);
+  JAX_FLASH_OPTIONS(JAX_FLASH_READ, JAX_FLASH_READ, JAX_FLASH_READ_FEATURE, JAX_FLASH_READ_OPERAND,
+                    JAX_FLASH_READ_TRAINABLE)
+#undef JAX_FLASH_READ_TRAINABLE
+#undef JAX_FLASH_READ_OPERAND
+#undef JAX_FLASH_READ_FEATURE
+#undef JAX_FLASH_READ
+}
+
+}  // namespace jax_flash
+
 // The attributes of a call are the option record, field by field, decoded by name. XLA's own decoding of a struct looks
 // for each from the first attribute on; but they come ordered by name, so that of every name the place is known.
 namespace xla::ffi {
@@ -83,7 +104,7 @@ struct AttrDecoding<jax_flash::Options> {
     Type options{};
     bool complete = attrs.size == static_cast<int64_t>(kCount);
     size_t next = 0;
-    auto read = [&](auto& field) {
+    jax_flash::for_each_field(options, [&](const char*, auto& field) {
       const size_t name = next++, place = kPlaces[name];
       if (!complete) return;
       const XLA_FFI_ByteSpan& found = *attrs.names[place];
@@ -93,17 +114,7 @@ struct AttrDecoding<jax_flash::Options> {
                                                                                   attrs.attrs[place], diagnostic);
       complete = value.has_value();
       if (complete) field = *value;
-    };
-#define JAX_FLASH_READ(type, name) read(options.name);
-#define JAX_FLASH_READ_FEATURE(type, name, absent) read(options.name);
-#define JAX_FLASH_READ_OPERAND(type, name, dims) read(options.has_##name);
-#define JAX_FLASH_READ_TRAINABLE(type, name, dims) read(options.has_##name), read(options.has_d##name);
-    JAX_FLASH_OPTIONS(JAX_FLASH_READ, JAX_FLASH_READ, JAX_FLASH_READ_FEATURE, JAX_FLASH_READ_OPERAND,
-                      JAX_FLASH_READ_TRAINABLE)
-#undef JAX_FLASH_READ_TRAINABLE
-#undef JAX_FLASH_READ_OPERAND
-#undef JAX_FLASH_READ_FEATURE
-#undef JAX_FLASH_READ
+    });
     if (complete) return options;
     diagnostic.Emit("The attributes are not those of jax_flash's options");
     return std::nullopt;
@@ -521,23 +532,11 @@ Options named_options(const nb::dict& attributes) {
   Options options{};
   options.documents = 1;
   size_t known = 0;
-  auto read = [&](const char* name, auto& field) {
+  for_each_field(options, [&](const char* name, auto& field) {
     if (!attributes.contains(name)) return;
     field = nb::cast<std::remove_reference_t<decltype(field)>>(attributes[name]);
     ++known;
-  };
-#define JAX_FLASH_READ(type, name) read(#name, options.name);
-#define JAX_FLASH_READ_FEATURE(type, name, absent) read(#name, options.name);
-#define JAX_FLASH_READ_OPERAND(type, name, dims) read("has_" #name, options.has_##name);
-#define JAX_FLASH_READ_TRAINABLE(type, name, dims) \
-  read("has_" #name, options.has_##name);          \
-  read("has_d" #name, options.has_d##name);
-  JAX_FLASH_OPTIONS(JAX_FLASH_READ, JAX_FLASH_READ, JAX_FLASH_READ_FEATURE, JAX_FLASH_READ_OPERAND,
-                    JAX_FLASH_READ_TRAINABLE)
-#undef JAX_FLASH_READ_TRAINABLE
-#undef JAX_FLASH_READ_OPERAND
-#undef JAX_FLASH_READ_FEATURE
-#undef JAX_FLASH_READ
+  });
   if (known != attributes.size()) throw std::invalid_argument("options must be named as in the option record");
   return options;
 }
