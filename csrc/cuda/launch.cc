@@ -293,6 +293,7 @@ struct Launch {
   bool has_maps;
   unsigned blocks;
   unsigned cluster;
+  bool in_scratch;  // whether its blocks leave their results there, for a second kernel
 };
 
 // Of a kernel whose blocks own `length` rows or keys together, of each of `heads` heads.
@@ -302,7 +303,7 @@ Launch launch_of(int device, const Loaded& loaded, const Problem& problem, int l
   grid(blocks);  // items are counted in an int
   if (facts.persistent) blocks = std::min(blocks, int64_t{facts.persistent} * multiprocessors_of(device));
   const bool has_maps = facts.q_box_rows || facts.k_box_rows || facts.v_box_rows || facts.dout_box_rows;
-  return {loaded, problem, tensor_maps(facts, problem), has_maps, grid(blocks), 1};
+  return {loaded, problem, tensor_maps(facts, problem), has_maps, grid(blocks), 1, false};
 }
 
 // Blocks for every slice of the keys of every head.
@@ -311,15 +312,21 @@ Launch few_launch_of(const Loaded& loaded, const Problem& problem, int slices) {
   const int64_t rows = int64_t{problem.q_length} * (heads_share ? problem.q_heads / problem.kv_heads : 1);
   const int64_t sets = int64_t{problem.batch} * (heads_share ? problem.kv_heads : problem.q_heads);
   const int64_t blocks = blocks_of(problem, static_cast<int>(rows), loaded.facts.block_rows) * sets;
+  const bool in_scratch = slices > 1;
   unsigned cluster = 1;
-  if (slices == 1) {
+  if (!in_scratch) {
     const int64_t wanted = std::min(kMultiprocessors / 2 / blocks, int64_t{problem.kv_length} / kClusterKeys);
     slices = static_cast<int>(std::clamp<int64_t>(wanted, 1, loaded.facts.most_cluster));
     cluster = slices;
   }
-  Launch launch{loaded, problem, {}, false, grid(blocks * slices), cluster};
+  Launch launch{loaded, problem, {}, false, grid(blocks * slices), cluster, in_scratch};
   launch.problem.kv_slices = slices;
   return launch;
+}
+
+Launch forward_launch(int device, const Found& found, const FewPlan& plan, const Problem& problem) {
+  return found.few ? few_launch_of(found.main, problem, plan.slices)
+                   : launch_of(device, found.main, problem, problem.q_length, problem.q_heads);
 }
 
 void run(const Launch& launch, CuStream stream) {
@@ -340,10 +347,9 @@ bool graph_node(int device, Pass pass, DType dtype, const Problem& problem, Grap
   if (pass != Pass::forward) return false;
   const FewPlan plan = plan_of(pass, problem);
   const Found found = find(device, pass, dtype, problem, plan);
-  const Launch launch = found.few ? few_launch_of(found.main, problem, plan.slices)
-                                  : launch_of(device, found.main, problem, problem.q_length, problem.q_heads);
+  const Launch launch = forward_launch(device, found, plan, problem);
   const LaunchFacts& facts = found.main.facts;
-  if (found.few && launch.problem.kv_slices != static_cast<int>(launch.cluster)) return false;
+  if (launch.in_scratch) return false;
   node = {found.main.name,
           found.main.cubin,
           launch.blocks,
@@ -364,19 +370,16 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& pr
   const CuStream on = static_cast<CuStream>(stream);
   ++launched;
   if (driver.capturing(on)) ++captured;
-  if (found.few) {
-    const Launch few = few_launch_of(found.main, problem, plan.slices);
-    run(few, on);
-    const int slices = few.problem.kv_slices, warps = found.main.facts.combine_warps;
-    if (slices == static_cast<int>(few.cluster)) return;
+  if (pass == Pass::forward) {
+    const Launch forward = forward_launch(device, found, plan, problem);
+    run(forward, on);
+    if (!forward.in_scratch) return;
+    const int slices = forward.problem.kv_slices, warps = found.main.facts.combine_warps;
     const int64_t results = int64_t{problem.batch} * problem.q_heads * problem.q_length;
-    const void* const arguments[] = {&few.problem};
+    const void* const arguments[] = {&forward.problem};
     driver.launch(found.main.combine, grid(divide_up(results, slices <= warps ? warps : 1)), 32 * warps, 0, on,
                   arguments);
     return;
-  }
-  if (pass == Pass::forward) {
-    return run(launch_of(device, found.main, problem, problem.q_length, problem.q_heads), on);
   }
 
   const int warps = found.main.facts.convert_warps;
