@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_cli import faked
+from test_cli import remembered as remembered
 
 from jax_flash import _accuracy, _doctor, _report
 from jax_flash.__main__ import main
