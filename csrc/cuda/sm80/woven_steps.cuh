@@ -64,6 +64,17 @@ struct WovenForward : Forward {
     }
   }
 
+  // Two n8 tiles of every m16, in an order in which each product shares an operand with the one before: at head_dim 128
+  // 436 TFLOP/s in place of 430.
+  template <typename To>
+  static __device__ __forceinline__ void multiply_in_turn(const To& to, const Mma::FragmentA (&a)[row_tiles],
+                                                          const Mma::FragmentB& b) {
+#pragma unroll
+    for (int m = 0; m < row_tiles; ++m) multiply_16bit(to(m)[0], a[m], b.x[0], b.x[1]);
+#pragma unroll
+    for (int m = row_tiles - 1; m >= 0; --m) multiply_16bit(to(m)[1], a[m], b.x[2], b.x[3]);
+  }
+
   // Q K^T, each fragment loaded a step before it is multiplied. V is sent for behind the first loads, whose latency that
   // fills, and the next K as soon as the last have come.
   template <bool masked>
@@ -90,8 +101,7 @@ struct WovenForward : Forward {
       }
 #pragma unroll
       for (int i = 0; i < pairs; ++i) {
-#pragma unroll
-        for (int m = 0; m < row_tiles; ++m) Mma::multiply(&scores[m][2 * i], q_ahead[kk % 2][m], k_ahead[kk % 2][i]);
+        multiply_in_turn([&](int m) { return &scores[m][2 * i]; }, q_ahead[kk % 2], k_ahead[kk % 2][i]);
       }
     }
   }
@@ -165,17 +175,16 @@ struct WovenForward : Forward {
 
 #pragma unroll
     for (int kk = 0; kk < steps; ++kk) {
-      Mma::OperandA p[row_tiles];
+      Mma::FragmentA p[row_tiles];
 #pragma unroll
-      for (int m = 0; m < row_tiles; ++m) p[m] = Mma::operand(scores[m], kk);
+      for (int m = 0; m < row_tiles; ++m) p[m] = Mma::operand(scores[m], kk).part[0];
 #pragma unroll
       for (int n = 0; n < groups; ++n) {
         const int here = kk * groups + n, ahead = here + 1;
         if (ahead < steps * groups) {
           v_ahead[ahead % 2] = Mma::load_columns(v_reader, ahead / groups, ahead % groups);
         }
-#pragma unroll
-        for (int m = 0; m < row_tiles; ++m) Mma::multiply(&out[m][2 * n], p[m].part[0], v_ahead[here % 2]);
+        multiply_in_turn([&](int m) { return &out[m][2 * n]; }, p, v_ahead[here % 2]);
         if (kk + 1 == steps) continue;
 #pragma unroll
         for (int i = n * weights / groups; i < (n + 1) * weights / groups; ++i) {
