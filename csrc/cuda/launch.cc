@@ -24,6 +24,7 @@ namespace {
 constexpr Pass kPasses[] = {Pass::forward, Pass::backward, Pass::backward_dq, Pass::backward_bias};
 
 int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
+int64_t whole_fours(int64_t x) { return divide_up(x, 4) * 4; }
 
 // Blocks of `size` rows in a batch entry, as csrc/cuda/shared/part.cuh counts them.
 int64_t blocks_of(const Problem& p, int length, int size) {
@@ -242,6 +243,16 @@ int64_t slope_scratch(const Problem& p) {
   return p.options.has_dalibi_slopes ? int64_t{p.batch} * p.q_heads * blocks_of(p, p.kv_length, 16) : 0;
 }
 
+// Elements of float that shares of a group's query heads leave for jax_flash_sum_splits (Problem::group_sums).
+int64_t sums_of_splits(const Problem& p, int splits) {
+  return int64_t{splits} * p.batch * p.kv_heads * p.kv_length * (p.head_dim + p.value_head_dim);
+}
+// Whether these find room in dq, which nobody has written yet.
+bool sums_fit_dq(const Problem& p, int splits) {
+  const int64_t elements = int64_t{p.batch} * p.q_length * p.q_heads * p.head_dim;
+  return sums_of_splits(p, splits) * 4 <= elements * (p.options.has_unscales ? 4 : 2);
+}
+
 // All zeros where the kernel asks for none.
 TensorMap tensor_map(const Tensor& tensor, const char* name, int box_rows, const Problem& p, int length, int heads,
                      int head_dim) {
@@ -269,6 +280,9 @@ TensorMaps tensor_maps(const LaunchFacts& facts, const Problem& p) {
 // head's 128 keys (H200): so a block more for every 256 keys. And no more blocks than half of the multiprocessors,
 // among which clusters of whole ones do not always find room.
 constexpr int kClusterKeys = 256;
+
+// What sums of shares cost, in tiles of rows: 128 KB a block that are written and read again, and a launch.
+constexpr int64_t kSumSteps = 8;
 
 std::atomic<int64_t> launched{0}, captured{0};
 
@@ -363,9 +377,10 @@ bool graph_node(int device, Pass pass, DType dtype, const Problem& problem, Grap
   return true;
 }
 
-void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem) {
-  const FewPlan plan = plan_of(pass, problem);
-  const Found found = find(device, pass, dtype, problem, plan);
+void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of_call) {
+  const FewPlan plan = plan_of(pass, of_call);
+  const Found found = find(device, pass, dtype, of_call, plan);
+  Problem problem = of_call;
   const Driver& driver = Driver::get();
   const CuStream on = static_cast<CuStream>(stream);
   ++launched;
@@ -386,9 +401,19 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& pr
   const int64_t zeros = (warps ? dq_scratch(problem) : 0) + slope_scratch(problem);
   if (zeros) driver.zero(problem.scratch, zeros, on);
   if (problem.dbias && !found.bias.main) driver.zero(problem.dbias, bias_elements(problem), on);
-  run(launch_of(device, found.main, problem, problem.kv_length, problem.kv_heads), on);
-  if (found.dq.main) run(launch_of(device, found.dq, problem, problem.q_length, problem.q_heads), on);
+  problem.group_splits = found.main.sum_splits ? group_splits(problem) : 1;
+  if (problem.group_splits > 1) {
+    problem.group_sums = sums_fit_dq(problem, problem.group_splits)
+                             ? problem.dq.data
+                             : static_cast<float*>(problem.scratch) + whole_fours(zeros);
+  }
+  run(launch_of(device, found.main, problem, problem.kv_length, int64_t{problem.kv_heads} * problem.group_splits), on);
   const void* const arguments[] = {&problem};
+  if (problem.group_splits > 1) {
+    const int64_t fours = sums_of_splits(problem, 1) / 4;
+    driver.launch(found.main.sum_splits, grid(divide_up(fours, 32 * kSplitWarps)), 32 * kSplitWarps, 0, on, arguments);
+  }
+  if (found.dq.main) run(launch_of(device, found.dq, problem, problem.q_length, problem.q_heads), on);
   if (found.bias.main) {
     const LaunchFacts& facts = found.bias.facts;
     const int64_t tiles =
@@ -441,7 +466,34 @@ int64_t forward_scratch(DType, const Problem& p) {
 
 int64_t backward_scratch(DType, const Problem& p) {
   const bool separate = p.options.deterministic || p.options.highest_precision;
-  return (separate ? 0 : dq_scratch(p)) + slope_scratch(p);
+  const int64_t zeros = (separate ? 0 : dq_scratch(p)) + slope_scratch(p);
+  const int splits = group_splits(p);
+  return splits == 1 || sums_fit_dq(p, splits) ? zeros : whole_fours(zeros) + sums_of_splits(p, splits);
+}
+
+int group_splits(const Problem& p) {
+  const int64_t group = p.q_heads / p.kv_heads;
+  const int largest = std::max(p.head_dim, p.value_head_dim);
+  // Hopper's blocks, of the table's rows for calls without options; blocks of fewer keys are more than are counted here.
+  const int keys = largest <= 64 ? 256 : largest <= 128 ? 128 : 64;
+  const int64_t blocks = blocks_of(p, p.kv_length, keys) * p.kv_heads * p.batch;
+  const int64_t tiles = divide_up(p.q_length, 64 * p.options.documents);  // of rows, for each query head of a block
+  // Under causal the longest block is twice as long as most are, and has to end with the others.
+  const int64_t enough = (p.options.causal ? 2 : 1) * kMultiprocessors;
+  // What the last multiprocessor has to do, in tiles of rows.
+  auto steps = [&](int64_t splits) {
+    const int64_t longest = tiles * (group / splits), all = blocks * splits;
+    const int64_t loop = p.options.causal ? std::max(longest, longest * all / enough)
+                                          : longest * divide_up(all, enough);
+    return loop + (splits > 1 ? kSumSteps : 0);
+  };
+  int64_t best = 1;
+  for (int64_t splits = 2; splits <= group && blocks * best < enough; ++splits) {
+    if (group % splits != 0) continue;
+    if (sums_of_splits(p, static_cast<int>(splits)) > dq_scratch(p)) break;
+    if (10 * steps(splits) <= 9 * steps(best)) best = splits;
+  }
+  return static_cast<int>(best);
 }
 
 Status status() {

@@ -142,25 +142,24 @@ struct Matrices {
     }
   };
 
-  static __device__ __forceinline__ void store_pair(Result* to, float x, float y) {
-    if constexpr (has_unscales) {
-      *reinterpret_cast<float2*>(to) = {x, y};
-    } else {
-      *reinterpret_cast<u32*>(to) = pack(x, y);
-    }
+  static __device__ __forceinline__ void store_pair(float* to, float x, float y) {
+    *reinterpret_cast<float2*>(to) = {x, y};
+  }
+  static __device__ __forceinline__ void store_pair(Element* to, float x, float y) {
+    *reinterpret_cast<u32*>(to) = pack(x, y);
   }
 
   // Writes accumulators of rows `row` and `row` + 8 of this lane to global memory: whole groups of columns, every
   // `step`-th from `first_group` on.
-  template <int columns, int group, int step, int n>
+  template <int columns, int group, int step, typename To, int n>
   static __device__ __forceinline__ void store_fragments(const FragmentC (&c)[n], float scale0, float scale1,
-                                                         Result* head, i64 row_stride, int row, int length,
+                                                         To* head, i64 row_stride, int row, int length,
                                                          int first_group, int lane) {
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       const int column = (i / 2 * step + first_group) * group + i % 2 * 8 + lane % 4 * 2;
       if (column >= columns) continue;
-      Result* to = head + row * row_stride + column;
+      To* to = head + row * row_stride + column;
       if (row < length) store_pair(to, c[i].x[0] * scale0, c[i].x[1] * scale0);
       if (row + 8 < length) store_pair(to + 8 * row_stride, c[i].x[2] * scale1, c[i].x[3] * scale1);
     }
