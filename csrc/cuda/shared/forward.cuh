@@ -1,4 +1,5 @@
-// FlashAttention-2 forward (Dao 2023, algorithm 1) by mma.sync, for every family that says before which `Steps` it takes.
+// FlashAttention-2 forward (Dao 2023, algorithm 1) by mma.sync, for every family that says before which `Steps` it
+// takes.
 #pragma once
 
 #include "cuda/shared/forward_steps.cuh"

@@ -1,6 +1,7 @@
 // A step of dQ alone as one line of instructions without branches, as woven_steps.cuh has it for the forward. Here S
 // comes first, so that its exponentials are computed among the products of dP; dS = P * (dP - delta) is, among those of
-// dS K. K is wanted at both ends of a step, so there are two tiles of it: the next is on its way from dP on, V during S.
+// dS K. K is wanted at both ends of a step, so there are two tiles of it: the next is on its way from dP on, V during
+// S.
 #pragma once
 
 #include "cuda/shared/backward_dq_steps.cuh"
@@ -114,8 +115,7 @@ struct WovenDq : BackwardDq {
     constexpr int beside_a_piece = ceil_div(scores_of_lane, dp_pieces);
     multiply_ahead<value_head_dim>(
         ds, Mma::reader_a<OutTile>(shared_address(shared.dout), row, lane),
-        Mma::reader_b<VTile>(shared_address(shared.v), 0, lane),
-        [&] { start_k<!masked>(next, next_k, next >= 0); },
+        Mma::reader_b<VTile>(shared_address(shared.v), 0, lane), [&] { start_k<!masked>(next, next_k, next >= 0); },
         [&](int piece) {
 #pragma unroll
           for (int i = 0; i < beside_a_piece; ++i) {

@@ -13,8 +13,7 @@ constexpr bool woven = late_weights && parts == 1;
 // take. At head_dim 256 shared memory is read nearly all of the time, and Q is a ninth of what is read.
 constexpr int accumulators = row_tiles * (tile_value_head_dim + block_kv) / 2;
 constexpr bool keeps_q = woven && row_tiles == 1 && !modifies_scores && !has_mask && !irregular && !has_unscales;
-constexpr int kept_steps =
-    keeps_q ? at_most(ceil_div(head_dim, Mma::depth), at_least(0, (192 - accumulators) / 4)) : 0;
+constexpr int kept_steps = keeps_q ? at_most(ceil_div(head_dim, Mma::depth), at_least(0, (192 - accumulators) / 4)) : 0;
 
 struct WovenForward : Forward {
   Mma::FragmentA q_kept[at_least(1, kept_steps)][row_tiles];
@@ -64,8 +63,8 @@ struct WovenForward : Forward {
     }
   }
 
-  // Q K^T, each fragment loaded a step before it is multiplied. V is sent for behind the first loads, whose latency that
-  // fills, and the next K as soon as the last have come.
+  // Q K^T, each fragment loaded a step before it is multiplied. V is sent for behind the first loads, whose latency
+  // that fills, and the next K as soon as the last have come.
   template <bool masked>
   __device__ __forceinline__ void multiply(FragmentC (&scores)[row_tiles][block_kv / 8], int tile, int next) {
     constexpr int steps = ceil_div(head_dim, Mma::depth), pairs = block_kv / 16;
@@ -142,8 +141,8 @@ struct WovenForward : Forward {
     return exp2_approx(score * scale_log2 - RowStatistics::anchor_of(statistics[m][half].maximum, scale_log2));
   }
 
-  // Softmax and P V. The first weights are computed beside the search for new maxima, and once more where there are any;
-  // those of the next 16 keys among the products of these.
+  // Softmax and P V. The first weights are computed beside the search for new maxima, and once more where there are
+  // any; those of the next 16 keys among the products of these.
   __device__ __forceinline__ void add_values(FragmentC (&scores)[row_tiles][block_kv / 8]) {
     constexpr int groups = tile_value_head_dim / group, steps = block_kv / 16, weights = 8 * row_tiles;
     const VReader v_reader(shared_address(shared.v), lane);
