@@ -85,10 +85,10 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
   const int parts = options.highest_precision ? 2 : 1;
   const int largest = std::max(head_dim, value_head_dim);
   const bool own_dq = deterministic(device_family, options, largest);
-  // Up to head_dim 128 Hopper's rule for backward counts on dQ: without it ptxas finds too few registers for as many
-  // keys.
+  // Up to head_dim 128 Hopper's backward is made for its dQ: without it some options find too few registers.
   const bool without_dq = device_family == "sm90a" && pass == Pass::backward && own_dq && largest <= 128;
-  const bool plain = is_plain(options) && !without_dq;
+  const bool wants_registers = options.has_unscales || options.has_q_lengths || options.has_kv_lengths;
+  const bool plain = is_plain(options) && !(without_dq && wants_registers);
   const std::string family = pass_family(device_family, arch, parts, pass, largest, plain);
   if (dtype == DType::f32 || dtype == DType::f64) {
     throw std::invalid_argument("kernels are for float16 and bfloat16; float32 comes as float16 with unscales");
@@ -101,7 +101,7 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
   }
   const TileRow& tile = tile_row(family, parts, pass, largest, arch, plain, rows);
   Variant variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile};
-  const bool tunable = plain && !options.has_unscales && head_dim == value_head_dim;
+  const bool tunable = plain && !without_dq && !options.has_unscales && head_dim == value_head_dim;
   if (!gpu.empty() && tunable) {
     if (auto row = tuned_row(gpu, family, pass, head_dim)) variant.set_tuned(*row);
   }

@@ -95,13 +95,20 @@ struct Matrices {
         : reader(tall_reader<T>(tile, 0, lane, first_group)), first_group(first_group) {}
   };
 
+  // 16 k of the n-th group of columns.
+  template <typename T, int group>
+  static __device__ __forceinline__ FragmentB load_columns(const ColumnReader<T, group>& y, int kk, int n) {
+    FragmentB b;
+    load_transposed(b.x, y.reader.address(16 * kk, n));
+    return b;
+  }
+
   // to(m) += A Y for a group of columns and 16 k, of part `a_part` of A and `y_part` of Y.
   template <int m_tiles, typename To, typename A, typename T, int group>
   static __device__ __forceinline__ void multiply_group(const To& to, const A (&a)[m_tiles],
                                                         const ColumnReader<T, group>& y, int kk, int n, int a_part,
                                                         int y_part) {
-    FragmentB b;
-    load_transposed(b.x, y.reader.address(16 * kk, n + y_part * (T::columns / parts / group)));
+    const FragmentB b = load_columns(y, kk, n + y_part * (T::columns / parts / group));
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m) multiply(to(m), a[m].part[a_part], b);
   }
