@@ -73,9 +73,9 @@ struct Problem {
 #undef JAX_FLASH_FEATURE
 #undef JAX_FLASH_CONSTANT
 
-  // backward on GPUs only: into so many shares the query heads of a key head are split, a divisor of q_heads / kv_heads,
-  // each with blocks of its own. Of several, each leaves what it sums up of dK and dV in group_sums, and
-  // jax_flash_sum_splits adds the shares up.
+  // backward on GPUs only: into so many shares the query heads of a key head are split, a divisor of their number, each
+  // with blocks of its own. Of several, each leaves its sums of dK and dV in group_sums, and jax_flash_sum_splits adds
+  // these up.
   int group_splits;  // >= 1
   void* group_sums;  // float [B, K, group_splits, S, H + V]; null where group_splits is 1
 };

@@ -714,7 +714,7 @@ CASES = (
         Case(f"few_everything_{h}", 17, 2500, 4, 2, h, **{**EVERYTHING, **FEW_EVERYTHING}, large=True)
         for h in (64, 128, 256)
     ),
-    # Few key heads, each of whose query heads GPUs split over blocks: what these sum up lies in dq, or where that has no
+    # Few key heads, each of whose query heads GPUs split over blocks: the sums of these lie in dq, or where that has no
     # room, in scratch
     *(
         Case(f"split_{h}{'_causal' if causal else ''}", 400, 100, 8, 1, h, causal=causal, q_offset=-70, large=True)

@@ -474,7 +474,7 @@ int64_t backward_scratch(DType, const Problem& p) {
 int group_splits(const Problem& p) {
   const int64_t group = p.q_heads / p.kv_heads;
   const int largest = std::max(p.head_dim, p.value_head_dim);
-  // Hopper's blocks, of the table's rows for calls without options; blocks of fewer keys are more than are counted here.
+  // Of Hopper's blocks in calls without options; of rows with fewer keys there are more blocks than are counted here.
   const int keys = largest <= 64 ? 256 : largest <= 128 ? 128 : 64;
   const int64_t blocks = blocks_of(p, p.kv_length, keys) * p.kv_heads * p.batch;
   const int64_t tiles = divide_up(p.q_length, 64 * p.options.documents);  // of rows, for each query head of a block
@@ -483,8 +483,8 @@ int group_splits(const Problem& p) {
   // What the last multiprocessor has to do, in tiles of rows.
   auto steps = [&](int64_t splits) {
     const int64_t longest = tiles * (group / splits), all = blocks * splits;
-    const int64_t loop = p.options.causal ? std::max(longest, longest * all / enough)
-                                          : longest * divide_up(all, enough);
+    const int64_t loop =
+        p.options.causal ? std::max(longest, longest * all / enough) : longest * divide_up(all, enough);
     return loop + (splits > 1 ? kSumSteps : 0);
   };
   int64_t best = 1;

@@ -111,7 +111,11 @@ JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
   const Work work = work_of(block, key_blocks, problem.kv_heads * splits, problem.batch, problem.q_length);
   int key_block = work.block;
   const int document = document_of(problem, problem.cu_kv_lengths, work.batch, block_kv, key_block);
-  return {part_of(problem, work.batch, document), work.batch, document, work.head / splits, key_block * block_kv,
+  return {part_of(problem, work.batch, document),
+          work.batch,
+          document,
+          work.head / splits,
+          key_block * block_kv,
           work.head};
 }
 

@@ -152,9 +152,9 @@ struct Matrices {
   // Writes accumulators of rows `row` and `row` + 8 of this lane to global memory: whole groups of columns, every
   // `step`-th from `first_group` on.
   template <int columns, int group, int step, typename To, int n>
-  static __device__ __forceinline__ void store_fragments(const FragmentC (&c)[n], float scale0, float scale1,
-                                                         To* head, i64 row_stride, int row, int length,
-                                                         int first_group, int lane) {
+  static __device__ __forceinline__ void store_fragments(const FragmentC (&c)[n], float scale0, float scale1, To* head,
+                                                         i64 row_stride, int row, int length, int first_group,
+                                                         int lane) {
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       const int column = (i / 2 * step + first_group) * group + i % 2 * 8 + lane % 4 * 2;
