@@ -293,6 +293,7 @@ struct Launch {
   bool has_maps;
   unsigned blocks;
   unsigned cluster;
+  unsigned shared_bytes;
   bool in_scratch;  // whether its blocks leave their results there, for a second kernel
 };
 
@@ -303,7 +304,8 @@ Launch launch_of(int device, const Loaded& loaded, const Problem& problem, int l
   grid(blocks);  // items are counted in an int
   if (facts.persistent) blocks = std::min(blocks, int64_t{facts.persistent} * multiprocessors_of(device));
   const bool has_maps = facts.q_box_rows || facts.k_box_rows || facts.v_box_rows || facts.dout_box_rows;
-  return {loaded, problem, tensor_maps(facts, problem), has_maps, grid(blocks), 1, false};
+  const unsigned shared_bytes = facts.shared_bytes;
+  return {loaded, problem, tensor_maps(facts, problem), has_maps, grid(blocks), 1, shared_bytes, false};
 }
 
 // Blocks for every slice of the keys of every head.
@@ -315,11 +317,13 @@ Launch few_launch_of(const Loaded& loaded, const Problem& problem, int slices) {
   const bool in_scratch = slices > 1;
   unsigned cluster = 1;
   if (!in_scratch) {
-    const int64_t wanted = std::min(kMultiprocessors / 2 / blocks, int64_t{problem.kv_length} / kClusterKeys);
-    slices = static_cast<int>(std::clamp<int64_t>(wanted, 1, loaded.facts.most_cluster));
+    const int64_t wanted = std::min(kMultiprocessors / blocks, int64_t{problem.kv_length} / kClusterKeys);
+    while (2 * slices <= std::min<int64_t>(wanted, loaded.facts.most_cluster)) slices *= 2;
     cluster = slices;
   }
-  Launch launch{loaded, problem, {}, false, grid(blocks * slices), cluster, in_scratch};
+  const LaunchFacts& facts = loaded.facts;
+  const unsigned shared_bytes = facts.shared_bytes + (cluster > 1 ? facts.cluster_bytes : 0);
+  Launch launch{loaded, problem, {}, false, grid(blocks * slices), cluster, shared_bytes, in_scratch};
   launch.problem.kv_slices = slices;
   return launch;
 }
@@ -333,11 +337,11 @@ void run(const Launch& launch, CuStream stream) {
   const Driver& driver = Driver::get();
   const LaunchFacts& facts = launch.loaded.facts;
   const void* const arguments[] = {&launch.problem, &launch.maps};
-  if (facts.most_cluster > 1) {
-    driver.launch_small(launch.loaded.main, launch.blocks, facts.threads, facts.shared_bytes, stream, arguments,
+  if (facts.starts_ahead) {
+    driver.launch_small(launch.loaded.main, launch.blocks, facts.threads, launch.shared_bytes, stream, arguments,
                         launch.cluster);
   } else {
-    driver.launch(launch.loaded.main, launch.blocks, facts.threads, facts.shared_bytes, stream, arguments);
+    driver.launch(launch.loaded.main, launch.blocks, facts.threads, launch.shared_bytes, stream, arguments);
   }
 }
 
@@ -355,8 +359,8 @@ bool graph_node(int device, Pass pass, DType dtype, const Problem& problem, Grap
           launch.blocks,
           launch.cluster,
           static_cast<unsigned>(facts.threads),
-          static_cast<unsigned>(facts.shared_bytes),
-          facts.most_cluster > 1,
+          launch.shared_bytes,
+          facts.starts_ahead,
           launch.problem,
           launch.maps,
           launch.has_maps};

@@ -1,20 +1,25 @@
-// Clusters: blocks that read each other's shared memory, from compute capability 9.0 on.
+// Clusters: blocks that write to each other's shared memory, from compute capability 9.0 on.
 #pragma once
 
 #include "cuda/shared/prelude.cuh"
 
 namespace jax_flash {
 
-// Blocks of a cluster; 1: there are none. Of eight blocks that fill a multiprocessor each, an H200 does not find room
-// for 16 clusters at once (17.2 us for what four take 8.5 for). Kernels for older GPUs are as they are there.
-constexpr int most_cluster = __CUDA_ARCH__ >= 900 && !loads_take_registers ? 4 : 1;
+// Whether a kernel may be started before the one that it follows has ended, and blocks of a cluster at most; 1: there are
+// none. Kernels for older GPUs are as they are there, and blocks of many rows do without clusters.
+constexpr bool may_start_ahead = __CUDA_ARCH__ >= 900 && !loads_take_registers;
+constexpr int most_cluster = may_start_ahead && block_q == 16 ? 8 : 1;
 
-// For all threads of a cluster: shared memory that was written before is there for the others. Of a block's own threads
-// the cluster's barrier says so too, but racecheck does not know that.
-JAX_FLASH_DEVICE void cluster_sync() {
-  __syncthreads();
+// A barrier for all threads of a cluster: shared memory that was written before one arrives is there for the others
+// after they have waited. The first one says that all blocks have begun, and may be written to.
+JAX_FLASH_DEVICE void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+}
+JAX_FLASH_DEVICE void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 #endif
 }
 // Where block `rank` of the cluster has what this one has at an address of shared memory.
@@ -25,22 +30,17 @@ JAX_FLASH_DEVICE u32 cluster_address(u32 own, int rank) {
 #endif
   return address;
 }
-JAX_FLASH_DEVICE float2 load_pair(u32 address) {
-  float2 x{};
+JAX_FLASH_DEVICE void give_pair(u32 address, float2 x) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x.x), "f"(x.y) : "memory");
 #endif
-  return x;
 }
-JAX_FLASH_DEVICE float4 load_four(u32 address) {
-  float4 x{};
+JAX_FLASH_DEVICE void give_four(u32 address, float4 x) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(address)
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z),
+               "f"(x.w)
                : "memory");
 #endif
-  return x;
 }
 
 // A kernel may be started before the one that it follows has ended (cuda/driver.h). It lets the next one come likewise,
