@@ -10,16 +10,37 @@ namespace jax_flash {
 constexpr bool may_start_ahead = __CUDA_ARCH__ >= 900 && !loads_take_registers;
 constexpr int most_cluster = may_start_ahead && block_q == 16 ? 8 : 1;
 
-// A barrier for all threads of a cluster: shared memory that was written before one arrives is there for the others
-// after they have waited. The first one says that all blocks have begun, and may be written to.
+// Before a block writes to another one that has to have begun, and to have made its gate: one arrives early, and waits
+// late. Without a release of all that was written before, for which the hardware would wait for all of it.
 JAX_FLASH_DEVICE void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;\nbarrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
 }
 JAX_FLASH_DEVICE void cluster_wait() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+  asm volatile("barrier.cluster.wait;" ::: "memory");
+#endif
+}
+// A gate counts the bytes that blocks give to this one, and opens when all of them are there. One thread makes it.
+JAX_FLASH_DEVICE void gate_make(u32 gate, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "mbarrier.init.shared::cta.b64 [%0], 1;\n"
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(gate),
+      "r"(bytes)
+      : "memory");
+#endif
+}
+JAX_FLASH_DEVICE void gate_wait(u32 gate) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(gate)
+      : "memory");
 #endif
 }
 // Where block `rank` of the cluster has what this one has at an address of shared memory.
@@ -30,16 +51,20 @@ JAX_FLASH_DEVICE u32 cluster_address(u32 own, int rank) {
 #endif
   return address;
 }
-JAX_FLASH_DEVICE void give_pair(u32 address, float2 x) {
+// To an address of a block of the cluster, and counted by its gate.
+JAX_FLASH_DEVICE void give_pair(u32 address, u32 gate, float2 x) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x.x), "f"(x.y) : "memory");
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
+               "f"(x.x), "f"(x.y), "r"(gate)
+               : "memory");
 #endif
 }
-JAX_FLASH_DEVICE void give_four(u32 address, float4 x) {
+JAX_FLASH_DEVICE void give_four(u32 address, u32 gate, float4 x) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z),
-               "f"(x.w)
-               : "memory");
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(gate)
+      : "memory");
 #endif
 }
 

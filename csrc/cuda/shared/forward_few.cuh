@@ -62,6 +62,8 @@ struct SharedStorage {
 struct ClusterStorage {
   alignas(128) float sums[block_q * sum_stride];
   float2 statistics[block_q];
+  u64 gate;
+  static constexpr int given = block_q * (value_head_dim * static_cast<int>(sizeof(float)) + 8);  // bytes, in all
 };
 
 extern "C" __constant__ LaunchFacts jax_flash_forward_few_facts = {
@@ -474,7 +476,11 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   if (loads_take_registers) let_the_next_kernel_begin();
   if (reads_operands) wait_for_the_kernel_before();
   const bool clustered = in_cluster(problem);
-  if (clustered) cluster_arrive();  // this block has begun
+  ClusterStorage& given = *reinterpret_cast<ClusterStorage*>(memory + sizeof(SharedStorage));
+  if (clustered) {
+    if (threadIdx.x == 0) gate_make(shared_address(&given.gate), ClusterStorage::given);
+    cluster_arrive();  // this block has begun
+  }
   const Block block = block_of(problem, blockIdx.x);
   const Part& part = block.part;
   const int first_row = block.row_of(0), last_row = block.row_of(block_q - 1);
@@ -557,9 +563,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   } else {
     // From the first line on, whole chains would begin, whose blocks take room of those that have something to do.
     let_the_next_kernel_begin();
-    // @stamp asked
-    copies_wait<1>();
   }
+  // @stamp asked
+  if constexpr (!loads_take_registers) copies_wait<1>();
   __syncthreads();  // Q has landed
   // @stamp landed
   if (alone && team > 0) return;
@@ -646,17 +652,18 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     if (first_column == 0) *scratch.statistics(block.slice, index) = {of_teams.anchor, of_teams.total};
   } else {
     // Every row to the block of the cluster that puts it together.
-    ClusterStorage& given = *reinterpret_cast<ClusterStorage*>(memory + sizeof(SharedStorage));
     const int rows_log2 = __ffs(block_q) - 1 - ranks_log2;  // of a rank
     const int rank = r >> rows_log2, place = (block.slice << rows_log2) + (r & ((1 << rows_log2) - 1));
     const u32 sums = cluster_address(shared_address(given.sums + place * sum_stride), rank);
+    const u32 gate = cluster_address(shared_address(&given.gate), rank);
     cluster_wait();  // all blocks have begun
-    for_fours<fours>(first_column, [&](int column) { give_four(sums + column * sizeof(float), four_of(column)); });
+    for_fours<fours>(first_column,
+                     [&](int column) { give_four(sums + column * sizeof(float), gate, four_of(column)); });
     if (first_column == 0) {
-      give_pair(cluster_address(shared_address(given.statistics + place), rank), {of_teams.anchor, of_teams.total});
+      const u32 statistics = cluster_address(shared_address(given.statistics + place), rank);
+      give_pair(statistics, gate, {of_teams.anchor, of_teams.total});
     }
-    cluster_arrive();
-    cluster_wait();  // all blocks have given what they have
+    gate_wait(shared_address(&given.gate));  // all blocks have given what they have
     const ResultRow& to = results[0];
     if (!to.stored) return;
     const int own_row = threadIdx.x / row_threads, own_column = threadIdx.x % row_threads * 4;
