@@ -50,7 +50,9 @@ def _default_device(request: pytest.FixtureRequest) -> Iterator[None]:
     Plain JAX on a GPU takes TF32 for float32 products unless it is told otherwise.
     """
     platform = "cuda" if request.node.get_closest_marker("gpu") else "cpu"
-    # The tests mostly compile, which takes two thirds of the time this way. GPUs are tested as users run them.
+    # The tests mostly compile, which takes two thirds of the time this way, in processes of their own too. GPUs are
+    # tested as users run them.
     jax.config.update("jax_disable_most_optimizations", platform == "cpu")
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(platform == "cpu"))
     with jax.default_device(jax.devices(platform)[0]), jax.default_matmul_precision("highest"):
         yield

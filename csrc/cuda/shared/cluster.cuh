@@ -5,8 +5,8 @@
 
 namespace jax_flash {
 
-// Whether a kernel may be started before the one that it follows has ended, and blocks of a cluster at most; 1: there are
-// none. Kernels for older GPUs are as they are there, and blocks of many rows do without clusters.
+// Whether a kernel may be started before the one that it follows has ended, and blocks of a cluster at most; 1: there
+// are none. Kernels for older GPUs are as they are there, and blocks of many rows do without clusters.
 constexpr bool may_start_ahead = __CUDA_ARCH__ >= 900 && !loads_take_registers;
 constexpr int most_cluster = may_start_ahead && block_q == 16 ? 8 : 1;
 

@@ -67,8 +67,20 @@ struct ClusterStorage {
 };
 
 extern "C" __constant__ LaunchFacts jax_flash_forward_few_facts = {
-    threads,      block_q, sizeof(SharedStorage), 0, 0, 0, 0, 0, 0, combine_warps, 0, may_start_ahead,
-    most_cluster, most_cluster > 1 ? static_cast<int>(sizeof(ClusterStorage)) : 0};
+    threads,
+    block_q,
+    sizeof(SharedStorage),
+    0,
+    0,
+    0,
+    0,
+    0,
+    0,
+    combine_warps,
+    0,
+    may_start_ahead,
+    most_cluster,
+    most_cluster > 1 ? static_cast<int>(sizeof(ClusterStorage)) : 0};
 
 // Whether the slices of the keys of a head are the blocks of a cluster: those that nobody planned scratch for.
 JAX_FLASH_DEVICE bool in_cluster(const Problem& problem) {
@@ -320,7 +332,8 @@ struct QueryLoad {
       const int j = i * threads + threadIdx.x, r = j / chunks, chunk = j % chunks;
       const int piece = chunk / part_chunks, of_piece = chunk % part_chunks, row = block.row_of(r);
       valid[i] = of_piece < filled && row < block.part.q.length;
-      from[i] = head_of(problem.q, block.batch, valid[i] ? block.head_of(r) : 0, valid[i] ? block.part.q.first + row : 0);
+      from[i] =
+          head_of(problem.q, block.batch, valid[i] ? block.head_of(r) : 0, valid[i] ? block.part.q.first + row : 0);
       from[i] += valid[i] ? (piece * filled + of_piece) * chunk_elements : 0;
       asm volatile("" : "+l"(from[i]));
     }
@@ -354,8 +367,8 @@ struct ResultRow {
     padding = has_q_lengths && row >= rows.length;
     const int here = stored ? row : 0, head = stored ? block.head_of(r) : 0;
     out = result_of(problem.out, block.batch, head, rows.first + here);
-    lse = static_cast<float*>(problem.lse) + (static_cast<i64>(block.batch) * problem.q_heads + head) * problem.q_length +
-          rows.first + here;
+    lse = static_cast<float*>(problem.lse) +
+          (static_cast<i64>(block.batch) * problem.q_heads + head) * problem.q_length + rows.first + here;
     sink = sink_of(problem, block.batch, head);
     if constexpr (!loads_take_registers) asm volatile("" : "+l"(out), "+l"(lse));
   }
@@ -472,7 +485,6 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   extern __shared__ __align__(128) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
 
-  // @stamp begin
   if (loads_take_registers) let_the_next_kernel_begin();
   if (reads_operands) wait_for_the_kernel_before();
   const bool clustered = in_cluster(problem);
@@ -542,9 +554,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   }
   const Select<loads_take_registers, NoLoad, QueryLoad>::type q_load(problem, block);
   // What comes before takes its time too, mostly for instructions and arguments that are not at hand yet.
-  // @stamp ready
   if (!reads_operands) wait_for_the_kernel_before();
-  // @stamp waited
   if (problem.kv_slices > 1 && !clustered && slice_begin >= slice_end) {
     const int r = threadIdx.x;
     if (r < block_q && block.row_of(r) < part.q.stored) {
@@ -563,11 +573,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   } else {
     // From the first line on, whole chains would begin, whose blocks take room of those that have something to do.
     let_the_next_kernel_begin();
+    copies_wait<1>();
   }
-  // @stamp asked
-  if constexpr (!loads_take_registers) copies_wait<1>();
   __syncthreads();  // Q has landed
-  // @stamp landed
   if (alone && team > 0) return;
   while (tile >= 0) {
     const int next = next_from(tile + 1);
@@ -579,7 +587,6 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     tile = next;
   }
   copies_wait<0>();  // none is on its way, nor counted as one
-  // @stamp tiles
 
   const auto finish = [&](const ResultRow& to, float anchor, float total, bool first) {
     float factor = inverse_of(problem, forward.rows[0].dropout, block.batch, block.kv_head, total);
@@ -588,13 +595,12 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     return factor;
   };
   if (alone) {
-    // @stamp left
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const ResultRow& to = results[half];
       RowStatistics& mine = forward.statistics[half];
-      const float2 statistics{
-          mine.maximum == -JAX_FLASH_INFINITY ? mine.maximum : mine.anchor(forward.scale_log2), quad_sum(mine.total)};
+      const float2 statistics{mine.maximum == -JAX_FLASH_INFINITY ? mine.maximum : mine.anchor(forward.scale_log2),
+                              quad_sum(mine.total)};
       if (!to.stored) continue;
       const Mixture<1> mixture(to.sink, [&](int) { return statistics; });
       const float factor = mixture.weights[0] * finish(to, mixture.anchor, mixture.total, lane % 4 == 0);
@@ -606,7 +612,6 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
                         forward.out[0][n].x[2 * half + 1] * factor);
       }
     }
-    // @stamp end
     return;
   }
 #pragma unroll
@@ -625,7 +630,6 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     }
   }
   __syncthreads();  // all teams have left what they have
-  // @stamp left
   if constexpr (loads_take_registers) {
     finish_eights(problem, block, forward, shared);
     return;
@@ -678,7 +682,6 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       store_four(to.out + column, {x.x * factor, x.y * factor, x.z * factor, x.w * factor});
     }
   }
-  // @stamp end
 }
 
 // Up to so many slices a warp takes a row of out, and a block as many rows as it has warps; of more, a row is a
@@ -697,6 +700,7 @@ extern "C" __global__ void __launch_bounds__(32 * combine_warps)
   const int t = index % problem.q_length, of = index / problem.q_length;
   const int head = of % problem.q_heads, batch = of / problem.q_heads;
 
+  if (!loads_take_registers) wait_for_the_kernel_before();
   float2 statistics[most];
   float anchor = -JAX_FLASH_INFINITY, total = 0.f, weight[most];
 #pragma unroll

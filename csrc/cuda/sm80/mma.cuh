@@ -18,68 +18,47 @@ JAX_FLASH_DEVICE void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-// How a tile of T::rows rows is shared among threads, chunk by chunk. Where a pass of all threads covers whole rows, each
-// thread keeps its chunk, and its swizzle changes with the row modulo 8 alone: one pointer moves on, and shared
-// addresses of the same phase differ by constants.
-template <typename T, int columns, int threads>
-struct TilePasses {
-  static constexpr int filled = columns / chunk_elements, part_chunks = T::chunks / parts;
-  static constexpr int pieces = T::rows * T::chunks;
-  static constexpr int rows_a_pass = threads / T::chunks;
-  static constexpr bool regular = T::swizzled && threads % T::chunks == 0 &&
-                                  (rows_a_pass % 8 == 0 || 8 % rows_a_pass == 0) && pieces % threads == 0 &&
-                                  filled == part_chunks;
-  static constexpr int phases = !regular || rows_a_pass % 8 == 0 ? 1 : 8 / rows_a_pass;
-  using Rows = ThreadRows<T, threads>;
-
-  // This thread's first chunk.
-  static __device__ __forceinline__ int row_of(int thread) {
-    return regular ? thread / T::chunks : Rows::row_of(thread);
-  }
-  static __device__ __forceinline__ int chunk_of(int thread) {
-    return regular ? thread % T::chunks : Rows::chunk_of(thread);
-  }
-};
-
 // Starts the copy of rows [first, first + T::rows) of one head into a tile; rows from `length` on become zeros, and so
-// do the columns from `columns` on. Of arrays in two parts a row has the columns of one and then of the other. `from`
-// is this thread's first chunk of row `first`, `known` an address that may always be read. With `short_code`, what is
-// not whole is a loop: small problems wait for instructions longer than for anything else.
-template <typename T, int columns, int threads, bool short_code>
-JAX_FLASH_DEVICE void load_passes(u32 tile, const Element* from, const Element* known, i64 row_stride, int first,
-                                  int length, int thread) {
-  using Passes = TilePasses<T, columns, threads>;
-  const int row = Passes::row_of(thread), chunk = Passes::chunk_of(thread);
-  if constexpr (Passes::regular) {
-    constexpr int phases = Passes::phases, rows_a_pass = Passes::rows_a_pass, passes = Passes::pieces / threads;
+// do the columns from `columns` on. Of arrays in two parts a row has the columns of one and then of the other. `whole`
+// says that no row lies beyond the end; then the tile may be not `wanted`, and there is no branch.
+template <typename T, int columns, int threads, bool whole = false>
+JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, int first, int length, int thread,
+                                bool wanted = true) {
+  constexpr int filled = columns / chunk_elements, part_chunks = T::chunks / parts;
+  constexpr int pieces = T::rows * T::chunks;
+  // Where a pass of all threads covers whole rows, each thread keeps its chunk, and its swizzle changes with the row
+  // modulo 8 alone: one pointer moves on, and shared addresses of the same phase differ by constants.
+  constexpr int rows_a_pass = threads / T::chunks;
+  constexpr bool regular = threads % T::chunks == 0 && (rows_a_pass % 8 == 0 || 8 % rows_a_pass == 0);
+  if constexpr (T::swizzled && regular && pieces % threads == 0 && filled == part_chunks) {
+    constexpr int phases = rows_a_pass % 8 == 0 ? 1 : 8 / rows_a_pass;
+    const int row = thread / T::chunks, chunk = thread % T::chunks;
     u32 to[phases];
 #pragma unroll
     for (int phase = 0; phase < phases; ++phase) to[phase] = tile + T::offset(row + phase * rows_a_pass, chunk);
+    const Element* from = head + (first + row) * row_stride + chunk * chunk_elements;
     const i64 step = rows_a_pass * row_stride;
-    if (first + T::rows <= length) {
+    if constexpr (whole) {
 #pragma unroll
-      for (int i = 0; i < passes; ++i, from += step) {
-        copy_async(to[i % phases] + i / phases * phases * rows_a_pass * T::row_bytes, from);
+      for (int i = 0; i < pieces / threads; ++i, from += step) {
+        copy_async_if(wanted, to[i % phases] + i / phases * phases * rows_a_pass * T::row_bytes, from);
       }
-    } else if constexpr (short_code && passes > phases) {
-      static_assert(passes % phases == 0);
-#pragma unroll 1
-      for (int i = 0; i < passes; i += phases) {
+    } else if (first + T::rows <= length) {
 #pragma unroll
-        for (int phase = 0; phase < phases; ++phase, from += step) {
-          const bool valid = first + row + (i + phase) * rows_a_pass < length;
-          copy_async(to[phase] + i * rows_a_pass * T::row_bytes, valid ? from : known, valid);
-        }
+      for (int i = 0; i < pieces / threads; ++i, from += step) {
+        copy_async(to[i % phases] + i / phases * phases * rows_a_pass * T::row_bytes, from);
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < passes; ++i, from += step) {
+      for (int i = 0; i < pieces / threads; ++i, from += step) {
         const bool valid = first + row + i * rows_a_pass < length;
-        copy_async(to[i % phases] + i / phases * phases * rows_a_pass * T::row_bytes, valid ? from : known, valid);
+        copy_async(to[i % phases] + i / phases * phases * rows_a_pass * T::row_bytes, valid ? from : head, valid);
       }
     }
-  } else {
-    using Rows = typename Passes::Rows;
+  } else if (wanted) {
+    using Rows = ThreadRows<T, threads>;
+    const int row = Rows::row_of(thread), chunk = Rows::chunk_of(thread);
+    const Element* from = head + (first + row) * row_stride + chunk * chunk_elements;
 #pragma unroll
     for (int i = 0; i < Rows::passes; ++i, from += Rows::pass_rows * row_stride) {
       const int here = row + i * Rows::pass_rows;
@@ -87,40 +66,99 @@ JAX_FLASH_DEVICE void load_passes(u32 tile, const Element* from, const Element* 
       const u32 to = tile + T::offset(here, chunk);
 #pragma unroll
       for (int j = 0; j < Rows::row_chunks; ++j) {
-        constexpr int filled = Passes::filled, part_chunks = Passes::part_chunks;
         const int of_row = chunk + j * Rows::row_threads, part = parts == 1 ? 0 : of_row / part_chunks;
         const bool valid = first + here < length && (filled == part_chunks || of_row - part * part_chunks < filled);
         const Element* source = from + (j * Rows::row_threads - part * (part_chunks - filled)) * chunk_elements;
-        copy_async(to + j * Rows::row_threads * 16, valid ? source : known, valid);
+        copy_async(to + j * Rows::row_threads * 16, valid ? source : head, valid);
       }
     }
   }
 }
+
+// The same for small problems, which wait for instructions longer than for anything else: `from` is this thread's first
+// chunk of row `first`, worked out before there was anything to read, and a tile that is not whole is a loop.
 template <typename T, int columns, int threads>
-JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, int first, int length, int thread) {
-  using Passes = TilePasses<T, columns, threads>;
-  const Element* from =
-      head + (first + Passes::row_of(thread)) * row_stride + Passes::chunk_of(thread) * chunk_elements;
-  load_passes<T, columns, threads, false>(tile, from, head, row_stride, first, length, thread);
-}
+struct ShortLoad {
+  using Rows = ThreadRows<T, threads>;
+  static constexpr int filled = columns / chunk_elements, part_chunks = T::chunks / parts;
+  static constexpr int rows_a_pass = threads / T::chunks, passes = T::rows * T::chunks / threads;
+  static constexpr bool regular = T::swizzled && threads % T::chunks == 0 &&
+                                  (rows_a_pass % 8 == 0 || 8 % rows_a_pass == 0) &&
+                                  T::rows * T::chunks % threads == 0 && filled == part_chunks;
+  static constexpr int phases = !regular || rows_a_pass % 8 == 0 ? 1 : at_most(8 / rows_a_pass, passes);
+  static_assert(!regular || passes % phases == 0);
+
+  static __device__ __forceinline__ int row_of(int thread) {
+    return regular ? thread / T::chunks : Rows::row_of(thread);
+  }
+  static __device__ __forceinline__ int chunk_of(int thread) {
+    return regular ? thread % T::chunks : Rows::chunk_of(thread);
+  }
+
+  static __device__ __forceinline__ void start(u32 tile, const Element* from, i64 row_stride, int first, int length,
+                                               int thread) {
+    const int row = row_of(thread), chunk = chunk_of(thread);
+    if constexpr (regular) {
+      u32 to[phases];
+#pragma unroll
+      for (int phase = 0; phase < phases; ++phase) to[phase] = tile + T::offset(row + phase * rows_a_pass, chunk);
+      const i64 step = rows_a_pass * row_stride;
+      if (first + T::rows <= length) {
+#pragma unroll
+        for (int i = 0; i < passes; ++i, from += step) {
+          copy_async(to[i % phases] + i / phases * phases * rows_a_pass * T::row_bytes, from);
+        }
+      } else {
+        const Element* const known = from;  // nothing is read of it where a row is not there
+#pragma unroll 1
+        for (int i = 0; i < passes; i += phases) {
+#pragma unroll
+          for (int phase = 0; phase < phases; ++phase, from += step) {
+            const bool valid = first + row + (i + phase) * rows_a_pass < length;
+            copy_async(to[phase] + i * rows_a_pass * T::row_bytes, valid ? from : known, valid);
+          }
+        }
+      }
+    } else {
+      const Element* const known = from;
+#pragma unroll
+      for (int i = 0; i < Rows::passes; ++i, from += Rows::pass_rows * row_stride) {
+        const int here = row + i * Rows::pass_rows;
+        if (!Rows::in_tile(here)) break;
+        const u32 to = tile + T::offset(here, chunk);
+#pragma unroll
+        for (int j = 0; j < Rows::row_chunks; ++j) {
+          const int of_row = chunk + j * Rows::row_threads, part = parts == 1 ? 0 : of_row / part_chunks;
+          const bool valid = first + here < length && (filled == part_chunks || of_row - part * part_chunks < filled);
+          const Element* source = from + (j * Rows::row_threads - part * (part_chunks - filled)) * chunk_elements;
+          copy_async(to + j * Rows::row_threads * 16, valid ? source : known, valid);
+        }
+      }
+    }
+  }
+};
 
 // The doors of the families for what comes from global memory. `start` before a product, `finish` before the barrier
 // that shows it to the block: here the hardware copies, and there is nothing to finish but to wait.
 template <typename T, int columns, int threads, bool short_code = false>
 struct TileLoad {
+  // What `start` takes for a head.
   static __device__ __forceinline__ const Element* base(const Element* head, i64 row_stride, int thread) {
-    using Passes = TilePasses<T, columns, threads>;
-    return short_code ? head + Passes::row_of(thread) * row_stride + Passes::chunk_of(thread) * chunk_elements : head;
+    using Short = ShortLoad<T, columns, threads>;
+    return short_code ? head + Short::row_of(thread) * row_stride + Short::chunk_of(thread) * chunk_elements : head;
   }
   template <bool whole = false>
   __device__ __forceinline__ void start(u32 tile, const Element* base, i64 row_stride, int first, int length,
                                         int thread) {
     if constexpr (short_code) {
-      const Element* from = base + first * row_stride;
-      load_passes<T, columns, threads, true>(tile, from, from, row_stride, first, length, thread);
+      ShortLoad<T, columns, threads>::start(tile, base + first * row_stride, row_stride, first, length, thread);
     } else {
       load_tile<T, columns, threads>(tile, base, row_stride, first, length, thread);
     }
+  }
+  __device__ __forceinline__ void start_whole(u32 tile, const Element* head, i64 row_stride, int first, int length,
+                                              int thread, bool wanted) {
+    load_tile<T, columns, threads, true>(tile, head, row_stride, first, length, thread, wanted);
   }
   __device__ __forceinline__ void finish(u32, int) const {}
 };
