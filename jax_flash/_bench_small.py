@@ -1,8 +1,8 @@
 """``bench small``: small, short and odd shapes on a GPU, beside XLA's own attention and cuDNN's.
 
 A single call of a small shape is all dispatch, in whatever implementation. So what is timed is a chain of calls inside
-one jit, in which each call's query is the result of the one before. All runs of a chain have the same arrays at the same
-addresses: where an array has moved, XLA updates its CUDA graphs, and the host's time for that would be what is measured.
+one jit, in which each call's query is the result of the one before. All runs of a chain have their arrays at the same
+addresses: where one has moved, XLA updates its CUDA graphs, and the host's time for that would be what is measured.
 """
 
 import concurrent.futures
