@@ -69,7 +69,7 @@ JAX_FLASH_DEVICE void give_four(u32 address, u32 gate, float4 x) {
 }
 
 // A kernel may be started before the one that it follows has ended (cuda/driver.h). It lets the next one come likewise,
-// as soon as all of its blocks are running, and waits for the one before, here: no global memory may be touched until
+// as soon as all of its blocks have said so, and waits for the one before, here: no global memory may be touched until
 // then. Both do nothing where no launch allows it.
 JAX_FLASH_DEVICE void let_the_next_kernel_begin() {
 #if __CUDA_ARCH__ >= 900

@@ -4,9 +4,10 @@
 // A block owns block_q rows, and a slice of the keys of one head. Query heads that share a key head share its tiles:
 // the rows of a block are pairs of query and head, heads fastest. A team of a warp for each 16 rows owns all of them,
 // and a part of the slice, with buffers of its own for K and V; teams wait for each other at the end alone, where their
-// results are put together in shared memory. Where a head's keys are split over blocks, these are a cluster, which puts
-// together what its blocks have in their shared memory; or, where the plan is to split them further, they leave it in
-// scratch for jax_flash_combine. All in one order, so that the results are the same in every run.
+// results are put together in shared memory. Where a head's keys are split over blocks, these are a cluster, whose
+// blocks give each other what they have of the rows that the other one puts together; or, where the plan is to split
+// them further, they leave it in scratch for jax_flash_combine. All in one order, so that the results are the same in
+// every run.
 #pragma once
 
 #include "cuda/shared/cluster.cuh"
@@ -384,8 +385,7 @@ JAX_FLASH_DEVICE SegmentRange segments_of_rows(const Problem& problem, int batch
   return all;
 }
 
-// Puts together what the teams and the blocks of a cluster have, by loops over eighths of rows. Where what comes from
-// global memory takes registers.
+// Puts together what the teams have, in eights of columns: where what comes from global memory takes registers.
 JAX_FLASH_DEVICE void finish_eights(const Problem& problem, const Block& block, const FewForward& forward,
                                     SharedStorage& shared) {
   const Part& part = block.part;
