@@ -1,3 +1,5 @@
 #include "cuda/sm80/mma.cuh"
-
+//
+#include "cuda/sm80/woven_dq.cuh"
+//
 #include "cuda/shared/backward_dq.cuh"

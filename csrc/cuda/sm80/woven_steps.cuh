@@ -64,17 +64,6 @@ struct WovenForward : Forward {
     }
   }
 
-  // Two n8 tiles of every m16, in an order in which each product shares an operand with the one before: at head_dim 128
-  // 436 TFLOP/s in place of 430.
-  template <typename To>
-  static __device__ __forceinline__ void multiply_in_turn(const To& to, const Mma::FragmentA (&a)[row_tiles],
-                                                          const Mma::FragmentB& b) {
-#pragma unroll
-    for (int m = 0; m < row_tiles; ++m) multiply_16bit(to(m)[0], a[m], b.x[0], b.x[1]);
-#pragma unroll
-    for (int m = row_tiles - 1; m >= 0; --m) multiply_16bit(to(m)[1], a[m], b.x[2], b.x[3]);
-  }
-
   // Q K^T, each fragment loaded a step before it is multiplied. V is sent for behind the first loads, whose latency that
   // fills, and the next K as soon as the last have come.
   template <bool masked>
