@@ -33,6 +33,15 @@ constexpr int kKeyPadding = kTiled<F> ? kElements<F> * kTilePairs : kRowPadding;
 // and of kDropoutKeys. 192 keys at head_dim 128 make 0.98 of the rate.
 constexpr int key_block(int head_dim) { return head_dim <= 64 ? 256 : head_dim <= 256 ? 128 : 64; }
 
+// Few rows: keys of a block, bytes of its rows of K or V that all heads see before the next ones, and their number's
+// multiple, which is that of score_few().
+#ifndef FEWK
+#define FEWK 128
+#define FEWB (32<<10)
+#endif
+constexpr int kFewKeys = FEWK;
+constexpr int64_t kFewBytes = FEWB, kFewPart = 16;
+
 template <typename E>
 class ForwardItem {
   using T = Compute<E>;
@@ -54,12 +63,13 @@ class ForwardItem {
         bit_rows_((plan.block_rows + kDropoutRows - 1) / kDropoutRows) {
     Arena arena(workspace);
     int64_t lanes = static_cast<int64_t>(panels_) * kPanel<T>, keys = keys_;
-    queries_ = arena.take<F>(lanes * k_stride_);
+    int64_t few_rows = (plan.together ? p.q_heads / plan.fold : 1) * kFewRows;
+    queries_ = arena.take<F>(std::max(lanes, few_rows) * k_stride_);
     out_ = arena.take<T>(lanes * std::max(k_stride_, v_stride_));
     k_ = arena.take<F>(keys * k_stride_);
     v_ = arena.take<F>(keys * v_stride_);
-    few_v_ = kPaired<F> ? arena.take<T>(keys * v_stride_) : reinterpret_cast<T*>(v_);
-    scores_ = arena.take<T>(keys * std::max(kPanel<T>, kFewRows));
+    if (kTiled<F>) pairs_ = arena.take<F>(keys * v_stride_);
+    scores_ = arena.take<T>(keys * std::max<int64_t>(kPanel<T>, few_rows));
     maximum_ = arena.take<T>(lanes);
     sum_ = arena.take<T>(lanes);
     position_ = arena.take<T>(lanes);
@@ -145,35 +155,27 @@ class ForwardItem {
 
   // All heads in step through the keys, so that memory is read in its order, once.
   void run_together(int64_t item, void* partials) {
-    int64_t split = item % plan_.splits, heads = p_.q_heads / plan_.fold;
-    int64_t first_item = item / plan_.splits * heads;
+    int64_t split = item % plan_.splits, first_item = item / plan_.splits * heads();
     go_to(first_item);
     if (rows_ > 0) {
-      load_queries();
-      for (int64_t head = 0; head < heads; ++head) {
+      F* queries = queries_;
+      for (int head = 0; head < heads(); ++head, queries_ += kFewRows * k_stride_) {
+        go_to(first_item + head);
+        load_queries();
         bind(record(partials, first_item + head, split));
         clear();
       }
-      // K and V of the keys at hand, and of those that are asked for meanwhile, are to stay in the second-level cache,
-      // but 32 keys instead of 64 take up to 1.15 times as long: each block of a head costs a softmax.
-      constexpr int64_t kBytes = 64 << 10, kLeast = 64;
-      int64_t row_bytes = p_.kv_heads * (p_.head_dim + p_.value_head_dim) * int64_t{sizeof(E)};
-      int keys = static_cast<int>(
-          std::clamp<int64_t>(round_down(kBytes / row_bytes, kSegmentBlock), kLeast, round_down(keys_, kLeast)));
-      for_each_block(split, keys, [&](int64_t first, int count) {
-        for (int64_t head = 0; head < heads; ++head) {
-          if (heads > 1) {
-            go_to(first_item + head);
-            load_queries();
-          }
-          bind(record(partials, first_item + head, split));
-          attend_block(first, count);
-        }
-      });
+      queries_ = queries;
+      go_to(first_item);
+      bind(record(partials, first_item, split));
+      for_each_block(split, std::min(keys_, kFewKeys), [&](int64_t first, int count) { attend_block(first, count); });
     }
     if (plan_.splits > 1) return;
-    for (int64_t head = 0; head < heads; ++head) combine(first_item + head, partials);
+    for (int head = 0; head < heads(); ++head) combine(first_item + head, partials);
   }
+
+  // Of a batch entry.
+  int heads() const { return p_.q_heads / plan_.fold; }
 
   // Few rows have no buffers of their own for what they keep from key to key.
   void bind(const Record& record) {
@@ -184,11 +186,11 @@ class ForwardItem {
 
   // The last blocks keep the most keys when causal: they go first, so that the threads end together.
   void go_to(int64_t block_item) {
-    int heads = p_.q_heads / plan_.fold;
-    int64_t head = block_item % (static_cast<int64_t>(p_.batch) * heads);
-    int64_t block = plan_.blocks - 1 - block_item / (static_cast<int64_t>(p_.batch) * heads);
-    batch_ = head / heads;
-    first_head_ = head % heads * plan_.fold;
+    block_item_ = block_item;
+    int64_t head = block_item % (static_cast<int64_t>(p_.batch) * heads());
+    int64_t block = plan_.blocks - 1 - block_item / (static_cast<int64_t>(p_.batch) * heads());
+    batch_ = head / heads();
+    first_head_ = head % heads() * plan_.fold;
     document_index_ = is_packed(p_) ? document_of_block(p_, batch_, block, plan_.fold, plan_.block_rows) : 0;
     document_ = document(p_, batch_, document_index_);
     if (is_packed(p_)) block -= first_block(p_, batch_, document_index_, plan_.fold, plan_.block_rows);
@@ -225,6 +227,13 @@ class ForwardItem {
     }
     // Lanes without a row do as the last one does.
     std::fill(position_ + rows_, position_ + lanes, position_[rows_ - 1]);
+    std::memset(rows + rows_ * k_stride_, 0, sizeof(F) * (lanes - rows_) * k_stride_);
+    if (!few()) transpose_to_panels(rows, k_stride_, lanes, depth_, queries_);
+    load_options(lanes);
+  }
+
+  // What the options say of the rows.
+  void load_options(int lanes) {
     if (options_.any() || options_.has_segments) {
       for (int row = 0; row < lanes; ++row) {
         Place at = place(std::min(row, rows_ - 1));
@@ -233,8 +242,6 @@ class ForwardItem {
         if (options_.has_segments) segments_[row] = p_.q_segment_ids[batch_ * p_.q_length + at.t];
       }
     }
-    std::memset(rows + rows_ * k_stride_, 0, sizeof(F) * (lanes - rows_) * k_stride_);
-    if (!few()) transpose_to_panels(rows, k_stride_, lanes, depth_, queries_);
     // The head's, for rows are folded only without dropout.
     if (dropout_.active()) dropout_.seed(options_.seed(batch_, document_index_, first_head_));
   }
@@ -300,32 +307,20 @@ class ForwardItem {
 
   // `first` is a multiple of kSegmentBlock.
   void attend_block(int64_t first, int count) {
+    if (few()) {
+      if (rows_ == 1) return attend_few<1>(first, count);
+      if (rows_ == 2) return attend_few<2>(first, count);
+      if (rows_ <= 4) return attend_few<4>(first, count);
+      return attend_few<kFewRows>(first, count);
+    }
     int64_t kv_head = first_head_ / (p_.q_heads / p_.kv_heads);
     int padded = round_up(count, kKeyPadding<F>);
     const E* k = row_of<const E>(p_.k, batch_, document_.first_key + first, kv_head);
     const E* v = row_of<const E>(p_.v, batch_, document_.first_key + first, kv_head);
-    if (few()) {
-      Rows<const E> k_rows{k, p_.k.row_stride, p_.head_dim}, v_rows{v, p_.v.row_stride, p_.value_head_dim};
-      if (p_.head_dim % (kWidth<T> * kElements<F>) == 0 && p_.value_head_dim % kWidth<T> == 0) {
-        Next next{};
-        if (kAsksAhead<E> && plan_.together && first + count < keys_end_) {
-          // Each head asks for its share of the next keys' rows, all heads together for the whole of them.
-          int64_t share = kv_head * count;
-          next.k = reinterpret_cast<const char*>(row_of<const E>(p_.k, batch_, first + count, 0) + share * p_.head_dim);
-          next.v = reinterpret_cast<const char*>(row_of<const E>(p_.v, batch_, first + count, 0) +
-                                                 share * p_.value_head_dim);
-        }
-        return attend_few_rows(first, count, k_rows, v_rows, next);
-      }
-      copy_rows(k, p_.k.row_stride, count, p_.head_dim, padded, k_stride_, k_);
-      copy_rows(v, p_.v.row_stride, count, p_.value_head_dim, padded, v_stride_, few_v_);
-      return attend_few_rows<F, T>(first, count, {k_, k_stride_, k_stride_}, {few_v_, v_stride_, v_stride_}, {});
-    }
     copy_rows(k, p_.k.row_stride, count, p_.head_dim, padded, k_stride_, k_);
     if constexpr (kTiled<F>) {
-      F* pairs = reinterpret_cast<F*>(few_v_);
-      copy_pairs_of_rows(v, p_.v.row_stride, count, p_.value_head_dim, padded, v_stride_, pairs);
-      transpose_rows(pairs, v_stride_, padded / kElements<F>, v_stride_, keys_ / kElements<F>, v_);
+      copy_pairs_of_rows(v, p_.v.row_stride, count, p_.value_head_dim, padded, v_stride_, pairs_);
+      transpose_rows(pairs_, v_stride_, padded / kElements<F>, v_stride_, keys_ / kElements<F>, v_);
     } else if constexpr (kPaired<F>) {
       copy_pairs_of_rows(v, p_.v.row_stride, count, p_.value_head_dim, padded, v_stride_, v_);
     } else {
@@ -520,28 +515,77 @@ class ForwardItem {
     });
   }
 
-  template <typename K, typename V>
-  void attend_few_rows(int64_t first, int count, const Rows<const K>& k, const Rows<const V>& v, const Next& next) {
-    if (dropout_.active()) {
-      for (int row = 0; row < rows_; ++row) {
-        for (int j = 0; j < count; j += kDropoutKeys) {
-          dropout_.bits_of_keys(first_row_, first + j, row, key_bits_ + j / kDropoutKeys, keys_ / kDropoutKeys);
+  // A block for R rows a head, of one head or of all that go together: the products with K of all heads, their softmax,
+  // and the products with V.
+  template <int R>
+  void attend_few(int64_t first, int count) {
+    int all = plan_.together ? heads() : 1;
+    int64_t query_stride = int64_t{kFewRows} * k_stride_, score_stride = int64_t{kFewRows} * keys_;
+    int64_t record_stride = plan_.together ? plan_.splits * record_size() : 0, first_item = block_item_;
+    T scale = static_cast<T>(p_.options.scale * kLog2E);
+    with_rows(p_.k, p_.head_dim, k_stride_ * kElements<F>, reinterpret_cast<E*>(k_), first, count, all,
+              [&](int head, int j, int keys, const Rows<const E>& k) __attribute__((always_inline)) {
+                score_few<R>(keys, k, Rows<const F>{queries_ + head * query_stride, k_stride_, 0}, scale,
+                             scores_ + head * score_stride + j, keys_);
+              });
+    for (int head = 0; head < all; ++head) {
+      T* scores = scores_ + head * score_stride;
+      if (all > 1 && (options_.any() || dropout_.active())) {
+        go_to(first_item + head);
+        load_options(kFewRows);
+      }
+      if (dropout_.active()) {
+        for (int row = 0; row < rows_; ++row) {
+          for (int j = 0; j < count; j += kDropoutKeys) {
+            dropout_.bits_of_keys(first_row_, first + j, row, key_bits_ + j / kDropoutKeys, keys_ / kDropoutKeys);
+          }
         }
       }
-    }
-    auto attend = [&](auto rows) {
-      attend_few<rows.value>(
-          count, k, v, Rows<const F>{queries_, k_stride_, 0}, Rows<T>{out_, v_stride_, 0},
-          static_cast<T>(p_.options.scale * kLog2E), scores_, keys_, maximum_, sum_, next,
+      int64_t at = head * record_stride;
+      softmax_few<R, E>(
+          count, scores, keys_, maximum_ + at, sum_ + at, Rows<T>{out_ + at, v_stride_, v_stride_},
           [&](int row, T* scores) { finish_few(row, first, count, scores); },
           [&](int row, T* weights) {
             if (dropout_.active()) drop_few(row, count, weights);
           });
-    };
-    if (rows_ == 1) return attend(std::integral_constant<int, 1>{});
-    if (rows_ == 2) return attend(std::integral_constant<int, 2>{});
-    if (rows_ <= 4) return attend(std::integral_constant<int, 4>{});
-    attend(std::integral_constant<int, kFewRows>{});
+    }
+    if (all > 1) go_to(first_item);
+    with_rows(p_.v, p_.value_head_dim, v_stride_, reinterpret_cast<E*>(v_), first, count, all,
+              [&](int head, int j, int keys, const Rows<const E>& v) __attribute__((always_inline)) {
+                add_values_few<R>(j, keys, v, scores_ + head * score_stride, keys_,
+                                  Rows<T>{out_ + head * record_stride, v_stride_, 0});
+              });
+  }
+
+  // body(head, j, keys, rows) for all heads and the rows of K or V of `keys` keys from key first + j on, as they lie in
+  // memory where whole vectors fit, else from a copy.
+  template <typename Body>
+  JAX_FLASH_INLINE void with_rows(const Tensor& x, int columns, int padded, E* copy, int64_t first, int count, int heads,
+                                  Body body) {
+    int group = p_.q_heads / p_.kv_heads, members = group / plan_.fold;
+    bool in_place = columns == padded;
+    // Rows in place stay in the first-level cache until all heads have seen them: what lies beside the cache lines of a
+    // head comes there with them.
+    int64_t row_bytes = x.row_stride * int64_t{sizeof(E)};
+    int part = in_place && heads > 1
+                   ? static_cast<int>(std::max<int64_t>(round_down(kFewBytes / row_bytes, kFewPart), kFewPart))
+                   : count;
+    for (int j = 0; j < count; j += part) {
+      int keys = std::min(part, count - j);
+      const E* rows = row_of<const E>(x, batch_, document_.first_key + first + j, first_head_ / group);
+      for (int head = 0; head < heads;) {
+        if (!in_place) {
+          for (int i = 0; i < keys; ++i) {
+            E* row = copy + static_cast<int64_t>(i) * padded;
+            std::memcpy(row, rows + i * x.row_stride, sizeof(E) * columns);
+            std::memset(row + columns, 0, sizeof(E) * (padded - columns));
+          }
+        }
+        Rows<const E> of_head{in_place ? rows : copy, in_place ? ptrdiff_t{x.row_stride} : padded, padded};
+        for (int member = 0; member < members && head < heads; ++member, ++head) body(head, j, keys, of_head);
+        rows += x.head_stride;
+      }
+    }
   }
 
   // The scores of a row with keys in the lanes.
@@ -654,12 +698,12 @@ class ForwardItem {
   int keys_;      // of a block
   int panels_;
   int bit_rows_;  // groups of kDropoutRows rows
-  F* queries_;    // [panel][depth_][kPanel]; [row][k_stride_] when few
+  F* queries_;    // [panel][depth_][kPanel]; [head][kFewRows][k_stride_] when few
   T* out_;        // [panel][v_stride_][kPanel], not normalised; [row][v_stride_] when few
   F* k_;          // [keys_][k_stride_]
   F* v_;          // [keys_ / kElements][v_stride_]
-  T* few_v_;      // [keys_][v_stride_]
-  T* scores_;     // [keys_][kPanel], and weights as factors in their place; [row][keys_] when few
+  F* pairs_;      // [keys_ / kElements][v_stride_] with tiles
+  T* scores_;     // [keys_][kPanel], and weights as factors in their place; [head][kFewRows][keys_] when few
   T* maximum_;    // [panel][kPanel], and so on
   T* sum_;
   T* position_;  // of the lanes' queries, less first_position_
@@ -675,7 +719,7 @@ class ForwardItem {
 
   RowsAhead next_k_, next_v_;  // of the block of keys after the one at hand
   int64_t keys_end_;           // of the split
-  int64_t batch_, first_head_, document_index_, first_row_, first_position_, padding_begin_, padding_end_;
+  int64_t block_item_, batch_, first_head_, document_index_, first_row_, first_position_, padding_begin_, padding_end_;
   Document document_;
   int rows_;
 };
