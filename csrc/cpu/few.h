@@ -2,6 +2,8 @@
 // memory. With queries in the lanes most lanes would be idle, and a copy of K and V would serve few products.
 #pragma once
 
+#include <algorithm>
+
 #include "isa.h"
 #include "pack.h"
 #include "softmax.h"
@@ -26,9 +28,6 @@ JAX_FLASH_INLINE auto load_factors(const E* p) {
     return load_as(p);
   }
 }
-#if defined(__AVX512BF16__)
-JAX_FLASH_INLINE U32 load_factors(const Pair* p) { return load(p); }
-#endif
 
 // Two vectors of elements, the even ones and the odd ones.
 JAX_FLASH_INLINE void load_apart(const BFloat16* p, Vec<float>& even, Vec<float>& odd) {
@@ -54,26 +53,46 @@ JAX_FLASH_INLINE Vec<T> sums(Vec<T> (&x)[kWidth<T>]) {
   return x[0];
 }
 
+// Memory that will be read later, asked for in its order, as much as is read now. Null for none.
+struct Ahead {
+  const char* next;
+
+  JAX_FLASH_INLINE void ask(int64_t bytes) {
+    if (!next) return;
+#pragma GCC unroll 16
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(next + line);
+    next += bytes;
+  }
+};
+
+// A vector of sums is made at a time, of some rows with kFewStep keys: across lanes each costs two
+// shuffles so, a lone one four; and 4 x 4 need half a load for each product.
+template <typename T>
+constexpr int kSide = kWidth<T> >= 16  ? 4
+                      : kWidth<T> >= 4 ? 2
+                                       : 1;
+template <int R, typename T>
+constexpr int kFewStep = kWidth<T> / std::min(R, kSide<T>);
+
 // scores[r][j] = scale * (row r of q, row j of k), for R rows and `keys` keys.
 template <int R, typename K, typename F, typename T>
-void score_few(int keys, Rows<const K> k, Rows<const F> q, T scale, T* scores, ptrdiff_t score_stride) {
+void score_few(int keys, Rows<const K> k, Rows<const F> q, T scale, T* scores, ptrdiff_t score_stride, Ahead ahead) {
   constexpr int W = kWidth<T>;
-  constexpr int kStep = sizeof(K) == sizeof(F) ? W : W * kElements<F>;
-  // A vector of sums at a time, of some rows with some keys: its sums across lanes cost two shuffles each, a lone one
-  // four; and 4 x 4 need half a load for each product.
-  constexpr int kSide = W >= 16 ? 4 : W >= 4 ? 2 : 1, kTogether = R < kSide ? R : kSide, kKeys = W / kTogether;
+  constexpr int kStep = W * kElements<F>;
+  constexpr int kKeys = kFewStep<R, T>, kTogether = W / kKeys;
   int j = 0;
   for (; j + kKeys <= keys; j += kKeys) {
     for (int r = 0; r < R; r += kTogether) {
       Vec<T> products[W];
 #pragma GCC unroll 16
       for (int i = 0; i < W; ++i) products[i] = T(0);
-      for (int h = 0; h < k.columns; h += kStep) {
+      const F* factors = q.data + r * q.stride;
+      for (int h = 0; h < k.columns; h += kStep, factors += W) {
         decltype(load(q.data)) query[kTogether];
-        const F* factors = q.data + r * q.stride + h / kStep * W;
 #pragma GCC unroll 4
         for (int row = 0; row < kTogether; ++row) query[row] = load(factors + row * q.stride);
         const K* key = k.data + j * k.stride + h;
+        if (r == 0) ahead.ask(kKeys * kStep * sizeof(K));
 #pragma GCC unroll 16
         for (int i = 0; i < kKeys; ++i) {
           auto x = load_factors(key);
@@ -120,26 +139,29 @@ inline void pair_row(int keys, float* s) {
   }
 }
 
-// Two rows of bfloat16 V, or one and zeros, as pairs of keys: every second 4 of 32 columns.
-JAX_FLASH_INLINE void load_pairs(const BFloat16* a, const BFloat16* b, U32& first, U32& second) {
-  __m512i x, y = {};
-  std::memcpy(&x, a, sizeof(x));
-  if (b) std::memcpy(&y, b, sizeof(y));
-  first = bits_as<U32>(_mm512_unpacklo_epi16(x, y));
-  second = bits_as<U32>(_mm512_unpackhi_epi16(x, y));
+// A row of bfloat16 V and the next one, or zeros, as pairs of keys: every second 4 of 32 columns.
+template <bool both>
+JAX_FLASH_INLINE void load_pairs(const BFloat16* row, ptrdiff_t stride, U32& first, U32& second) {
+  __m512i a, b = {};
+  std::memcpy(&a, row, sizeof(a));
+  if constexpr (both) std::memcpy(&b, row + stride, sizeof(b));
+  first = bits_as<U32>(_mm512_unpacklo_epi16(a, b));
+  second = bits_as<U32>(_mm512_unpackhi_epi16(a, b));
 }
 // 16 columns.
-JAX_FLASH_INLINE U32 load_pairs(const BFloat16* a, const BFloat16* b) {
-  U16 x, y = {};
-  std::memcpy(&x, a, sizeof(x));
-  if (b) std::memcpy(&y, b, sizeof(y));
-  return widen_bits(x) | widen_bits(y) << 16;
+template <bool both>
+JAX_FLASH_INLINE U32 load_pairs(const BFloat16* row, ptrdiff_t stride) {
+  U16 a, b = {};
+  std::memcpy(&a, row, sizeof(a));
+  if constexpr (both) std::memcpy(&b, row + stride, sizeof(b));
+  return widen_bits(a) | widen_bits(b) << 16;
 }
 #endif
 
-// Brings the running softmax of R rows up to date with scores[R][score_stride] of `keys` keys, which become weights, and
-// scales their output. `finish(row, scores)` gives the scores of a row their last form, -inf up to the next multiple of
-// kWidth included, and `drop(row, weights)` clears weights that have been counted in the sum but are not used.
+// Brings the running softmax of R rows up to date with scores[R][score_stride] of `keys` keys, which become weights,
+// and scales their output. `finish(row, scores)` gives the scores of a row their last form, -inf up to the next
+// multiple of kWidth included, and `drop(row, weights)` clears weights that have been counted in the sum but are not
+// used.
 template <int R, typename V, typename T, typename Finish, typename Drop>
 void softmax_few(int keys, T* scores, ptrdiff_t score_stride, T* maximum, T* sum, Rows<T> out, Finish finish,
                  Drop drop) {
@@ -172,11 +194,12 @@ void softmax_few(int keys, T* scores, ptrdiff_t score_stride, T* maximum, T* sum
 // Adds weights[r][j] * (row j of v) to row r of out, for R rows and `keys` keys from key `first` of the weights on, an
 // even number.
 template <int R, typename V, typename T>
-void add_values_few(int first, int keys, Rows<const V> v, const T* weights, ptrdiff_t weight_stride, Rows<T> out) {
+void add_values_few(int first, int keys, Rows<const V> v, const T* weights, ptrdiff_t weight_stride, Rows<T> out,
+                    Ahead ahead) {
   constexpr int W = kWidth<T>;
-  // Several vectors of a row of V at once: whole cache lines, and enough independent sums when R = 1. Of 16-bit elements
-  // the vectors of two stand apart, as one or two instructions widen them: the even and the odd columns, or of pairs of
-  // keys every second 4.
+  // Several vectors of a row of V at once: whole cache lines, and enough independent sums when R = 1. Of 16-bit
+  // elements the vectors of two stand apart, as one or two instructions widen them: the even and the odd columns, or of
+  // pairs of keys every second 4.
   constexpr int kTogether = R * 4 <= kRows * kVecs ? 4 : R * 2 <= kRows * kVecs ? 2 : 1;
   auto add = [&](int h, auto vectors) __attribute__((always_inline)) {
     constexpr int NV = vectors.value;
@@ -199,32 +222,35 @@ void add_values_few(int first, int keys, Rows<const V> v, const T* weights, ptrd
     }
     if constexpr (kPairs) {
 #if defined(__AVX512BF16__)
-      auto step = [&](int j, bool both) __attribute__((always_inline)) {
+      const V* row = v.data + h;
+      const Pair* pairs = reinterpret_cast<const Pair*>(weights) + first / 2;
+      auto step = [&](auto both) __attribute__((always_inline)) {
         U32 value[NV];
-        const V* row = v.data + j * v.stride + h;
-        const V* next = both ? row + v.stride : nullptr;
         if constexpr (NV == 1) {
-          value[0] = load_pairs(row, next);
+          value[0] = load_pairs<both.value>(row, v.stride);
         } else {
 #pragma GCC unroll 8
-          for (int i = 0; i < NV; i += 2) {
-            load_pairs(row + i * W, both ? next + i * W : nullptr, value[i], value[i + 1]);
-          }
+          for (int i = 0; i < NV; i += 2) load_pairs<both.value>(row + i * W, v.stride, value[i], value[i + 1]);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-          Pair weight = reinterpret_cast<const Pair*>(weights + r * weight_stride)[(first + j) / 2];
+          Pair weight = pairs[r * weight_stride];
 #pragma GCC unroll 8
           for (int i = 0; i < NV; ++i) sums[r][i] = multiply_add(value[i], weight, sums[r][i]);
         }
+        row += 2 * v.stride;
+        ++pairs;
       };
-      int j = 0;
-      for (; j + 1 < keys; j += 2) step(j, true);
-      if (j < keys) step(j, false);
+      for (int j = keys; j > 1; j -= 2) {
+        ahead.ask(2 * NV * W * sizeof(V));
+        step(std::true_type{});
+      }
+      if (keys % 2 != 0) step(std::false_type{});
 #endif
     } else {
       for (int j = 0; j < keys; ++j) {
         Vec<T> value[NV];
+        ahead.ask(NV * W * sizeof(V));
         if constexpr (kApart) {
 #pragma GCC unroll 8
           for (int i = 0; i < NV; i += 2) load_apart(v.data + j * v.stride + h + i * W, value[i], value[i + 1]);

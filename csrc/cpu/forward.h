@@ -33,14 +33,12 @@ constexpr int kKeyPadding = kTiled<F> ? kElements<F> * kTilePairs : kRowPadding;
 // and of kDropoutKeys. 192 keys at head_dim 128 make 0.98 of the rate.
 constexpr int key_block(int head_dim) { return head_dim <= 64 ? 256 : head_dim <= 256 ? 128 : 64; }
 
-// Few rows: keys of a block, bytes of its rows of K or V that all heads see before the next ones, and their number's
-// multiple, which is that of score_few().
-#ifndef FEWK
-#define FEWK 128
-#define FEWB (32<<10)
-#endif
-constexpr int kFewKeys = FEWK;
-constexpr int64_t kFewBytes = FEWB, kFewPart = 16;
+// Few rows: keys of a block. 64 keys take 1.02 to 1.1 times as long, for each block of a head costs a softmax.
+constexpr int kFewKeys = 128;
+// Bytes of K or V that all heads see before the next ones: with what is asked for meanwhile they are to stay in the
+// first-level cache. Twice as many take up to 1.1 times as long. And how far ahead that is: half as far takes up to 1.4
+// times as long out of memory, all the way of 32 KB 1.05 times out of the third-level cache.
+constexpr int64_t kFewBytes = 16 << 10, kFewAhead = 24 << 10;
 
 template <typename E>
 class ForwardItem {
@@ -62,7 +60,7 @@ class ForwardItem {
         panels_((plan.block_rows + kPanel<T> - 1) / kPanel<T>),
         bit_rows_((plan.block_rows + kDropoutRows - 1) / kDropoutRows) {
     Arena arena(workspace);
-    int64_t lanes = static_cast<int64_t>(panels_) * kPanel<T>, keys = keys_;
+    int64_t lanes = std::max(static_cast<int64_t>(panels_) * kPanel<T>, int64_t{kFewRows}), keys = keys_;
     int64_t few_rows = (plan.together ? p.q_heads / plan.fold : 1) * kFewRows;
     queries_ = arena.take<F>(std::max(lanes, few_rows) * k_stride_);
     out_ = arena.take<T>(lanes * std::max(k_stride_, v_stride_));
@@ -120,12 +118,12 @@ class ForwardItem {
       for (int split = 0; split < plan_.splits; ++split) {
         Record from = part(split);
         if (from.maximum[row] == -kInfinity<T>) continue;  // kept no key
-        double weight = __builtin_exp2(from.maximum[row] - highest);
+        T weight = exp2(Vec<T>(from.maximum[row] - static_cast<T>(highest)))[0];
         if (weight == 0) continue;
-        total += weight * from.sum[row];
+        total += static_cast<double>(weight) * from.sum[row];
         const T* out = from.out + static_cast<int64_t>(row) * v_stride_;
         for (int h = 0; h < v_stride_; h += kWidth<T>) {
-          store<T>(sums + h, multiply_add(load(out + h), static_cast<T>(weight), load(sums + h)));
+          store<T>(sums + h, multiply_add(load(out + h), weight, load(sums + h)));
         }
       }
       store_result(row, sums, highest, total);
@@ -134,7 +132,7 @@ class ForwardItem {
   }
 
   // Elements of what a split of a block leaves to combine().
-  int64_t record_size() const { return static_cast<int64_t>(plan_.block_rows) * (2 + v_stride_); }
+  int64_t record_size() const { return record_rows() + static_cast<int64_t>(plan_.block_rows) * v_stride_; }
 
  private:
   // What the lanes of a panel keep: keys [begin, end) some of them, [bare_begin, bare_end) all of them.
@@ -149,9 +147,14 @@ class ForwardItem {
     T* out;            // [block_rows][v_stride_] not normalised
   };
   Record record(void* partials, int64_t block_item, int64_t split) const {
-    T* p = static_cast<T*>(partials) + (block_item * plan_.splits + split) * record_size();
-    return {p, p + plan_.block_rows, p + 2 * static_cast<int64_t>(plan_.block_rows)};
+    // An item's records side by side: with those of other threads between them the caches would pass lines to and fro.
+    int64_t side_by_side = plan_.together ? heads() : 1;
+    int64_t index = (block_item / side_by_side * plan_.splits + split) * side_by_side + block_item % side_by_side;
+    T* p = static_cast<T*>(partials) + index * record_size();
+    return {p, p + plan_.block_rows, p + record_rows()};
   }
+  // Whole cache lines, so that no vector of `out` lies in two.
+  int64_t record_rows() const { return round_up(2 * plan_.block_rows, static_cast<int>(kCacheLine / sizeof(T))); }
 
   // All heads in step through the keys, so that memory is read in its order, once.
   void run_together(int64_t item, void* partials) {
@@ -521,13 +524,13 @@ class ForwardItem {
   void attend_few(int64_t first, int count) {
     int all = plan_.together ? heads() : 1;
     int64_t query_stride = int64_t{kFewRows} * k_stride_, score_stride = int64_t{kFewRows} * keys_;
-    int64_t record_stride = plan_.together ? plan_.splits * record_size() : 0, first_item = block_item_;
+    int64_t record_stride = record_size(), first_item = block_item_;
     T scale = static_cast<T>(p_.options.scale * kLog2E);
-    with_rows(p_.k, p_.head_dim, k_stride_ * kElements<F>, reinterpret_cast<E*>(k_), first, count, all,
-              [&](int head, int j, int keys, const Rows<const E>& k) __attribute__((always_inline)) {
-                score_few<R>(keys, k, Rows<const F>{queries_ + head * query_stride, k_stride_, 0}, scale,
-                             scores_ + head * score_stride + j, keys_);
-              });
+    with_rows<R>(p_.k, p_.head_dim, k_stride_ * kElements<F>, reinterpret_cast<E*>(k_), first, count, all,
+                 [&](int head, int j, int keys, const Rows<const E>& k, Ahead ahead) __attribute__((always_inline)) {
+                   score_few<R>(keys, k, Rows<const F>{queries_ + head * query_stride, k_stride_, 0}, scale,
+                                scores_ + head * score_stride + j, keys_, ahead);
+                 });
     for (int head = 0; head < all; ++head) {
       T* scores = scores_ + head * score_stride;
       if (all > 1 && (options_.any() || dropout_.active())) {
@@ -550,29 +553,38 @@ class ForwardItem {
           });
     }
     if (all > 1) go_to(first_item);
-    with_rows(p_.v, p_.value_head_dim, v_stride_, reinterpret_cast<E*>(v_), first, count, all,
-              [&](int head, int j, int keys, const Rows<const E>& v) __attribute__((always_inline)) {
-                add_values_few<R>(j, keys, v, scores_ + head * score_stride, keys_,
-                                  Rows<T>{out_ + head * record_stride, v_stride_, 0});
-              });
+    with_rows<R>(p_.v, p_.value_head_dim, v_stride_, reinterpret_cast<E*>(v_), first, count, all,
+                 [&](int head, int j, int keys, const Rows<const E>& v, Ahead ahead) __attribute__((always_inline)) {
+                   add_values_few<R>(j, keys, v, scores_ + head * score_stride, keys_,
+                                     Rows<T>{out_ + head * record_stride, v_stride_, 0}, ahead);
+                 });
   }
 
-  // body(head, j, keys, rows) for all heads and the rows of K or V of `keys` keys from key first + j on, as they lie in
-  // memory where whole vectors fit, else from a copy.
-  template <typename Body>
-  JAX_FLASH_INLINE void with_rows(const Tensor& x, int columns, int padded, E* copy, int64_t first, int count, int heads,
-                                  Body body) {
+  // body(head, j, keys, rows, ahead) for all heads and the rows of K or V of `keys` keys from key first + j on: as they
+  // lie in memory where whole vectors fit, else from a copy.
+  //
+  // Several heads see a part of the rows after each other, so that memory is read nearly in its order: what processors
+  // bring with the cache lines of one head is there for the next ones.
+  template <int R, typename Body>
+  JAX_FLASH_INLINE void with_rows(const Tensor& x, int columns, int padded, E* copy, int64_t first, int count,
+                                  int heads, Body body) {
+    // In float32 one row computes so little that processors foresee the rest: asking takes 1.0 to 1.1 times as long.
+    constexpr bool kAsks = sizeof(E) == 2 || R > 1;
     int group = p_.q_heads / p_.kv_heads, members = group / plan_.fold;
-    bool in_place = columns == padded;
-    // Rows in place stay in the first-level cache until all heads have seen them: what lies beside the cache lines of a
-    // head comes there with them.
+    bool in_place = columns == padded, in_order = in_place && heads > 1;
     int64_t row_bytes = x.row_stride * int64_t{sizeof(E)};
-    int part = in_place && heads > 1
-                   ? static_cast<int>(std::max<int64_t>(round_down(kFewBytes / row_bytes, kFewPart), kFewPart))
-                   : count;
+    int part = count;
+    if (in_order) {
+      constexpr int kStep = kFewStep<R, T>;
+      part = static_cast<int>(
+          std::clamp<int64_t>(round_down(kFewBytes / row_bytes, kStep), kStep, round_up(count, kStep)));
+    }
     for (int j = 0; j < count; j += part) {
       int keys = std::min(part, count - j);
       const E* rows = row_of<const E>(x, batch_, document_.first_key + first + j, first_head_ / group);
+      const char* next = nullptr;
+      if (kAsks && in_order) next = reinterpret_cast<const char*>(rows) + std::min(part * row_bytes, kFewAhead);
+      int64_t share = keys * columns * int64_t{sizeof(E)};
       for (int head = 0; head < heads;) {
         if (!in_place) {
           for (int i = 0; i < keys; ++i) {
@@ -582,7 +594,10 @@ class ForwardItem {
           }
         }
         Rows<const E> of_head{in_place ? rows : copy, in_place ? ptrdiff_t{x.row_stride} : padded, padded};
-        for (int member = 0; member < members && head < heads; ++member, ++head) body(head, j, keys, of_head);
+        for (int member = 0; member < members && head < heads; ++member, ++head) {
+          body(head, j, keys, of_head, Ahead{member == 0 ? next : nullptr});
+        }
+        if (next) next += share;
         rows += x.head_stride;
       }
     }
