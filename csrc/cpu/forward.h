@@ -162,7 +162,7 @@ class ForwardItem {
     go_to(first_item);
     if (rows_ > 0) {
       F* queries = queries_;
-      for (int head = 0; head < heads(); ++head, queries_ += kFewRows * k_stride_) {
+      for (int head = 0; head < heads(); ++head, queries_ += few_rows() * k_stride_) {
         go_to(first_item + head);
         load_queries();
         bind(record(partials, first_item + head, split));
@@ -176,6 +176,9 @@ class ForwardItem {
     if (plan_.splits > 1) return;
     for (int head = 0; head < heads(); ++head) combine(first_item + head, partials);
   }
+
+  // Rows of a head, with those that are padding.
+  int few_rows() const { return static_cast<int>(std::bit_ceil(static_cast<unsigned>(rows_))); }
 
   // Of a batch entry.
   int heads() const { return p_.q_heads / plan_.fold; }
@@ -250,7 +253,7 @@ class ForwardItem {
   }
 
   void clear() {
-    int lanes = few() ? std::bit_ceil(static_cast<unsigned>(rows_)) : round_up(rows_, kPanel<T>);
+    int lanes = few() ? few_rows() : round_up(rows_, kPanel<T>);
     std::memset(out_, 0, sizeof(T) * lanes * v_stride_);
     std::fill(maximum_, maximum_ + lanes, -kInfinity<T>);
     std::memset(sum_, 0, sizeof(T) * lanes);
@@ -311,9 +314,9 @@ class ForwardItem {
   // `first` is a multiple of kSegmentBlock.
   void attend_block(int64_t first, int count) {
     if (few()) {
-      if (rows_ == 1) return attend_few<1>(first, count);
-      if (rows_ == 2) return attend_few<2>(first, count);
-      if (rows_ <= 4) return attend_few<4>(first, count);
+      if (few_rows() == 1) return attend_few<1>(first, count);
+      if (few_rows() == 2) return attend_few<2>(first, count);
+      if (few_rows() == 4) return attend_few<4>(first, count);
       return attend_few<kFewRows>(first, count);
     }
     int64_t kv_head = first_head_ / (p_.q_heads / p_.kv_heads);
@@ -523,13 +526,14 @@ class ForwardItem {
   template <int R>
   void attend_few(int64_t first, int count) {
     int all = plan_.together ? heads() : 1;
-    int64_t query_stride = int64_t{kFewRows} * k_stride_, score_stride = int64_t{kFewRows} * keys_;
+    int row = round_up(count, std::max(kWidth<T>, kDropoutKeys));  // of scores
+    int64_t query_stride = int64_t{R} * k_stride_, score_stride = int64_t{R} * row;
     int64_t record_stride = record_size(), first_item = block_item_;
     T scale = static_cast<T>(p_.options.scale * kLog2E);
     with_rows<R>(p_.k, p_.head_dim, k_stride_ * kElements<F>, reinterpret_cast<E*>(k_), first, count, all,
                  [&](int head, int j, int keys, const Rows<const E>& k, Ahead ahead) __attribute__((always_inline)) {
                    score_few<R>(keys, k, Rows<const F>{queries_ + head * query_stride, k_stride_, 0}, scale,
-                                scores_ + head * score_stride + j, keys_, ahead);
+                                scores_ + head * score_stride + j, row, ahead);
                  });
     for (int head = 0; head < all; ++head) {
       T* scores = scores_ + head * score_stride;
@@ -538,24 +542,24 @@ class ForwardItem {
         load_options(kFewRows);
       }
       if (dropout_.active()) {
-        for (int row = 0; row < rows_; ++row) {
+        for (int i = 0; i < rows_; ++i) {
           for (int j = 0; j < count; j += kDropoutKeys) {
-            dropout_.bits_of_keys(first_row_, first + j, row, key_bits_ + j / kDropoutKeys, keys_ / kDropoutKeys);
+            dropout_.bits_of_keys(first_row_, first + j, i, key_bits_ + j / kDropoutKeys, keys_ / kDropoutKeys);
           }
         }
       }
       int64_t at = head * record_stride;
       softmax_few<R, E>(
-          count, scores, keys_, maximum_ + at, sum_ + at, Rows<T>{out_ + at, v_stride_, v_stride_},
-          [&](int row, T* scores) { finish_few(row, first, count, scores); },
-          [&](int row, T* weights) {
-            if (dropout_.active()) drop_few(row, count, weights);
+          count, scores, row, maximum_ + at, sum_ + at, Rows<T>{out_ + at, v_stride_, v_stride_},
+          [&](int i, T* scores) { finish_few(i, first, count, scores); },
+          [&](int i, T* weights) {
+            if (dropout_.active()) drop_few(i, count, weights);
           });
     }
     if (all > 1) go_to(first_item);
     with_rows<R>(p_.v, p_.value_head_dim, v_stride_, reinterpret_cast<E*>(v_), first, count, all,
                  [&](int head, int j, int keys, const Rows<const E>& v, Ahead ahead) __attribute__((always_inline)) {
-                   add_values_few<R>(j, keys, v, scores_ + head * score_stride, keys_,
+                   add_values_few<R>(j, keys, v, scores_ + head * score_stride, row,
                                      Rows<T>{out_ + head * record_stride, v_stride_, 0}, ahead);
                  });
   }
@@ -713,12 +717,12 @@ class ForwardItem {
   int keys_;      // of a block
   int panels_;
   int bit_rows_;  // groups of kDropoutRows rows
-  F* queries_;    // [panel][depth_][kPanel]; [head][kFewRows][k_stride_] when few
+  F* queries_;    // [panel][depth_][kPanel]; [head][row][k_stride_] when few
   T* out_;        // [panel][v_stride_][kPanel], not normalised; [row][v_stride_] when few
   F* k_;          // [keys_][k_stride_]
   F* v_;          // [keys_ / kElements][v_stride_]
   F* pairs_;      // [keys_ / kElements][v_stride_] with tiles
-  T* scores_;     // [keys_][kPanel], and weights as factors in their place; [head][kFewRows][keys_] when few
+  T* scores_;     // [keys_][kPanel], and weights as factors in their place; [head][row][key] when few
   T* maximum_;    // [panel][kPanel], and so on
   T* sum_;
   T* position_;  // of the lanes' queries, less first_position_
