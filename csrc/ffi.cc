@@ -657,6 +657,18 @@ NB_MODULE(_core, m) {
       nb::kw_only(), nb::arg("batch"), nb::arg("q_length"), nb::arg("kv_length"), nb::arg("q_heads"),
       nb::arg("kv_heads"), nb::arg("options"));
 
+  m.def(
+      "group_splits",
+      [](int batch, int q_length, int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,
+         const nb::dict& options) {
+        Problem p = shape_of(named_options(options), batch, q_length, kv_length, q_heads, kv_heads);
+        p.head_dim = head_dim;
+        p.value_head_dim = value_head_dim;
+        return cuda::group_splits(p);
+      },
+      nb::kw_only(), nb::arg("batch"), nb::arg("q_length"), nb::arg("kv_length"), nb::arg("q_heads"),
+      nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_head_dim"), nb::arg("options"));
+
   m.def("cpu_isa", &cpu::isa);
 
   m.def(

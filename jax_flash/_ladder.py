@@ -104,6 +104,8 @@ LADDERS: dict[tuple[str, str], tuple[Step, ...]] = {
         _ORDER,
         Step("out multiplied only when a maximum is outgrown", (
             Undo("shared/softmax.cuh", "return (new_maximum - maximum) * scale_log2 > 8.f;", "return true;"),)),
+        Step("a step as one line of instructions", (
+            Undo("sm80/woven_steps.cuh", "woven = late_weights && parts == 1;", "woven = false;"),)),
         Step("the table's rows", rows={}),
     ),
     ("sm80", "backward"): (

@@ -46,7 +46,7 @@ def candidates(family: str, pass_: str, head_dim: int) -> Iterator[Row]:
                 warps = keys // (16 * others.get("key_tiles", 1)) * split
                 yield tile_row(block_q, keys, warps, stages, min_blocks, **others)
         return
-    for warps, tiles, keys, min_blocks in itertools.product((4, 8), (1, 2), (*rows, 96), (1, 2)):
+    for warps, tiles, keys, min_blocks in itertools.product((4, 8), (1, 2), (*rows, 48, 80, 96), (1, 2)):
         yield tile_row(16 * warps * tiles, keys, warps, 1, min_blocks)
 
 

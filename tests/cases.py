@@ -525,6 +525,7 @@ FEW_EVERYTHING: dict[str, Any] = {
     "q_lengths": (17, 9),
     "kv_lengths": (2500, 1601),
 }
+SPLIT_EVERYTHING: dict[str, Any] = {"window": (60, None), "q_lengths": (190, 150), "kv_lengths": (100, 150)}
 PACKED_EVERYTHING: dict[str, Any] = {
     "tails": (5, 9),
     "q_heads": 4,
@@ -713,6 +714,32 @@ CASES = (
         Case(f"few_everything_{h}", 17, 2500, 4, 2, h, **{**EVERYTHING, **FEW_EVERYTHING}, large=True)
         for h in (64, 128, 256)
     ),
+    # Few key heads, each of whose query heads GPUs split over blocks: what these sum up lies in dq, or where that has no
+    # room, in scratch
+    *(
+        Case(f"split_{h}{'_causal' if causal else ''}", 400, 100, 8, 1, h, causal=causal, q_offset=-70, large=True)
+        for h in (64, 128, 256)
+        for causal in (False, True)
+    ),
+    *(Case(f"split_scratch_{h}", 200, 150, 8, 1, h, causal=True, large=True) for h in (40, 64, 128, 192, 256)),
+    Case("split_odd_group", 390, 150, 18, 2, 64, causal=True, large=True),
+    Case("split_head_dims", 200, 150, 8, 1, 64, value_head_dim=128, causal=True, q_offset=20, large=True),
+    Case("split_head_dims_wide", 200, 150, 8, 1, 192, value_head_dim=128, large=True),
+    Case("split_bias", 200, 150, 8, 1, 64, bias="nts", large=True),
+    Case("split_bias_of_batches", 200, 150, 8, 1, 128, bias="bts", large=True),
+    Case("split_bias_of_keys", 200, 150, 8, 1, 64, bias="bs", causal=True, large=True),
+    Case("split_mask", 200, 150, 8, 1, 64, mask="nts", large=True),
+    Case("split_window", 390, 300, 16, 2, 64, window=(30, 9), q_offset=7, large=True),
+    Case("split_softcap", 200, 150, 8, 1, 128, softcap=2.0, large=True),
+    Case("split_alibi", 200, 150, 8, 1, 64, alibi="bn", q_offset=50, large=True),
+    Case("split_sinks", 200, 150, 8, 1, 64, sinks=True, causal=True, q_offset=-20, large=True),
+    Case("split_dropout", 200, 150, 8, 1, 128, dropout_rate=0.3, large=True),
+    Case("split_segments", 390, 300, 8, 1, 64, segments=5, causal=True, large=True),
+    Case("split_lengths", 390, 300, 16, 2, 64, (3,), q_lengths=(0, 90, 390), kv_lengths=(270, 40, 0), large=True),
+    *(
+        Case(f"split_everything_{h}", 200, 150, 16, 2, h, **{**EVERYTHING, **SPLIT_EVERYTHING}, large=True)
+        for h in (64, 128, 256)
+    ),
     # Several tiles in every direction, for every tile that a GPU has
     *(
         Case(f"large_{h}{'_causal' if causal else ''}", 1100, 1030, 4, 2, h, causal=causal, q_offset=-70, large=True)
@@ -754,6 +781,8 @@ PACKED_CASES = (
     PackedCase("packed_few", (3, 0, 1, 16, 13), (900, 40, 1, 1500, 100), (7, 60), 8, 2, 64, large=True),
     PackedCase("packed_few_all", (3, 0, 1, 16), (900, 40, 1, 1500), head_dim=128, **PACKED_EVERYTHING, large=True),
     PackedCase("packed_large", (513, 128, 700, 3), (513, 200, 600, 9), (40, 0), 4, 2, 64, large=True, causal=True),
+    PackedCase("packed_split", (150, 3, 250), (100, 9, 70), (20, 3), 8, 1, 64, large=True, causal=True),
+    PackedCase("packed_split_wide", (450, 3, 250), (70, 9, 60), (0, 3), 8, 1, 128, large=True),
     PackedCase("packed_large_equal", (256,) * 4, (256,) * 4, (0, 0), 4, 2, 128, large=True, causal=True),
     PackedCase("packed_large_all", (513, 0, 700), (400, 200, 600), head_dim=128, **PACKED_EVERYTHING, large=True),
 )

@@ -3,10 +3,22 @@
 import os
 from collections.abc import Iterator
 
-import jax
 import pytest
 
+# Before NumPy and XLA read them. What runs in processes of its own inherits them.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share a GPU
+# What is XLA's own is not under test: its products need not be the fastest of tens that it would compile and time.
+_xla_flags = ["--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false"]
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # The processes are as many as the cores are worth. OpenBLAS waits for its threads by spinning: 32 of them on two
+    # cores took the oracle from 14 s to 49 s. XLA would split a program, compile its parts and link them.
+    for _name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(_name, "1")
+    _xla_flags.append("--xla_gpu_force_compilation_parallelism=1")
+os.environ["XLA_FLAGS"] = " ".join([*_xla_flags, os.environ.get("XLA_FLAGS", "")]).strip()  # the caller's count
+
+import jax  # noqa: E402
+
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_num_cpu_devices", 4)  # for the sharding tests
@@ -38,7 +50,9 @@ def _default_device(request: pytest.FixtureRequest) -> Iterator[None]:
     Plain JAX on a GPU takes TF32 for float32 products unless it is told otherwise.
     """
     platform = "cuda" if request.node.get_closest_marker("gpu") else "cpu"
-    # The tests mostly compile, which takes two thirds of the time this way. GPUs are tested as users run them.
+    # The tests mostly compile, which takes two thirds of the time this way, in processes of their own too. GPUs are
+    # tested as users run them.
     jax.config.update("jax_disable_most_optimizations", platform == "cpu")
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(platform == "cpu"))
     with jax.default_device(jax.devices(platform)[0]), jax.default_matmul_precision("highest"):
         yield

@@ -1,5 +1,6 @@
 """The command line: doctor says what is here and whether it works, kernels takes and refuses arguments."""
 
+import functools
 import itertools
 import os
 import pathlib
@@ -37,6 +38,23 @@ KERNEL = {
     "local_bytes": 8,
     "cubin_bytes": 31488,
 }
+
+
+RESULTS = {}
+
+
+@pytest.fixture(autouse=True)
+def remembered(monkeypatch):
+    """A problem is compiled and run once for all tests, for each attention(): that is nearly all of their time."""
+    right = _accuracy.results
+
+    def results(problem, arrays, device, implementation):
+        key = _accuracy.attention, problem, arrays["query"].dtype, device, implementation
+        if key not in RESULTS:
+            RESULTS[key] = right(problem, arrays, device, implementation)
+        return dict(RESULTS[key])
+
+    monkeypatch.setattr(_accuracy, "results", results)
 
 
 def doctor(monkeypatch, capsys):
@@ -391,23 +409,33 @@ def needs(arch):
         pytest.skip(reason)
 
 
-def build_few(folder, arch):
-    """Forward and backward of one kind of call."""
-    return _core.build_kernels(
-        arch=arch,
-        out_dir=str(folder),
-        dtypes=["float16"],
-        head_dims=[(64, 64)],
-        options=[{"causal": True, "deterministic": arch < 80}],
-    )
+@pytest.fixture(scope="module")
+def build_few(tmp_path_factory):
+    """Puts forward and backward of one kind of call into a folder, and says how many kernels these are."""
+
+    @functools.cache
+    def built(arch):
+        folder = tmp_path_factory.mktemp(f"sm_{arch}")
+        _core.build_kernels(
+            arch=arch,
+            out_dir=str(folder),
+            dtypes=["float16"],
+            head_dims=[(64, 64)],
+            options=[{"causal": True, "deterministic": arch < 80}],
+            passes=["forward", "backward"],
+        )
+        return folder
+
+    return lambda folder, arch: len(list(shutil.copytree(built(arch), folder).iterdir()))
 
 
+@pytest.mark.xdist_group("prebuilt")
 @pytest.mark.parametrize("arch", [70, 75, 80])
-def test_prebuilt_kernels_are_counted_and_stale_ones_known(monkeypatch, tmp_path, arch):
+def test_prebuilt_kernels_are_counted_and_stale_ones_known(monkeypatch, tmp_path, build_few, arch):
     needs(arch)
     monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path / "cache"))
     folder = tmp_path / "prebuilt"
-    count = len(build_few(folder, arch))
+    count = build_few(folder, arch)
     assert count >= 2
     (folder / "sm60-forward-f16-d64-sm_60-0123456789abcdef.cubin").write_bytes(b"of a family that is gone")
     configured = {"source_dir": str(_registration._INSTALLED / "kernels"), "nvrtc_paths": _registration.nvrtc_paths()}
@@ -477,8 +505,9 @@ def test_the_default_calls_of_an_old_gpu_are_prebuilt(monkeypatch, gpu):
         assert record["softcap"] == record["dropout_rate"] == 0
 
 
+@pytest.mark.xdist_group("prebuilt")
 @pytest.mark.parametrize("arch", [70, 75, 80])
-def test_an_installed_wheel_serves_prebuilt_kernels_before_nvrtc_is_needed(tmp_path, arch):
+def test_an_installed_wheel_serves_prebuilt_kernels_before_nvrtc_is_needed(tmp_path, build_few, arch):
     """As ./run wheel packs them: below the package, beside the compiled library."""
     needs(arch)
     package = tmp_path / "site-packages" / "jax_flash"

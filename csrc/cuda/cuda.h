@@ -62,6 +62,10 @@ constexpr int kFewRows[] = {16, 64};
 constexpr int kMultiprocessors = 132;
 FewPlan plan_few(const Problem& problem);
 
+// Backward: into how many shares the query heads of a key head are split, where blocks for every key head are too few
+// for the multiprocessors; a divisor of their number, and a function of the shape alone, as plan_few is.
+int group_splits(const Problem& problem);
+
 // Elements of float that a pass wants in Problem::scratch; a function of the shape alone.
 int64_t forward_scratch(DType dtype, const Problem& problem);
 int64_t backward_scratch(DType dtype, const Problem& problem);

@@ -222,6 +222,7 @@ Loaded load(const Variant& variant) {
   if (variant.pass == Pass::backward && variant.options.has_dalibi_slopes) {
     loaded.sum_slopes = driver.kernel(library, "jax_flash_sum_slopes");
   }
+  if (loaded.facts.splits_groups) loaded.sum_splits = driver.kernel(library, "jax_flash_sum_splits");
   if (loaded.facts.combine_warps) loaded.combine = driver.kernel(library, "jax_flash_combine");
   return loaded;
 }
@@ -380,6 +381,7 @@ Loaded kernels_of(const Variant& variant, int device) {
     driver.ready(loaded.main, device, loaded.facts.shared_bytes);
     if (loaded.convert_dq) driver.ready(loaded.convert_dq, device, 0);
     if (loaded.sum_slopes) driver.ready(loaded.sum_slopes, device, 0);
+    if (loaded.sum_splits) driver.ready(loaded.sum_splits, device, 0);
     if (loaded.combine) driver.ready(loaded.combine, device, 0);
     ready.insert({loaded.main, device});  // only now: a call that failed here is tried again
   }

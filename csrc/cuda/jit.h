@@ -40,6 +40,7 @@ struct Loaded {
   CuKernel main;
   CuKernel convert_dq;  // backward with atomic additions only
   CuKernel sum_slopes;  // backward with a gradient of alibi_slopes only
+  CuKernel sum_splits;  // backward of the families that split groups of query heads only
   CuKernel combine;     // forward_few only
 };
 

@@ -24,6 +24,7 @@ namespace {
 constexpr Pass kPasses[] = {Pass::forward, Pass::backward, Pass::backward_dq, Pass::backward_bias};
 
 int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
+int64_t whole_fours(int64_t x) { return divide_up(x, 4) * 4; }
 
 // Blocks of `size` rows in a batch entry, as csrc/cuda/shared/part.cuh counts them.
 int64_t blocks_of(const Problem& p, int length, int size) {
@@ -84,10 +85,10 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
   const int parts = options.highest_precision ? 2 : 1;
   const int largest = std::max(head_dim, value_head_dim);
   const bool own_dq = deterministic(device_family, options, largest);
-  // Up to head_dim 128 Hopper's rule for backward counts on dQ: without it ptxas finds too few registers for as many
-  // keys.
+  // Up to head_dim 128 Hopper's backward is made for its dQ: without it some options find too few registers.
   const bool without_dq = device_family == "sm90a" && pass == Pass::backward && own_dq && largest <= 128;
-  const bool plain = is_plain(options) && !without_dq;
+  const bool wants_registers = options.has_unscales || options.has_q_lengths || options.has_kv_lengths;
+  const bool plain = is_plain(options) && !(without_dq && wants_registers);
   const std::string family = pass_family(device_family, arch, parts, pass, largest, plain);
   if (dtype == DType::f32 || dtype == DType::f64) {
     throw std::invalid_argument("kernels are for float16 and bfloat16; float32 comes as float16 with unscales");
@@ -100,7 +101,7 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
   }
   const TileRow& tile = tile_row(family, parts, pass, largest, arch, plain, rows);
   Variant variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile};
-  const bool tunable = plain && !options.has_unscales && head_dim == value_head_dim;
+  const bool tunable = plain && !without_dq && !options.has_unscales && head_dim == value_head_dim;
   if (!gpu.empty() && tunable) {
     if (auto row = tuned_row(gpu, family, pass, head_dim)) variant.set_tuned(*row);
   }
@@ -242,6 +243,16 @@ int64_t slope_scratch(const Problem& p) {
   return p.options.has_dalibi_slopes ? int64_t{p.batch} * p.q_heads * blocks_of(p, p.kv_length, 16) : 0;
 }
 
+// Elements of float that shares of a group's query heads leave for jax_flash_sum_splits (Problem::group_sums).
+int64_t sums_of_splits(const Problem& p, int splits) {
+  return int64_t{splits} * p.batch * p.kv_heads * p.kv_length * (p.head_dim + p.value_head_dim);
+}
+// Whether these find room in dq, which nobody has written yet.
+bool sums_fit_dq(const Problem& p, int splits) {
+  const int64_t elements = int64_t{p.batch} * p.q_length * p.q_heads * p.head_dim;
+  return sums_of_splits(p, splits) * 4 <= elements * (p.options.has_unscales ? 4 : 2);
+}
+
 // All zeros where the kernel asks for none.
 TensorMap tensor_map(const Tensor& tensor, const char* name, int box_rows, const Problem& p, int length, int heads,
                      int head_dim) {
@@ -270,6 +281,9 @@ TensorMaps tensor_maps(const LaunchFacts& facts, const Problem& p) {
 // among which clusters of whole ones do not always find room.
 constexpr int kClusterKeys = 256;
 
+// What sums of shares cost, in tiles of rows: 128 KB a block that are written and read again, and a launch.
+constexpr int64_t kSumSteps = 8;
+
 std::atomic<int64_t> launched{0}, captured{0};
 
 unsigned grid(int64_t blocks) {
@@ -293,6 +307,7 @@ struct Launch {
   bool has_maps;
   unsigned blocks;
   unsigned cluster;
+  bool in_scratch;  // whether its blocks leave their results there, for a second kernel
 };
 
 // Of a kernel whose blocks own `length` rows or keys together, of each of `heads` heads.
@@ -302,7 +317,7 @@ Launch launch_of(int device, const Loaded& loaded, const Problem& problem, int l
   grid(blocks);  // items are counted in an int
   if (facts.persistent) blocks = std::min(blocks, int64_t{facts.persistent} * multiprocessors_of(device));
   const bool has_maps = facts.q_box_rows || facts.k_box_rows || facts.v_box_rows || facts.dout_box_rows;
-  return {loaded, problem, tensor_maps(facts, problem), has_maps, grid(blocks), 1};
+  return {loaded, problem, tensor_maps(facts, problem), has_maps, grid(blocks), 1, false};
 }
 
 // Blocks for every slice of the keys of every head.
@@ -311,15 +326,21 @@ Launch few_launch_of(const Loaded& loaded, const Problem& problem, int slices) {
   const int64_t rows = int64_t{problem.q_length} * (heads_share ? problem.q_heads / problem.kv_heads : 1);
   const int64_t sets = int64_t{problem.batch} * (heads_share ? problem.kv_heads : problem.q_heads);
   const int64_t blocks = blocks_of(problem, static_cast<int>(rows), loaded.facts.block_rows) * sets;
+  const bool in_scratch = slices > 1;
   unsigned cluster = 1;
-  if (slices == 1) {
+  if (!in_scratch) {
     const int64_t wanted = std::min(kMultiprocessors / 2 / blocks, int64_t{problem.kv_length} / kClusterKeys);
     slices = static_cast<int>(std::clamp<int64_t>(wanted, 1, loaded.facts.most_cluster));
     cluster = slices;
   }
-  Launch launch{loaded, problem, {}, false, grid(blocks * slices), cluster};
+  Launch launch{loaded, problem, {}, false, grid(blocks * slices), cluster, in_scratch};
   launch.problem.kv_slices = slices;
   return launch;
+}
+
+Launch forward_launch(int device, const Found& found, const FewPlan& plan, const Problem& problem) {
+  return found.few ? few_launch_of(found.main, problem, plan.slices)
+                   : launch_of(device, found.main, problem, problem.q_length, problem.q_heads);
 }
 
 void run(const Launch& launch, CuStream stream) {
@@ -340,10 +361,9 @@ bool graph_node(int device, Pass pass, DType dtype, const Problem& problem, Grap
   if (pass != Pass::forward) return false;
   const FewPlan plan = plan_of(pass, problem);
   const Found found = find(device, pass, dtype, problem, plan);
-  const Launch launch = found.few ? few_launch_of(found.main, problem, plan.slices)
-                                  : launch_of(device, found.main, problem, problem.q_length, problem.q_heads);
+  const Launch launch = forward_launch(device, found, plan, problem);
   const LaunchFacts& facts = found.main.facts;
-  if (found.few && launch.problem.kv_slices != static_cast<int>(launch.cluster)) return false;
+  if (launch.in_scratch) return false;
   node = {found.main.name,
           found.main.cubin,
           launch.blocks,
@@ -357,35 +377,43 @@ bool graph_node(int device, Pass pass, DType dtype, const Problem& problem, Grap
   return true;
 }
 
-void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem) {
-  const FewPlan plan = plan_of(pass, problem);
-  const Found found = find(device, pass, dtype, problem, plan);
+void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of_call) {
+  const FewPlan plan = plan_of(pass, of_call);
+  const Found found = find(device, pass, dtype, of_call, plan);
+  Problem problem = of_call;
   const Driver& driver = Driver::get();
   const CuStream on = static_cast<CuStream>(stream);
   ++launched;
   if (driver.capturing(on)) ++captured;
-  if (found.few) {
-    const Launch few = few_launch_of(found.main, problem, plan.slices);
-    run(few, on);
-    const int slices = few.problem.kv_slices, warps = found.main.facts.combine_warps;
-    if (slices == static_cast<int>(few.cluster)) return;
+  if (pass == Pass::forward) {
+    const Launch forward = forward_launch(device, found, plan, problem);
+    run(forward, on);
+    if (!forward.in_scratch) return;
+    const int slices = forward.problem.kv_slices, warps = found.main.facts.combine_warps;
     const int64_t results = int64_t{problem.batch} * problem.q_heads * problem.q_length;
-    const void* const arguments[] = {&few.problem};
+    const void* const arguments[] = {&forward.problem};
     driver.launch(found.main.combine, grid(divide_up(results, slices <= warps ? warps : 1)), 32 * warps, 0, on,
                   arguments);
     return;
-  }
-  if (pass == Pass::forward) {
-    return run(launch_of(device, found.main, problem, problem.q_length, problem.q_heads), on);
   }
 
   const int warps = found.main.facts.convert_warps;
   const int64_t zeros = (warps ? dq_scratch(problem) : 0) + slope_scratch(problem);
   if (zeros) driver.zero(problem.scratch, zeros, on);
   if (problem.dbias && !found.bias.main) driver.zero(problem.dbias, bias_elements(problem), on);
-  run(launch_of(device, found.main, problem, problem.kv_length, problem.kv_heads), on);
-  if (found.dq.main) run(launch_of(device, found.dq, problem, problem.q_length, problem.q_heads), on);
+  problem.group_splits = found.main.sum_splits ? group_splits(problem) : 1;
+  if (problem.group_splits > 1) {
+    problem.group_sums = sums_fit_dq(problem, problem.group_splits)
+                             ? problem.dq.data
+                             : static_cast<float*>(problem.scratch) + whole_fours(zeros);
+  }
+  run(launch_of(device, found.main, problem, problem.kv_length, int64_t{problem.kv_heads} * problem.group_splits), on);
   const void* const arguments[] = {&problem};
+  if (problem.group_splits > 1) {
+    const int64_t fours = sums_of_splits(problem, 1) / 4;
+    driver.launch(found.main.sum_splits, grid(divide_up(fours, 32 * kSplitWarps)), 32 * kSplitWarps, 0, on, arguments);
+  }
+  if (found.dq.main) run(launch_of(device, found.dq, problem, problem.q_length, problem.q_heads), on);
   if (found.bias.main) {
     const LaunchFacts& facts = found.bias.facts;
     const int64_t tiles =
@@ -438,7 +466,34 @@ int64_t forward_scratch(DType, const Problem& p) {
 
 int64_t backward_scratch(DType, const Problem& p) {
   const bool separate = p.options.deterministic || p.options.highest_precision;
-  return (separate ? 0 : dq_scratch(p)) + slope_scratch(p);
+  const int64_t zeros = (separate ? 0 : dq_scratch(p)) + slope_scratch(p);
+  const int splits = group_splits(p);
+  return splits == 1 || sums_fit_dq(p, splits) ? zeros : whole_fours(zeros) + sums_of_splits(p, splits);
+}
+
+int group_splits(const Problem& p) {
+  const int64_t group = p.q_heads / p.kv_heads;
+  const int largest = std::max(p.head_dim, p.value_head_dim);
+  // Hopper's blocks, of the table's rows for calls without options; blocks of fewer keys are more than are counted here.
+  const int keys = largest <= 64 ? 256 : largest <= 128 ? 128 : 64;
+  const int64_t blocks = blocks_of(p, p.kv_length, keys) * p.kv_heads * p.batch;
+  const int64_t tiles = divide_up(p.q_length, 64 * p.options.documents);  // of rows, for each query head of a block
+  // Under causal the longest block is twice as long as most are, and has to end with the others.
+  const int64_t enough = (p.options.causal ? 2 : 1) * kMultiprocessors;
+  // What the last multiprocessor has to do, in tiles of rows.
+  auto steps = [&](int64_t splits) {
+    const int64_t longest = tiles * (group / splits), all = blocks * splits;
+    const int64_t loop = p.options.causal ? std::max(longest, longest * all / enough)
+                                          : longest * divide_up(all, enough);
+    return loop + (splits > 1 ? kSumSteps : 0);
+  };
+  int64_t best = 1;
+  for (int64_t splits = 2; splits <= group && blocks * best < enough; ++splits) {
+    if (group % splits != 0) continue;
+    if (sums_of_splits(p, static_cast<int>(splits)) > dq_scratch(p)) break;
+    if (10 * steps(splits) <= 9 * steps(best)) best = splits;
+  }
+  return static_cast<int>(best);
 }
 
 Status status() {

@@ -5,6 +5,7 @@
 namespace jax_flash {
 
 constexpr int kSlopeWarps = 4;  // per block of jax_flash_sum_slopes
+constexpr int kSplitWarps = 8;  // per block of jax_flash_sum_splits
 
 struct LaunchFacts {
   int threads;        // per block
@@ -22,6 +23,7 @@ struct LaunchFacts {
   int combine_warps = 0;  // per block of jax_flash_combine; 0 where there is no such kernel
   int block_keys = 0;     // backward_bias: keys of an item of work, which is a tile of the result there
   int most_cluster = 1;   // forward_few: into so many slices keys are split within a cluster
+  int splits_groups = 0;  // backward: 1 where there is jax_flash_sum_splits
 };
 
 }  // namespace jax_flash

@@ -107,6 +107,7 @@ Loaded kernels_of(const Variant& variant, int) {
          << "extern \"C\" void emulated_main(const Problem& problem, const TensorMaps& maps) { " << entry
          << "(problem, maps); }\n";
     if (variant.pass == Pass::backward) {
+      file << "extern \"C\" void emulated_sum_splits(const Problem& problem) { jax_flash_sum_splits(problem); }\n";
       file << "extern \"C\" void emulated_sum_slopes(const Problem& problem) { jax_flash_sum_slopes(problem); }\n";
     }
     if (variant.pass == Pass::backward && !variant.options.deterministic) {
@@ -126,6 +127,7 @@ Loaded kernels_of(const Variant& variant, int) {
                      reinterpret_cast<decltype(Emulated::of_problem)>(problem ? dlsym(library, problem) : nullptr)});
   };
   loaded.main = kernel("emulated_main", nullptr);
+  if (loaded.facts.splits_groups) loaded.sum_splits = kernel(nullptr, "emulated_sum_splits");
   if (loaded.facts.convert_warps) loaded.convert_dq = kernel(nullptr, "emulated_convert_dq");
   if (variant.pass == Pass::backward && variant.options.has_dalibi_slopes) {
     loaded.sum_slopes = kernel(nullptr, "emulated_sum_slopes");

@@ -101,7 +101,8 @@ struct RowsLoad {
 };
 
 extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {threads, block_kv, sizeof(SharedStorage),
-                                                                adds_dq ? convert_warps : 0};
+                                                                adds_dq ? convert_warps : 0, 0, 0, 0, 0, 0, 0, 0, 1,
+                                                                splits_groups};
 
 // Where dQ is summed up: for every 16 rows, for every 8 columns, the accumulator fragment as the lanes hold it, so that
 // one atomic instruction of a warp covers 128 contiguous bytes. `row_tile` counts in the batch entry.
@@ -473,25 +474,26 @@ struct Backward {
     __syncthreads();
   }
 
+  // From registers.
+  template <typename To>
+  __device__ __forceinline__ void store_directly(To* dk_head, To* dv_head, i64 dk_stride, i64 dv_stride,
+                                                 float dk_factor, float dv_factor) const {
+    if (sums_rows && member != 0) return;
+#pragma unroll
+    for (int m = 0; m < key_tiles; ++m) {
+      Mma::template store_fragments<head_dim, dk_group, column_split>(dk[m], dk_factor, dk_factor, dk_head, dk_stride,
+                                                                      key_of(m), part.kv.stored, column_member(), lane);
+      Mma::template store_fragments<value_head_dim, dv_group, column_split>(dv[m], dv_factor, dv_factor, dv_head,
+                                                                            dv_stride, key_of(m), part.kv.stored,
+                                                                            column_member(), lane);
+    }
+  }
+
   // A template, so that families that store from registers need none of the way through shared memory.
   template <typename M = Mma>
   __device__ __forceinline__ void finish(Result* dk_head, Result* dv_head, float dk_factor, float dv_factor) {
-    if constexpr (sums_rows) {
-      sum_pairs(dk);
-      sum_pairs(dv);
-    }
     if constexpr (M::direct_stores) {
-      if (!sums_rows || member == 0) {
-#pragma unroll
-        for (int m = 0; m < key_tiles; ++m) {
-          M::template store_fragments<head_dim, dk_group, column_split>(dk[m], dk_factor, dk_factor, dk_head,
-                                                                        problem.dk.row_stride, key_of(m),
-                                                                        part.kv.stored, column_member(), lane);
-          M::template store_fragments<value_head_dim, dv_group, column_split>(dv[m], dv_factor, dv_factor, dv_head,
-                                                                              problem.dv.row_stride, key_of(m),
-                                                                              part.kv.stored, column_member(), lane);
-        }
-      }
+      store_directly(dk_head, dv_head, problem.dk.row_stride, problem.dv.row_stride, dk_factor, dv_factor);
     } else {
       if (!sums_rows || member == 0) {
 #pragma unroll
@@ -568,8 +570,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   if (packed && place.first_key >= place.part.kv.stored) return;
   const Part& part = place.part;
   const int batch = place.batch, kv_head = place.kv_head, first_key = place.first_key;
-  const int group = problem.q_heads / problem.kv_heads;
-  const int first_head = kv_head * group, last_head = first_head + group - 1;
+  const int first_head = place.first_head, last_head = first_head + place.heads - 1;
   const int warp = threadIdx.x / 32, lane = Lanes::of(threadIdx.x);
   const Unscales unscales = unscales_of(problem, batch, kv_head);
   const float scale = static_cast<float>(problem.options.scale);
@@ -645,6 +646,18 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const Unscales unscale = unscales_of(problem, place.batch, place.kv_head);
   const float dk_factor = scale * unscale.query / unscale.ds;
   const float factor = backward.dropout.factor * unscale.dout * probability_unit;
+  if constexpr (sums_rows) {
+    backward.sum_pairs(backward.dk);
+    backward.sum_pairs(backward.dv);
+  }
+  if constexpr (splits_groups) {
+    if (problem.group_splits > 1) {
+      constexpr int columns = head_dim + value_head_dim;
+      float* sums = share_sums(problem, place.batch, place.share, part.kv.first);
+      backward.store_directly(sums, sums + head_dim, columns, columns, dk_factor, factor);
+      return;
+    }
+  }
   Result* dk = result_of(problem.dk, place.batch, place.kv_head, part.kv.first);
   Result* dv = result_of(problem.dv, place.batch, place.kv_head, part.kv.first);
   backward.finish(dk, dv, dk_factor, factor);

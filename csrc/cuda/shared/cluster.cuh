@@ -43,11 +43,17 @@ JAX_FLASH_DEVICE float4 load_four(u32 address) {
   return x;
 }
 
-// A kernel may be started before the one that it follows has ended (cuda/driver.h): here it waits for that, and lets
-// the next one come. Nothing of global memory may be touched before. Does nothing where no launch allows it.
+// A kernel may be started before the one that it follows has ended (cuda/driver.h). It lets the next one come likewise,
+// as soon as all of its blocks are running, and waits for the one before, here: no global memory may be touched until
+// then. Both do nothing where no launch allows it.
+JAX_FLASH_DEVICE void let_the_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 JAX_FLASH_DEVICE void wait_for_the_kernel_before() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 

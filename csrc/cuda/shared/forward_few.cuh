@@ -30,6 +30,13 @@ constexpr int group = Mma::group(tile_value_head_dim, 1);  // of columns of out
 using QReader = decltype(Mma::reader_a<QTile>(0, 0, 0));
 using KReader = decltype(Mma::reader_b<KTile>(0, 0, 0));
 using VReader = Mma::ColumnReader<VTile, group>;
+// Whether more is read than query, key and value, from the first lines on.
+#define JAX_FLASH_NOTHING(...)
+#define JAX_FLASH_IS_THERE(type, name, dims) || has_##name
+constexpr bool reads_operands = false JAX_FLASH_OPTIONS(JAX_FLASH_NOTHING, JAX_FLASH_NOTHING, JAX_FLASH_NOTHING,
+                                                        JAX_FLASH_IS_THERE, JAX_FLASH_IS_THERE);
+#undef JAX_FLASH_IS_THERE
+#undef JAX_FLASH_NOTHING
 // Documents begin at any row, so that a block's rows would be of several: their heads keep to themselves.
 constexpr bool heads_share = !packed;
 
@@ -292,7 +299,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   extern __shared__ __align__(128) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
 
-  wait_for_the_kernel_before();
+  let_the_next_kernel_begin();
+  if (reads_operands) wait_for_the_kernel_before();
   const Block block = block_of(problem, blockIdx.x);
   const Part& part = block.part;
   const int first_row = block.row_of(0), last_row = block.row_of(block_q - 1);
@@ -340,6 +348,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     return next < end ? next : -1;
   };
 
+  // What comes before takes its time too, mostly for instructions and arguments that are not at hand yet.
+  if (!reads_operands) wait_for_the_kernel_before();
   const bool clustered = in_cluster(problem);
   if (problem.kv_slices > 1 && !clustered && slice_begin >= slice_end) {
     const int r = threadIdx.x;

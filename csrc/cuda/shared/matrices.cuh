@@ -95,13 +95,20 @@ struct Matrices {
         : reader(tall_reader<T>(tile, 0, lane, first_group)), first_group(first_group) {}
   };
 
+  // 16 k of the n-th group of columns.
+  template <typename T, int group>
+  static __device__ __forceinline__ FragmentB load_columns(const ColumnReader<T, group>& y, int kk, int n) {
+    FragmentB b;
+    load_transposed(b.x, y.reader.address(16 * kk, n));
+    return b;
+  }
+
   // to(m) += A Y for a group of columns and 16 k, of part `a_part` of A and `y_part` of Y.
   template <int m_tiles, typename To, typename A, typename T, int group>
   static __device__ __forceinline__ void multiply_group(const To& to, const A (&a)[m_tiles],
                                                         const ColumnReader<T, group>& y, int kk, int n, int a_part,
                                                         int y_part) {
-    FragmentB b;
-    load_transposed(b.x, y.reader.address(16 * kk, n + y_part * (T::columns / parts / group)));
+    const FragmentB b = load_columns(y, kk, n + y_part * (T::columns / parts / group));
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m) multiply(to(m), a[m].part[a_part], b);
   }
@@ -135,25 +142,24 @@ struct Matrices {
     }
   };
 
-  static __device__ __forceinline__ void store_pair(Result* to, float x, float y) {
-    if constexpr (has_unscales) {
-      *reinterpret_cast<float2*>(to) = {x, y};
-    } else {
-      *reinterpret_cast<u32*>(to) = pack(x, y);
-    }
+  static __device__ __forceinline__ void store_pair(float* to, float x, float y) {
+    *reinterpret_cast<float2*>(to) = {x, y};
+  }
+  static __device__ __forceinline__ void store_pair(Element* to, float x, float y) {
+    *reinterpret_cast<u32*>(to) = pack(x, y);
   }
 
   // Writes accumulators of rows `row` and `row` + 8 of this lane to global memory: whole groups of columns, every
   // `step`-th from `first_group` on.
-  template <int columns, int group, int step, int n>
+  template <int columns, int group, int step, typename To, int n>
   static __device__ __forceinline__ void store_fragments(const FragmentC (&c)[n], float scale0, float scale1,
-                                                         Result* head, i64 row_stride, int row, int length,
+                                                         To* head, i64 row_stride, int row, int length,
                                                          int first_group, int lane) {
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       const int column = (i / 2 * step + first_group) * group + i % 2 * 8 + lane % 4 * 2;
       if (column >= columns) continue;
-      Result* to = head + row * row_stride + column;
+      To* to = head + row * row_stride + column;
       if (row < length) store_pair(to, c[i].x[0] * scale0, c[i].x[1] * scale0);
       if (row + 8 < length) store_pair(to + 8 * row_stride, c[i].x[2] * scale1, c[i].x[3] * scale1);
     }

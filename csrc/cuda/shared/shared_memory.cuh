@@ -39,6 +39,12 @@ JAX_FLASH_DEVICE void copy_async(u32 to, const void* from, bool valid) {
 JAX_FLASH_DEVICE void copy_async(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+// Or nothing at all, without a branch.
+JAX_FLASH_DEVICE void copy_async_if(bool wanted, u32 to, const void* from) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}" ::"r"(to), "l"(from),
+               "r"(static_cast<int>(wanted))
+               : "memory");
+}
 JAX_FLASH_DEVICE void copy_async_float(u32 to, const float* from, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
 }

@@ -1,3 +1,5 @@
 #include "cuda/sm80/mma.cuh"
-
+//
+#include "cuda/sm80/woven_steps.cuh"
+//
 #include "cuda/shared/forward.cuh"

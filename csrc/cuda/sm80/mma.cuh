@@ -20,9 +20,11 @@ JAX_FLASH_DEVICE void copies_wait() {
 
 // Starts the copy of rows [first, first + T::rows) of one head into a tile; rows from `length` on become zeros, and so
 // do the columns from `columns` on. Of arrays in two parts a row has the columns of one and then of the other. With
-// `short_code` a loop stays a loop: small problems wait for instructions longer than for anything else.
-template <typename T, int columns, int threads, bool short_code = false>
-JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, int first, int length, int thread) {
+// `short_code` a loop stays a loop: small problems wait for instructions longer than for anything else. `whole` says
+// that no row lies beyond the end; then the tile may be not `wanted`, and there is no branch.
+template <typename T, int columns, int threads, bool short_code = false, bool whole = false>
+JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, int first, int length, int thread,
+                                bool wanted = true) {
   constexpr int filled = columns / chunk_elements, part_chunks = T::chunks / parts;
   constexpr int pieces = T::rows * T::chunks;
   // Where a pass of all threads covers whole rows, each thread keeps its chunk, and its swizzle changes with the row
@@ -37,7 +39,12 @@ JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, i
     for (int phase = 0; phase < phases; ++phase) to[phase] = tile + T::offset(row + phase * rows_a_pass, chunk);
     const Element* from = head + (first + row) * row_stride + chunk * chunk_elements;
     const i64 step = rows_a_pass * row_stride;
-    if constexpr (short_code && pieces / threads > phases) {
+    if constexpr (whole) {
+#pragma unroll
+      for (int i = 0; i < pieces / threads; ++i, from += step) {
+        copy_async_if(wanted, to[i % phases] + i / phases * phases * rows_a_pass * T::row_bytes, from);
+      }
+    } else if constexpr (short_code && pieces / threads > phases) {
       static_assert(pieces / threads % phases == 0);
 #pragma unroll 1
       for (int i = 0; i < pieces / threads; i += phases) {
@@ -59,7 +66,7 @@ JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, i
         copy_async(to[i % phases] + i / phases * phases * rows_a_pass * T::row_bytes, valid ? from : head, valid);
       }
     }
-  } else {
+  } else if (wanted) {
     using Rows = ThreadRows<T, threads>;
     const int row = Rows::row_of(thread), chunk = Rows::chunk_of(thread);
     const Element* from = head + (first + row) * row_stride + chunk * chunk_elements;
@@ -88,6 +95,10 @@ struct TileLoad {
   __device__ __forceinline__ void start(u32 tile, const Element* head, i64 row_stride, int first, int length,
                                         int thread) {
     load_tile<T, columns, threads, short_code>(tile, head, row_stride, first, length, thread);
+  }
+  __device__ __forceinline__ void start_whole(u32 tile, const Element* head, i64 row_stride, int first, int length,
+                                              int thread, bool wanted) {
+    load_tile<T, columns, threads, short_code, true>(tile, head, row_stride, first, length, thread, wanted);
   }
   __device__ __forceinline__ void finish(u32, int) const {}
 };

@@ -46,7 +46,8 @@ struct SharedStorage {
 };
 
 extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {
-    threads, block_kv, sizeof(SharedStorage), adds_dq ? convert_warps : 0, 0, block_q, block_kv, block_kv, block_q};
+    threads, block_kv, sizeof(SharedStorage), adds_dq ? convert_warps : 0, 0, block_q, block_kv, block_kv, block_q, 0, 0, 1,
+    splits_groups};
 
 // By one warp.
 JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const TensorMaps& maps, int lane) {
@@ -207,6 +208,8 @@ struct Backward {
     // Of the first tile of keys dP^T is under way with S^T, but with softcap: the registers for both are wanting, as
     // they are beside dK of the first tile.
     constexpr bool dp_with_s = !with_softcap;
+    // Without dQ ptxas finds too few registers for dV to come first.
+    constexpr bool dv_last = with_softcap || (!adds_dq && tiles_of_keys > 1);
     wait_for_rows(at, ring);
     start_s(s[0], stage, 0);
     if constexpr (dp_with_s) start_dp(dp[0], stage, 0);
@@ -219,20 +222,23 @@ struct Backward {
       }
       hold(s[j]);
       weights.weigh(s[j], derivatives, at, bare(at, j), shared.anchors[stage], j * row_of_tiles);
-      if (j > 0) take_back(ds_operand[j - 1]);
+      if (j > 0) {
+        take_back(ds_operand[j - 1]);
+        if constexpr (dv_last) hold(p_operand[j - 1]);
+      }
       if (j > 0 || !dp_with_s) start_dp(dp[j], stage, j);
       round_kept(p_operand[j], s[j]);
       wgmma_wait<0>();  // dP^T
       hold(dp[j]);
-      if constexpr (!with_softcap) start_dv(p_operand[j], stage, j);
+      if constexpr (!dv_last) start_dv(p_operand[j], stage, j);
       weights.derive(dp[j], s[j], derivatives, at, shared.deltas[stage]);
       round_to(ds_operand[j], dp[j]);
       if constexpr (adds_dq) put_ds(ds_operand[j], i, j);
       if (j + 1 < tiles) {
-        take_back(p_operand[j]);
+        if constexpr (!dv_last) take_back(p_operand[j]);
         start_s(s[j + 1], stage, j + 1);
       }
-      if constexpr (with_softcap) start_dv(p_operand[j], stage, j);
+      if constexpr (dv_last) start_dv(p_operand[j], stage, j);
       start_dk(ds_operand[j], stage, j);
     }
     if constexpr (adds_dq && tiles < tiles_of_keys) put_no_ds(i, tiles);

@@ -62,9 +62,8 @@ struct Block {
                  in_segments ? segment_range<block_kv>(problem.kv_segment_ranges, place.batch, problem.kv_length,
                                                        place.first_key)
                              : SegmentRange{0, 0}} {
-    const int group = problem.q_heads / problem.kv_heads;
-    first_head = place.kv_head * group;
-    last_head = first_head + group - 1;
+    first_head = place.first_head;
+    last_head = first_head + place.heads - 1;
     segments.trim(tiles, threadIdx.x % 32);
   }
   __device__ __forceinline__ Walk first() const { return {first_head, tiles.begin}; }
@@ -123,16 +122,22 @@ JAX_FLASH_DEVICE void add_dq(const Block& block, FragmentC (&dq)[n], float facto
   }
 }
 
-// Results of 16 keys of a warp, from `first_key` on.
+// Results of 16 keys of a warp, from `first_key` on; `column` in the sums of a share.
 template <int columns, int n>
 JAX_FLASH_DEVICE void store_keys(const Block& block, const Tensor& tensor, const FragmentC (&c)[n], float factor,
-                                 int first_key, int lane) {
-  const Rows& keys = block.place.part.kv;
+                                 int first_key, int column, int lane) {
+  const Place& place = block.place;
+  const Rows& keys = place.part.kv;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int key = first_key + lane / 4 + 8 * half;
-    store_row<columns>(c, half, factor, result_of(tensor, block.place.batch, block.place.kv_head, keys.first + key),
-                       key < keys.stored, lane);
+    if (block.problem.group_splits > 1) {
+      store_row<columns>(c, half, factor, share_sums(block.problem, place.batch, place.share, keys.first + key) + column,
+                         key < keys.stored, lane);
+    } else {
+      store_row<columns>(c, half, factor, result_of(tensor, place.batch, place.kv_head, keys.first + key),
+                         key < keys.stored, lane);
+    }
   }
 }
 template <int n>
@@ -140,14 +145,14 @@ JAX_FLASH_DEVICE void store_dk(const Block& block, const FragmentC (&dk)[n], int
   const Problem& problem = block.problem;
   const Unscales unscales = unscales_of(problem, block.place.batch, block.place.kv_head);
   store_keys<head_dim>(block, problem.dk, dk, static_cast<float>(problem.options.scale) * unscales.query / unscales.ds,
-                       first_key, lane);
+                       first_key, 0, lane);
 }
 template <int n>
 JAX_FLASH_DEVICE void store_dv(const Block& block, const FragmentC (&dv)[n], float dropout_factor, int first_key,
                                int lane) {
   const Unscales unscales = unscales_of(block.problem, block.place.batch, block.place.kv_head);
   store_keys<value_head_dim>(block, block.problem.dv, dv, dropout_factor * unscales.dout * probability_unit, first_key,
-                             lane);
+                             head_dim, lane);
 }
 
 // c += A Y, of 64 keys in A and a tile of rows Y.

@@ -20,29 +20,29 @@ JAX_FLASH_DEVICE uint4 turned(const u32 (&x)[4], int lane) {
 }
 
 // Writes accumulators of row `row` (half 0) or `row` + 8 (half 1) of this lane, times `scale`: 16 bytes a lane, 64 in a
-// row, or of float32 results 32 in a row. Needs no shared memory, and stops at the end of a document as at any other.
+// row, or of float32 32 in a row. Needs no shared memory, and stops at the end of a document as at any other.
 template <int columns, int n>
-JAX_FLASH_DEVICE void store_row(const FragmentC (&c)[n], int half, float scale, Result* to, bool stored, int lane) {
-  if constexpr (has_unscales) {
+JAX_FLASH_DEVICE void store_row(const FragmentC (&c)[n], int half, float scale, float* to, bool stored, int lane) {
 #pragma unroll
-    for (int i = 0; i < n; ++i) {
-      const int column = i * 8 + lane % 4 * 2;
-      if (stored && column < columns) {
-        *reinterpret_cast<float2*>(to + column) = {c[i].x[2 * half] * scale, c[i].x[2 * half + 1] * scale};
-      }
+  for (int i = 0; i < n; ++i) {
+    const int column = i * 8 + lane % 4 * 2;
+    if (stored && column < columns) {
+      *reinterpret_cast<float2*>(to + column) = {c[i].x[2 * half] * scale, c[i].x[2 * half + 1] * scale};
     }
-  } else {
+  }
+}
+template <int columns, int n>
+JAX_FLASH_DEVICE void store_row(const FragmentC (&c)[n], int half, float scale, Element* to, bool stored, int lane) {
 #pragma unroll
-    for (int i = 0; i < n; i += 4) {
-      u32 words[4];
+  for (int i = 0; i < n; i += 4) {
+    u32 words[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        words[j] = i + j < n ? pack(c[i + j].x[2 * half] * scale, c[i + j].x[2 * half + 1] * scale) : 0;
-      }
-      const uint4 row = turned(words, lane);
-      const int column = (i + lane % 4) * 8;
-      if (stored && column < columns) *reinterpret_cast<uint4*>(to + column) = row;
+    for (int j = 0; j < 4; ++j) {
+      words[j] = i + j < n ? pack(c[i + j].x[2 * half] * scale, c[i + j].x[2 * half + 1] * scale) : 0;
     }
+    const uint4 row = turned(words, lane);
+    const int column = (i + lane % 4) * 8;
+    if (stored && column < columns) *reinterpret_cast<uint4*>(to + column) = row;
   }
 }
 

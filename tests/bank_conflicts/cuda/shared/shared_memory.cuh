@@ -29,6 +29,9 @@ inline void copy_async(u32 to, const void*, bool, Site site = RECORD_SITE) {
   access(Instruction::copy_async, to, 16, site);
 }
 inline void copy_async(u32 to, const void*, Site site = RECORD_SITE) { access(Instruction::copy_async, to, 16, site); }
+inline void copy_async_if(bool wanted, u32 to, const void*, Site site = RECORD_SITE) {
+  if (wanted) access(Instruction::copy_async, to, 16, site);
+}
 inline void copy_async_float(u32 to, const float*, bool, Site site = RECORD_SITE) {
   access(Instruction::copy_async, to, 4, site);
 }

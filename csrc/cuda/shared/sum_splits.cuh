@@ -1,0 +1,36 @@
+// dK and dV where the query heads of a key head are split: the sums of all shares, in their order.
+#pragma once
+
+#include "cuda/shared/backward_block.cuh"
+
+namespace jax_flash {
+
+// Four columns of a key a thread.
+extern "C" __global__ void __launch_bounds__(32 * kSplitWarps)
+    jax_flash_sum_splits(const __grid_constant__ Problem problem) {
+  constexpr int columns = head_dim + value_head_dim;
+  const i64 item = static_cast<i64>(blockIdx.x) * (32 * kSplitWarps) + threadIdx.x;
+  const i64 row = item / (columns / 4);
+  const int column = static_cast<int>(item % (columns / 4)) * 4;
+  const int key = static_cast<int>(row % problem.kv_length);
+  const i64 heads = row / problem.kv_length;
+  const int head = static_cast<int>(heads % problem.kv_heads), batch = static_cast<int>(heads / problem.kv_heads);
+  if (batch >= problem.batch) return;
+  const float* from = share_sums(problem, batch, head * problem.group_splits, key) + column;
+  float4 sum = {};
+#pragma unroll 4
+  for (int i = 0; i < problem.group_splits; ++i) {
+    const float4 x = *reinterpret_cast<const float4*>(from);
+    sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
+    from += static_cast<i64>(problem.kv_length) * columns;
+  }
+  Result* to = column < head_dim ? result_of(problem.dk, batch, head, key) + column
+                                 : result_of(problem.dv, batch, head, key) + column - head_dim;
+  if constexpr (has_unscales) {
+    *reinterpret_cast<float4*>(to) = sum;
+  } else {
+    *reinterpret_cast<uint2*>(to) = {pack(sum.x, sum.y), pack(sum.z, sum.w)};
+  }
+}
+
+}  // namespace jax_flash
