@@ -490,7 +490,7 @@ int group_splits(const Problem& p) {
   int64_t best = 1;
   for (int64_t splits = 2; splits <= group && blocks * best < enough; ++splits) {
     if (group % splits != 0) continue;
-    if (sums_of_splits(p, static_cast<int>(splits)) > dq_scratch(p)) break;
+    if (sums_of_splits(p, static_cast<int>(splits)) > 2 * dq_scratch(p)) break;
     if (10 * steps(splits) <= 9 * steps(best)) best = splits;
   }
   return static_cast<int>(best);

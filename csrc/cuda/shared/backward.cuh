@@ -570,7 +570,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   if (packed && place.first_key >= place.part.kv.stored) return;
   const Part& part = place.part;
   const int batch = place.batch, kv_head = place.kv_head, first_key = place.first_key;
-  const int first_head = place.first_head, last_head = first_head + place.heads - 1;
+  const int group = heads_of_share(problem);
+  // Not split, both are the same number; but only with kv_head NVRTC makes of this what it made before there were shares.
+  const int first_head = (splits_groups ? place.share : kv_head) * group, last_head = first_head + group - 1;
   const int warp = threadIdx.x / 32, lane = Lanes::of(threadIdx.x);
   const Unscales unscales = unscales_of(problem, batch, kv_head);
   const float scale = static_cast<float>(problem.options.scale);

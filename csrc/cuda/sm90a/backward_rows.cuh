@@ -62,8 +62,9 @@ struct Block {
                  in_segments ? segment_range<block_kv>(problem.kv_segment_ranges, place.batch, problem.kv_length,
                                                        place.first_key)
                              : SegmentRange{0, 0}} {
-    first_head = place.first_head;
-    last_head = first_head + place.heads - 1;
+    const int group = heads_of_share(problem);
+    first_head = place.share * group;
+    last_head = first_head + group - 1;
     segments.trim(tiles, threadIdx.x % 32);
   }
   __device__ __forceinline__ Walk first() const { return {first_head, tiles.begin}; }
