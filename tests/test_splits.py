@@ -34,12 +34,15 @@ def test_cases_are_split(case: Case | PackedCase) -> None:
     else:
         lengths, options, batch = {"q_length": case.q_length, "kv_length": case.kv_length}, {}, case.leading[0]
     head_dim = max(case.head_dim, case.value_head_dim or 0)
-    assert splits(
-        **lengths,
-        q_heads=case.q_heads,
-        kv_heads=case.kv_heads,
-        head_dim=head_dim,
-        batch=batch,
-        causal=case.causal,
-        **options,
-    ) > 1
+    assert (
+        splits(
+            **lengths,
+            q_heads=case.q_heads,
+            kv_heads=case.kv_heads,
+            head_dim=head_dim,
+            batch=batch,
+            causal=case.causal,
+            **options,
+        )
+        > 1
+    )
