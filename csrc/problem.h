@@ -73,11 +73,11 @@ struct Problem {
 #undef JAX_FLASH_FEATURE
 #undef JAX_FLASH_CONSTANT
 
-  // backward, where blocks for every key head are too few: into so many shares the query heads of a key head are split,
-  // a divisor of q_heads / kv_heads, each with blocks of its own. With two and more these leave their sums, float
-  // [B, K, group_splits, S, H + V] of dK and dV, in group_sums, and jax_flash_sum_splits adds them up.
+  // backward on GPUs only: into so many shares the query heads of a key head are split, a divisor of their number, each
+  // with blocks of its own. Of several, each leaves its sums of dK and dV in group_sums, and jax_flash_sum_splits adds
+  // these up.
   int group_splits;  // >= 1
-  void* group_sums;  // null where group_splits is 1
+  void* group_sums;  // float [B, K, group_splits, S, H + V]; null where group_splits is 1
 };
 
 }  // namespace jax_flash

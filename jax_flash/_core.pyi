@@ -38,6 +38,19 @@ def plan_few(
 ) -> tuple[int, int]:
     """How CUDA kernels for few queries serve a call: rows of a block, 0 if they don't, and slices of the keys."""
 
+def group_splits(
+    *,
+    batch: int,
+    q_length: int,
+    kv_length: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_head_dim: int,
+    options: Mapping[str, Any],
+) -> int:
+    """Into how many shares CUDA's backward kernels split the query heads of a key head; 1: not at all."""
+
 def cpu_isa() -> str:
     """The CPU's instruction set in use. Raises RuntimeError when JAX_FLASH_CPU_ISA names one that is not there."""
 

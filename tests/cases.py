@@ -709,12 +709,16 @@ CASES = (
     # Up to 1024 keys, which a cluster's blocks share where there are clusters
     *(Case(f"few_cluster_{h}", 5, 1021, 4, 1, h, causal=True, q_offset=900, large=True) for h in (64, 128, 256)),
     Case("few_cluster_lengths", 17, 1024, 8, 2, 64, (2,), q_lengths=(0, 9), kv_lengths=(1000, 40), large=True),
-    Case("few_cluster_of_two", 5, 600, 8, 2, 64, sinks=True, dropout_rate=0.3, large=True),
+    Case("few_cluster_of_two", 5, 300, 8, 2, 64, sinks=True, dropout_rate=0.3, large=True),
+    Case("few_cluster_of_eight", 3, 1024, 8, 2, 128, (2,), sinks=True, kv_lengths=(1024, 200), large=True),
+    # One tile of keys, which is one warp's
+    *(Case(f"few_tile_{h}", 30, 16, 2, 2, h, (1,), causal=True, large=True) for h in (16, 24, 256)),
+    Case("few_tile_lengths", 30, 60, 4, 4, 64, (2,), sinks=True, q_lengths=(30, 9), kv_lengths=(60, 0), large=True),
     *(
         Case(f"few_everything_{h}", 17, 2500, 4, 2, h, **{**EVERYTHING, **FEW_EVERYTHING}, large=True)
         for h in (64, 128, 256)
     ),
-    # Few key heads, each of whose query heads GPUs split over blocks: what these sum up lies in dq, or where that has no
+    # Few key heads, each of whose query heads GPUs split over blocks: the sums of these lie in dq, or where that has no
     # room, in scratch
     *(
         Case(f"split_{h}{'_causal' if causal else ''}", 400, 100, 8, 1, h, causal=causal, q_offset=-70, large=True)

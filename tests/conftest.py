@@ -7,8 +7,16 @@ import pytest
 
 # Before NumPy and XLA read them. What runs in processes of its own inherits them.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share a GPU
-# What is XLA's own is not under test: its products need not be the fastest of tens that it would compile and time.
-_xla_flags = ["--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false"]
+# What is XLA's own is not under test. On GPUs its products need not be the fastest of tens that it would compile and
+# time. On CPUs its older way to compile fusions, and a program in one part, take a third of the time (which is most of
+# that of the tests): 34 of test_gradients.py 5 s of CPU instead of 15. XLA takes no notice of extra options that it
+# does not know (any more).
+_xla_flags = [
+    "--xla_gpu_autotune_level=0",
+    "--xla_gpu_enable_triton_gemm=false",
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The processes are as many as the cores are worth. OpenBLAS waits for its threads by spinning: 32 of them on two
     # cores took the oracle from 14 s to 49 s. XLA would split a program, compile its parts and link them.

@@ -41,6 +41,18 @@ CASES = {
         **GROUPS,
     },
     "slopes-256": {"head_dim": 256, "options": ["alibi", "bias_of_keys", "q_offset"], **ODD},
+    "split-64": {"options": ["causal", "alibi"], "q_length": 133, "kv_length": 190, "q_heads": 8, "kv_heads": 1},
+    "split-128": {
+        "head_dim": 128,
+        "dtype": "float16",
+        "options": ["unscales", "lengths"],
+        "q_length": 197,
+        "kv_length": 60,
+        "q_heads": 8,
+        "kv_heads": 2,
+        "batch": 2,
+    },
+    "split-256": {"head_dim": 256, "q_length": 133, "kv_length": 70, "q_heads": 8, "kv_heads": 1},
     "segments-alibi": {"options": ["segments", "alibi", "q_offset", "causal"], **ODD},
 }
 

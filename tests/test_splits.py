@@ -1,5 +1,7 @@
 """Query heads that share a key head, split over blocks of the backward pass where key heads are few."""
 
+from typing import Any
+
 import cases
 import pytest
 from cases import Case, PackedCase
@@ -9,37 +11,61 @@ from jax_flash import _core
 SPLIT = [case for case in (*cases.CASES, *cases.PACKED_CASES) if "split" in case.name]
 
 
-def splits(
-    q_length: int, kv_length: int, q_heads: int, kv_heads: int, head_dim: int, batch: int = 1, **options: object
-) -> int:
-    return _core.group_splits(
-        batch=batch,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_head_dim=head_dim,
-        options=options,
-    )
+def shape(
+    q_length: int, kv_length: int, q_heads: int, kv_heads: int, head_dim: int, *, batch: int = 1, **options: Any
+) -> dict[str, Any]:
+    sizes = {"batch": batch, "q_length": q_length, "kv_length": kv_length, "q_heads": q_heads, "kv_heads": kv_heads}
+    return {**sizes, "head_dim": head_dim, "value_head_dim": head_dim, "options": options}
+
+
+def scratch(call: dict[str, Any]) -> int:
+    return _core.scratch(pass_="backward", platform="cuda", dtype="bfloat16", bias_shape=(), **call)
 
 
 @pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.name)
 def test_cases_are_split(case: Case | PackedCase) -> None:
     """Else they would show nothing."""
+    heads = case.q_heads, case.kv_heads, max(case.head_dim, case.value_head_dim or 0)
     if isinstance(case, PackedCase):
-        lengths = {"q_length": sum(case.q_lengths) + case.tails[0], "kv_length": sum(case.kv_lengths) + case.tails[1]}
+        lengths = sum(case.q_lengths) + case.tails[0], sum(case.kv_lengths) + case.tails[1]
         options = {"documents": len(case.q_lengths), "has_cu_q_lengths": True, "has_cu_kv_lengths": True}
-        batch = 1
+        assert _core.group_splits(**shape(*lengths, *heads, causal=case.causal, **options)) > 1
     else:
-        lengths, options, batch = {"q_length": case.q_length, "kv_length": case.kv_length}, {}, case.leading[0]
-    head_dim = max(case.head_dim, case.value_head_dim or 0)
-    assert splits(
-        **lengths,
-        q_heads=case.q_heads,
-        kv_heads=case.kv_heads,
-        head_dim=head_dim,
-        batch=batch,
-        causal=case.causal,
-        **options,
-    ) > 1
+        call = shape(case.q_length, case.kv_length, *heads, batch=case.leading[0], causal=case.causal)
+        assert _core.group_splits(**call) > 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "causal", "splits"),
+    [
+        ((4096, 4096), (32, 1), False, 4),  # 32 blocks of 128 keys
+        ((4096, 4096), (32, 1), True, 8),
+        ((1024, 1024), (32, 8), False, 2),
+        ((1024, 1024), (32, 8), True, 4),
+        ((4096, 4096), (32, 8), False, 1),  # there are blocks enough
+        ((4096, 4096), (32, 32), False, 1),  # a head each
+        ((256, 256), (8, 8), False, 1),
+        ((1, 8192), (32, 8), False, 1),
+        ((16, 1024), (4, 1), False, 1),  # too little to do
+        ((1024, 1024), (24, 2), False, 6),  # only what shares the heads evenly
+    ],
+)
+def test_as_many_as_there_are_multiprocessors(
+    lengths: tuple[int, int], heads: tuple[int, int], causal: bool, splits: int
+) -> None:
+    assert _core.group_splits(**shape(*lengths, *heads, 128, causal=causal)) == splits
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8, 32])
+def test_scratch(kv_heads: int, head_dim: int, causal: bool) -> None:
+    """Sums of shares take at most twice what the accumulator of dQ takes, and nothing where they find room in dq."""
+    for length in (128, 256, 512, 1024, 2048, 4096, 8192):
+        call = shape(length, length, 32, kv_heads, head_dim, causal=causal)
+        elements = length * 32 * head_dim
+        splits = _core.group_splits(**call)
+        sums = splits * length * kv_heads * 2 * head_dim
+        in_scratch = splits > 1 and 4 * sums > 2 * elements
+        assert sums <= 2 * elements or splits == 1
+        assert scratch(call) == elements + (sums if in_scratch else 0)

@@ -290,6 +290,7 @@ class BackwardItem {
   void tile(int64_t t, int rows) {
     int padded = round_up(rows, kRowPadding), key_rows = round_up(most_, kRowPadding);
     bool later = options_.any() || dropout_.active() || compare_segments_;
+    find_kept(padded, key_rows);
     for (int lane = 0; lane < key_rows; lane += kPanel<T>) {
       int lanes = std::min(kPanel<T>, key_rows - lane);
       with_vectors((lanes + kWidth<T> - 1) / kWidth<T>, [&](auto nv) __attribute__((always_inline)) {
@@ -306,10 +307,31 @@ class BackwardItem {
     }
     if (later) apply_options(t, rows, round_up(key_rows, kWidth<T>));
     int k_columns = round_up(p_.head_dim, kWidth<T>), v_columns = round_up(p_.value_head_dim, kWidth<T>);
-    accumulate<Layout::column_major>(key_rows, v_columns, padded, weights_, kKeys, dout_, v_stride_, dv_, v_stride_);
-    accumulate<Layout::column_major>(key_rows, k_columns, padded, dscores_, kKeys, q_, k_stride_, dk_, k_stride_);
-    accumulate<Layout::row_major>(padded, k_columns, most_, dscores_, kKeys, k_, k_stride_, dq(head_, t),
+    accumulate<Layout::column_major>(key_rows, v_columns, rows_of_keys_, weights_, kKeys, dout_, v_stride_, dv_,
+                                     v_stride_);
+    accumulate<Layout::column_major>(key_rows, k_columns, rows_of_keys_, dscores_, kKeys, q_, k_stride_, dk_,
+                                     k_stride_);
+    accumulate<Layout::row_major>(padded, k_columns, keys_of_rows_, dscores_, kKeys, k_, k_stride_, dq(head_, t),
                                   plan_.padded_head_dim);
+  }
+
+  // What the band keeps of a tile, 8 rows with 8 keys at a time: the rest is left out of all five products, which is
+  // half of the tiles on the diagonal.
+  void find_kept(int rows, int keys) {
+    constexpr int N = kRowPadding;
+    for (int i = 0; i < rows / N; ++i) {
+      Depths& kept = keys_of_rows_[i] = {0, most_};
+      if (!masked_) continue;
+      kept = {static_cast<int>(*std::min_element(kept_begin_ + i * N, kept_begin_ + (i + 1) * N)),
+              static_cast<int>(*std::max_element(kept_end_ + i * N, kept_end_ + (i + 1) * N))};
+    }
+    for (int j = 0; j < keys / N; ++j) {
+      Depths& kept = rows_of_keys_[j] = {0, rows};
+      if (!masked_) continue;
+      auto meets = [&](int i) { return keys_of_rows_[i].begin < (j + 1) * N && keys_of_rows_[i].end > j * N; };
+      while (kept.begin < kept.end && !meets(kept.begin / N)) kept.begin += N;
+      while (kept.begin < kept.end && !meets(kept.end / N - 1)) kept.end -= N;
+    }
   }
 
   // Few queries, as in decoding, of calls without options: as in the forward (few.h), head_dim stands in the lanes, and
@@ -454,6 +476,14 @@ class BackwardItem {
     for (int i = 0; i < rows; i += kRows) {
       T* weights = weights_ + i * kKeys + lane;
       T* dscores = dscores_ + i * kKeys + lane;
+      Depths kept = keys_of_rows_[i / kRowPadding];
+      if (kept.begin >= lane + NV * kWidth<T> || kept.end <= lane) {
+        for (int r = 0; r < kRows; ++r) {
+          std::memset(weights + r * kKeys, 0, sizeof(T) * NV * kWidth<T>);
+          std::memset(dscores + r * kKeys, 0, sizeof(T) * NV * kWidth<T>);
+        }
+        continue;
+      }
       dot_kernel<NV>(p_.head_dim, q_ + i * k_stride_, k_stride_, k, kPanel<T>,
                      [&](int r, int vector, const Vec<T>& score) __attribute__((always_inline)) {
                        Vec<T> weight = score * scale;
@@ -598,12 +628,14 @@ class BackwardItem {
 
   int64_t batch_, kv_head_, head_, chunk_, document_index_;
   Document document_;
-  int64_t first_block_;  // of backward_reduce
-  int64_t first_sum_;    // row of the sums of dq
-  int64_t first_;        // key of the block
-  int count_;            // keys of the block
-  int most_;             // of which some row of the tile keeps one of these first
-  bool masked_;          // whether the band clears some weight of the tile
+  int64_t first_block_;                          // of backward_reduce
+  int64_t first_sum_;                            // row of the sums of dq
+  int64_t first_;                                // key of the block
+  int count_;                                    // keys of the block
+  Depths keys_of_rows_[kQueries / kRowPadding];  // what the band keeps: of 8 rows each, of 8 keys each
+  Depths rows_of_keys_[kKeys / kRowPadding];
+  int most_;     // of which some row of the tile keeps one of these first
+  bool masked_;  // whether the band clears some weight of the tile
   bool compare_segments_;
   T slope_;
 };

@@ -2,6 +2,7 @@
 #include "cpu.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -107,16 +108,20 @@ const Chosen& chosen() {
 
 const Kernels& kernels(DType dtype) { return dtype == DType::bf16 ? *chosen().bf16 : *chosen().others; }
 
+// Memory that begins with a cache line.
+struct Free {
+  void operator()(char* p) const { ::operator delete[](p, std::align_val_t{64}); }
+};
+using Buffer = std::unique_ptr<char[], Free>;
+Buffer allocate(size_t bytes) { return Buffer(static_cast<char*>(::operator new[](bytes, std::align_val_t{64}))); }
+
 // A buffer of the calling thread, kept for its next item: at most a megabyte or two, whatever the lengths.
 void* workspace(size_t bytes) {
-  struct Free {
-    void operator()(char* p) const { ::operator delete[](p, std::align_val_t{64}); }
-  };
-  thread_local std::unique_ptr<char[], Free> buffer;
+  thread_local Buffer buffer;
   thread_local size_t size = 0;
   if (size < bytes) {
     size = 0;
-    buffer.reset(static_cast<char*>(::operator new[](bytes, std::align_val_t{64})));
+    buffer = allocate(bytes);
     size = bytes;
   }
   return buffer.get();
@@ -167,6 +172,7 @@ ForwardPlan plan_forward(DType dtype, const Problem& p) {
   plan.together = rows <= kFewRows && !is_packed(p);
   plan.items = blocks * plan.splits;
   if (!plan.together) return plan;
+  plan.block_rows = static_cast<int>(std::bit_ceil(static_cast<uint64_t>(rows)));
   // Memory is the bound here: items of enough keys that a start in the middle of memory, where no item asked ahead, and
   // the sum of the parts cost little. With 32 keys instead of 128 (1, 1024, 16, 64) takes 1.16 times as long in float32
   // and 1.29 in bfloat16.
@@ -243,10 +249,10 @@ void forward(DType dtype, const Problem& problem, const ParallelFor& parallel_fo
   size_t bytes = k.forward_workspace(dtype, problem, plan);
   // Bounded: there are at most kEnoughItems splits in all, of at most 48 rows, or of kFewRows a head.
   size_t partial_bytes = 0;
-  std::unique_ptr<char[]> partials;
+  Buffer partials;
   if (plan.splits > 1 || plan.together) {
     partial_bytes = k.forward_partial(dtype, problem, plan) * plan.blocks_in_all * plan.splits;
-    partials.reset(new char[partial_bytes]);
+    partials = allocate(partial_bytes);
   }
   int64_t threads = worthwhile_threads(dtype, problem, 2);
   parallel_for(plan.items, threads,

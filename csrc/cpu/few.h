@@ -2,6 +2,8 @@
 // memory. With queries in the lanes most lanes would be idle, and a copy of K and V would serve few products.
 #pragma once
 
+#include <algorithm>
+
 #include "isa.h"
 #include "pack.h"
 #include "softmax.h"
@@ -26,9 +28,6 @@ JAX_FLASH_INLINE auto load_factors(const E* p) {
     return load_as(p);
   }
 }
-#if defined(__AVX512BF16__)
-JAX_FLASH_INLINE U32 load_factors(const Pair* p) { return load(p); }
-#endif
 
 // Two vectors of elements, the even ones and the odd ones.
 JAX_FLASH_INLINE void load_apart(const BFloat16* p, Vec<float>& even, Vec<float>& odd) {
@@ -38,57 +37,79 @@ JAX_FLASH_INLINE void load_apart(const BFloat16* p, Vec<float>& even, Vec<float>
   odd = bits_as<Vec<float>>(x & 0xffff0000);
 }
 
-// Lane i of the result is the sum of x[i]. A recursion of templates, because arrays in a loop of halves go to memory.
-template <typename T, int half = kWidth<T> / 2>
+// Lane i of the result is the sum of x[i]. First within parts of 16 bytes, whose shuffles cost processors half of what
+// others do, then across them. A recursion of templates, because arrays in a loop of halves go to memory.
+template <typename T, int count = kWidth<T>>
 JAX_FLASH_INLINE Vec<T> sums(Vec<T> (&x)[kWidth<T>]) {
-#pragma GCC unroll 16
-  for (int i = 0; i < half; ++i) {
-    x[i] = interleave<T, false>(x[i], x[i + half]) + interleave<T, true>(x[i], x[i + half]);
+  constexpr int W = kWidth<T>, kPart = 16 / sizeof(T);
+  constexpr bool kWithin = count * kPart > W;
+#pragma GCC unroll 8
+  for (int i = 0; i < count / 2; ++i) {
+    constexpr int part = kWithin ? kPart : W, run = kWithin ? 1 : kPart;
+    x[i] = every_second<T, false, part, run>(x[2 * i], x[2 * i + 1]) +
+           every_second<T, true, part, run>(x[2 * i], x[2 * i + 1]);
   }
-  if constexpr (half > 1) return sums<T, half / 2>(x);
+  if constexpr (count > 2) return sums<T, count / 2>(x);
   return x[0];
 }
 
-// Where memory lies that will be read next, as many bytes as are read now; null for none. Heads far apart in a row of
-// the array are beyond what processors foresee where a head's row has few cache lines: in bfloat16 decoding is 1.1 to
-// 1.3 times as fast so (8 and 16 heads, S 1024 to 8192). In float32 it is 0.91 to 1.0 times as fast on two threads and
-// 1.02 to 1.04 on one, so it goes without.
-template <typename E>
-constexpr bool kAsksAhead = sizeof(E) == 2;
-struct Next {
-  const char *k, *v;
+// Memory that will be read later, asked for in its order, as much as is read now. Null for none.
+struct Ahead {
+  const char* next;
 
-  static JAX_FLASH_INLINE void ask(const char* p, int64_t bytes) {
-    // Into the first-level cache: into the second alone is 0.8 to 0.95 times as fast.
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(p + line);
+  JAX_FLASH_INLINE void ask(int64_t bytes) {
+    if (!next) return;
+#pragma GCC unroll 16
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(next + line);
+    next += bytes;
   }
 };
 
-// Adds `keys` keys to the running softmax and output of R rows; scores[R][score_stride] is scratch. `finish(row,
-// scores)` gives the scores of a row their last form, -inf up to the next multiple of kWidth included, and
-// `drop(row, weights)` clears weights that have been counted in the sum but are not used.
-template <int R, typename K, typename V, typename F, typename T, typename Finish, typename Drop>
-void attend_few(int keys, Rows<const K> k, Rows<const V> v, Rows<const F> q, Rows<T> out, T scale, T* scores,
-                ptrdiff_t score_stride, T* maximum, T* sum, Next next, Finish finish, Drop drop) {
+// A vector of sums is made at a time, of some rows with kFewStep keys: across lanes each costs two
+// shuffles so, a lone one four; and 4 x 4 need half a load for each product.
+template <typename T>
+constexpr int kSide = kWidth<T> >= 16  ? 4
+                      : kWidth<T> >= 4 ? 2
+                                       : 1;
+template <int R, typename T>
+constexpr int kFewStep = kWidth<T> / std::min(R, kSide<T>);
+
+// scores[r][j] = scale * (row r of q, row j of k), for R rows and `keys` keys.
+template <int R, typename K, typename F, typename T>
+void score_few(int keys, Rows<const K> k, Rows<const F> q, T scale, T* scores, ptrdiff_t score_stride, Ahead ahead) {
   constexpr int W = kWidth<T>;
-  constexpr int kStep = sizeof(K) == sizeof(F) ? W : W * kElements<F>;
+  constexpr int kStep = W * kElements<F>;
+  constexpr int kKeys = kFewStep<R, T>, kTogether = W / kKeys;
   int j = 0;
-  // A vector of keys at a time: its sums across lanes cost two shuffles each, a lone one four.
-  for (; j + W <= keys; j += W) {
-    const K* rows = k.data + j * k.stride;
-    for (int r = 0; r < R; ++r) {
+  for (; j + kKeys <= keys; j += kKeys) {
+    for (int r = 0; r < R; r += kTogether) {
       Vec<T> products[W];
 #pragma GCC unroll 16
       for (int i = 0; i < W; ++i) products[i] = T(0);
-      for (int h = 0; h < k.columns; h += kStep) {
-        if (r == 0 && next.k) next.ask(next.k + (j * k.columns + h * W) * sizeof(K), W * kStep * sizeof(K));
-        auto query = load(q.data + r * q.stride + h / kStep * W);
+      const F* factors = q.data + r * q.stride;
+      for (int h = 0; h < k.columns; h += kStep, factors += W) {
+        decltype(load(q.data)) query[kTogether];
+#pragma GCC unroll 4
+        for (int row = 0; row < kTogether; ++row) query[row] = load(factors + row * q.stride);
+        const K* key = k.data + j * k.stride + h;
+        if (r == 0) ahead.ask(kKeys * kStep * sizeof(K));
 #pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) {
-          products[i] = multiply_add(load_factors(rows + i * k.stride + h), query, products[i]);
+        for (int i = 0; i < kKeys; ++i) {
+          auto x = load_factors(key);
+#pragma GCC unroll 4
+          for (int row = 0; row < kTogether; ++row) {
+            products[row * kKeys + i] = multiply_add(x, query[row], products[row * kKeys + i]);
+          }
+          key += k.stride;
+          asm("" : "+r"(key));  // or g++ keeps kKeys addresses, most of them in memory
         }
       }
-      store<T>(scores + r * score_stride + j, sums<T>(products) * scale);
+      Vec<T> sum = sums<T>(products) * scale;
+#pragma GCC unroll 4
+      for (int row = 0; row < kTogether; ++row) {
+        std::memcpy(scores + (r + row) * score_stride + j, reinterpret_cast<const T*>(&sum) + row * kKeys,
+                    kKeys * sizeof(T));
+      }
     }
   }
   for (; j < keys; ++j) {
@@ -101,62 +122,148 @@ void attend_few(int keys, Rows<const K> k, Rows<const V> v, Rows<const F> q, Row
       scores[r * score_stride + j] = stdx::reduce(products) * scale;
     }
   }
+}
 
-  T decay[R];
+// Whether weights stand in pairs of keys, as V's rows are paired.
+template <typename V>
+constexpr bool kPairsKeys = kPaired<Factor<V>>;
+
+#if defined(__AVX512BF16__)
+// Weights of a row become pairs in their place, with zeros behind the last one.
+inline void pair_row(int keys, float* s) {
+  constexpr int W = kWidth<float>;
+  for (int j = 0; j < keys; j += 2 * W) {
+    Vec<float> second = j + W < keys ? load(s + j + W) : Vec<float>(0.0f);
+    auto pairs = _mm512_cvtne2ps_pbh(bits_as<__m512>(second), bits_as<__m512>(load(s + j)));
+    std::memcpy(s + j / 2, &pairs, sizeof(pairs));
+  }
+}
+
+// A row of bfloat16 V and the next one, or zeros, as pairs of keys: every second 4 of 32 columns.
+template <bool both>
+JAX_FLASH_INLINE void load_pairs(const BFloat16* row, ptrdiff_t stride, U32& first, U32& second) {
+  __m512i a, b = {};
+  std::memcpy(&a, row, sizeof(a));
+  if constexpr (both) std::memcpy(&b, row + stride, sizeof(b));
+  first = bits_as<U32>(_mm512_unpacklo_epi16(a, b));
+  second = bits_as<U32>(_mm512_unpackhi_epi16(a, b));
+}
+// 16 columns.
+template <bool both>
+JAX_FLASH_INLINE U32 load_pairs(const BFloat16* row, ptrdiff_t stride) {
+  U16 a, b = {};
+  std::memcpy(&a, row, sizeof(a));
+  if constexpr (both) std::memcpy(&b, row + stride, sizeof(b));
+  return widen_bits(a) | widen_bits(b) << 16;
+}
+#endif
+
+// Brings the running softmax of R rows up to date with scores[R][score_stride] of `keys` keys, which become weights,
+// and scales their output. `finish(row, scores)` gives the scores of a row their last form, -inf up to the next
+// multiple of kWidth included, and `drop(row, weights)` clears weights that have been counted in the sum but are not
+// used.
+template <int R, typename V, typename T, typename Finish, typename Drop>
+void softmax_few(int keys, T* scores, ptrdiff_t score_stride, T* maximum, T* sum, Rows<T> out, Finish finish,
+                 Drop drop) {
+  constexpr int W = kWidth<T>;
   for (int r = 0; r < R; ++r) {
     T* s = scores + r * score_stride;
     finish(r, s);
     Vec<T> highest = maximum[r];
-    for (j = 0; j < keys; j += W) highest = stdx::max(highest, load(s + j));
+    for (int j = 0; j < keys; j += W) highest = stdx::max(highest, load(s + j));
     T before = maximum[r];
     T after = maximum[r] = stdx::hmax(highest);
     T shift = after == -kInfinity<T> ? 0 : after;  // as in online_softmax
-    decay[r] = exp2(Vec<T>(before - shift))[0];
+    T decay = exp2(Vec<T>(before - shift))[0];
     Vec<T> total = T(0);
-    for (j = 0; j < keys; j += W) {
+    for (int j = 0; j < keys; j += W) {
       Vec<T> weight = exp2(load(s + j) - shift);
       store(s + j, weight);
       total += weight;
     }
-    sum[r] = sum[r] * decay[r] + stdx::reduce(total);
+    sum[r] = sum[r] * decay + stdx::reduce(total);
     drop(r, s);
+    if constexpr (kPairsKeys<V>) pair_row(keys, s);
+    for (int h = 0; h < out.columns; h += W) {
+      T* o = out.data + r * out.stride + h;
+      store<T>(o, load(o) * decay);
+    }
   }
+}
 
-  // Several vectors of a row of V at once: whole cache lines, and enough independent sums when R = 1. Of bfloat16 the
-  // sums of even and of odd columns stand apart, for so two instructions widen two vectors.
+// Adds weights[r][j] * (row j of v) to row r of out, for R rows and `keys` keys from key `first` of the weights on, an
+// even number.
+template <int R, typename V, typename T>
+void add_values_few(int first, int keys, Rows<const V> v, const T* weights, ptrdiff_t weight_stride, Rows<T> out,
+                    Ahead ahead) {
+  constexpr int W = kWidth<T>;
+  // Several vectors of a row of V at once: whole cache lines, and enough independent sums when R = 1. Of 16-bit
+  // elements the vectors of two stand apart, as one or two instructions widen them: the even and the odd columns, or of
+  // pairs of keys every second 4.
   constexpr int kTogether = R * 4 <= kRows * kVecs ? 4 : R * 2 <= kRows * kVecs ? 2 : 1;
   auto add = [&](int h, auto vectors) __attribute__((always_inline)) {
     constexpr int NV = vectors.value;
+    constexpr bool kPairs = kPairsKeys<V>;
     constexpr bool kApart = std::is_same_v<V, BFloat16> && NV > 1;
+    constexpr int kRun = kPairs ? 4 : 1;
     Vec<T> sums[R][NV];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-      for (int i = 0; i < NV; ++i) sums[r][i] = load(out.data + r * out.stride + h + i * W) * decay[r];
+      for (int i = 0; i < NV; ++i) sums[r][i] = load(out.data + r * out.stride + h + i * W);
       if constexpr (kApart) {
 #pragma GCC unroll 8
         for (int i = 0; i < NV; i += 2) {
-          Vec<T> even = every_second<T, false>(sums[r][i], sums[r][i + 1]);
-          sums[r][i + 1] = every_second<T, true>(sums[r][i], sums[r][i + 1]);
+          Vec<T> even = every_second<T, false, W, kRun>(sums[r][i], sums[r][i + 1]);
+          sums[r][i + 1] = every_second<T, true, W, kRun>(sums[r][i], sums[r][i + 1]);
           sums[r][i] = even;
         }
       }
     }
-    for (j = 0; j < keys; ++j) {
-      if (next.v) next.ask(next.v + (j * v.columns + h) * sizeof(V), NV * W * sizeof(V));
-      Vec<T> value[NV];
-      if constexpr (kApart) {
+    if constexpr (kPairs) {
+#if defined(__AVX512BF16__)
+      const V* row = v.data + h;
+      const Pair* pairs = reinterpret_cast<const Pair*>(weights) + first / 2;
+      auto step = [&](auto both) __attribute__((always_inline)) {
+        U32 value[NV];
+        if constexpr (NV == 1) {
+          value[0] = load_pairs<both.value>(row, v.stride);
+        } else {
 #pragma GCC unroll 8
-        for (int i = 0; i < NV; i += 2) load_apart(v.data + j * v.stride + h + i * W, value[i], value[i + 1]);
-      } else {
+          for (int i = 0; i < NV; i += 2) load_pairs<both.value>(row + i * W, v.stride, value[i], value[i + 1]);
+        }
 #pragma GCC unroll 8
-        for (int i = 0; i < NV; ++i) value[i] = load_as(v.data + j * v.stride + h + i * W);
+        for (int r = 0; r < R; ++r) {
+          Pair weight = pairs[r * weight_stride];
+#pragma GCC unroll 8
+          for (int i = 0; i < NV; ++i) sums[r][i] = multiply_add(value[i], weight, sums[r][i]);
+        }
+        row += 2 * v.stride;
+        ++pairs;
+      };
+      for (int j = keys; j > 1; j -= 2) {
+        ahead.ask(2 * NV * W * sizeof(V));
+        step(std::true_type{});
       }
+      if (keys % 2 != 0) step(std::false_type{});
+#endif
+    } else {
+      for (int j = 0; j < keys; ++j) {
+        Vec<T> value[NV];
+        ahead.ask(NV * W * sizeof(V));
+        if constexpr (kApart) {
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        T weight = scores[r * score_stride + j];
+          for (int i = 0; i < NV; i += 2) load_apart(v.data + j * v.stride + h + i * W, value[i], value[i + 1]);
+        } else {
 #pragma GCC unroll 8
-        for (int i = 0; i < NV; ++i) sums[r][i] = multiply_add(value[i], weight, sums[r][i]);
+          for (int i = 0; i < NV; ++i) value[i] = load_as(v.data + j * v.stride + h + i * W);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          T weight = weights[r * weight_stride + first + j];
+#pragma GCC unroll 8
+          for (int i = 0; i < NV; ++i) sums[r][i] = multiply_add(value[i], weight, sums[r][i]);
+        }
       }
     }
 #pragma GCC unroll 8
@@ -164,9 +271,9 @@ void attend_few(int keys, Rows<const K> k, Rows<const V> v, Rows<const F> q, Row
       if constexpr (kApart) {
 #pragma GCC unroll 8
         for (int i = 0; i < NV; i += 2) {
-          Vec<T> first = interleave<T, false>(sums[r][i], sums[r][i + 1]);
-          sums[r][i + 1] = interleave<T, true>(sums[r][i], sums[r][i + 1]);
-          sums[r][i] = first;
+          Vec<T> low = interleave<T, false, kRun>(sums[r][i], sums[r][i + 1]);
+          sums[r][i + 1] = interleave<T, true, kRun>(sums[r][i], sums[r][i + 1]);
+          sums[r][i] = low;
         }
       }
 #pragma GCC unroll 8

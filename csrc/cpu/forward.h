@@ -33,6 +33,13 @@ constexpr int kKeyPadding = kTiled<F> ? kElements<F> * kTilePairs : kRowPadding;
 // and of kDropoutKeys. 192 keys at head_dim 128 make 0.98 of the rate.
 constexpr int key_block(int head_dim) { return head_dim <= 64 ? 256 : head_dim <= 256 ? 128 : 64; }
 
+// Few rows: keys of a block. 64 keys take 1.0 to 1.07 times as long, for each block of a head costs a softmax.
+constexpr int kFewKeys = 128;
+// Bytes of K or V that all heads see before the next ones: with what is asked for meanwhile they are to stay in the
+// first-level cache. Twice as many take up to 1.1 times as long. And how far ahead that is at most: 8 KB take 1.16 to
+// 1.5 times as long out of memory, 32 KB 1.03 times out of the third-level cache.
+constexpr int64_t kFewBytes = 16 << 10, kFewAhead = 24 << 10;
+
 template <typename E>
 class ForwardItem {
   using T = Compute<E>;
@@ -53,13 +60,14 @@ class ForwardItem {
         panels_((plan.block_rows + kPanel<T> - 1) / kPanel<T>),
         bit_rows_((plan.block_rows + kDropoutRows - 1) / kDropoutRows) {
     Arena arena(workspace);
-    int64_t lanes = static_cast<int64_t>(panels_) * kPanel<T>, keys = keys_;
-    queries_ = arena.take<F>(lanes * k_stride_);
+    int64_t lanes = std::max(static_cast<int64_t>(panels_) * kPanel<T>, int64_t{kFewRows}), keys = keys_;
+    int64_t few_rows = (plan.together ? p.q_heads / plan.fold : 1) * kFewRows;
+    queries_ = arena.take<F>(std::max(lanes, few_rows) * k_stride_);
     out_ = arena.take<T>(lanes * std::max(k_stride_, v_stride_));
     k_ = arena.take<F>(keys * k_stride_);
     v_ = arena.take<F>(keys * v_stride_);
-    few_v_ = kPaired<F> ? arena.take<T>(keys * v_stride_) : reinterpret_cast<T*>(v_);
-    scores_ = arena.take<T>(keys * std::max(kPanel<T>, kFewRows));
+    if (kTiled<F>) pairs_ = arena.take<F>(keys * v_stride_);
+    scores_ = arena.take<T>(keys * std::max<int64_t>(kPanel<T>, few_rows));
     maximum_ = arena.take<T>(lanes);
     sum_ = arena.take<T>(lanes);
     position_ = arena.take<T>(lanes);
@@ -110,12 +118,12 @@ class ForwardItem {
       for (int split = 0; split < plan_.splits; ++split) {
         Record from = part(split);
         if (from.maximum[row] == -kInfinity<T>) continue;  // kept no key
-        double weight = __builtin_exp2(from.maximum[row] - highest);
+        T weight = exp2(Vec<T>(from.maximum[row] - static_cast<T>(highest)))[0];
         if (weight == 0) continue;
-        total += weight * from.sum[row];
+        total += static_cast<double>(weight) * from.sum[row];
         const T* out = from.out + static_cast<int64_t>(row) * v_stride_;
         for (int h = 0; h < v_stride_; h += kWidth<T>) {
-          store<T>(sums + h, multiply_add(load(out + h), static_cast<T>(weight), load(sums + h)));
+          store<T>(sums + h, multiply_add(load(out + h), weight, load(sums + h)));
         }
       }
       store_result(row, sums, highest, total);
@@ -124,7 +132,7 @@ class ForwardItem {
   }
 
   // Elements of what a split of a block leaves to combine().
-  int64_t record_size() const { return static_cast<int64_t>(plan_.block_rows) * (2 + v_stride_); }
+  int64_t record_size() const { return record_rows() + static_cast<int64_t>(plan_.block_rows) * v_stride_; }
 
  private:
   // What the lanes of a panel keep: keys [begin, end) some of them, [bare_begin, bare_end) all of them.
@@ -139,41 +147,41 @@ class ForwardItem {
     T* out;            // [block_rows][v_stride_] not normalised
   };
   Record record(void* partials, int64_t block_item, int64_t split) const {
-    T* p = static_cast<T*>(partials) + (block_item * plan_.splits + split) * record_size();
-    return {p, p + plan_.block_rows, p + 2 * static_cast<int64_t>(plan_.block_rows)};
+    // An item's records side by side: with those of other threads between them the caches would pass lines to and fro.
+    int64_t side_by_side = plan_.together ? heads() : 1;
+    int64_t index = (block_item / side_by_side * plan_.splits + split) * side_by_side + block_item % side_by_side;
+    T* p = static_cast<T*>(partials) + index * record_size();
+    return {p, p + plan_.block_rows, p + record_rows()};
   }
+  // Whole cache lines, so that no vector of `out` lies in two.
+  int64_t record_rows() const { return round_up(2 * plan_.block_rows, static_cast<int>(kCacheLine / sizeof(T))); }
 
   // All heads in step through the keys, so that memory is read in its order, once.
   void run_together(int64_t item, void* partials) {
-    int64_t split = item % plan_.splits, heads = p_.q_heads / plan_.fold;
-    int64_t first_item = item / plan_.splits * heads;
+    int64_t split = item % plan_.splits, first_item = item / plan_.splits * heads();
     go_to(first_item);
     if (rows_ > 0) {
-      load_queries();
-      for (int64_t head = 0; head < heads; ++head) {
+      F* queries = queries_;
+      for (int head = 0; head < heads(); ++head, queries_ += few_rows() * k_stride_) {
+        go_to(first_item + head);
+        load_queries();
         bind(record(partials, first_item + head, split));
         clear();
       }
-      // K and V of the keys at hand, and of those that are asked for meanwhile, are to stay in the second-level cache,
-      // but 32 keys instead of 64 take up to 1.15 times as long: each block of a head costs a softmax.
-      constexpr int64_t kBytes = 64 << 10, kLeast = 64;
-      int64_t row_bytes = p_.kv_heads * (p_.head_dim + p_.value_head_dim) * int64_t{sizeof(E)};
-      int keys = static_cast<int>(
-          std::clamp<int64_t>(round_down(kBytes / row_bytes, kSegmentBlock), kLeast, round_down(keys_, kLeast)));
-      for_each_block(split, keys, [&](int64_t first, int count) {
-        for (int64_t head = 0; head < heads; ++head) {
-          if (heads > 1) {
-            go_to(first_item + head);
-            load_queries();
-          }
-          bind(record(partials, first_item + head, split));
-          attend_block(first, count);
-        }
-      });
+      queries_ = queries;
+      go_to(first_item);
+      bind(record(partials, first_item, split));
+      for_each_block(split, std::min(keys_, kFewKeys), [&](int64_t first, int count) { attend_block(first, count); });
     }
     if (plan_.splits > 1) return;
-    for (int64_t head = 0; head < heads; ++head) combine(first_item + head, partials);
+    for (int head = 0; head < heads(); ++head) combine(first_item + head, partials);
   }
+
+  // Rows of a head, with those that are padding.
+  int few_rows() const { return static_cast<int>(std::bit_ceil(static_cast<unsigned>(rows_))); }
+
+  // Of a batch entry.
+  int heads() const { return p_.q_heads / plan_.fold; }
 
   // Few rows have no buffers of their own for what they keep from key to key.
   void bind(const Record& record) {
@@ -184,11 +192,11 @@ class ForwardItem {
 
   // The last blocks keep the most keys when causal: they go first, so that the threads end together.
   void go_to(int64_t block_item) {
-    int heads = p_.q_heads / plan_.fold;
-    int64_t head = block_item % (static_cast<int64_t>(p_.batch) * heads);
-    int64_t block = plan_.blocks - 1 - block_item / (static_cast<int64_t>(p_.batch) * heads);
-    batch_ = head / heads;
-    first_head_ = head % heads * plan_.fold;
+    block_item_ = block_item;
+    int64_t head = block_item % (static_cast<int64_t>(p_.batch) * heads());
+    int64_t block = plan_.blocks - 1 - block_item / (static_cast<int64_t>(p_.batch) * heads());
+    batch_ = head / heads();
+    first_head_ = head % heads() * plan_.fold;
     document_index_ = is_packed(p_) ? document_of_block(p_, batch_, block, plan_.fold, plan_.block_rows) : 0;
     document_ = document(p_, batch_, document_index_);
     if (is_packed(p_)) block -= first_block(p_, batch_, document_index_, plan_.fold, plan_.block_rows);
@@ -225,6 +233,13 @@ class ForwardItem {
     }
     // Lanes without a row do as the last one does.
     std::fill(position_ + rows_, position_ + lanes, position_[rows_ - 1]);
+    std::memset(rows + rows_ * k_stride_, 0, sizeof(F) * (lanes - rows_) * k_stride_);
+    if (!few()) transpose_to_panels(rows, k_stride_, lanes, depth_, queries_);
+    load_options(lanes);
+  }
+
+  // What the options say of the rows.
+  void load_options(int lanes) {
     if (options_.any() || options_.has_segments) {
       for (int row = 0; row < lanes; ++row) {
         Place at = place(std::min(row, rows_ - 1));
@@ -233,14 +248,12 @@ class ForwardItem {
         if (options_.has_segments) segments_[row] = p_.q_segment_ids[batch_ * p_.q_length + at.t];
       }
     }
-    std::memset(rows + rows_ * k_stride_, 0, sizeof(F) * (lanes - rows_) * k_stride_);
-    if (!few()) transpose_to_panels(rows, k_stride_, lanes, depth_, queries_);
     // The head's, for rows are folded only without dropout.
     if (dropout_.active()) dropout_.seed(options_.seed(batch_, document_index_, first_head_));
   }
 
   void clear() {
-    int lanes = few() ? std::bit_ceil(static_cast<unsigned>(rows_)) : round_up(rows_, kPanel<T>);
+    int lanes = few() ? few_rows() : round_up(rows_, kPanel<T>);
     std::memset(out_, 0, sizeof(T) * lanes * v_stride_);
     std::fill(maximum_, maximum_ + lanes, -kInfinity<T>);
     std::memset(sum_, 0, sizeof(T) * lanes);
@@ -300,32 +313,20 @@ class ForwardItem {
 
   // `first` is a multiple of kSegmentBlock.
   void attend_block(int64_t first, int count) {
+    if (few()) {
+      if (few_rows() == 1) return attend_few<1>(first, count);
+      if (few_rows() == 2) return attend_few<2>(first, count);
+      if (few_rows() == 4) return attend_few<4>(first, count);
+      return attend_few<kFewRows>(first, count);
+    }
     int64_t kv_head = first_head_ / (p_.q_heads / p_.kv_heads);
     int padded = round_up(count, kKeyPadding<F>);
     const E* k = row_of<const E>(p_.k, batch_, document_.first_key + first, kv_head);
     const E* v = row_of<const E>(p_.v, batch_, document_.first_key + first, kv_head);
-    if (few()) {
-      Rows<const E> k_rows{k, p_.k.row_stride, p_.head_dim}, v_rows{v, p_.v.row_stride, p_.value_head_dim};
-      if (p_.head_dim % (kWidth<T> * kElements<F>) == 0 && p_.value_head_dim % kWidth<T> == 0) {
-        Next next{};
-        if (kAsksAhead<E> && plan_.together && first + count < keys_end_) {
-          // Each head asks for its share of the next keys' rows, all heads together for the whole of them.
-          int64_t share = kv_head * count;
-          next.k = reinterpret_cast<const char*>(row_of<const E>(p_.k, batch_, first + count, 0) + share * p_.head_dim);
-          next.v = reinterpret_cast<const char*>(row_of<const E>(p_.v, batch_, first + count, 0) +
-                                                 share * p_.value_head_dim);
-        }
-        return attend_few_rows(first, count, k_rows, v_rows, next);
-      }
-      copy_rows(k, p_.k.row_stride, count, p_.head_dim, padded, k_stride_, k_);
-      copy_rows(v, p_.v.row_stride, count, p_.value_head_dim, padded, v_stride_, few_v_);
-      return attend_few_rows<F, T>(first, count, {k_, k_stride_, k_stride_}, {few_v_, v_stride_, v_stride_}, {});
-    }
     copy_rows(k, p_.k.row_stride, count, p_.head_dim, padded, k_stride_, k_);
     if constexpr (kTiled<F>) {
-      F* pairs = reinterpret_cast<F*>(few_v_);
-      copy_pairs_of_rows(v, p_.v.row_stride, count, p_.value_head_dim, padded, v_stride_, pairs);
-      transpose_rows(pairs, v_stride_, padded / kElements<F>, v_stride_, keys_ / kElements<F>, v_);
+      copy_pairs_of_rows(v, p_.v.row_stride, count, p_.value_head_dim, padded, v_stride_, pairs_);
+      transpose_rows(pairs_, v_stride_, padded / kElements<F>, v_stride_, keys_ / kElements<F>, v_);
     } else if constexpr (kPaired<F>) {
       copy_pairs_of_rows(v, p_.v.row_stride, count, p_.value_head_dim, padded, v_stride_, v_);
     } else {
@@ -520,28 +521,91 @@ class ForwardItem {
     });
   }
 
-  template <typename K, typename V>
-  void attend_few_rows(int64_t first, int count, const Rows<const K>& k, const Rows<const V>& v, const Next& next) {
-    if (dropout_.active()) {
-      for (int row = 0; row < rows_; ++row) {
-        for (int j = 0; j < count; j += kDropoutKeys) {
-          dropout_.bits_of_keys(first_row_, first + j, row, key_bits_ + j / kDropoutKeys, keys_ / kDropoutKeys);
+  // A block for R rows a head, of one head or of all that go together: the products with K of all heads, their softmax,
+  // and the products with V.
+  template <int R>
+  void attend_few(int64_t first, int count) {
+    int all = plan_.together ? heads() : 1;
+    int row = round_up(count, std::max(kWidth<T>, kDropoutKeys));  // of scores
+    int64_t query_stride = int64_t{R} * k_stride_, score_stride = int64_t{R} * row;
+    int64_t record_stride = record_size(), first_item = block_item_;
+    T scale = static_cast<T>(p_.options.scale * kLog2E);
+    with_rows<R>(p_.k, p_.head_dim, k_stride_ * kElements<F>, reinterpret_cast<E*>(k_), first, count, all,
+                 [&](int head, int j, int keys, const Rows<const E>& k, Ahead ahead) __attribute__((always_inline)) {
+                   score_few<R>(keys, k, Rows<const F>{queries_ + head * query_stride, k_stride_, 0}, scale,
+                                scores_ + head * score_stride + j, row, ahead);
+                 });
+    for (int head = 0; head < all; ++head) {
+      T* scores = scores_ + head * score_stride;
+      if (all > 1 && (options_.any() || dropout_.active())) {
+        go_to(first_item + head);
+        load_options(kFewRows);
+      }
+      if (dropout_.active()) {
+        for (int i = 0; i < rows_; ++i) {
+          for (int j = 0; j < count; j += kDropoutKeys) {
+            dropout_.bits_of_keys(first_row_, first + j, i, key_bits_ + j / kDropoutKeys, keys_ / kDropoutKeys);
+          }
         }
       }
-    }
-    auto attend = [&](auto rows) {
-      attend_few<rows.value>(
-          count, k, v, Rows<const F>{queries_, k_stride_, 0}, Rows<T>{out_, v_stride_, 0},
-          static_cast<T>(p_.options.scale * kLog2E), scores_, keys_, maximum_, sum_, next,
-          [&](int row, T* scores) { finish_few(row, first, count, scores); },
-          [&](int row, T* weights) {
-            if (dropout_.active()) drop_few(row, count, weights);
+      int64_t at = head * record_stride;
+      softmax_few<R, E>(
+          count, scores, row, maximum_ + at, sum_ + at, Rows<T>{out_ + at, v_stride_, v_stride_},
+          [&](int i, T* scores) { finish_few(i, first, count, scores); },
+          [&](int i, T* weights) {
+            if (dropout_.active()) drop_few(i, count, weights);
           });
-    };
-    if (rows_ == 1) return attend(std::integral_constant<int, 1>{});
-    if (rows_ == 2) return attend(std::integral_constant<int, 2>{});
-    if (rows_ <= 4) return attend(std::integral_constant<int, 4>{});
-    attend(std::integral_constant<int, kFewRows>{});
+    }
+    if (all > 1) go_to(first_item);
+    with_rows<R>(p_.v, p_.value_head_dim, v_stride_, reinterpret_cast<E*>(v_), first, count, all,
+                 [&](int head, int j, int keys, const Rows<const E>& v, Ahead ahead) __attribute__((always_inline)) {
+                   add_values_few<R>(j, keys, v, scores_ + head * score_stride, row,
+                                     Rows<T>{out_ + head * record_stride, v_stride_, 0}, ahead);
+                 });
+  }
+
+  // body(head, j, keys, rows, ahead) for all heads and the rows of K or V of `keys` keys from key first + j on: as they
+  // lie in memory where whole vectors fit, else from a copy.
+  //
+  // Several heads see a part of the rows after each other, so that memory is read nearly in its order: what processors
+  // bring with the cache lines of one head is there for the next ones.
+  template <int R, typename Body>
+  JAX_FLASH_INLINE void with_rows(const Tensor& x, int columns, int padded, E* copy, int64_t first, int count,
+                                  int heads, Body body) {
+    // Wider elements of one row take so little work that processors foresee the rest: there asking takes 1.08 times as
+    // long out of memory.
+    constexpr bool kAsks = sizeof(E) == 2 || R > 1;
+    int group = p_.q_heads / p_.kv_heads, members = group / plan_.fold;
+    bool in_place = columns == padded, in_order = in_place && heads > 1;
+    int64_t row_bytes = x.row_stride * int64_t{sizeof(E)};
+    int part = count;
+    if (in_order) {
+      constexpr int kStep = kFewStep<R, T>;
+      part = static_cast<int>(
+          std::clamp<int64_t>(round_down(kFewBytes / row_bytes, kStep), kStep, round_up(count, kStep)));
+    }
+    for (int j = 0; j < count; j += part) {
+      int keys = std::min(part, count - j);
+      const E* rows = row_of<const E>(x, batch_, document_.first_key + first + j, first_head_ / group);
+      const char* next = nullptr;
+      if (kAsks && in_order) next = reinterpret_cast<const char*>(rows) + std::min(part * row_bytes, kFewAhead);
+      int64_t share = keys * columns * int64_t{sizeof(E)};
+      for (int head = 0; head < heads;) {
+        if (!in_place) {
+          for (int i = 0; i < keys; ++i) {
+            E* row = copy + static_cast<int64_t>(i) * padded;
+            std::memcpy(row, rows + i * x.row_stride, sizeof(E) * columns);
+            std::memset(row + columns, 0, sizeof(E) * (padded - columns));
+          }
+        }
+        Rows<const E> of_head{in_place ? rows : copy, in_place ? ptrdiff_t{x.row_stride} : padded, padded};
+        for (int member = 0; member < members && head < heads; ++member, ++head) {
+          body(head, j, keys, of_head, Ahead{member == 0 ? next : nullptr});
+        }
+        if (next) next += share;
+        rows += x.head_stride;
+      }
+    }
   }
 
   // The scores of a row with keys in the lanes.
@@ -654,12 +718,12 @@ class ForwardItem {
   int keys_;      // of a block
   int panels_;
   int bit_rows_;  // groups of kDropoutRows rows
-  F* queries_;    // [panel][depth_][kPanel]; [row][k_stride_] when few
+  F* queries_;    // [panel][depth_][kPanel]; [head][row][k_stride_] when few
   T* out_;        // [panel][v_stride_][kPanel], not normalised; [row][v_stride_] when few
   F* k_;          // [keys_][k_stride_]
   F* v_;          // [keys_ / kElements][v_stride_]
-  T* few_v_;      // [keys_][v_stride_]
-  T* scores_;     // [keys_][kPanel], and weights as factors in their place; [row][keys_] when few
+  F* pairs_;      // [keys_ / kElements][v_stride_] with tiles
+  T* scores_;     // [keys_][kPanel], and weights as factors in their place; [head][row][key] when few
   T* maximum_;    // [panel][kPanel], and so on
   T* sum_;
   T* position_;  // of the lanes' queries, less first_position_
@@ -675,7 +739,7 @@ class ForwardItem {
 
   RowsAhead next_k_, next_v_;  // of the block of keys after the one at hand
   int64_t keys_end_;           // of the split
-  int64_t batch_, first_head_, document_index_, first_row_, first_position_, padding_begin_, padding_end_;
+  int64_t block_item_, batch_, first_head_, document_index_, first_row_, first_position_, padding_begin_, padding_end_;
   Document document_;
   int rows_;
 };

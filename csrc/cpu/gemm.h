@@ -110,10 +110,16 @@ JAX_FLASH_INLINE void with_vectors(int n, Body body) {
   body(std::integral_constant<int, 1>{});
 }
 
-// C[rows][columns] += A * B for `rows` a multiple of kRows and `columns` one of kWidth, all row-major but A.
+// Depths of a sum.
+struct Depths {
+  int begin, end;
+};
+
+// C[rows][columns] += A * B for `rows` a multiple of kRows and `columns` one of kWidth, all row-major but A. Rows of C
+// from i on take A's and B's depths[i / kRowPadding]: beyond them A has zeros.
 template <Layout layout, typename T>
-void accumulate(int rows, int columns, int depth, const T* a, ptrdiff_t a_stride, const T* b, ptrdiff_t b_stride, T* c,
-                ptrdiff_t c_stride) {
+void accumulate(int rows, int columns, const Depths* depths, const T* a, ptrdiff_t a_stride, const T* b,
+                ptrdiff_t b_stride, T* c, ptrdiff_t c_stride) {
   constexpr int W = kWidth<T>;
   int vectors = columns / W;
   int panels = (vectors + kVecs - 1) / kVecs;
@@ -122,9 +128,11 @@ void accumulate(int rows, int columns, int depth, const T* a, ptrdiff_t a_stride
     int n = (vectors - first + panels - panel - 1) / (panels - panel);
     with_vectors(n, [&](auto nv) __attribute__((always_inline)) {
       for (int i = 0; i < rows; i += kRows) {
+        auto [begin, end] = depths[i / kRowPadding];
+        if (begin >= end) continue;
         T* tile = c + i * c_stride + first * W;
-        const T* left = a + (layout == Layout::row_major ? i * a_stride : i);
-        micro_kernel<nv.value, layout>(depth, left, a_stride, b + first * W, b_stride,
+        const T* left = a + (layout == Layout::row_major ? i * a_stride + begin : begin * a_stride + i);
+        micro_kernel<nv.value, layout>(end - begin, left, a_stride, b + begin * b_stride + first * W, b_stride,
                                        [&](int row, int v, const Vec<T>& sum) __attribute__((always_inline)) {
                                          T* p = tile + row * c_stride + v * W;
                                          store<T>(p, load(p) + sum);

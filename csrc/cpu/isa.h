@@ -13,7 +13,7 @@ namespace jax_flash::cpu {
 
 struct ForwardPlan {
   int fold;        // query heads of one key head whose rows stand in one block: the group for short queries, else 1
-  int block_rows;  // rows of a block, a multiple of 16
+  int block_rows;  // rows of a block, a multiple of 16; all rows of a head, up to a power of two, when together
   int blocks;      // blocks of a folded head; when packed a bound, which fits any lengths of the documents
   int splits;      // parts of the keys that are attended to apart, their results combined by forward_combine
   bool together;   // an item serves all heads of a batch entry: few rows, whose keys are read once, in memory's order

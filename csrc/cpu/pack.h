@@ -111,25 +111,28 @@ inline void copy_pairs_of_rows(const BFloat16* from, ptrdiff_t stride, int rows,
 }
 #endif
 
-// The first halves of a and b interleaved, or the second ones.
-template <typename T, bool second>
+// The first halves of a and b interleaved, or the second ones, `run` lanes at a time.
+template <typename T, bool second, int run = 1>
 JAX_FLASH_INLINE Vec<T> interleave(const Vec<T>& a, const Vec<T>& b) {
   constexpr int W = kWidth<T>;
   using V = Native<T, W>;
   using I = Native<Int<T>, W>;
   auto picks = []<int... i>(std::integer_sequence<int, i...>) {
-    return I{((i & 1) * W + i / 2 + (second ? W / 2 : 0))...};
+    return I{(i / run % 2 * W + i / (2 * run) * run + i % run + (second ? W / 2 : 0))...};
   };
   return bits_as<Vec<T>>(__builtin_shuffle(bits_as<V>(a), bits_as<V>(b), picks(std::make_integer_sequence<int, W>{})));
 }
 
-// The other way: every second lane of a and then of b, from the first or the second one on.
-template <typename T, bool second>
+// The other way, in each part of the lanes: every second `run` lanes of a and then of b, from the first or the second
+// ones on.
+template <typename T, bool second, int part = kWidth<T>, int run = 1>
 JAX_FLASH_INLINE Vec<T> every_second(const Vec<T>& a, const Vec<T>& b) {
-  constexpr int W = kWidth<T>;
+  constexpr int W = kWidth<T>, kHalf = part / 2;
   using V = Native<T, W>;
   using I = Native<Int<T>, W>;
-  auto picks = []<int... i>(std::integer_sequence<int, i...>) { return I{(2 * i + (second ? 1 : 0))...}; };
+  auto picks = []<int... i>(std::integer_sequence<int, i...>) {
+    return I{(i % part / kHalf * W + i / part * part + (i % kHalf / run * 2 + (second ? 1 : 0)) * run + i % run)...};
+  };
   return bits_as<Vec<T>>(__builtin_shuffle(bits_as<V>(a), bits_as<V>(b), picks(std::make_integer_sequence<int, W>{})));
 }
 

@@ -378,7 +378,7 @@ Loaded kernels_of(const Variant& variant, int device) {
   std::lock_guard<std::mutex> lock(mutex);
   if (!ready.count({loaded.main, device})) {
     const Driver& driver = Driver::get();
-    driver.ready(loaded.main, device, loaded.facts.shared_bytes);
+    driver.ready(loaded.main, device, loaded.facts.shared_bytes + loaded.facts.cluster_bytes);
     if (loaded.convert_dq) driver.ready(loaded.convert_dq, device, 0);
     if (loaded.sum_slopes) driver.ready(loaded.sum_slopes, device, 0);
     if (loaded.sum_splits) driver.ready(loaded.sum_splits, device, 0);

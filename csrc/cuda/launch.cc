@@ -275,14 +275,12 @@ TensorMaps tensor_maps(const LaunchFacts& facts, const Problem& p) {
           tensor_map(p.dout, "dout", facts.dout_box_rows, p, p.q_length, p.q_heads, p.value_head_dim)};
 }
 
-// Up to 1024 keys a second launch costs what slices save (plan_few); a cluster saves it. Four blocks take 7.2 us
-// instead of 10.4 for 32 heads on 8 key heads at T 1, S 1024, head_dim 128, but two take 5.9 instead of 4.7 for one
-// head's 128 keys (H200): so a block more for every 256 keys. And no more blocks than half of the multiprocessors,
-// among which clusters of whole ones do not always find room.
-constexpr int kClusterKeys = 256;
-
-// What sums of shares cost, in tiles of rows: 128 KB a block that are written and read again, and a launch.
-constexpr int64_t kSumSteps = 8;
+// Up to 1024 keys a second launch costs what slices save (plan_few); a cluster saves it. Of 32 heads on 8 key heads at
+// T 1, S 1024, head_dim 128, blocks alone take 8.4 us, clusters of 2, 4 and 8 take 6.1, 4.3 and 3.5; but two blocks
+// take 3.1 instead of 2.5 for one head's 128 keys, and four take 4.6 like two for 256 keys of head_dim 256 (H200): so
+// there are 128 keys for every block at least. And no more blocks than half of the multiprocessors: four times 32 of
+// them take 7.3, two times 32 6.5.
+constexpr int kClusterKeys = 128;
 
 std::atomic<int64_t> launched{0}, captured{0};
 
@@ -307,6 +305,7 @@ struct Launch {
   bool has_maps;
   unsigned blocks;
   unsigned cluster;
+  unsigned shared_bytes;
   bool in_scratch;  // whether its blocks leave their results there, for a second kernel
 };
 
@@ -317,7 +316,8 @@ Launch launch_of(int device, const Loaded& loaded, const Problem& problem, int l
   grid(blocks);  // items are counted in an int
   if (facts.persistent) blocks = std::min(blocks, int64_t{facts.persistent} * multiprocessors_of(device));
   const bool has_maps = facts.q_box_rows || facts.k_box_rows || facts.v_box_rows || facts.dout_box_rows;
-  return {loaded, problem, tensor_maps(facts, problem), has_maps, grid(blocks), 1, false};
+  const unsigned shared_bytes = facts.shared_bytes;
+  return {loaded, problem, tensor_maps(facts, problem), has_maps, grid(blocks), 1, shared_bytes, false};
 }
 
 // Blocks for every slice of the keys of every head.
@@ -326,14 +326,16 @@ Launch few_launch_of(const Loaded& loaded, const Problem& problem, int slices) {
   const int64_t rows = int64_t{problem.q_length} * (heads_share ? problem.q_heads / problem.kv_heads : 1);
   const int64_t sets = int64_t{problem.batch} * (heads_share ? problem.kv_heads : problem.q_heads);
   const int64_t blocks = blocks_of(problem, static_cast<int>(rows), loaded.facts.block_rows) * sets;
+  const LaunchFacts& facts = loaded.facts;
   const bool in_scratch = slices > 1;
-  unsigned cluster = 1;
+  unsigned cluster = 1, shared_bytes = facts.shared_bytes;
   if (!in_scratch) {
     const int64_t wanted = std::min(kMultiprocessors / 2 / blocks, int64_t{problem.kv_length} / kClusterKeys);
-    slices = static_cast<int>(std::clamp<int64_t>(wanted, 1, loaded.facts.most_cluster));
+    while (2 * slices <= std::min<int64_t>(wanted, facts.most_cluster)) slices *= 2;
     cluster = slices;
+    if (cluster > 1) shared_bytes += facts.cluster_bytes;
   }
-  Launch launch{loaded, problem, {}, false, grid(blocks * slices), cluster, in_scratch};
+  Launch launch{loaded, problem, {}, false, grid(blocks * slices), cluster, shared_bytes, in_scratch};
   launch.problem.kv_slices = slices;
   return launch;
 }
@@ -347,11 +349,11 @@ void run(const Launch& launch, CuStream stream) {
   const Driver& driver = Driver::get();
   const LaunchFacts& facts = launch.loaded.facts;
   const void* const arguments[] = {&launch.problem, &launch.maps};
-  if (facts.most_cluster > 1) {
-    driver.launch_small(launch.loaded.main, launch.blocks, facts.threads, facts.shared_bytes, stream, arguments,
+  if (facts.starts_ahead) {
+    driver.launch_small(launch.loaded.main, launch.blocks, facts.threads, launch.shared_bytes, stream, arguments,
                         launch.cluster);
   } else {
-    driver.launch(launch.loaded.main, launch.blocks, facts.threads, facts.shared_bytes, stream, arguments);
+    driver.launch(launch.loaded.main, launch.blocks, facts.threads, launch.shared_bytes, stream, arguments);
   }
 }
 
@@ -364,16 +366,8 @@ bool graph_node(int device, Pass pass, DType dtype, const Problem& problem, Grap
   const Launch launch = forward_launch(device, found, plan, problem);
   const LaunchFacts& facts = found.main.facts;
   if (launch.in_scratch) return false;
-  node = {found.main.name,
-          found.main.cubin,
-          launch.blocks,
-          launch.cluster,
-          static_cast<unsigned>(facts.threads),
-          static_cast<unsigned>(facts.shared_bytes),
-          facts.most_cluster > 1,
-          launch.problem,
-          launch.maps,
-          launch.has_maps};
+  node = {found.main.name,     found.main.cubin,   launch.blocks,  launch.cluster, static_cast<unsigned>(facts.threads),
+          launch.shared_bytes, facts.starts_ahead, launch.problem, launch.maps,    launch.has_maps};
   return true;
 }
 
@@ -392,8 +386,12 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
     const int slices = forward.problem.kv_slices, warps = found.main.facts.combine_warps;
     const int64_t results = int64_t{problem.batch} * problem.q_heads * problem.q_length;
     const void* const arguments[] = {&forward.problem};
-    driver.launch(found.main.combine, grid(divide_up(results, slices <= warps ? warps : 1)), 32 * warps, 0, on,
-                  arguments);
+    const unsigned blocks = grid(divide_up(results, slices <= warps ? warps : 1));
+    if (found.main.facts.starts_ahead) {
+      driver.launch_small(found.main.combine, blocks, 32 * warps, 0, on, arguments, 1);
+    } else {
+      driver.launch(found.main.combine, blocks, 32 * warps, 0, on, arguments);
+    }
     return;
   }
 
@@ -474,7 +472,7 @@ int64_t backward_scratch(DType, const Problem& p) {
 int group_splits(const Problem& p) {
   const int64_t group = p.q_heads / p.kv_heads;
   const int largest = std::max(p.head_dim, p.value_head_dim);
-  // Hopper's blocks, of the table's rows for calls without options; blocks of fewer keys are more than are counted here.
+  // Of Hopper's blocks in calls without options; of rows with fewer keys there are more blocks than are counted here.
   const int keys = largest <= 64 ? 256 : largest <= 128 ? 128 : 64;
   const int64_t blocks = blocks_of(p, p.kv_length, keys) * p.kv_heads * p.batch;
   const int64_t tiles = divide_up(p.q_length, 64 * p.options.documents);  // of rows, for each query head of a block
@@ -483,14 +481,14 @@ int group_splits(const Problem& p) {
   // What the last multiprocessor has to do, in tiles of rows.
   auto steps = [&](int64_t splits) {
     const int64_t longest = tiles * (group / splits), all = blocks * splits;
-    const int64_t loop = p.options.causal ? std::max(longest, longest * all / enough)
-                                          : longest * divide_up(all, enough);
+    const int64_t loop =
+        p.options.causal ? std::max(longest, longest * all / enough) : longest * divide_up(all, enough);
     return loop + (splits > 1 ? kSumSteps : 0);
   };
   int64_t best = 1;
   for (int64_t splits = 2; splits <= group && blocks * best < enough; ++splits) {
     if (group % splits != 0) continue;
-    if (sums_of_splits(p, static_cast<int>(splits)) > dq_scratch(p)) break;
+    if (sums_of_splits(p, static_cast<int>(splits)) > 2 * dq_scratch(p)) break;
     if (10 * steps(splits) <= 9 * steps(best)) best = splits;
   }
   return static_cast<int>(best);

@@ -50,7 +50,7 @@ void run(int tiles) {
   Problem problem{};
   problem.options.scale = 1;
   problem.options.documents = 1;
-  problem.batch = problem.kv_heads = 1;
+  problem.batch = problem.kv_heads = problem.group_splits = 1;
   problem.q_heads = walks_over_heads ? tiles : 1;
   problem.q_length = walks_over_rows ? tiles * block_q : block_q;
   problem.kv_length = walks_over_rows || walks_over_heads ? block_kv : tiles * block_kv;

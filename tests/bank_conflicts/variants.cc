@@ -54,7 +54,7 @@ int main(int, char** arguments) {
           for (std::string suffix : {"", "_facts"}) {
             file << "#define " << entry << suffix << " " << entry << suffix << "_" << index << "\n";
           }
-          for (std::string helper : {"convert_dq", "sum_slopes"}) {
+          for (std::string helper : {"convert_dq", "sum_slopes", "sum_splits"}) {
             file << "#define jax_flash_" << helper << " jax_flash_" << helper << "_" << index << "\n";
           }
           file << source << "#include \"run.h\"\nRECORD_KERNEL(\"" << name << "\", " << entry << ")\n";

@@ -100,9 +100,8 @@ struct RowsLoad {
   FloatLoad lse, delta;
 };
 
-extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {threads, block_kv, sizeof(SharedStorage),
-                                                                adds_dq ? convert_warps : 0, 0, 0, 0, 0, 0, 0, 0, 1,
-                                                                splits_groups};
+extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {
+    threads, block_kv, sizeof(SharedStorage), adds_dq ? convert_warps : 0, 0, 0, 0, 0, 0, 0, 0, 1, splits_groups};
 
 // Where dQ is summed up: for every 16 rows, for every 8 columns, the accumulator fragment as the lanes hold it, so that
 // one atomic instruction of a warp covers 128 contiguous bytes. `row_tile` counts in the batch entry.
@@ -483,9 +482,8 @@ struct Backward {
     for (int m = 0; m < key_tiles; ++m) {
       Mma::template store_fragments<head_dim, dk_group, column_split>(dk[m], dk_factor, dk_factor, dk_head, dk_stride,
                                                                       key_of(m), part.kv.stored, column_member(), lane);
-      Mma::template store_fragments<value_head_dim, dv_group, column_split>(dv[m], dv_factor, dv_factor, dv_head,
-                                                                            dv_stride, key_of(m), part.kv.stored,
-                                                                            column_member(), lane);
+      Mma::template store_fragments<value_head_dim, dv_group, column_split>(
+          dv[m], dv_factor, dv_factor, dv_head, dv_stride, key_of(m), part.kv.stored, column_member(), lane);
     }
   }
 
@@ -570,7 +568,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   if (packed && place.first_key >= place.part.kv.stored) return;
   const Part& part = place.part;
   const int batch = place.batch, kv_head = place.kv_head, first_key = place.first_key;
-  const int first_head = place.first_head, last_head = first_head + place.heads - 1;
+  const int group = heads_of_share(problem);
+  // Not split, both are the same number, but with the share the registers of sm_70 are other ones.
+  const int first_head = (splits_groups ? place.share : kv_head) * group, last_head = first_head + group - 1;
   const int warp = threadIdx.x / 32, lane = Lanes::of(threadIdx.x);
   const Unscales unscales = unscales_of(problem, batch, kv_head);
   const float scale = static_cast<float>(problem.options.scale);

@@ -94,23 +94,29 @@ struct OperandGradients {
 constexpr bool splits_groups = !loads_take_registers;
 JAX_FLASH_DEVICE int group_splits(const Problem& problem) { return splits_groups ? problem.group_splits : 1; }
 
-// What a block works on: keys of a key head, and `heads` query heads of its group.
+// What a block works on: keys of a key head, and a share of the query heads of its group.
 struct Place {
   Part part;
   int batch, document, kv_head;
   int first_key;
   int share;  // kv_head * group_splits + the share of the group
-  int first_head, heads;
 };
+JAX_FLASH_DEVICE int heads_of_share(const Problem& problem) {
+  return problem.q_heads / (problem.kv_heads * group_splits(problem));
+}
 JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
   // Under causal the first keys are kept by the most rows, and go first.
   const int key_blocks = blocks_of(problem, problem.kv_length, block_kv);
-  const int splits = group_splits(problem), shares = problem.kv_heads * splits, heads = problem.q_heads / shares;
-  const Work work = work_of(block, key_blocks, shares, problem.batch, problem.q_length);
+  const int splits = group_splits(problem);
+  const Work work = work_of(block, key_blocks, problem.kv_heads * splits, problem.batch, problem.q_length);
   int key_block = work.block;
   const int document = document_of(problem, problem.cu_kv_lengths, work.batch, block_kv, key_block);
-  return {part_of(problem, work.batch, document), work.batch, document, work.head / splits, key_block * block_kv,
-          work.head, work.head * heads, heads};
+  return {part_of(problem, work.batch, document),
+          work.batch,
+          document,
+          work.head / splits,
+          key_block * block_kv,
+          work.head};
 }
 
 // Where the share of a group leaves its sums of dK for a key, and behind these of dV.

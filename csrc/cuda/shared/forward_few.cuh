@@ -4,9 +4,10 @@
 // A block owns block_q rows, and a slice of the keys of one head. Query heads that share a key head share its tiles:
 // the rows of a block are pairs of query and head, heads fastest. A team of a warp for each 16 rows owns all of them,
 // and a part of the slice, with buffers of its own for K and V; teams wait for each other at the end alone, where their
-// results are put together in shared memory. Where a head's keys are split over blocks, these are a cluster, which puts
-// together what its blocks have in their shared memory; or, where the plan is to split them further, they leave it in
-// scratch for jax_flash_combine. All in one order, so that the results are the same in every run.
+// results are put together in shared memory. Where a head's keys are split over blocks, these are a cluster, whose
+// blocks give each other what they have of the rows that the other one puts together; or, where the plan is to split
+// them further, they leave it in scratch for jax_flash_combine. All in one order, so that the results are the same in
+// every run.
 #pragma once
 
 #include "cuda/shared/cluster.cuh"
@@ -56,11 +57,31 @@ struct SharedStorage {
   TeamStorage team[teams];
   alignas(128) char q[QTile::bytes];
   float2 statistics[teams][block_q];  // a team's anchor and total of a row
-  float2 whole[block_q];              // the block's, for its cluster
+};
+// What the blocks of a cluster give to the one that puts a row together: as many rows as a block has, by the rank of
+// the giver and then by row.
+struct ClusterStorage {
+  alignas(128) float sums[block_q * sum_stride];
+  float2 statistics[block_q];
+  u64 gate;
+  static constexpr int given = block_q * (value_head_dim * static_cast<int>(sizeof(float)) + 8);  // bytes, in all
 };
 
 extern "C" __constant__ LaunchFacts jax_flash_forward_few_facts = {
-    threads, block_q, sizeof(SharedStorage), 0, 0, 0, 0, 0, 0, combine_warps, 0, most_cluster};
+    threads,
+    block_q,
+    sizeof(SharedStorage),
+    0,
+    0,
+    0,
+    0,
+    0,
+    0,
+    combine_warps,
+    0,
+    may_start_ahead,
+    most_cluster,
+    most_cluster > 1 ? static_cast<int>(sizeof(ClusterStorage)) : 0};
 
 // Whether the slices of the keys of a head are the blocks of a cluster: those that nobody planned scratch for.
 JAX_FLASH_DEVICE bool in_cluster(const Problem& problem) {
@@ -95,12 +116,20 @@ JAX_FLASH_DEVICE float sink_of(const Problem& problem, int batch, int head) {
 }
 // Of out's rows.
 JAX_FLASH_DEVICE float inverse_of(const Problem& problem, const Dropout& dropout, int batch, int kv_head, float total) {
+  // A division is code as long as all of the rest, which only float32 results are worth.
+  if constexpr (!has_unscales && !loads_take_registers) {
+    return total == 0.f ? 0.f : dropout.factor * reciprocal_approx(total);
+  }
   return total == 0.f ? 0.f : dropout.factor * unscales_of(problem, batch, kv_head).value / total;
 }
 
 JAX_FLASH_DEVICE void store_eight(float* to, const float (&x)[8]) {
   reinterpret_cast<float4*>(to)[0] = {x[0], x[1], x[2], x[3]};
   reinterpret_cast<float4*>(to)[1] = {x[4], x[5], x[6], x[7]};
+}
+JAX_FLASH_DEVICE void store_four(float* to, float4 x) { *reinterpret_cast<float4*>(to) = x; }
+JAX_FLASH_DEVICE void store_four(u16* to, float4 x) {
+  *reinterpret_cast<uint2*>(to) = {pack(x.x, x.y), pack(x.z, x.w)};
 }
 JAX_FLASH_DEVICE void store_eight(u16* to, const float (&x)[8]) {
   *reinterpret_cast<uint4*>(to) = {pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])};
@@ -191,6 +220,9 @@ JAX_FLASH_DEVICE void drop_row(const Dropout& dropout, FragmentC (&weights)[tile
   }
 }
 
+using KLoad = TileLoad<KTile, head_dim, team_threads, short_code>;
+using VLoad = TileLoad<VTile, value_head_dim, team_threads, short_code>;
+
 struct FewForward {
   const Problem& problem;
   TeamStorage& shared;
@@ -204,16 +236,20 @@ struct FewForward {
   QReader q_reader;
   KReader k_reader;
   VReader v_reader;
-  TileLoad<KTile, head_dim, team_threads, short_code> k_load;
-  TileLoad<VTile, value_head_dim, team_threads, short_code> v_load;
+  KLoad k_load;
+  VLoad v_load;
   FragmentC out[1][tile_value_head_dim / 8];
   RowStatistics statistics[2];
+  i64 k_stride, v_stride;
+  int kv_length;
 
   __device__ __forceinline__ void start_k(int tile) {
-    k_load.start(shared_address(shared.k()), k, problem.k.row_stride, tile * block_kv, part.kv.length, thread);
+    if (loads_take_registers) k_stride = problem.k.row_stride, kv_length = part.kv.length;
+    k_load.start(shared_address(shared.k()), k, k_stride, tile * block_kv, kv_length, thread);
   }
   __device__ __forceinline__ void start_v(int tile) {
-    v_load.start(shared_address(shared.v()), v, problem.v.row_stride, tile * block_kv, part.kv.length, thread);
+    if (loads_take_registers) v_stride = problem.v.row_stride, kv_length = part.kv.length;
+    v_load.start(shared_address(shared.v()), v, v_stride, tile * block_kv, kv_length, thread);
   }
 
   // One tile of keys, whose K and V are on their way; then those of `next`, unless it is negative.
@@ -284,6 +320,61 @@ JAX_FLASH_DEVICE void load_rows(const Problem& problem, const Block& block, char
   }
 }
 
+// The same by cp.async: where a thread's chunks are is known before there is anything to read.
+struct QueryLoad {
+  static constexpr int chunks = QTile::chunks, part_chunks = chunks / parts, filled = head_dim / chunk_elements;
+  static constexpr int pieces = ceil_div(block_q * chunks, threads);
+  const Element* from[pieces];
+  bool valid[pieces];
+
+  __device__ __forceinline__ QueryLoad(const Problem& problem, const Block& block) {
+#pragma unroll
+    for (int i = 0; i < pieces; ++i) {
+      const int j = i * threads + threadIdx.x, r = j / chunks, chunk = j % chunks;
+      const int piece = chunk / part_chunks, of_piece = chunk % part_chunks, row = block.row_of(r);
+      valid[i] = of_piece < filled && row < block.part.q.length;
+      from[i] =
+          head_of(problem.q, block.batch, valid[i] ? block.head_of(r) : 0, valid[i] ? block.part.q.first + row : 0);
+      from[i] += valid[i] ? (piece * filled + of_piece) * chunk_elements : 0;
+      asm volatile("" : "+l"(from[i]));
+    }
+  }
+  __device__ __forceinline__ void start(u32 q) const {
+#pragma unroll
+    for (int i = 0; i < pieces; ++i) {
+      const int j = i * threads + threadIdx.x;
+      if (block_q * chunks % threads != 0 && j >= block_q * chunks) break;
+      copy_async(q + QTile::offset(j / chunks, j % chunks), from[i], valid[i]);
+    }
+  }
+};
+
+struct NoLoad {
+  __device__ __forceinline__ NoLoad(const Problem&, const Block&) {}
+  __device__ __forceinline__ void start(u32) const {}
+};
+
+// Where a row of a block goes.
+struct ResultRow {
+  Result* out;
+  float* lse;
+  float sink;
+  bool stored, padding;
+
+  __device__ __forceinline__ ResultRow(const Problem& problem, const Block& block, int r) {
+    const Rows& rows = block.part.q;
+    const int row = block.row_of(r);
+    stored = row < rows.stored;
+    padding = has_q_lengths && row >= rows.length;
+    const int here = stored ? row : 0, head = stored ? block.head_of(r) : 0;
+    out = result_of(problem.out, block.batch, head, rows.first + here);
+    lse = static_cast<float*>(problem.lse) +
+          (static_cast<i64>(block.batch) * problem.q_heads + head) * problem.q_length + rows.first + here;
+    sink = sink_of(problem, block.batch, head);
+    if constexpr (!loads_take_registers) asm volatile("" : "+l"(out), "+l"(lse));
+  }
+};
+
 // Segments of the rows [first, last], `last` inclusive.
 JAX_FLASH_DEVICE SegmentRange segments_of_rows(const Problem& problem, int batch, int first, int last) {
   SegmentRange all{0x7fffffff, -0x7fffffff - 1};
@@ -294,104 +385,10 @@ JAX_FLASH_DEVICE SegmentRange segments_of_rows(const Problem& problem, int batch
   return all;
 }
 
-extern "C" __global__ void __launch_bounds__(threads, min_blocks)
-    jax_flash_forward_few(const __grid_constant__ Problem problem) {
-  extern __shared__ __align__(128) char memory[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
-
-  let_the_next_kernel_begin();
-  if (reads_operands) wait_for_the_kernel_before();
-  const Block block = block_of(problem, blockIdx.x);
+// Puts together what the teams have, in eights of columns: where what comes from global memory takes registers.
+JAX_FLASH_DEVICE void finish_eights(const Problem& problem, const Block& block, const FewForward& forward,
+                                    SharedStorage& shared) {
   const Part& part = block.part;
-  const int first_row = block.row_of(0), last_row = block.row_of(block_q - 1);
-  if (packed && first_row >= part.q.stored) return;
-  const int team = threadIdx.x / team_threads, thread = threadIdx.x % team_threads;
-  const int lane = Lanes::of(threadIdx.x), warp_row = thread / 32 * 16;
-  const int own[2] = {warp_row + lane / 4, warp_row + lane / 4 + 8};
-  const Unscales unscales = unscales_of(problem, block.batch, block.kv_head);
-  const float scale = static_cast<float>(problem.options.scale) * unscales.query * unscales.key;
-
-  TeamStorage& storage = shared.team[team];
-  FewForward forward{
-      problem,
-      storage,
-      part,
-      TileLoad<KTile, head_dim, team_threads, short_code>::base(
-          head_of(problem.k, block.batch, block.kv_head, part.kv.first), problem.k.row_stride, thread),
-      TileLoad<VTile, value_head_dim, team_threads, short_code>::base(
-          head_of(problem.v, block.batch, block.kv_head, part.kv.first), problem.v.row_stride, thread),
-      {{problem, part, block.batch, block.head_of(own[0]), scale},
-       {problem, part, block.batch, block.head_of(own[1]), scale}},
-      {block.row_of(own[0]), block.row_of(own[1])},
-      team,
-      thread,
-      lane,
-      modifies_scores ? 1.f : scale * kLog2e,
-      Mma::reader_a<QTile>(shared_address(shared.q), warp_row, lane),
-      Mma::reader_b<KTile>(shared_address(storage.k()), 0, lane),
-      VReader(shared_address(storage.v()), lane),
-  };
-
-  TileRange tiles = key_tiles_of<block_kv>(forward.rows[0].keep.band, part, first_row, last_row - first_row + 1);
-  const SegmentTiles<block_kv> segments{
-      problem.kv_segment_ranges, block.batch, problem.kv_length,
-      in_segments ? segments_of_rows(problem, block.batch, first_row, at_most(last_row, problem.q_length - 1))
-                  : SegmentRange{0, 0}};
-  segments.trim(tiles, threadIdx.x % 32);
-  const int all = tiles.end - tiles.begin;
-  const int slice_tiles = ceil_div(all, problem.kv_slices), team_tiles = ceil_div(slice_tiles, teams);
-  const int slice_begin = at_most(all, block.slice * slice_tiles), slice_end = at_most(all, slice_begin + slice_tiles);
-  int tile = tiles.begin + at_most(slice_end, slice_begin + team * team_tiles);
-  const int end = tiles.begin + at_most(slice_end, slice_begin + (team + 1) * team_tiles);
-  auto next_from = [&](int next) {
-    while (in_segments && next < end && !segments.visits(next)) ++next;
-    return next < end ? next : -1;
-  };
-
-  // What comes before takes its time too, mostly for instructions and arguments that are not at hand yet.
-  if (!reads_operands) wait_for_the_kernel_before();
-  const bool clustered = in_cluster(problem);
-  if (problem.kv_slices > 1 && !clustered && slice_begin >= slice_end) {
-    const int r = threadIdx.x;
-    if (r < block_q && block.row_of(r) < part.q.stored) {
-      *Scratch(problem).statistics(block.slice, block.index_of(problem, r)) = {-JAX_FLASH_INFINITY, 0.f};
-    }
-    return;
-  }
-  tile = next_from(tile);
-  if (tile >= 0) forward.start_k(tile);
-  copies_commit();
-  if (tile >= 0) forward.start_v(tile);
-  copies_commit();
-  load_rows(problem, block, shared.q);
-  __syncthreads();  // Q has landed
-  while (tile >= 0) {
-    const int next = next_from(tile + 1);
-    if (tiles.bare(tile) && segments.uniform(tile)) {
-      forward.step<false>(tile, next);
-    } else {
-      forward.step<true>(tile, next);
-    }
-    tile = next;
-  }
-  copies_wait<0>();  // none is on its way, nor counted as one
-
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    RowStatistics& mine = forward.statistics[half];
-    const float total = quad_sum(mine.total);
-    if (lane % 4 == 0) {
-      const float anchor = mine.maximum == -JAX_FLASH_INFINITY ? mine.maximum : mine.anchor(forward.scale_log2);
-      shared.statistics[team][own[half]] = {anchor, total};
-    }
-    float* sum = storage.sum(own[half]);
-#pragma unroll
-    for (int n = 0; n < tile_value_head_dim / 8; ++n) {
-      *reinterpret_cast<float2*>(sum + Mma::out_column(n, lane)) = {forward.out[0][n].x[2 * half],
-                                                                    forward.out[0][n].x[2 * half + 1]};
-    }
-  }
-  __syncthreads();  // all teams have left what they have
   const bool whole = problem.kv_slices == 1;
   const auto store = [&](int r, int column, float anchor, float total, float (&x)[8]) {
     const int row = block.row_of(r);
@@ -427,9 +424,6 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     }
     if (whole) {
       store(r, column, anchor, total, x);
-    } else if (clustered) {
-      store_eight(shared.team[0].sum(r) + column, x);  // where nobody else reads any more
-      if (column == 0) shared.whole[r] = {anchor, total};
     } else {
       const Scratch scratch(problem);
       const i64 index = block.index_of(problem, r);
@@ -437,36 +431,257 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       if (column == 0) *scratch.statistics(block.slice, index) = {anchor, total};
     }
   }
-  if (!clustered) return;
-  cluster_sync();  // all blocks have left what they have
-#pragma unroll 1
-  for (int i = block.slice * threads + threadIdx.x; i < block_q * eights; i += threads * problem.kv_slices) {
-    const int r = i / eights, column = i % eights * 8;
-    if (block.row_of(r) >= part.q.stored) break;
-    const u32 sums = shared_address(shared.team[0].sum(r) + column), statistics = shared_address(&shared.whole[r]);
-    float2 of_slice[most_cluster];
-    float anchor = -JAX_FLASH_INFINITY, total = 0.f, x[8] = {};
+}
+
+// Weights of sums of one row that are related to several anchors, which are related to `anchor` then.
+template <int n>
+struct Mixture {
+  float anchor, total, weights[n];
+
+  // Where there is no sink, that is -inf.
+  template <typename StatisticsOf>
+  __device__ __forceinline__ Mixture(float sink, const StatisticsOf& statistics_of) : total(0.f) {
+    float2 of[n];
+    anchor = anchor_with(-JAX_FLASH_INFINITY, sink);
 #pragma unroll
-    for (int j = 0; j < most_cluster; ++j) {
-      of_slice[j] = {-JAX_FLASH_INFINITY, 0.f};
-      if (j < problem.kv_slices) of_slice[j] = load_pair(cluster_address(statistics, j));
-      anchor = fmaxf(anchor, of_slice[j].x);
+    for (int i = 0; i < n; ++i) {
+      of[i] = statistics_of(i);
+      anchor = fmaxf(anchor, of[i].x);
     }
-    anchor = anchor_with(anchor, sink_of(problem, block.batch, block.head_of(r)));
+    if (has_sinks && sink != -JAX_FLASH_INFINITY) total = exp2_approx(sink * kLog2e - anchor);
 #pragma unroll
-    for (int j = 0; j < most_cluster; ++j) {
-      if (j >= problem.kv_slices) break;
-      const float weight = weight_against(of_slice[j].x, anchor);
-      total += weight * of_slice[j].y;
-      const u32 from = cluster_address(sums, j);
-      const float4 low = load_four(from), high = load_four(from + 16);
-      const float y[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-      for (int e = 0; e < 8; ++e) x[e] += weight * y[e];
+    for (int i = 0; i < n; ++i) {
+      weights[i] = weight_against(of[i].x, anchor);
+      total += weights[i] * of[i].y;
     }
-    store(r, column, anchor, total, x);
   }
-  cluster_sync();  // all blocks have read what the others have
+  // What is of no weight need not be there.
+  template <typename SumOf>
+  __device__ __forceinline__ float4 operator()(const SumOf& sum_of) const {
+    float4 x{};
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      if (weights[i] == 0.f) continue;
+      const float4 y = *reinterpret_cast<const float4*>(sum_of(i));
+      x = {x.x + weights[i] * y.x, x.y + weights[i] * y.y, x.z + weights[i] * y.z, x.w + weights[i] * y.w};
+    }
+    return x;
+  }
+};
+
+// Columns of a row in fours, of one of `row_threads` threads.
+template <int row_threads, typename Do>
+JAX_FLASH_DEVICE void for_fours(int first_column, const Do& doing) {
+#pragma unroll
+  for (int i = 0; i < ceil_div(value_head_dim, 4 * row_threads); ++i) {
+    const int column = first_column + i * 4 * row_threads;
+    if (value_head_dim % (4 * row_threads) != 0 && column >= value_head_dim) break;
+    doing(column);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(threads, min_blocks)
+    jax_flash_forward_few(const __grid_constant__ Problem problem) {
+  extern __shared__ __align__(128) char memory[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
+
+  if (loads_take_registers) let_the_next_kernel_begin();
+  if (reads_operands) wait_for_the_kernel_before();
+  const bool clustered = in_cluster(problem);
+  ClusterStorage& given = *reinterpret_cast<ClusterStorage*>(memory + sizeof(SharedStorage));
+  if (clustered) {
+    if (threadIdx.x == 0) gate_make(shared_address(&given.gate), ClusterStorage::given);
+    cluster_arrive();  // this block has begun
+  }
+  const Block block = block_of(problem, blockIdx.x);
+  const Part& part = block.part;
+  const int first_row = block.row_of(0), last_row = block.row_of(block_q - 1);
+  if (packed && first_row >= part.q.stored) return;  // and so do the others of its cluster
+  const int team = threadIdx.x / team_threads, thread = threadIdx.x % team_threads;
+  const int lane = Lanes::of(threadIdx.x), warp_row = thread / 32 * 16;
+  const int own[2] = {warp_row + lane / 4, warp_row + lane / 4 + 8};
+  const Unscales unscales = unscales_of(problem, block.batch, block.kv_head);
+  const float scale = static_cast<float>(problem.options.scale) * unscales.query * unscales.key;
+
+  TeamStorage& storage = shared.team[team];
+  FewForward forward{
+      problem,
+      storage,
+      part,
+      KLoad::base(head_of(problem.k, block.batch, block.kv_head, part.kv.first), problem.k.row_stride, thread),
+      VLoad::base(head_of(problem.v, block.batch, block.kv_head, part.kv.first), problem.v.row_stride, thread),
+      {{problem, part, block.batch, block.head_of(own[0]), scale},
+       {problem, part, block.batch, block.head_of(own[1]), scale}},
+      {block.row_of(own[0]), block.row_of(own[1])},
+      team,
+      thread,
+      lane,
+      modifies_scores ? 1.f : scale * kLog2e,
+      Mma::reader_a<QTile>(shared_address(shared.q), warp_row, lane),
+      Mma::reader_b<KTile>(shared_address(storage.k()), 0, lane),
+      VReader(shared_address(storage.v()), lane),
+  };
+
+  TileRange tiles = key_tiles_of<block_kv>(forward.rows[0].keep.band, part, first_row, last_row - first_row + 1);
+  const SegmentTiles<block_kv> segments{
+      problem.kv_segment_ranges, block.batch, problem.kv_length,
+      in_segments ? segments_of_rows(problem, block.batch, first_row, at_most(last_row, problem.q_length - 1))
+                  : SegmentRange{0, 0}};
+  segments.trim(tiles, threadIdx.x % 32);
+  const int all = tiles.end - tiles.begin;
+  const int slice_tiles = ceil_div(all, problem.kv_slices), team_tiles = ceil_div(slice_tiles, teams);
+  const int slice_begin = at_most(all, block.slice * slice_tiles), slice_end = at_most(all, slice_begin + slice_tiles);
+  int tile = tiles.begin + at_most(slice_end, slice_begin + team * team_tiles);
+  const int end = tiles.begin + at_most(slice_end, slice_begin + (team + 1) * team_tiles);
+  auto next_from = [&](int next) {
+    while (in_segments && next < end && !segments.visits(next)) ++next;
+    return next < end ? next : -1;
+  };
+  // Who stores which rows: of the only team with keys a lane its own two, otherwise a few threads each a row, all of
+  // the block's or, of a cluster, those that are this block's to put together.
+  const bool whole = problem.kv_slices == 1, alone = !loads_take_registers && whole && (teams == 1 || all <= 1);
+  const int ranks_log2 = clustered ? 31 - __clz(problem.kv_slices) : 0;
+  const int row_threads = threads / block_q << ranks_log2;
+  const int rank_row = threadIdx.x / row_threads + (clustered ? block.slice * (block_q >> ranks_log2) : 0);
+  const ResultRow results[2] = {{problem, block, alone ? own[0] : rank_row}, {problem, block, own[1]}};
+  if constexpr (!loads_take_registers) {
+    forward.k_stride = problem.k.row_stride;
+    forward.v_stride = problem.v.row_stride;
+    forward.kv_length = part.kv.length;
+    // Opaque, or it would be worked out behind the barrier.
+    asm volatile("" : "+l"(forward.k), "+l"(forward.v), "+l"(forward.k_stride), "+l"(forward.v_stride));
+    asm volatile("" : "+r"(forward.kv_length), "+r"(tile));
+  }
+  const Select<loads_take_registers, NoLoad, QueryLoad>::type q_load(problem, block);
+  // What comes before takes its time too, mostly for instructions and arguments that are not at hand yet.
+  if (!reads_operands) wait_for_the_kernel_before();
+  if (problem.kv_slices > 1 && !clustered && slice_begin >= slice_end) {
+    const int r = threadIdx.x;
+    if (r < block_q && block.row_of(r) < part.q.stored) {
+      *Scratch(problem).statistics(block.slice, block.index_of(problem, r)) = {-JAX_FLASH_INFINITY, 0.f};
+    }
+    return;
+  }
+  tile = next_from(tile);
+  q_load.start(shared_address(shared.q));
+  if (tile >= 0) forward.start_k(tile);
+  copies_commit();
+  if (tile >= 0) forward.start_v(tile);
+  copies_commit();
+  if constexpr (loads_take_registers) {
+    load_rows(problem, block, shared.q);
+  } else {
+    // From the first line on, whole chains would begin, whose blocks take room of those that have something to do.
+    let_the_next_kernel_begin();
+    copies_wait<1>();
+  }
+  __syncthreads();  // Q has landed
+  if (alone && team > 0) return;
+  while (tile >= 0) {
+    const int next = next_from(tile + 1);
+    if (tiles.bare(tile) && segments.uniform(tile)) {
+      forward.step<false>(tile, next);
+    } else {
+      forward.step<true>(tile, next);
+    }
+    tile = next;
+  }
+  copies_wait<0>();  // none is on its way, nor counted as one
+
+  const auto finish = [&](const ResultRow& to, float anchor, float total, bool first) {
+    float factor = inverse_of(problem, forward.rows[0].dropout, block.batch, block.kv_head, total);
+    if (to.padding) factor = 0.f;
+    if (first) *to.lse = to.padding ? to.sink : lse_of(anchor, total);
+    return factor;
+  };
+  if (alone) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const ResultRow& to = results[half];
+      RowStatistics& mine = forward.statistics[half];
+      const float2 statistics{mine.maximum == -JAX_FLASH_INFINITY ? mine.maximum : mine.anchor(forward.scale_log2),
+                              quad_sum(mine.total)};
+      if (!to.stored) continue;
+      const Mixture<1> mixture(to.sink, [&](int) { return statistics; });
+      const float factor = mixture.weights[0] * finish(to, mixture.anchor, mixture.total, lane % 4 == 0);
+#pragma unroll
+      for (int n = 0; n < tile_value_head_dim / 8; ++n) {
+        const int column = Mma::out_column(n, lane);
+        if (tile_value_head_dim != value_head_dim && column >= value_head_dim) continue;
+        Mma::store_pair(to.out + column, forward.out[0][n].x[2 * half] * factor,
+                        forward.out[0][n].x[2 * half + 1] * factor);
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    RowStatistics& mine = forward.statistics[half];
+    const float total = quad_sum(mine.total);
+    if (lane % 4 == 0) {
+      const float anchor = mine.maximum == -JAX_FLASH_INFINITY ? mine.maximum : mine.anchor(forward.scale_log2);
+      shared.statistics[team][own[half]] = {anchor, total};
+    }
+    float* sum = storage.sum(own[half]);
+#pragma unroll
+    for (int n = 0; n < tile_value_head_dim / 8; ++n) {
+      *reinterpret_cast<float2*>(sum + Mma::out_column(n, lane)) = {forward.out[0][n].x[2 * half],
+                                                                    forward.out[0][n].x[2 * half + 1]};
+    }
+  }
+  __syncthreads();  // all teams have left what they have
+  if constexpr (loads_take_registers) {
+    finish_eights(problem, block, forward, shared);
+    return;
+  }
+
+  constexpr int fours = threads / block_q;  // of columns, in a step of the threads of a row
+  const int r = threadIdx.x / fours, first_column = threadIdx.x % fours * 4;
+  const Mixture<teams> of_teams(whole ? results[0].sink : -JAX_FLASH_INFINITY,
+                                [&](int i) { return shared.statistics[i][r]; });
+  const auto four_of = [&](int column) { return of_teams([&](int i) { return shared.team[i].sum(r) + column; }); };
+  if (whole) {
+    if (!results[0].stored) return;
+    const float factor = finish(results[0], of_teams.anchor, of_teams.total, first_column == 0);
+    for_fours<fours>(first_column, [&](int column) {
+      const float4 x = four_of(column);
+      store_four(results[0].out + column, {x.x * factor, x.y * factor, x.z * factor, x.w * factor});
+    });
+  } else if (!clustered) {
+    if (block.row_of(r) >= part.q.stored) return;
+    const Scratch scratch(problem);
+    const i64 index = block.index_of(problem, r);
+    float* sum = scratch.sum(block.slice, index);
+    for_fours<fours>(first_column, [&](int column) { store_four(sum + column, four_of(column)); });
+    if (first_column == 0) *scratch.statistics(block.slice, index) = {of_teams.anchor, of_teams.total};
+  } else {
+    // Every row to the block of the cluster that puts it together.
+    const int rows_log2 = __ffs(block_q) - 1 - ranks_log2;  // of a rank
+    const int rank = r >> rows_log2, place = (block.slice << rows_log2) + (r & ((1 << rows_log2) - 1));
+    const u32 sums = cluster_address(shared_address(given.sums + place * sum_stride), rank);
+    const u32 gate = cluster_address(shared_address(&given.gate), rank);
+    cluster_wait();  // all blocks have begun
+    for_fours<fours>(first_column,
+                     [&](int column) { give_four(sums + column * sizeof(float), gate, four_of(column)); });
+    if (first_column == 0) {
+      const u32 statistics = cluster_address(shared_address(given.statistics + place), rank);
+      give_pair(statistics, gate, {of_teams.anchor, of_teams.total});
+    }
+    gate_wait(shared_address(&given.gate));  // all blocks have given what they have
+    const ResultRow& to = results[0];
+    if (!to.stored) return;
+    const int own_row = threadIdx.x / row_threads, own_column = threadIdx.x % row_threads * 4;
+    const auto place_of_rank = [&](int i) { return (i << rows_log2) + own_row; };
+    const Mixture<most_cluster> of_blocks(to.sink, [&](int i) {
+      return i < problem.kv_slices ? given.statistics[place_of_rank(i)] : float2{-JAX_FLASH_INFINITY, 0.f};
+    });
+    const float factor = finish(to, of_blocks.anchor, of_blocks.total, own_column == 0);
+#pragma unroll 1
+    for (int column = own_column; column < value_head_dim; column += row_threads * 4) {
+      const float4 x = of_blocks([&](int i) { return given.sums + place_of_rank(i) * sum_stride + column; });
+      store_four(to.out + column, {x.x * factor, x.y * factor, x.z * factor, x.w * factor});
+    }
+  }
 }
 
 // Up to so many slices a warp takes a row of out, and a block as many rows as it has warps; of more, a row is a
@@ -485,6 +700,7 @@ extern "C" __global__ void __launch_bounds__(32 * combine_warps)
   const int t = index % problem.q_length, of = index / problem.q_length;
   const int head = of % problem.q_heads, batch = of / problem.q_heads;
 
+  if (!loads_take_registers) wait_for_the_kernel_before();
   float2 statistics[most];
   float anchor = -JAX_FLASH_INFINITY, total = 0.f, weight[most];
 #pragma unroll

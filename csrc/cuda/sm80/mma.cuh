@@ -19,10 +19,9 @@ JAX_FLASH_DEVICE void copies_wait() {
 }
 
 // Starts the copy of rows [first, first + T::rows) of one head into a tile; rows from `length` on become zeros, and so
-// do the columns from `columns` on. Of arrays in two parts a row has the columns of one and then of the other. With
-// `short_code` a loop stays a loop: small problems wait for instructions longer than for anything else. `whole` says
-// that no row lies beyond the end; then the tile may be not `wanted`, and there is no branch.
-template <typename T, int columns, int threads, bool short_code = false, bool whole = false>
+// do the columns from `columns` on. Of arrays in two parts a row has the columns of one and then of the other. `whole`
+// says that no row lies beyond the end; then the tile may be not `wanted`, and there is no branch.
+template <typename T, int columns, int threads, bool whole = false>
 JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, int first, int length, int thread,
                                 bool wanted = true) {
   constexpr int filled = columns / chunk_elements, part_chunks = T::chunks / parts;
@@ -43,16 +42,6 @@ JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, i
 #pragma unroll
       for (int i = 0; i < pieces / threads; ++i, from += step) {
         copy_async_if(wanted, to[i % phases] + i / phases * phases * rows_a_pass * T::row_bytes, from);
-      }
-    } else if constexpr (short_code && pieces / threads > phases) {
-      static_assert(pieces / threads % phases == 0);
-#pragma unroll 1
-      for (int i = 0; i < pieces / threads; i += phases) {
-#pragma unroll
-        for (int phase = 0; phase < phases; ++phase, from += step) {
-          const bool valid = first + row + (i + phase) * rows_a_pass < length;
-          copy_async(to[phase] + i * rows_a_pass * T::row_bytes, valid ? from : head, valid);
-        }
       }
     } else if (first + T::rows <= length) {
 #pragma unroll
@@ -86,19 +75,90 @@ JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, i
   }
 }
 
+// The same for small problems, which wait for instructions longer than for anything else: `from` is this thread's first
+// chunk of row `first`, worked out before there was anything to read, and a tile that is not whole is a loop.
+template <typename T, int columns, int threads>
+struct ShortLoad {
+  using Rows = ThreadRows<T, threads>;
+  static constexpr int filled = columns / chunk_elements, part_chunks = T::chunks / parts;
+  static constexpr int rows_a_pass = threads / T::chunks, passes = T::rows * T::chunks / threads;
+  static constexpr bool regular = T::swizzled && threads % T::chunks == 0 &&
+                                  (rows_a_pass % 8 == 0 || 8 % rows_a_pass == 0) &&
+                                  T::rows * T::chunks % threads == 0 && filled == part_chunks;
+  static constexpr int phases = !regular || rows_a_pass % 8 == 0 ? 1 : at_most(8 / rows_a_pass, passes);
+  static_assert(!regular || passes % phases == 0);
+
+  static __device__ __forceinline__ int row_of(int thread) {
+    return regular ? thread / T::chunks : Rows::row_of(thread);
+  }
+  static __device__ __forceinline__ int chunk_of(int thread) {
+    return regular ? thread % T::chunks : Rows::chunk_of(thread);
+  }
+
+  static __device__ __forceinline__ void start(u32 tile, const Element* from, i64 row_stride, int first, int length,
+                                               int thread) {
+    const int row = row_of(thread), chunk = chunk_of(thread);
+    if constexpr (regular) {
+      u32 to[phases];
+#pragma unroll
+      for (int phase = 0; phase < phases; ++phase) to[phase] = tile + T::offset(row + phase * rows_a_pass, chunk);
+      const i64 step = rows_a_pass * row_stride;
+      if (first + T::rows <= length) {
+#pragma unroll
+        for (int i = 0; i < passes; ++i, from += step) {
+          copy_async(to[i % phases] + i / phases * phases * rows_a_pass * T::row_bytes, from);
+        }
+      } else {
+        const Element* const known = from;  // nothing is read of it where a row is not there
+#pragma unroll 1
+        for (int i = 0; i < passes; i += phases) {
+#pragma unroll
+          for (int phase = 0; phase < phases; ++phase, from += step) {
+            const bool valid = first + row + (i + phase) * rows_a_pass < length;
+            copy_async(to[phase] + i * rows_a_pass * T::row_bytes, valid ? from : known, valid);
+          }
+        }
+      }
+    } else {
+      const Element* const known = from;
+#pragma unroll
+      for (int i = 0; i < Rows::passes; ++i, from += Rows::pass_rows * row_stride) {
+        const int here = row + i * Rows::pass_rows;
+        if (!Rows::in_tile(here)) break;
+        const u32 to = tile + T::offset(here, chunk);
+#pragma unroll
+        for (int j = 0; j < Rows::row_chunks; ++j) {
+          const int of_row = chunk + j * Rows::row_threads, part = parts == 1 ? 0 : of_row / part_chunks;
+          const bool valid = first + here < length && (filled == part_chunks || of_row - part * part_chunks < filled);
+          const Element* source = from + (j * Rows::row_threads - part * (part_chunks - filled)) * chunk_elements;
+          copy_async(to + j * Rows::row_threads * 16, valid ? source : known, valid);
+        }
+      }
+    }
+  }
+};
+
 // The doors of the families for what comes from global memory. `start` before a product, `finish` before the barrier
 // that shows it to the block: here the hardware copies, and there is nothing to finish but to wait.
 template <typename T, int columns, int threads, bool short_code = false>
 struct TileLoad {
-  static __device__ __forceinline__ const Element* base(const Element* head, i64, int) { return head; }
+  // What `start` takes for a head.
+  static __device__ __forceinline__ const Element* base(const Element* head, i64 row_stride, int thread) {
+    using Short = ShortLoad<T, columns, threads>;
+    return short_code ? head + Short::row_of(thread) * row_stride + Short::chunk_of(thread) * chunk_elements : head;
+  }
   template <bool whole = false>
-  __device__ __forceinline__ void start(u32 tile, const Element* head, i64 row_stride, int first, int length,
+  __device__ __forceinline__ void start(u32 tile, const Element* base, i64 row_stride, int first, int length,
                                         int thread) {
-    load_tile<T, columns, threads, short_code>(tile, head, row_stride, first, length, thread);
+    if constexpr (short_code) {
+      ShortLoad<T, columns, threads>::start(tile, base + first * row_stride, row_stride, first, length, thread);
+    } else {
+      load_tile<T, columns, threads>(tile, base, row_stride, first, length, thread);
+    }
   }
   __device__ __forceinline__ void start_whole(u32 tile, const Element* head, i64 row_stride, int first, int length,
                                               int thread, bool wanted) {
-    load_tile<T, columns, threads, short_code, true>(tile, head, row_stride, first, length, thread, wanted);
+    load_tile<T, columns, threads, true>(tile, head, row_stride, first, length, thread, wanted);
   }
   __device__ __forceinline__ void finish(u32, int) const {}
 };

@@ -62,8 +62,9 @@ struct Block {
                  in_segments ? segment_range<block_kv>(problem.kv_segment_ranges, place.batch, problem.kv_length,
                                                        place.first_key)
                              : SegmentRange{0, 0}} {
-    first_head = place.first_head;
-    last_head = first_head + place.heads - 1;
+    const int group = heads_of_share(problem);
+    first_head = place.share * group;
+    last_head = first_head + group - 1;
     segments.trim(tiles, threadIdx.x % 32);
   }
   __device__ __forceinline__ Walk first() const { return {first_head, tiles.begin}; }
@@ -132,7 +133,8 @@ JAX_FLASH_DEVICE void store_keys(const Block& block, const Tensor& tensor, const
   for (int half = 0; half < 2; ++half) {
     const int key = first_key + lane / 4 + 8 * half;
     if (block.problem.group_splits > 1) {
-      store_row<columns>(c, half, factor, share_sums(block.problem, place.batch, place.share, keys.first + key) + column,
+      store_row<columns>(c, half, factor,
+                         share_sums(block.problem, place.batch, place.share, keys.first + key) + column,
                          key < keys.stored, lane);
     } else {
       store_row<columns>(c, half, factor, result_of(tensor, place.batch, place.kv_head, keys.first + key),
