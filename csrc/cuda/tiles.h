@@ -85,12 +85,12 @@ inline constexpr TileRule all[] = {
     {"sm80", 1, backward, 256, 145, {64, 64, 8, 1, 1, 2}, true},   // 260, with two stages 260
     {"sm80", 1, backward, 256, 145, {64, 64, 8, 1, 1}},            // 220; first: 207, two stages 205, 32x64 187
     {"sm80", 1, backward, 256, 70, {32, 32, 4, 1, 1}},             // first: 176
-    {"sm80", 1, backward_dq, 64, 50, {128, 48, 4, 2, 2}, true},
-    {"sm80", 1, backward_dq, 64, 64, {128, 64, 4, 1, 2}},   // 389; 128x32 330, 128x128 with 8 warps 320
-    {"sm80", 1, backward_dq, 128, 80, {128, 32, 4, 1, 2}},  // 400; 64x64 344, 128x64 with 8 warps 320
-    {"sm80", 1, backward_dq, 256, 192, {128, 64, 8, 1, 1}, true},
-    {"sm80", 1, backward_dq, 256, 112, {64, 48, 4, 1, 1}, true},
-    {"sm80", 1, backward_dq, 256, 96, {64, 32, 4, 1, 1}},  // 308; 64x64 307, 128x32 with 8 warps 287
+    {"sm80", 1, backward_dq, 64, 50, {128, 48, 4, 2, 2}, true},    // 409; 128x64 with two tiles of K 415, but it spills
+    {"sm80", 1, backward_dq, 64, 64, {128, 64, 4, 1, 2}},          // 390; 128x32 330, 128x128 with 8 warps 320
+    {"sm80", 1, backward_dq, 128, 80, {128, 32, 4, 1, 2}},         // 411; 64x64 344, 128x64 with 8 warps 320
+    {"sm80", 1, backward_dq, 256, 192, {128, 64, 8, 1, 1}, true},  // 344; with two tiles of K 353, but it spills
+    {"sm80", 1, backward_dq, 256, 112, {64, 48, 4, 1, 1}, true},   // 336
+    {"sm80", 1, backward_dq, 256, 96, {64, 32, 4, 1, 1}},          // 312; 64x64 307, 128x32 with 8 warps 287
     {"sm80", 2, backward_dq, 64, 96, {64, 64, 4, 1, 1}},
     {"sm80", 2, forward, 64, 48, {64, 64, 4, 1, 2}},
     {"sm80", 2, forward, 128, 96, {128, 32, 8, 1, 1}},
