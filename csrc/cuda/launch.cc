@@ -282,6 +282,9 @@ TensorMaps tensor_maps(const LaunchFacts& facts, const Problem& p) {
 // them take 7.3, two times 32 6.5.
 constexpr int kClusterKeys = 128;
 
+// What sums of shares cost, in tiles of rows: 128 KB a block that are written and read again, and a launch.
+constexpr int64_t kSumSteps = 8;
+
 std::atomic<int64_t> launched{0}, captured{0};
 
 unsigned grid(int64_t blocks) {

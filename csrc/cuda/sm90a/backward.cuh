@@ -229,15 +229,13 @@ struct Backward {
     for (int j = 0; j < tiles; ++j) {
       if (j > 0 || dp_with_s) {
         wgmma_wait<1>();  // S^T, but not dP^T, or dK of the tile before
+        if (dv_last && j > 0) hold(p_operand[j - 1]);
       } else {
         wgmma_wait<0>();
       }
       hold(s[j]);
       weights.weigh(s[j], derivatives, at, bare(at, j), shared.anchors[stage], j * row_of_tiles);
-      if (j > 0) {
-        take_back(ds_operand[j - 1]);
-        if constexpr (dv_last) hold(p_operand[j - 1]);
-      }
+      if (j > 0) take_back(ds_operand[j - 1]);
       if (j > 0 || !dp_with_s) start_dp(dp[j], stage, j);
       round_kept(p_operand[j], s[j]);
       wgmma_wait<0>();  // dP^T
