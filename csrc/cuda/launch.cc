@@ -473,8 +473,6 @@ int64_t backward_scratch(DType, const Problem& p) {
 }
 
 int group_splits(const Problem& p) {
-  // What sums of shares cost, in tiles of rows: 128 KB a block that are written and read again, and a launch.
-  constexpr int64_t kSumSteps = 8;
   const int64_t group = p.q_heads / p.kv_heads;
   const int largest = std::max(p.head_dim, p.value_head_dim);
   // Of Hopper's blocks in calls without options; of rows with fewer keys there are more blocks than are counted here.
