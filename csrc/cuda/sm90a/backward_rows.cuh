@@ -133,8 +133,9 @@ JAX_FLASH_DEVICE void store_keys(const Block& block, const Tensor& tensor, const
   for (int half = 0; half < 2; ++half) {
     const int key = first_key + lane / 4 + 8 * half;
     if (block.problem.group_splits > 1) {
-      store_row<columns>(c, half, factor,
-                         share_sums(block.problem, place.batch, place.share, keys.first + key) + column,
+      // Of the last head, which the loop keeps in a register.
+      const int share = block.last_head / heads_of_share(block.problem);
+      store_row<columns>(c, half, factor, share_sums(block.problem, place.batch, share, keys.first + key) + column,
                          key < keys.stored, lane);
     } else {
       store_row<columns>(c, half, factor, result_of(tensor, place.batch, place.kv_head, keys.first + key),

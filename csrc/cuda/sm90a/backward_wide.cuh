@@ -30,7 +30,7 @@ struct SharedStorage {
 };
 
 extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {
-    threads, block_kv, sizeof(SharedStorage), 0, 0, block_q, block_kv, block_kv, block_q, 0, 0, 1, splits_groups};
+    threads, block_kv, sizeof(SharedStorage), 0, 0, block_q, block_kv, block_kv, block_q, 0, 0, 0, 1, 0, splits_groups};
 
 // By one warp.
 JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const TensorMaps& maps, int lane) {
