@@ -282,6 +282,9 @@ TensorMaps tensor_maps(const LaunchFacts& facts, const Problem& p) {
 // them take 7.3, two times 32 6.5.
 constexpr int kClusterKeys = 128;
 
+// What sums of shares cost, in tiles of rows: 128 KB a block that are written and read again, and a launch.
+constexpr int64_t kSumSteps = 8;
+
 std::atomic<int64_t> launched{0}, captured{0};
 
 unsigned grid(int64_t blocks) {
@@ -366,8 +369,16 @@ bool graph_node(int device, Pass pass, DType dtype, const Problem& problem, Grap
   const Launch launch = forward_launch(device, found, plan, problem);
   const LaunchFacts& facts = found.main.facts;
   if (launch.in_scratch) return false;
-  node = {found.main.name,     found.main.cubin,   launch.blocks,  launch.cluster, static_cast<unsigned>(facts.threads),
-          launch.shared_bytes, facts.starts_ahead, launch.problem, launch.maps,    launch.has_maps};
+  node = {found.main.name,
+          found.main.cubin,
+          launch.blocks,
+          launch.cluster,
+          static_cast<unsigned>(facts.threads),
+          launch.shared_bytes,
+          facts.starts_ahead != 0,
+          launch.problem,
+          launch.maps,
+          launch.has_maps};
   return true;
 }
 
