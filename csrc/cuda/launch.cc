@@ -369,8 +369,16 @@ bool graph_node(int device, Pass pass, DType dtype, const Problem& problem, Grap
   const Launch launch = forward_launch(device, found, plan, problem);
   const LaunchFacts& facts = found.main.facts;
   if (launch.in_scratch) return false;
-  node = {found.main.name,     found.main.cubin,   launch.blocks,  launch.cluster, static_cast<unsigned>(facts.threads),
-          launch.shared_bytes, facts.starts_ahead, launch.problem, launch.maps,    launch.has_maps};
+  node = {found.main.name,
+          found.main.cubin,
+          launch.blocks,
+          launch.cluster,
+          static_cast<unsigned>(facts.threads),
+          launch.shared_bytes,
+          facts.starts_ahead != 0,
+          launch.problem,
+          launch.maps,
+          launch.has_maps};
   return true;
 }
 
