@@ -1,4 +1,4 @@
-"""Kernels of Hopper without one: compiled for the host and run in tests/emulator, below the real launch.cc.
+"""Kernels of Hopper and Ampere without one: compiled for the host and run in tests/emulator, below the real launch.cc.
 
 `python tests/emulated.py --help` runs shapes of one's own.
 """
@@ -90,11 +90,12 @@ class Guarded:
 
 
 class Call:
-    """One pass of a problem, by the kernels of sm90a in the emulator."""
+    """One pass of a problem, by the kernels of sm90a or sm80 in the emulator."""
 
-    def __init__(self, emulator: ctypes.CDLL, problem: "Problem", kernel_pass: str) -> None:
+    def __init__(self, emulator: ctypes.CDLL, problem: "Problem", kernel_pass: str, family: str = "sm90a") -> None:
         self.emulator, self.problem, self.kernel_pass = emulator, problem, kernel_pass
-        self.call = ctypes.c_void_p(emulator.call_new(int(problem.q.dtype == ml_dtypes.bfloat16)))
+        device = {"sm90a": 0, "sm80": 1}[family]
+        self.call = ctypes.c_void_p(emulator.call_new(int(problem.q.dtype == ml_dtypes.bfloat16), device))
         self.kept: list[np.ndarray] = []
         (batch, q_length, q_heads, head_dim), (_, kv_length, kv_heads, _) = problem.q.shape, problem.k.shape
         numbers = {
@@ -372,6 +373,7 @@ def main() -> None:
     os.environ.update(ENVIRONMENT)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("passes", choices=["forward", "backward", "both"])
+    parser.add_argument("--family", choices=["sm90a", "sm80"], default="sm90a")
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
     sizes = {"batch": 1, "q_length": 200, "kv_length": 200, "q_heads": 2, "kv_heads": 1, "head_dim": 64}
     short = {"q_length": "-t", "kv_length": "-s", "q_heads": "-n", "kv_heads": "-k", "head_dim": "-d", "batch": "-b"}
@@ -392,7 +394,7 @@ def main() -> None:
     problem = Problem(a.dtype, *(getattr(a, name) for name in sizes), a.value_head_dim, options)
     failed = False
     for kernel_pass in ["forward", "backward"] if a.passes == "both" else [a.passes]:
-        call = Call(emulator, problem, kernel_pass)
+        call = Call(emulator, problem, kernel_pass, a.family)
         call.prepare()
         if a.omit:
             for wait, found in omissions(call, a.seeds).items():

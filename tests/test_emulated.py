@@ -1,5 +1,5 @@
-"""Kernels of Hopper, run without one (emulated.py): right values, in whatever order threads run and the hardware does
-what it does behind their backs, and no wait that could be left off. Needs no GPU, but a C++ compiler.
+"""Kernels of Hopper and Ampere, run without one (emulated.py): right values, in whatever order threads run and the
+hardware does what it does behind their backs, and no wait that could be left off. Needs no GPU, but a C++ compiler.
 """
 
 import concurrent.futures
@@ -58,8 +58,6 @@ CASES = {
 
 CALLS = [(name, kernel_pass) for name in CASES for kernel_pass in ("forward", "backward")]
 
-SERVED_BY_SM80: set[tuple[str, str]] = set()
-
 UNNOTICED = {
     "fence of products in start_dk": "that of dV or of the next scores comes before",
     "wait in skip": "the turns keep the warpgroups together",
@@ -88,20 +86,48 @@ def calls(emulator: ctypes.CDLL) -> dict[tuple[str, str], emulated.Call]:
     problems = {name: emulated.Problem(**case) for name, case in CASES.items()}  # type: ignore[arg-type]
     made = {(name, of): emulated.Call(emulator, problems[name], of) for name, of in CALLS}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        served = [call for of, call in made.items() if of not in SERVED_BY_SM80]
-        list(pool.map(emulated.Call.prepare, served))
+        list(pool.map(emulated.Call.prepare, made.values()))
     return made
 
 
 @pytest.mark.parametrize(("name", "kernel_pass"), CALLS)
 def test_values(calls: dict[tuple[str, str], emulated.Call], name: str, kernel_pass: str) -> None:
     call = calls[name, kernel_pass]
-    if (name, kernel_pass) in SERVED_BY_SM80:
-        with pytest.raises(AssertionError, match="the emulator has no sm80-backward"):
-            call.prepare()
-        return
     for order in range(ORDERS):
         wrong = [call.problem.wrong(of, got)[1] for of, got in call.run(order).items()]
+        assert not any(wrong), (order, wrong)
+
+
+SMALL = {"q_length": 133, "kv_length": 190}
+AMPERE = {
+    "full-64": SMALL,
+    "causal-64": {"options": ["causal"], **SMALL, **GROUPS},
+    "documents-64": {"options": ["documents", "alibi"], **SMALL},
+    "full-128": {"head_dim": 128, "dtype": "float16", **SMALL},
+    "lengths-128": {"head_dim": 128, "batch": 2, "options": ["lengths", "causal"], **SMALL},
+    "unscales-128": {"head_dim": 128, "dtype": "float16", "options": ["unscales", "window"], **SMALL},
+    "narrow": {"head_dim": 40, "value_head_dim": 80, "options": ["q_offset", "causal"], **SMALL},
+    "full-256": {"head_dim": 256, **SMALL},
+    "causal-256": {"head_dim": 256, "options": ["causal"], **SMALL},
+    "mask-bias-sinks": {"options": ["mask", "bias", "sinks"], **SMALL},
+    "softcap-dropout-window": {"options": ["softcap", "dropout", "window"], **SMALL},
+    "segments-128": {"head_dim": 128, "options": ["segments", "causal"], **SMALL},
+    "deterministic-64": {"options": ["deterministic"], **SMALL},
+    "deterministic-128": {"head_dim": 128, "options": ["deterministic", "causal"], **SMALL},
+    "deterministic-256": {"head_dim": 256, "options": ["deterministic", "lengths"], **SMALL},
+    "split-64": CASES["split-64"],
+    "split-128": CASES["split-128"],
+}
+
+
+@pytest.mark.parametrize("kernel_pass", ["forward", "backward"])
+@pytest.mark.parametrize("name", AMPERE)
+def test_values_of_ampere(emulator: ctypes.CDLL, name: str, kernel_pass: str) -> None:
+    """mma.sync and cp.async, whose copies are late, at once, or either."""
+    problem = emulated.Problem(**AMPERE[name])  # type: ignore[arg-type]
+    call = emulated.Call(emulator, problem, kernel_pass, "sm80")
+    for order in (0, 1, 3):
+        wrong = [problem.wrong(of, got)[1] for of, got in call.run(order).items()]
         assert not any(wrong), (order, wrong)
 
 

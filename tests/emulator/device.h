@@ -111,6 +111,7 @@ inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x
 inline float fmaxf(float x, float y) { return __builtin_fmaxf(x, y); }
 inline float fabsf(float x) { return __builtin_fabsf(x); }
 inline float fminf(float x, float y) { return __builtin_fminf(x, y); }
+inline float log2f(float x) { return __builtin_log2f(x); }
 inline float fmaf(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fadd_rn(float x, float y) { return x + y; }

@@ -63,6 +63,9 @@ struct Thread {
 
   uint64_t bulks_committed = 0, bulk_groups_done = 0;
   std::vector<std::function<void()>> open_bulks;
+
+  std::vector<std::function<void()>> open_chunks;  // cp.async
+  std::deque<std::vector<std::function<void()>>> chunk_groups;
 };
 
 struct Warp {
@@ -621,6 +624,36 @@ void bulk_wait(unsigned pending, const Site& site) {
   if (omitted("wait for bulk additions", site)) return;
   Thread& me = self();
   wait("its bulk additions", site, [&me, pending] { return me.bulk_groups_done + pending >= me.bulks_committed; });
+}
+
+void copy_chunk(unsigned to, const void* from, unsigned bytes, const Site& site) {
+  char* here = shared(to, bytes, site);
+  auto copy = [=] {
+    if (from) {
+      std::memcpy(here, from, bytes);
+    } else {
+      std::memset(here, 0, bytes);
+    }
+  };
+  const bool now = block_.copies_when == When::early || (block_.copies_when == When::any && chance(0.5));
+  if (now) {
+    copy();
+  } else {
+    self().open_chunks.push_back(copy);
+  }
+}
+void chunks_commit() {
+  Thread& me = self();
+  me.chunk_groups.push_back(std::move(me.open_chunks));
+  me.open_chunks.clear();
+}
+void chunks_wait(unsigned pending, const Site& site) {
+  if (omitted("wait for copies", site)) return;
+  Thread& me = self();
+  while (me.chunk_groups.size() > pending) {
+    for (const auto& copy : me.chunk_groups.front()) copy();
+    me.chunk_groups.pop_front();
+  }
 }
 
 void product(const Product& product, const Site& site) {

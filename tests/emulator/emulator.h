@@ -42,6 +42,11 @@ void add_bulk(float* to, unsigned from, unsigned bytes, const Site& site);
 void bulk_commit();
 void bulk_wait(unsigned pending, const Site& site);
 
+// cp.async: `bytes` into shared memory, or zeros where `from` is null; there once the thread has waited for its group.
+void copy_chunk(unsigned to, const void* from, unsigned bytes, const Site& site);
+void chunks_commit();
+void chunks_wait(unsigned pending, const Site& site);
+
 // A product of a warpgroup as one of its threads sees it.
 struct Product {
   unsigned columns;  // of B

@@ -49,9 +49,10 @@ const Driver& Driver::get() {
   return driver;
 }
 int Driver::version() const { return 12000; }
-int Driver::device_count() const { return 1; }
+// Device 0 is a Hopper, device 1 an A100.
+int Driver::device_count() const { return 2; }
 std::string Driver::device_name(int) const { return "emulator"; }
-int Driver::compute_capability(int) const { return 90; }
+int Driver::compute_capability(int device) const { return device == 0 ? 90 : 80; }
 int Driver::multiprocessors(int) const { return the_multiprocessors; }
 CuLibrary Driver::load(const std::string&) const { throw std::logic_error("the emulator loads no cubins"); }
 CuKernel Driver::kernel(CuLibrary, const char*) const { throw std::logic_error("the emulator loads no cubins"); }
@@ -98,14 +99,16 @@ TensorMap Driver::tensor_map(void* data, const unsigned long long (&sizes)[4], c
 
 Loaded kernels_of(const Variant& variant, int) {
   const std::string name = variant.name();  // asked for once: launch.cc remembers
-  if (variant.family != "sm90a") throw std::runtime_error("the emulator has no " + name);
+  const bool has_maps = variant.family == "sm90a";
+  if (!has_maps && variant.family != "sm80") throw std::runtime_error("the emulator has no " + name);
   const std::string entry = entry_point(variant.pass), base = folder + "/" + name;
   {
     std::ofstream file(base + ".cc");
     file << variant.source() << "namespace jax_flash {\n"
          << "extern \"C\" LaunchFacts emulated_facts() { return " << entry << "_facts; }\n"
-         << "extern \"C\" void emulated_main(const Problem& problem, const TensorMaps& maps) { " << entry
-         << "(problem, maps); }\n";
+         << "extern \"C\" void emulated_main(const Problem& problem"
+         << (has_maps ? ", const TensorMaps& maps) { " : ") { ") << entry
+         << (has_maps ? "(problem, maps); }\n" : "(problem); }\n");
     if (variant.pass == Pass::backward) {
       file << "extern \"C\" void emulated_sum_splits(const Problem& problem) { jax_flash_sum_splits(problem); }\n";
       file << "extern \"C\" void emulated_sum_slopes(const Problem& problem) { jax_flash_sum_slopes(problem); }\n";
@@ -126,7 +129,7 @@ Loaded kernels_of(const Variant& variant, int) {
         new Emulated{reinterpret_cast<decltype(Emulated::of_maps)>(maps ? dlsym(library, maps) : nullptr),
                      reinterpret_cast<decltype(Emulated::of_problem)>(problem ? dlsym(library, problem) : nullptr)});
   };
-  loaded.main = kernel("emulated_main", nullptr);
+  loaded.main = has_maps ? kernel("emulated_main", nullptr) : kernel(nullptr, "emulated_main");
   if (loaded.facts.splits_groups) loaded.sum_splits = kernel(nullptr, "emulated_sum_splits");
   if (loaded.facts.convert_warps) loaded.convert_dq = kernel(nullptr, "emulated_convert_dq");
   if (variant.pass == Pass::backward && variant.options.has_dalibi_slopes) {
@@ -144,6 +147,7 @@ namespace {
 struct Call {
   Problem problem{};
   DType dtype = DType::f16;
+  int device = 0;
   std::string error;
 };
 
@@ -177,8 +181,9 @@ EMULATOR_CALL const char* emulator_waits() {
 }
 EMULATOR_CALL void emulator_omit(const char* wait) { emulator::omit(wait); }
 
-EMULATOR_CALL Call* call_new(int bf16) {
+EMULATOR_CALL Call* call_new(int bf16, int device) {
   Call* call = new Call;
+  call->device = device;
   call->dtype = bf16 ? DType::bf16 : DType::f16;
   call->problem.options.documents = 1;
   return call;
@@ -255,10 +260,12 @@ const char* guarded(Call* call, const std::function<void()>& body) {
 
 // Both return what is wrong, or an empty text. Several threads may prepare at the same time.
 EMULATOR_CALL const char* call_prepare(Call* call, int backward) {
-  return guarded(call, [&] { prepare(0, backward ? Pass::backward : Pass::forward, call->dtype, call->problem); });
+  return guarded(call,
+                 [&] { prepare(call->device, backward ? Pass::backward : Pass::forward, call->dtype, call->problem); });
 }
 EMULATOR_CALL const char* call_run(Call* call, int backward, unsigned seed) {
   the_seed = seed;
-  return guarded(call,
-                 [&] { launch(0, nullptr, backward ? Pass::backward : Pass::forward, call->dtype, call->problem); });
+  return guarded(call, [&] {
+    launch(call->device, nullptr, backward ? Pass::backward : Pass::forward, call->dtype, call->problem);
+  });
 }

@@ -8,15 +8,9 @@ constexpr int column_step = 16;
 #include "cuda/shared/matrices.cuh"
 #include "cuda/shared/pack.cuh"
 #include "cuda/shared/thread_rows.cuh"
+#include "cuda/sm80/instructions.cuh"
 
 namespace jax_flash {
-
-JAX_FLASH_DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most `pending` committed groups of this thread are under way.
-template <int pending>
-JAX_FLASH_DEVICE void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
-}
 
 // Starts the copy of rows [first, first + T::rows) of one head into a tile; rows from `length` on become zeros, and so
 // do the columns from `columns` on. Of arrays in two parts a row has the columns of one and then of the other. `whole`
@@ -169,23 +163,6 @@ struct FloatLoad {
   __device__ __forceinline__ void finish(float*) const {}
 };
 constexpr bool loads_take_registers = false;
-
-// mma.m16n8k16: of A 16 x 16 and B 16 x 8.
-JAX_FLASH_DEVICE void multiply_16bit(FragmentC& c, const Matrix4& a, u32 b0, u32 b1) {
-  if constexpr (dtype == DType::bf16) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c.x[0]), "+f"(c.x[1]), "+f"(c.x[2]), "+f"(c.x[3])
-        : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b0), "r"(b1));
-  } else {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c.x[0]), "+f"(c.x[1]), "+f"(c.x[2]), "+f"(c.x[3])
-        : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b0), "r"(b1));
-  }
-}
 
 using Mma = Products<Matrices<16>>;
 

@@ -1,4 +1,4 @@
-// In place of csrc/cuda/shared/shared_memory.cuh: what the kernels of sm90a use of it.
+// In place of csrc/cuda/shared/shared_memory.cuh: what the kernels of sm80 and sm90a use of it.
 #pragma once
 
 #include "cuda/shared/prelude.cuh"
@@ -36,6 +36,17 @@ inline void store_shared(u32 address, const uint4& x, EMULATOR_SITE) {
 inline void store_shared(u32 address, u32 x, EMULATOR_SITE) {
   __builtin_memcpy(emulator::shared(address, 4, site), &x, 4);
   emulator::written(address, 4);
+}
+
+inline void copy_async(u32 to, const void* from, bool valid, EMULATOR_SITE) {
+  emulator::copy_chunk(to, valid ? from : nullptr, 16, site);
+}
+inline void copy_async(u32 to, const void* from, EMULATOR_SITE) { emulator::copy_chunk(to, from, 16, site); }
+inline void copy_async_if(bool wanted, u32 to, const void* from, EMULATOR_SITE) {
+  if (wanted) emulator::copy_chunk(to, from, 16, site);
+}
+inline void copy_async_float(u32 to, const float* from, bool valid, EMULATOR_SITE) {
+  emulator::copy_chunk(to, valid ? from : nullptr, 4, site);
 }
 
 }  // namespace jax_flash
