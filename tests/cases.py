@@ -719,7 +719,7 @@ CASES = (
         for h in (64, 128, 256)
     ),
     # Few key heads, each of whose query heads GPUs split over blocks: the sums of these lie in dq, or where that has no
-    # room, in scratch
+    # room and nothing else is there, in scratch
     *(
         Case(f"split_{h}{'_causal' if causal else ''}", 400, 100, 8, 1, h, causal=causal, q_offset=-70, large=True)
         for h in (64, 128, 256)

@@ -41,7 +41,14 @@ CASES = {
         **GROUPS,
     },
     "slopes-256": {"head_dim": 256, "options": ["alibi", "bias_of_keys", "q_offset"], **ODD},
-    "split-64": {"options": ["causal", "alibi"], "q_length": 133, "kv_length": 190, "q_heads": 8, "kv_heads": 1},
+    "split-64": {"options": ["causal", "alibi"], "q_length": 260, "kv_length": 170, "q_heads": 8, "kv_heads": 1},
+    "split-deterministic": {
+        "options": ["causal", "deterministic"],
+        "q_length": 133,
+        "kv_length": 190,
+        "q_heads": 8,
+        "kv_heads": 1,
+    },
     "split-128": {
         "head_dim": 128,
         "dtype": "float16",
@@ -116,6 +123,7 @@ AMPERE = {
     "deterministic-128": {"head_dim": 128, "options": ["deterministic", "causal"], **SMALL},
     "deterministic-256": {"head_dim": 256, "options": ["deterministic", "lengths"], **SMALL},
     "split-64": CASES["split-64"],
+    "split-deterministic": CASES["split-deterministic"],
     "split-128": CASES["split-128"],
 }
 

@@ -496,10 +496,15 @@ int group_splits(const Problem& p) {
         p.options.causal ? std::max(longest, longest * all / enough) : longest * divide_up(all, enough);
     return loop + (splits > 1 ? kSumSteps : 0);
   };
+  // Beside an accumulator of dQ nothing else is asked for, and no more than that in its place.
+  const bool accumulates = !(p.options.deterministic || p.options.highest_precision);
+  auto have_room = [&](int splits) {
+    return sums_fit_dq(p, splits) || (!accumulates && sums_of_splits(p, splits) <= dq_scratch(p));
+  };
   int64_t best = 1;
   for (int64_t splits = 2; splits <= group && blocks * best < enough; ++splits) {
     if (group % splits != 0) continue;
-    if (sums_of_splits(p, static_cast<int>(splits)) > 2 * dq_scratch(p)) break;
+    if (!have_room(static_cast<int>(splits))) break;
     if (10 * steps(splits) <= 9 * steps(best)) best = splits;
   }
   return static_cast<int>(best);
