@@ -69,7 +69,7 @@ _LOADS = Step(
     "tiles on their way beside products",
     (
         Undo(
-            "sm80/mma.cuh",
+            "sm80/instructions.cuh",
             '"cp.async.commit_group;" :::',
             '"cp.async.commit_group;\\ncp.async.wait_group 0;" :::',
         ),
