@@ -46,8 +46,11 @@ def candidates(family: str, pass_: str, head_dim: int) -> Iterator[Row]:
                 warps = keys // (16 * others.get("key_tiles", 1)) * split
                 yield tile_row(block_q, keys, warps, stages, min_blocks, **others)
         return
+    # Two buffers of K are for sm80's dQ.
+    stages_of = (1, 2) if (family, pass_) == ("sm80", "backward_dq") else (1,)
     for warps, tiles, keys, min_blocks in itertools.product((4, 8), (1, 2), (*rows, 48, 80, 96), (1, 2)):
-        yield tile_row(16 * warps * tiles, keys, warps, 1, min_blocks)
+        for stages in stages_of:
+            yield tile_row(16 * warps * tiles, keys, warps, stages, min_blocks)
 
 
 def _of_hopper(pass_: str, head_dim: int) -> Iterator[tuple[int, int, int, int]]:

@@ -77,10 +77,13 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     for (; tile >= tiles.bare_end; --tile) backward.step<true>(tile, tile - 1);
     for (; tile >= 0; --tile) backward.step<false>(tile, tile - 1);
   }
-  // The loop takes all registers there are; nothing else is kept in them.
-  place = place_of(problem, block_again());
-  backward.first_row = place.first_row;
-  backward.find_lane();
+  // Where the loop takes all registers there are, nothing else is kept in them. Of arrays in two parts more would be
+  // spilled (head_dim 256: 432 bytes in place of 184).
+  if constexpr (loads_take_registers || parts == 1) {
+    place = place_of(problem, block_again());
+    backward.first_row = place.first_row;
+    backward.find_lane();
+  }
   const Unscales unscale = unscales_of(problem, place.batch, place.kv_head);
   backward.finish(result_of(problem.dq, place.batch, place.head, part.q.first), scale * unscale.key / unscale.ds);
 }
