@@ -243,6 +243,9 @@ int64_t slope_scratch(const Problem& p) {
   return p.options.has_dalibi_slopes ? int64_t{p.batch} * p.q_heads * blocks_of(p, p.kv_length, 16) : 0;
 }
 
+// Whether the call asks for an accumulator of dQ.
+bool accumulates_dq(const Problem& p) { return !(p.options.deterministic || p.options.highest_precision); }
+
 // Elements of float that shares of a group's query heads leave for jax_flash_sum_splits (Problem::group_sums).
 int64_t sums_of_splits(const Problem& p, int splits) {
   return int64_t{splits} * p.batch * p.kv_heads * p.kv_length * (p.head_dim + p.value_head_dim);
@@ -385,17 +388,16 @@ bool graph_node(int device, Pass pass, DType dtype, const Problem& problem, Grap
 void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of_call) {
   const FewPlan plan = plan_of(pass, of_call);
   const Found found = find(device, pass, dtype, of_call, plan);
-  Problem problem = of_call;
   const Driver& driver = Driver::get();
   const CuStream on = static_cast<CuStream>(stream);
   ++launched;
   if (driver.capturing(on)) ++captured;
   if (pass == Pass::forward) {
-    const Launch forward = forward_launch(device, found, plan, problem);
+    const Launch forward = forward_launch(device, found, plan, of_call);
     run(forward, on);
     if (!forward.in_scratch) return;
     const int slices = forward.problem.kv_slices, warps = found.main.facts.combine_warps;
-    const int64_t results = int64_t{problem.batch} * problem.q_heads * problem.q_length;
+    const int64_t results = int64_t{of_call.batch} * of_call.q_heads * of_call.q_length;
     const void* const arguments[] = {&forward.problem};
     const unsigned blocks = grid(divide_up(results, slices <= warps ? warps : 1));
     if (found.main.facts.starts_ahead) {
@@ -406,6 +408,7 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
     return;
   }
 
+  Problem problem = of_call;
   const int warps = found.main.facts.convert_warps;
   const int64_t zeros = (warps ? dq_scratch(problem) : 0) + slope_scratch(problem);
   if (zeros) driver.zero(problem.scratch, zeros, on);
@@ -474,8 +477,7 @@ int64_t forward_scratch(DType, const Problem& p) {
 }
 
 int64_t backward_scratch(DType, const Problem& p) {
-  const bool separate = p.options.deterministic || p.options.highest_precision;
-  const int64_t zeros = (separate ? 0 : dq_scratch(p)) + slope_scratch(p);
+  const int64_t zeros = (accumulates_dq(p) ? dq_scratch(p) : 0) + slope_scratch(p);
   const int splits = group_splits(p);
   return splits == 1 || sums_fit_dq(p, splits) ? zeros : whole_fours(zeros) + sums_of_splits(p, splits);
 }
@@ -497,9 +499,8 @@ int group_splits(const Problem& p) {
     return loop + (splits > 1 ? kSumSteps : 0);
   };
   // Beside an accumulator of dQ nothing else is asked for, and no more than that in its place.
-  const bool accumulates = !(p.options.deterministic || p.options.highest_precision);
   auto have_room = [&](int splits) {
-    return sums_fit_dq(p, splits) || (!accumulates && sums_of_splits(p, splits) <= dq_scratch(p));
+    return sums_fit_dq(p, splits) || (!accumulates_dq(p) && sums_of_splits(p, splits) <= dq_scratch(p));
   };
   int64_t best = 1;
   for (int64_t splits = 2; splits <= group && blocks * best < enough; ++splits) {
