@@ -70,6 +70,18 @@ class BackwardItem {
     }
   }
 
+  // In memory's order, all heads of a row.
+  void copy(int64_t item) {
+    int64_t parts = (int64_t{p_.q_length} + kCopyRows - 1) / kCopyRows, first = item % parts * kCopyRows;
+    batch_ = item / parts;
+    for (int64_t t = first; t < std::min<int64_t>(first + kCopyRows, p_.q_length); ++t) {
+      for (head_ = 0; head_ < p_.q_heads; ++head_) {
+        copy_row(row_of<const E>(p_.q, batch_, t, head_), p_.head_dim, k_stride_, q_copy(t));
+        copy_row(row_of<const E>(p_.dout, batch_, t, head_), p_.value_head_dim, v_stride_, dout_copy(t));
+      }
+    }
+  }
+
   // Adds up the chunks' sums of a block of rows.
   void reduce(int64_t item) {
     int64_t block = item % plan_.row_blocks, head = item / plan_.row_blocks % p_.q_heads;
@@ -128,6 +140,12 @@ class BackwardItem {
   T* dq(int64_t head, int64_t t) const {
     int64_t row = ((chunk_ * p_.batch + batch_) * p_.q_heads + head) * plan_.padded_q_length + first_sum_ + t;
     return static_cast<T*>(p_.scratch) + row * plan_.padded_head_dim;
+  }
+  // Row t, of the batch entry, in the copies of the head at hand.
+  T* q_copy(int64_t t) const { return row_of_copy(plan_.q_copy, t, k_stride_); }
+  T* dout_copy(int64_t t) const { return row_of_copy(plan_.dout_copy, t, v_stride_); }
+  T* row_of_copy(int64_t at, int64_t t, int stride) const {
+    return static_cast<T*>(p_.scratch) + at + ((batch_ * p_.q_heads + head_) * p_.q_length + t) * stride;
   }
   T* touched() const {
     int64_t at = ((chunk_ * p_.batch + batch_) * p_.kv_heads + kv_head_) * plan_.row_blocks;
@@ -247,14 +265,21 @@ class BackwardItem {
     }
   }
 
-  // Rows t, t + 1, ... of head_ become rows `at`, ... of our buffers.
+  // Rows t, t + 1, ... of head_: as they lie in the copies where they fill the tile, else rows `at`, ... of our buffers.
   void load_queries(int64_t t, int rows, int at = 0) {
     int padded = round_up(rows, kRowPadding);
     int64_t row = document_.first_row + t;
-    copy_rows(row_of<const E>(p_.q, batch_, row, head_), p_.q.row_stride, rows, p_.head_dim, padded, k_stride_,
-              q_ + at * k_stride_);
-    copy_rows(row_of<const E>(p_.dout, batch_, row, head_), p_.dout.row_stride, rows, p_.value_head_dim, padded,
-              v_stride_, dout_ + at * v_stride_);
+    if (plan_.copies && rows == padded) {
+      tile_q_ = q_copy(row);
+      tile_dout_ = dout_copy(row);
+    } else {
+      copy_rows(row_of<const E>(p_.q, batch_, row, head_), p_.q.row_stride, rows, p_.head_dim, padded, k_stride_,
+                q_ + at * k_stride_);
+      copy_rows(row_of<const E>(p_.dout, batch_, row, head_), p_.dout.row_stride, rows, p_.value_head_dim, padded,
+                v_stride_, dout_ + at * v_stride_);
+      tile_q_ = q_;
+      tile_dout_ = dout_;
+    }
     const T* lse = static_cast<const T*>(p_.lse) + (batch_ * p_.q_heads + head_) * p_.q_length + row;
     const T* delta = static_cast<const T*>(p_.delta) + (batch_ * p_.q_heads + head_) * p_.q_length + row;
     constexpr T kLargest = std::numeric_limits<T>::max();
@@ -289,6 +314,10 @@ class BackwardItem {
   // One tile of `rows` queries and the first `most_` keys of the block.
   void tile(int64_t t, int rows) {
     int padded = round_up(rows, kRowPadding), key_rows = round_up(most_, kRowPadding);
+    // The last product's sums are asked for while the first ones are made.
+    int steps = (key_rows + kPanel<T> - 1) / kPanel<T> * (padded / kRows);
+    int64_t sums = padded * plan_.padded_head_dim;
+    next_dq_ = RowsAhead(dq(head_, t), sums, 1, sums, steps, Access::write);
     bool later = options_.any() || dropout_.active() || compare_segments_;
     find_kept(padded, key_rows);
     for (int lane = 0; lane < key_rows; lane += kPanel<T>) {
@@ -307,9 +336,9 @@ class BackwardItem {
     }
     if (later) apply_options(t, rows, round_up(key_rows, kWidth<T>));
     int k_columns = round_up(p_.head_dim, kWidth<T>), v_columns = round_up(p_.value_head_dim, kWidth<T>);
-    accumulate<Layout::column_major>(key_rows, v_columns, rows_of_keys_, weights_, kKeys, dout_, v_stride_, dv_,
+    accumulate<Layout::column_major>(key_rows, v_columns, rows_of_keys_, weights_, kKeys, tile_dout_, v_stride_, dv_,
                                      v_stride_);
-    accumulate<Layout::column_major>(key_rows, k_columns, rows_of_keys_, dscores_, kKeys, q_, k_stride_, dk_,
+    accumulate<Layout::column_major>(key_rows, k_columns, rows_of_keys_, dscores_, kKeys, tile_q_, k_stride_, dk_,
                                      k_stride_);
     accumulate<Layout::row_major>(padded, k_columns, keys_of_rows_, dscores_, kKeys, k_, k_stride_, dq(head_, t),
                                   plan_.padded_head_dim);
@@ -476,6 +505,7 @@ class BackwardItem {
     for (int i = 0; i < rows; i += kRows) {
       T* weights = weights_ + i * kKeys + lane;
       T* dscores = dscores_ + i * kKeys + lane;
+      next_dq_.step();
       Depths kept = keys_of_rows_[i / kRowPadding];
       if (kept.begin >= lane + NV * kWidth<T> || kept.end <= lane) {
         for (int r = 0; r < kRows; ++r) {
@@ -484,7 +514,7 @@ class BackwardItem {
         }
         continue;
       }
-      dot_kernel<NV>(p_.head_dim, q_ + i * k_stride_, k_stride_, k, kPanel<T>,
+      dot_kernel<NV>(p_.head_dim, tile_q_ + i * k_stride_, k_stride_, k, kPanel<T>,
                      [&](int r, int vector, const Vec<T>& score) __attribute__((always_inline)) {
                        Vec<T> weight = score * scale;
                        if constexpr (finish != Finish::later) weight = exp2(score * scale - lse_[i + r]);
@@ -495,7 +525,7 @@ class BackwardItem {
                        if constexpr (finish == Finish::masked) stdx::where(key < kept_begin_[i + r], weight) = T(0);
                        store(weights + r * kKeys + vector * kWidth<T>, weight);
                      });
-      dot_kernel<NV>(p_.value_head_dim, dout_ + i * v_stride_, v_stride_, v, kPanel<T>,
+      dot_kernel<NV>(p_.value_head_dim, tile_dout_ + i * v_stride_, v_stride_, v, kPanel<T>,
                      [&](int r, int vector, const Vec<T>& sum) __attribute__((always_inline)) {
                        ptrdiff_t at = r * kKeys + vector * kWidth<T>;
                        Vec<T> dscore = sum;
@@ -615,6 +645,8 @@ class BackwardItem {
   T* dv_;          // [kKeys][v_stride_]
   T* q_;           // [kQueries][k_stride_]
   T* dout_;        // [kQueries][v_stride_]
+  const T* tile_q_;     // [rows][k_stride_] of the tile at hand: q_, or in the copies
+  const T* tile_dout_;  // [rows][v_stride_]
   T* weights_;     // [kQueries][kKeys]
   T* dscores_;     // [kQueries][kKeys]
   T* lse_;         // [kQueries] in units of log2; +inf where a row keeps no key
@@ -626,6 +658,7 @@ class BackwardItem {
   T* dbias_;            // [kKeys] sums over the rows of a tile
   size_t workspace_;
 
+  RowsAhead next_dq_;  // of the tile at hand
   int64_t batch_, kv_head_, head_, chunk_, document_index_;
   Document document_;
   int64_t first_block_;                          // of backward_reduce
