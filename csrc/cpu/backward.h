@@ -224,7 +224,7 @@ class BackwardItem {
         load_queries(t, rows);
         if (most_ == 0) continue;
         touch(t);
-        tile(t, rows);
+        tile(t, rows, next < end ? next : begin);
       }
     }
     for (int j = 0; j < count_; ++j) {
@@ -312,12 +312,13 @@ class BackwardItem {
   };
 
   // One tile of `rows` queries and the first `most_` keys of the block.
-  void tile(int64_t t, int rows) {
+  void tile(int64_t t, int rows, int64_t next) {
     int padded = round_up(rows, kRowPadding), key_rows = round_up(most_, kRowPadding);
+    int k_columns = round_up(p_.head_dim, kWidth<T>), v_columns = round_up(p_.value_head_dim, kWidth<T>);
     // The last product's sums are asked for while the first ones are made.
     int steps = (key_rows + kPanel<T> - 1) / kPanel<T> * (padded / kRows);
-    int64_t sums = padded * plan_.padded_head_dim;
-    next_dq_ = RowsAhead(dq(head_, t), sums, 1, sums, steps, Access::write);
+    next_dq_ = LinesAhead(dq(head_, t), padded * plan_.padded_head_dim * sizeof(T), steps);
+    ask_ahead(next, steps + register_tiles<T>(key_rows, k_columns) + register_tiles<T>(key_rows, v_columns));
     bool later = options_.any() || dropout_.active() || compare_segments_;
     find_kept(padded, key_rows);
     for (int lane = 0; lane < key_rows; lane += kPanel<T>) {
@@ -335,13 +336,25 @@ class BackwardItem {
       });
     }
     if (later) apply_options(t, rows, round_up(key_rows, kWidth<T>));
-    int k_columns = round_up(p_.head_dim, kWidth<T>), v_columns = round_up(p_.value_head_dim, kWidth<T>);
+    auto ask = [&]() __attribute__((always_inline)) {
+      next_q_.template step<Access::read>();
+      next_dout_.template step<Access::read>();
+    };
     accumulate<Layout::column_major>(key_rows, v_columns, rows_of_keys_, weights_, kKeys, tile_dout_, v_stride_, dv_,
-                                     v_stride_);
+                                     v_stride_, ask);
     accumulate<Layout::column_major>(key_rows, k_columns, rows_of_keys_, dscores_, kKeys, tile_q_, k_stride_, dk_,
-                                     k_stride_);
+                                     k_stride_, ask);
     accumulate<Layout::row_major>(padded, k_columns, keys_of_rows_, dscores_, kKeys, k_, k_stride_, dq(head_, t),
-                                  plan_.padded_head_dim);
+                                  plan_.padded_head_dim, [] {});
+  }
+
+  // The rows from t on, which the tile after this one reads in the copies.
+  void ask_ahead(int64_t t, int64_t steps) {
+    next_q_ = next_dout_ = {};
+    if (!plan_.copies) return;
+    int64_t row = document_.first_row + t;
+    next_q_ = LinesAhead(q_copy(row), int64_t{kQueries} * k_stride_ * sizeof(T), steps);
+    next_dout_ = LinesAhead(dout_copy(row), int64_t{kQueries} * v_stride_ * sizeof(T), steps);
   }
 
   // What the band keeps of a tile, 8 rows with 8 keys at a time: the rest is left out of all five products, which is
@@ -505,7 +518,9 @@ class BackwardItem {
     for (int i = 0; i < rows; i += kRows) {
       T* weights = weights_ + i * kKeys + lane;
       T* dscores = dscores_ + i * kKeys + lane;
-      next_dq_.step();
+      next_dq_.template step<Access::write>();
+      next_q_.template step<Access::read>();
+      next_dout_.template step<Access::read>();
       Depths kept = keys_of_rows_[i / kRowPadding];
       if (kept.begin >= lane + NV * kWidth<T> || kept.end <= lane) {
         for (int r = 0; r < kRows; ++r) {
@@ -658,7 +673,7 @@ class BackwardItem {
   T* dbias_;            // [kKeys] sums over the rows of a tile
   size_t workspace_;
 
-  RowsAhead next_dq_;  // of the tile at hand
+  LinesAhead next_dq_, next_q_, next_dout_;
   int64_t batch_, kv_head_, head_, chunk_, document_index_;
   Document document_;
   int64_t first_block_;                          // of backward_reduce

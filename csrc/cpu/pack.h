@@ -49,6 +49,30 @@ class RowsAhead {
   Access access_ = Access::read;
 };
 
+// Likewise for what lies in one piece.
+class LinesAhead {
+ public:
+  LinesAhead() = default;
+  LinesAhead(const void* begin, int64_t bytes, int64_t steps)
+      : at_(static_cast<const char*>(begin)), bytes_((bytes / steps + kCacheLine - 1) / kCacheLine * kCacheLine) {}
+
+  template <Access access>
+  JAX_FLASH_INLINE void step() {
+    for (int64_t byte = 0; byte < bytes_; byte += kCacheLine) {
+      if constexpr (access == Access::write) {
+        __builtin_prefetch(at_ + byte, 1, 3);
+      } else {
+        __builtin_prefetch(at_ + byte, 0, 3);
+      }
+    }
+    at_ += bytes_;
+  }
+
+ private:
+  const char* at_ = nullptr;
+  int64_t bytes_ = 0;  // of a step
+};
+
 // One row of `columns` elements, zeros up to `padded`, a multiple of kWidth.
 template <typename E>
 JAX_FLASH_INLINE void copy_row(const E* from, int columns, int padded, Compute<E>* to) {
