@@ -12,6 +12,7 @@
 #include <vector>
 
 #if defined(__linux__)
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -125,6 +126,19 @@ void* workspace(size_t bytes) {
     size = bytes;
   }
   return buffer.get();
+}
+
+// Asks for pages of 2 MB. glibc's malloc, which XLA's buffers come from, keeps no memory of more than 32 MB for the next
+// call: that is new every time, and 14000 faults of 4 KB each took 13% of the backward of (1, 2048, 8, 128).
+void ask_for_large_pages([[maybe_unused]] void* p, [[maybe_unused]] size_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr size_t kKept = 32 << 20, kPage = 2 << 20;
+  if (bytes <= kKept) return;
+  uintptr_t begin = (reinterpret_cast<uintptr_t>(p) + kPage - 1) / kPage * kPage;
+  uintptr_t end = (reinterpret_cast<uintptr_t>(p) + bytes) / kPage * kPage;
+  // Advice: what comes of it changes no result.
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
 }
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -283,6 +297,7 @@ void backward(DType dtype, const Problem& problem, const ParallelFor& parallel_f
   const Kernels& k = kernels(dtype);
   BackwardPlan plan = plan_backward(problem);
   size_t bytes = k.backward_workspace(dtype, problem, plan);
+  ask_for_large_pages(problem.scratch, plan.scratch * (dtype == DType::f64 ? sizeof(double) : sizeof(float)));
   clear_dbias(dtype, problem, parallel_for);
   int64_t threads = worthwhile_threads(dtype, problem, 5);
   if (plan.copies) {
