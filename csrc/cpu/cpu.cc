@@ -205,6 +205,13 @@ ForwardPlan plan_forward(DType dtype, const Problem& p) {
   return plan;
 }
 
+// Keys of a row from which on q and dout are copied.
+#if defined(JAX_FLASH_COPY_KEYS)  // of the tests, whose problems are short
+constexpr int64_t kCopyKeys = JAX_FLASH_COPY_KEYS;
+#else
+constexpr int64_t kCopyKeys = 480;
+#endif
+
 BackwardPlan plan_backward(const Problem& p) {
   BackwardPlan plan{};
   auto shares_bias = [&](long long stride) { return p.options.has_dbias && stride == 0; };
@@ -222,13 +229,12 @@ BackwardPlan plan_backward(const Problem& p) {
   plan.row_blocks = static_cast<int>(block_count(p, p.q_length, kReduceRows));
   plan.reduce_items = int64_t{p.batch} * p.q_heads * plan.row_blocks;
   int64_t parts = int64_t{plan.chunks} * p.batch;
-  // A tile of rows that lie far apart costs 6% of its products to copy, 13% when q and dout of a head do not stay in the
-  // caches; the copies cost as much as 1 or 2 blocks of keys do.
-  constexpr int kKeys = 96, kBlocks = 5, kQueries = 64;
+  // For each block of keys a row costs 7% of its products to read where it lies, 13% when q and dout of a head do not
+  // stay in the caches. Its copy costs 2 to 4% of the products of kCopyKeys keys.
   int64_t keys = average_length(p, p.kv_length);
   if (p.options.causal) keys /= 2;
-  for (int64_t side : {p.options.window_left, p.options.window_right}) keys = std::min(keys, kKeys + 2 * side);
-  plan.copies = keys >= kBlocks * kKeys && average_length(p, p.q_length) >= kQueries;
+  for (int64_t side : {p.options.window_left, p.options.window_right}) keys = std::min(keys, 2 * side);
+  plan.copies = keys >= kCopyKeys && average_length(p, p.q_length) >= kReduceRows;
   int64_t rows = int64_t{p.batch} * p.q_heads * (plan.copies ? p.q_length : 0);
   plan.copy_items = plan.copies ? p.batch * divide_up(p.q_length, kCopyRows) : 0;
   plan.q_copy = parts * p.q_heads * plan.padded_q_length * plan.padded_head_dim;
