@@ -265,7 +265,8 @@ class BackwardItem {
     }
   }
 
-  // Rows t, t + 1, ... of head_: as they lie in the copies where they fill the tile, else rows `at`, ... of our buffers.
+  // Rows t, t + 1, ... of head_: as they lie in the copies where they fill the tile, else rows `at`, ... of our
+  // buffers.
   void load_queries(int64_t t, int rows, int at = 0) {
     int padded = round_up(rows, kRowPadding);
     int64_t row = document_.first_row + t;
@@ -657,16 +658,16 @@ class BackwardItem {
   T* v_panels_;   // [kKeys / kPanel][value_head_dim][kPanel]
   T* k_;          // [kKeys][k_stride_], and so dk_
   T* dk_;
-  T* dv_;          // [kKeys][v_stride_]
-  T* q_;           // [kQueries][k_stride_]
-  T* dout_;        // [kQueries][v_stride_]
+  T* dv_;               // [kKeys][v_stride_]
+  T* q_;                // [kQueries][k_stride_]
+  T* dout_;             // [kQueries][v_stride_]
   const T* tile_q_;     // [rows][k_stride_] of the tile at hand: q_, or in the copies
   const T* tile_dout_;  // [rows][v_stride_]
-  T* weights_;     // [kQueries][kKeys]
-  T* dscores_;     // [kQueries][kKeys]
-  T* lse_;         // [kQueries] in units of log2; +inf where a row keeps no key
-  T* delta_;       // [kQueries]
-  T* kept_begin_;  // [kQueries] the band's part of the block's keys
+  T* weights_;          // [kQueries][kKeys]
+  T* dscores_;          // [kQueries][kKeys]
+  T* lse_;              // [kQueries] in units of log2; +inf where a row keeps no key
+  T* delta_;            // [kQueries]
+  T* kept_begin_;       // [kQueries] the band's part of the block's keys
   T* kept_end_;
   Int<T>* segments_;    // [kKeys]
   uint32_t* key_bits_;  // [rows][kKeys / kDropoutKeys]

@@ -128,8 +128,8 @@ void* workspace(size_t bytes) {
   return buffer.get();
 }
 
-// Asks for pages of 2 MB. glibc's malloc, which XLA's buffers come from, keeps no memory of more than 32 MB for the next
-// call: that is new every time, and 14000 faults of 4 KB each took 13% of the backward of (1, 2048, 8, 128).
+// Asks for pages of 2 MB. glibc's malloc, which XLA's buffers come from, keeps no memory of more than 32 MB for the
+// next call: that is new every time, and 14000 faults of 4 KB each took 13% of the backward of (1, 2048, 8, 128).
 void ask_for_large_pages([[maybe_unused]] void* p, [[maybe_unused]] size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr size_t kKept = 32 << 20, kPage = 2 << 20;
