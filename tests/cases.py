@@ -395,7 +395,7 @@ def _drawn_options(rng: np.random.Generator, case: Case, dtype: str, wide: np.dt
         leading = case.leading if "b" in case.alibi else ()
         slopes = random(rng, (*leading, case.q_heads), wide, 0.2)
         # Of either sign, but not where keys are far: scores of hundreds are what NARROW is about.
-        options["alibi_slopes"] = slopes if case.kv_length < 200 else np.abs(slopes) * wide.type(200 / case.kv_length)
+        options["alibi_slopes"] = slopes if case.kv_length < 100 else np.abs(slopes) * wide.type(200 / case.kv_length)
     if case.sinks:
         options["sinks"] = random(rng, (case.q_heads,), wide)
     if case.dropout_rate:

@@ -256,6 +256,41 @@ bool sums_fit_dq(const Problem& p, int splits) {
   return sums_of_splits(p, splits) * 4 <= elements * (p.options.has_unscales ? 4 : 2);
 }
 
+// What sums of shares cost, in tiles of rows: 128 KB a block that are written and read again, and a launch.
+constexpr int64_t kSumSteps = 8;
+
+// Into how many shares a group is split; `common`: all add to one sum, beside an accumulator of dQ.
+int shares_of_groups(const Problem& p, bool common) {
+  const int64_t group = p.q_heads / p.kv_heads;
+  const int largest = std::max(p.head_dim, p.value_head_dim);
+  // Of Hopper's blocks in calls without options; of rows with fewer keys there are more blocks than are counted here.
+  const int keys = largest <= 64 ? 256 : largest <= 128 ? 128 : 64;
+  const int64_t blocks = blocks_of(p, p.kv_length, keys) * p.kv_heads * p.batch;
+  const int64_t tiles = divide_up(p.q_length, 64 * p.options.documents);  // of rows, for each query head of a block
+  // Under causal the longest block is twice as long as most are, and has to end with the others.
+  const int64_t enough = (p.options.causal ? 2 : 1) * kMultiprocessors;
+  // What the last multiprocessor has to do, in tiles of rows.
+  auto steps = [&](int64_t splits) {
+    const int64_t longest = tiles * (group / splits), all = blocks * splits;
+    const int64_t loop =
+        p.options.causal ? std::max(longest, longest * all / enough) : longest * divide_up(all, enough);
+    return loop + (splits > 1 ? kSumSteps : 0);
+  };
+  auto have_room = [&](int splits) {
+    if (common) return sums_fit_dq(p, 1);
+    // In place of the accumulator, behind the sums of slopes, no more than that.
+    const int64_t slopes = slope_scratch(p);
+    return sums_fit_dq(p, splits) || whole_fours(slopes) + sums_of_splits(p, splits) <= slopes + dq_scratch(p);
+  };
+  int64_t best = 1;
+  for (int64_t splits = 2; splits <= group && blocks * best < enough; ++splits) {
+    if (group % splits != 0) continue;
+    if (!have_room(static_cast<int>(splits))) break;
+    if (10 * steps(splits) <= 9 * steps(best)) best = splits;
+  }
+  return static_cast<int>(best);
+}
+
 // All zeros where the kernel asks for none.
 TensorMap tensor_map(const Tensor& tensor, const char* name, int box_rows, const Problem& p, int length, int heads,
                      int head_dim) {
@@ -284,9 +319,6 @@ TensorMaps tensor_maps(const LaunchFacts& facts, const Problem& p) {
 // there are 128 keys for every block at least. And no more blocks than half of the multiprocessors: four times 32 of
 // them take 7.3, two times 32 6.5.
 constexpr int kClusterKeys = 128;
-
-// What sums of shares cost, in tiles of rows: 128 KB a block that are written and read again, and a launch.
-constexpr int64_t kSumSteps = 8;
 
 std::atomic<int64_t> launched{0}, captured{0};
 
@@ -413,11 +445,13 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
   const int64_t zeros = (warps ? dq_scratch(problem) : 0) + slope_scratch(problem);
   if (zeros) driver.zero(problem.scratch, zeros, on);
   if (problem.dbias && !found.bias.main) driver.zero(problem.dbias, bias_elements(problem), on);
-  problem.group_splits = found.main.sum_splits ? group_splits(problem) : 1;
+  const bool common = !found.dq.main;  // kernels that add dQ add these too
+  problem.group_splits = found.main.sum_splits ? shares_of_groups(problem, common) : 1;
   if (problem.group_splits > 1) {
-    problem.group_sums = sums_fit_dq(problem, problem.group_splits)
+    problem.group_sums = common || sums_fit_dq(problem, problem.group_splits)
                              ? problem.dq.data
                              : static_cast<float*>(problem.scratch) + whole_fours(zeros);
+    if (common) driver.zero(problem.group_sums, sums_of_splits(problem, 1), on);
   }
   run(launch_of(device, found.main, problem, problem.kv_length, int64_t{problem.kv_heads} * problem.group_splits), on);
   const void* const arguments[] = {&problem};
@@ -478,38 +512,12 @@ int64_t forward_scratch(DType, const Problem& p) {
 
 int64_t backward_scratch(DType, const Problem& p) {
   const int64_t zeros = (accumulates_dq(p) ? dq_scratch(p) : 0) + slope_scratch(p);
-  const int splits = group_splits(p);
+  if (accumulates_dq(p)) return zeros;  // sums find room in dq, or are not split
+  const int splits = shares_of_groups(p, false);
   return splits == 1 || sums_fit_dq(p, splits) ? zeros : whole_fours(zeros) + sums_of_splits(p, splits);
 }
 
-int group_splits(const Problem& p) {
-  const int64_t group = p.q_heads / p.kv_heads;
-  const int largest = std::max(p.head_dim, p.value_head_dim);
-  // Of Hopper's blocks in calls without options; of rows with fewer keys there are more blocks than are counted here.
-  const int keys = largest <= 64 ? 256 : largest <= 128 ? 128 : 64;
-  const int64_t blocks = blocks_of(p, p.kv_length, keys) * p.kv_heads * p.batch;
-  const int64_t tiles = divide_up(p.q_length, 64 * p.options.documents);  // of rows, for each query head of a block
-  // Under causal the longest block is twice as long as most are, and has to end with the others.
-  const int64_t enough = (p.options.causal ? 2 : 1) * kMultiprocessors;
-  // What the last multiprocessor has to do, in tiles of rows.
-  auto steps = [&](int64_t splits) {
-    const int64_t longest = tiles * (group / splits), all = blocks * splits;
-    const int64_t loop =
-        p.options.causal ? std::max(longest, longest * all / enough) : longest * divide_up(all, enough);
-    return loop + (splits > 1 ? kSumSteps : 0);
-  };
-  // Beside an accumulator of dQ nothing else is asked for, and no more than that in its place.
-  auto have_room = [&](int splits) {
-    return sums_fit_dq(p, splits) || (!accumulates_dq(p) && sums_of_splits(p, splits) <= dq_scratch(p));
-  };
-  int64_t best = 1;
-  for (int64_t splits = 2; splits <= group && blocks * best < enough; ++splits) {
-    if (group % splits != 0) continue;
-    if (!have_room(static_cast<int>(splits))) break;
-    if (10 * steps(splits) <= 9 * steps(best)) best = splits;
-  }
-  return static_cast<int>(best);
-}
+int group_splits(const Problem& p) { return shares_of_groups(p, accumulates_dq(p)); }
 
 Status status() {
   Status status;

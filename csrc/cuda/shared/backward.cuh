@@ -653,7 +653,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   if constexpr (splits_groups) {
     if (problem.group_splits > 1) {
       constexpr int columns = head_dim + value_head_dim;
-      float* sums = share_sums(problem, place.batch, place.share, part.kv.first);
+      ShareSum* sums = share_sums(problem, place.batch, place.share, part.kv.first);
       backward.store_directly(sums, sums + head_dim, columns, columns, dk_factor, factor);
       return;
     }
