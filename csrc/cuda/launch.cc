@@ -395,6 +395,21 @@ void run(const Launch& launch, CuStream stream) {
   }
 }
 
+// The heads of a group as rows of one head, where each has a single row of query and nothing tells them apart: a tile
+// serves all of them.
+Problem heads_as_rows(const Problem& of_call) {
+  Problem p = of_call;
+  const int group = p.q_heads / p.kv_heads;
+  if (p.q_length > 1 || group == 1 || p.options.causal || p.options.has_q_lengths || !is_plain(p.options)) return p;
+  for (Tensor* rows : {&p.q, &p.dout, &p.dq}) {
+    rows->row_stride = rows->head_stride;
+    rows->head_stride *= group;
+  }
+  p.q_length = group;
+  p.q_heads = p.kv_heads;
+  return p;
+}
+
 }  // namespace
 
 bool graph_node(int device, Pass pass, DType dtype, const Problem& problem, GraphNode& node) {
@@ -440,7 +455,7 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
     return;
   }
 
-  Problem problem = of_call;
+  Problem problem = heads_as_rows(of_call);
   const int warps = found.main.facts.convert_warps;
   const int64_t zeros = (warps ? dq_scratch(problem) : 0) + slope_scratch(problem);
   if (zeros) driver.zero(problem.scratch, zeros, on);
