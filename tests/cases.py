@@ -692,6 +692,11 @@ CASES = (
     Case("few_heads_alone", 40, 1999, 4, 4, 128, large=True),
     Case("few_head_dims", 5, 2500, 4, 2, 64, value_head_dim=128, causal=True, q_offset=2490, large=True),
     Case("few_rows_of_heads", 1, 2500, 32, 1, 128, large=True),
+    # Heads enough for Hopper's blocks of 192 rows; in all others of head_dim 64 they have 128.
+    *(
+        Case(f"many_heads{'_causal' if causal else ''}", 190, 300, 67, 67, 64, (1,), causal=causal, large=True)
+        for causal in (False, True)
+    ),
     Case("few_square", 200, 200, 1, 1, 64, (1,), large=True),
     Case("few_scores_huge", 5, 2500, 8, 2, 64, spread=45.0, twins=True, dtypes=NARROW, large=True),
     Case("few_bias", 5, 2500, 8, 2, 64, bias="bnts", large=True),

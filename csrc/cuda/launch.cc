@@ -100,8 +100,8 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
     throw std::invalid_argument("highest_precision is for float16 arrays in two parts, which come with unscales");
   }
   const TileRow& tile = tile_row(family, parts, pass, largest, arch, plain, rows);
-  Variant variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile};
-  const bool tunable = plain && !without_dq && !options.has_unscales && head_dim == value_head_dim;
+  Variant variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile, rows};
+  const bool tunable = !rows && plain && !without_dq && !options.has_unscales && head_dim == value_head_dim;
   if (!gpu.empty() && tunable) {
     if (auto row = tuned_row(gpu, family, pass, head_dim)) variant.set_tuned(*row);
   }
@@ -144,6 +144,23 @@ const std::string& name_of(int device) {
   return found->second;
 }
 
+// block_q of the forward's blocks; 0: as the table's first row has it. Up to head_dim 64 Hopper's blocks of 192 rows
+// make 557 TFLOP/s and those of 128 rows 485; but where blocks are few, they are done the sooner the smaller they are.
+constexpr int kShortRows = 128;
+int rows_of_blocks(Pass pass, const Problem& p) {
+  if (pass != Pass::forward || std::max(p.head_dim, p.value_head_dim) > 64) return 0;
+  if (p.options.highest_precision || !is_plain(p.options)) return 0;
+  auto time = [&](int64_t rows, double rate) {
+    const int64_t blocks = divide_up(p.q_length, rows) * p.q_heads * p.batch;
+    const int64_t whole = rows * p.kv_length;  // a block's scores
+    // Under causal blocks keep half of them in the mean, the longest all, and go longest first.
+    const int64_t scores = p.options.causal ? std::max(whole, blocks * (whole + rows * rows) / 2 / kMultiprocessors)
+                                            : whole * divide_up(blocks, kMultiprocessors);
+    return scores / rate;
+  };
+  return time(kShortRows, 485) < time(192, 557) ? kShortRows : 0;
+}
+
 // Whether the pass for few queries serves a call as plan_few() would have it.
 bool serves_few(const std::string& family, int arch, const Problem& p, const FewPlan& plan) {
   const int parts = p.options.highest_precision ? 2 : 1, largest = std::max(p.head_dim, p.value_head_dim);
@@ -153,7 +170,7 @@ bool serves_few(const std::string& family, int arch, const Problem& p, const Few
 
 // What tells the kernels of one call from another's: the values of the option record that are compiled in.
 using Key = std::array<int64_t, 48>;
-Key key_of(int device, Pass pass, DType dtype, const Problem& problem, const FewPlan& plan) {
+Key key_of(int device, Pass pass, DType dtype, const Problem& problem, const FewPlan& plan, int rows) {
   Key key{};
   size_t next = 0;
   key[next++] = device;
@@ -163,6 +180,7 @@ Key key_of(int device, Pass pass, DType dtype, const Problem& problem, const Few
   key[next++] = problem.value_head_dim;
   key[next++] = tuned_generation();
   key[next++] = plan.rows;
+  key[next++] = rows;
   key[next++] = pass == Pass::backward && shares_bias(problem);
 #define JAX_FLASH_CONSTANT(type, name) key.at(next++) = static_cast<int64_t>(problem.options.name);
 #define JAX_FLASH_NOTHING(type, name)
@@ -191,7 +209,8 @@ struct Found {
 Found find(int device, Pass pass, DType dtype, const Problem& problem, const FewPlan& plan) {
   static std::mutex mutex;
   static std::map<Key, Found> all;
-  const Key key = key_of(device, pass, dtype, problem, plan);
+  const int rows = rows_of_blocks(pass, problem);
+  const Key key = key_of(device, pass, dtype, problem, plan, rows);
   {
     std::lock_guard<std::mutex> lock(mutex);
     auto entry = all.find(key);
@@ -212,7 +231,7 @@ Found find(int device, Pass pass, DType dtype, const Problem& problem, const Few
         device);
   };
   const bool few = serves_few(family, arch, problem, plan);
-  Found found{few ? kernels(Pass::forward_few, plan.rows) : kernels(pass), {}, {}, few};
+  Found found{few ? kernels(Pass::forward_few, plan.rows) : kernels(pass, family == "sm90a" ? rows : 0), {}, {}, few};
   const int largest = std::max(problem.head_dim, problem.value_head_dim);
   if (pass == Pass::backward && deterministic(family, problem.options, largest)) found.dq = kernels(Pass::backward_dq);
   if (own_bias) found.bias = kernels(Pass::backward_bias);
@@ -604,11 +623,12 @@ std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std:
           auto add = [&](int rows) {
             variants.push_back(variant_of(family, arch, pass, dtype, head_dim, value_head_dim, record, rows));
           };
+          const std::string of = pass_family(family, arch, parts, pass, largest);
           if (pass != Pass::forward_few) {
             add(0);
+            if (pass == Pass::forward && of == "sm90a" && largest <= 64 && is_plain(record)) add(kShortRows);
             continue;
           }
-          const std::string of = pass_family(family, arch, parts, pass, largest);
           for (int rows : kFewRows) {
             if (find_tile_row(of, parts, pass, largest, arch, is_plain(record), rows)) add(rows);
           }
