@@ -110,7 +110,7 @@ std::vector<std::string> compile_options(const Variant& variant, int target) {
   const std::string suffix = variant.family == "sm90a" ? "a" : "";
   // Verbose costs nothing, and puts registers and spills into the log. Not every kernel uses every constant of its
   // variant (177).
-  return {"--gpu-architecture=sm_" + std::to_string(target) + suffix, "--std=c++17", "--ptxas-options=-v",
+  return {"--gpu-architecture=sm_" + std::to_string(target) + suffix, "--std=c++20", "--ptxas-options=-v",
           "--diag-suppress=177"};
 }
 

@@ -8,10 +8,10 @@ constexpr int kSlopeWarps = 4;  // per block of jax_flash_sum_slopes
 constexpr int kSplitWarps = 8;  // per block of jax_flash_sum_splits
 
 struct LaunchFacts {
-  int threads;        // per block
-  int block_rows;     // rows of query or, in backward, of key of an item of work
-  int shared_bytes;   // dynamic shared memory
-  int convert_warps;  // per block of jax_flash_convert_dq; 0 where there is no such kernel
+  int threads = 0;        // per block
+  int block_rows = 0;     // rows of query or, in backward, of key of an item of work
+  int shared_bytes = 0;   // dynamic shared memory
+  int convert_warps = 0;  // per block of jax_flash_convert_dq; 0 where there is no such kernel
 
   // Blocks per multiprocessor of a grid that stays, whose blocks walk over the items of work; 0: a block for each item.
   int persistent = 0;
