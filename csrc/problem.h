@@ -76,9 +76,9 @@ struct Problem {
 
   // backward on GPUs only: into so many shares the query heads of a key head are split, a divisor of their number, each
   // with blocks of its own. Of several, each leaves its sums of dK and dV in group_sums, and jax_flash_sum_splits adds
-  // these up.
+  // these up; or they all add to one sum there, which is zeroed first, where they add to dQ as well.
   int group_splits;  // >= 1
-  void* group_sums;  // float [B, K, group_splits, S, H + V]; null where group_splits is 1
+  void* group_sums;  // float [B, K, group_splits or 1, S, H + V]; null where group_splits is 1
 };
 
 }  // namespace jax_flash

@@ -27,10 +27,10 @@ class Cell:
         full = 4.0 * self.batch * self.heads * self.length**2 * self.head_dim
         return full / 2 if self.causal else full
 
-    def draw(self) -> list[jax.Array]:
+    def draw(self, seed: int = 0) -> list[jax.Array]:
         """query, key, value and dout."""
         shape = (self.batch, self.length, self.heads, self.head_dim)
-        keys = jax.random.split(jax.random.key(0), 4)
+        keys = jax.random.split(jax.random.key(seed), 4)
         return [jax.random.normal(key, shape, jnp.dtype(self.dtype)) for key in keys]
 
 

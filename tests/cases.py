@@ -395,7 +395,7 @@ def _drawn_options(rng: np.random.Generator, case: Case, dtype: str, wide: np.dt
         leading = case.leading if "b" in case.alibi else ()
         slopes = random(rng, (*leading, case.q_heads), wide, 0.2)
         # Of either sign, but not where keys are far: scores of hundreds are what NARROW is about.
-        options["alibi_slopes"] = slopes if case.kv_length < 200 else np.abs(slopes) * wide.type(200 / case.kv_length)
+        options["alibi_slopes"] = slopes if case.kv_length < 100 else np.abs(slopes) * wide.type(200 / case.kv_length)
     if case.sinks:
         options["sinks"] = random(rng, (case.q_heads,), wide)
     if case.dropout_rate:
@@ -692,6 +692,11 @@ CASES = (
     Case("few_heads_alone", 40, 1999, 4, 4, 128, large=True),
     Case("few_head_dims", 5, 2500, 4, 2, 64, value_head_dim=128, causal=True, q_offset=2490, large=True),
     Case("few_rows_of_heads", 1, 2500, 32, 1, 128, large=True),
+    # Heads enough for Hopper's blocks of 192 rows; in all others of head_dim 64 they have 128.
+    *(
+        Case(f"many_heads{'_causal' if causal else ''}", 190, 300, 67, 67, 64, (1,), causal=causal, large=True)
+        for causal in (False, True)
+    ),
     Case("few_square", 200, 200, 1, 1, 64, (1,), large=True),
     Case("few_scores_huge", 5, 2500, 8, 2, 64, spread=45.0, twins=True, dtypes=NARROW, large=True),
     Case("few_bias", 5, 2500, 8, 2, 64, bias="bnts", large=True),

@@ -21,6 +21,8 @@ GROUPS = {"q_heads": 4, "kv_heads": 2}
 ODD = {"q_length": 197, "kv_length": 333}
 CASES = {
     "full-64": ODD,
+    # Blocks of 192 rows: those of the others at head_dim 64 have 128.
+    "many-heads": {"q_length": 140, "kv_length": 200, "q_heads": 67, "kv_heads": 67},
     "causal-64": {"q_length": 333, "kv_length": 197, "options": ["causal"], **GROUPS},
     "lengths-64": {"batch": 2, "dtype": "float16", "options": ["causal", "lengths"], **ODD},
     "documents-64": {"options": ["documents", "alibi"], **ODD},
@@ -63,7 +65,12 @@ CASES = {
     "segments-alibi": {"options": ["segments", "alibi", "q_offset", "causal"], **ODD},
 }
 
-CALLS = [(name, kernel_pass) for name in CASES for kernel_pass in ("forward", "backward")]
+CALLS = [
+    (name, kernel_pass)
+    for name in CASES
+    for kernel_pass in ("forward", "backward")
+    if (name, kernel_pass) != ("many-heads", "backward")
+]
 
 UNNOTICED = {
     "fence of products in start_dk": "that of dV or of the next scores comes before",

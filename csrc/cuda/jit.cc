@@ -290,7 +290,7 @@ std::string Variant::name() const {
 #undef JAX_FLASH_FEATURE
 #undef JAX_FLASH_NOTHING
 #undef JAX_FLASH_CONSTANT
-  if (pass == Pass::forward_few) name += "-q" + std::to_string(tile.block_q);
+  if (rows) name += "-q" + std::to_string(rows);
   return name + "-sm_" + std::to_string(arch);
 }
 

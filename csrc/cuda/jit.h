@@ -22,14 +22,15 @@ struct Variant {
   int value_head_dim;  // a multiple of 8
   Options options;     // the constants, and which features and operands there are
   TileRow tile;
+  int rows = 0;        // block_q that was asked for; 0: the table's first row
   bool tuned = false;  // the row is another than the table's
 
   void set_tuned(const TileRow& row) {
     tile = row;
     tuned = true;
   }
-  std::string name()
-      const;  // readable and unique: with the tile row where it is tuned, of forward_few with its block_q
+  // Readable and unique: with the tile row where it is tuned, and block_q where it was asked for.
+  std::string name() const;
   std::string source() const;  // the named constants, and the include of the family's file
 };
 

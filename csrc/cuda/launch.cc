@@ -100,8 +100,8 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
     throw std::invalid_argument("highest_precision is for float16 arrays in two parts, which come with unscales");
   }
   const TileRow& tile = tile_row(family, parts, pass, largest, arch, plain, rows);
-  Variant variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile};
-  const bool tunable = plain && !without_dq && !options.has_unscales && head_dim == value_head_dim;
+  Variant variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile, rows};
+  const bool tunable = !rows && plain && !without_dq && !options.has_unscales && head_dim == value_head_dim;
   if (!gpu.empty() && tunable) {
     if (auto row = tuned_row(gpu, family, pass, head_dim)) variant.set_tuned(*row);
   }
@@ -182,6 +182,23 @@ bool fits_int(const Problem& p) {
          fits(p.out, divide_up(p.q_length, 16) * 16, p.q_heads, p.value_head_dim);
 }
 
+// block_q of the forward's blocks; 0: as the table's first row has it. Up to head_dim 64 Hopper's blocks of 192 rows
+// make 557 TFLOP/s and those of 128 rows 485; but where blocks are few, they are done the sooner the smaller they are.
+constexpr int kShortRows = 128;
+int rows_of_blocks(Pass pass, const Problem& p) {
+  if (pass != Pass::forward || std::max(p.head_dim, p.value_head_dim) > 64) return 0;
+  if (p.options.highest_precision || !is_plain(p.options)) return 0;
+  auto time = [&](int64_t rows, double rate) {
+    const int64_t blocks = divide_up(p.q_length, rows) * p.q_heads * p.batch;
+    const int64_t whole = rows * p.kv_length;  // a block's scores
+    // Under causal blocks keep half of them in the mean, the longest all, and go longest first.
+    const int64_t scores = p.options.causal ? std::max(whole, blocks * (whole + rows * rows) / 2 / kMultiprocessors)
+                                            : whole * divide_up(blocks, kMultiprocessors);
+    return scores / rate;
+  };
+  return time(kShortRows, 485) < time(192, 557) ? kShortRows : 0;
+}
+
 // Whether the pass for few queries serves a call as plan_few() would have it.
 bool serves_few(const std::string& family, int arch, const Problem& p, const FewPlan& plan) {
   const int parts = p.options.highest_precision ? 2 : 1, largest = std::max(p.head_dim, p.value_head_dim);
@@ -191,7 +208,7 @@ bool serves_few(const std::string& family, int arch, const Problem& p, const Few
 
 // What tells the kernels of one call from another's: the values of the option record that are compiled in.
 using Key = std::array<int64_t, 48>;
-Key key_of(int device, Pass pass, DType dtype, const Problem& problem, const Plan& plan) {
+Key key_of(int device, Pass pass, DType dtype, const Problem& problem, const Plan& plan, int rows) {
   Key key{};
   size_t next = 0;
   key[next++] = device;
@@ -201,6 +218,7 @@ Key key_of(int device, Pass pass, DType dtype, const Problem& problem, const Pla
   key[next++] = problem.value_head_dim;
   key[next++] = tuned_generation();
   key[next++] = 2 * plan.few.rows + plan.tiny;
+  key[next++] = rows;
   key[next++] = pass == Pass::backward && shares_bias(problem);
 #define JAX_FLASH_CONSTANT(type, name) key.at(next++) = static_cast<int64_t>(problem.options.name);
 #define JAX_FLASH_NOTHING(type, name)
@@ -229,7 +247,8 @@ struct Found {
 Found find(int device, Pass pass, DType dtype, const Problem& problem, const Plan& plan) {
   static std::mutex mutex;
   static std::map<Key, Found> all;
-  const Key key = key_of(device, pass, dtype, problem, plan);
+  const int rows = rows_of_blocks(pass, problem);
+  const Key key = key_of(device, pass, dtype, problem, plan, rows);
   {
     std::lock_guard<std::mutex> lock(mutex);
     auto entry = all.find(key);
@@ -254,7 +273,8 @@ Found find(int device, Pass pass, DType dtype, const Problem& problem, const Pla
   if (plan.tiny && serves_tiny(family, arch, problem.options, problem.head_dim, problem.value_head_dim)) {
     main = Pass::forward_tiny;
   }
-  Found found{kernels(main, main == Pass::forward_few ? plan.few.rows : 0), {}, {}, main};
+  const int main_rows = main == Pass::forward_few ? plan.few.rows : main == pass && family == "sm90a" ? rows : 0;
+  Found found{kernels(main, main_rows), {}, {}, main};
   const int largest = std::max(problem.head_dim, problem.value_head_dim);
   if (pass == Pass::backward && deterministic(family, problem.options, largest)) found.dq = kernels(Pass::backward_dq);
   if (own_bias) found.bias = kernels(Pass::backward_bias);
@@ -300,6 +320,41 @@ bool sums_fit_dq(const Problem& p, int splits) {
   return sums_of_splits(p, splits) * 4 <= elements * (p.options.has_unscales ? 4 : 2);
 }
 
+// What sums of shares cost, in tiles of rows: 128 KB a block that are written and read again, and a launch.
+constexpr int64_t kSumSteps = 8;
+
+// Into how many shares a group is split; `common`: all add to one sum, beside an accumulator of dQ.
+int shares_of_groups(const Problem& p, bool common) {
+  const int64_t group = p.q_heads / p.kv_heads;
+  const int largest = std::max(p.head_dim, p.value_head_dim);
+  // Of Hopper's blocks in calls without options; of rows with fewer keys there are more blocks than are counted here.
+  const int keys = largest <= 64 ? 256 : largest <= 128 ? 128 : 64;
+  const int64_t blocks = blocks_of(p, p.kv_length, keys) * p.kv_heads * p.batch;
+  const int64_t tiles = divide_up(p.q_length, 64 * p.options.documents);  // of rows, for each query head of a block
+  // Under causal the longest block is twice as long as most are, and has to end with the others.
+  const int64_t enough = (p.options.causal ? 2 : 1) * kMultiprocessors;
+  // What the last multiprocessor has to do, in tiles of rows.
+  auto steps = [&](int64_t splits) {
+    const int64_t longest = tiles * (group / splits), all = blocks * splits;
+    const int64_t loop =
+        p.options.causal ? std::max(longest, longest * all / enough) : longest * divide_up(all, enough);
+    return loop + (splits > 1 ? kSumSteps : 0);
+  };
+  auto have_room = [&](int splits) {
+    if (common) return sums_fit_dq(p, 1);
+    // In place of the accumulator, behind the sums of slopes, no more than that.
+    const int64_t slopes = slope_scratch(p);
+    return sums_fit_dq(p, splits) || whole_fours(slopes) + sums_of_splits(p, splits) <= slopes + dq_scratch(p);
+  };
+  int64_t best = 1;
+  for (int64_t splits = 2; splits <= group && blocks * best < enough; ++splits) {
+    if (group % splits != 0) continue;
+    if (!have_room(static_cast<int>(splits))) break;
+    if (10 * steps(splits) <= 9 * steps(best)) best = splits;
+  }
+  return static_cast<int>(best);
+}
+
 // All zeros where the kernel asks for none.
 TensorMap tensor_map(const Tensor& tensor, const char* name, int box_rows, const Problem& p, int length, int heads,
                      int head_dim) {
@@ -328,9 +383,6 @@ TensorMaps tensor_maps(const LaunchFacts& facts, const Problem& p) {
 // there are 128 keys or 64 KB for every block at least. And no more blocks than half of the multiprocessors: four times
 // 32 of them take 7.3, two times 32 6.5.
 constexpr int kClusterKeys = 128, kClusterBytes = 1 << 16;
-
-// What sums of shares cost, in tiles of rows: 128 KB a block that are written and read again, and a launch.
-constexpr int64_t kSumSteps = 8;
 
 std::atomic<int64_t> launched{0}, captured{0};
 
@@ -435,6 +487,21 @@ void run(const Launch& launch, CuStream stream) {
   }
 }
 
+// The heads of a group as rows of one head, where each has a single row of query and nothing tells them apart: a tile
+// serves all of them.
+Problem heads_as_rows(const Problem& of_call) {
+  Problem p = of_call;
+  const int group = p.q_heads / p.kv_heads;
+  if (p.q_length > 1 || group == 1 || p.options.causal || p.options.has_q_lengths || !is_plain(p.options)) return p;
+  for (Tensor* rows : {&p.q, &p.dout, &p.dq}) {
+    rows->row_stride = rows->head_stride;
+    rows->head_stride *= group;
+  }
+  p.q_length = group;
+  p.q_heads = p.kv_heads;
+  return p;
+}
+
 }  // namespace
 
 std::vector<GraphNode> graph_nodes(int device, DType dtype, const Problem& problem) {
@@ -465,16 +532,18 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
     return;
   }
 
-  Problem problem = of_call;
+  Problem problem = heads_as_rows(of_call);
   const int warps = found.main.facts.convert_warps;
   const int64_t zeros = (warps ? dq_scratch(problem) : 0) + slope_scratch(problem);
   if (zeros) driver.zero(problem.scratch, zeros, on);
   if (problem.dbias && !found.bias.main) driver.zero(problem.dbias, bias_elements(problem), on);
-  problem.group_splits = found.main.sum_splits ? group_splits(problem) : 1;
+  const bool common = !found.dq.main;  // kernels that add dQ add these too
+  problem.group_splits = found.main.sum_splits ? shares_of_groups(problem, common) : 1;
   if (problem.group_splits > 1) {
-    problem.group_sums = sums_fit_dq(problem, problem.group_splits)
+    problem.group_sums = common || sums_fit_dq(problem, problem.group_splits)
                              ? problem.dq.data
                              : static_cast<float*>(problem.scratch) + whole_fours(zeros);
+    if (common) driver.zero(problem.group_sums, sums_of_splits(problem, 1), on);
   }
   run(launch_of(device, found.main, problem, problem.kv_length, int64_t{problem.kv_heads} * problem.group_splits), on);
   const void* const arguments[] = {&problem};
@@ -540,38 +609,12 @@ int64_t forward_scratch(DType, const Problem& p) {
 
 int64_t backward_scratch(DType, const Problem& p) {
   const int64_t zeros = (accumulates_dq(p) ? dq_scratch(p) : 0) + slope_scratch(p);
-  const int splits = group_splits(p);
+  if (accumulates_dq(p)) return zeros;  // sums find room in dq, or are not split
+  const int splits = shares_of_groups(p, false);
   return splits == 1 || sums_fit_dq(p, splits) ? zeros : whole_fours(zeros) + sums_of_splits(p, splits);
 }
 
-int group_splits(const Problem& p) {
-  const int64_t group = p.q_heads / p.kv_heads;
-  const int largest = std::max(p.head_dim, p.value_head_dim);
-  // Of Hopper's blocks in calls without options; of rows with fewer keys there are more blocks than are counted here.
-  const int keys = largest <= 64 ? 256 : largest <= 128 ? 128 : 64;
-  const int64_t blocks = blocks_of(p, p.kv_length, keys) * p.kv_heads * p.batch;
-  const int64_t tiles = divide_up(p.q_length, 64 * p.options.documents);  // of rows, for each query head of a block
-  // Under causal the longest block is twice as long as most are, and has to end with the others.
-  const int64_t enough = (p.options.causal ? 2 : 1) * kMultiprocessors;
-  // What the last multiprocessor has to do, in tiles of rows.
-  auto steps = [&](int64_t splits) {
-    const int64_t longest = tiles * (group / splits), all = blocks * splits;
-    const int64_t loop =
-        p.options.causal ? std::max(longest, longest * all / enough) : longest * divide_up(all, enough);
-    return loop + (splits > 1 ? kSumSteps : 0);
-  };
-  // Beside an accumulator of dQ nothing else is asked for, and no more than that in its place.
-  auto have_room = [&](int splits) {
-    return sums_fit_dq(p, splits) || (!accumulates_dq(p) && sums_of_splits(p, splits) <= dq_scratch(p));
-  };
-  int64_t best = 1;
-  for (int64_t splits = 2; splits <= group && blocks * best < enough; ++splits) {
-    if (group % splits != 0) continue;
-    if (!have_room(static_cast<int>(splits))) break;
-    if (10 * steps(splits) <= 9 * steps(best)) best = splits;
-  }
-  return static_cast<int>(best);
-}
+int group_splits(const Problem& p) { return shares_of_groups(p, accumulates_dq(p)); }
 
 Status status() {
   Status status;
@@ -644,11 +687,12 @@ std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std:
             variants.push_back(variant_of(family, arch, pass, dtype, head_dim, value_head_dim, record, rows));
           };
           if (pass == Pass::forward_tiny && !serves_tiny(family, arch, record, head_dim, value_head_dim)) continue;
+          const std::string of = pass_family(family, arch, parts, pass, largest);
           if (pass != Pass::forward_few) {
             add(0);
+            if (pass == Pass::forward && of == "sm90a" && largest <= 64 && is_plain(record)) add(kShortRows);
             continue;
           }
-          const std::string of = pass_family(family, arch, parts, pass, largest);
           for (int rows : kFewRows) {
             if (find_tile_row(of, parts, pass, largest, arch, is_plain(record), rows)) add(rows);
           }

@@ -28,4 +28,14 @@ static __device__ __forceinline__ float half_to_float(unsigned short x) {
   return y;
 }
 
+// To two floats in global memory, at a multiple of 8 bytes.
+static __device__ __forceinline__ void add_pair(float* to, float x, float y) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
+#else
+  atomicAdd(to, x);
+  atomicAdd(to + 1, y);
+#endif
+}
+
 }  // namespace jax_flash

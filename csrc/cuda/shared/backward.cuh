@@ -34,6 +34,7 @@ using QTile = Tile<block_q, parts * tile_head_dim>;
 using OutTile = Tile<block_q, parts * tile_value_head_dim>;
 using ScoreTile = Mma::Scores<block_kv, block_q>;
 
+static_assert(stages <= 2);
 constexpr bool adds_dq = !option_deterministic;
 constexpr bool shares_rows = split > 1 && block_q >= 16 * split;  // of S^T, between warps
 // Accumulators of at most 128 registers a lane, of which one half finds room where the rows were.
@@ -54,6 +55,8 @@ constexpr int dk_groups = ceil_div(tile_head_dim / dk_group, column_split);
 constexpr int dv_groups = ceil_div(tile_value_head_dim / dv_group, column_split);
 // Steps of S^T and dP^T: unrolled whole, the assembler reads so far ahead that it spills (head_dim 128, 120 bytes).
 constexpr int score_unrolled = key_tiles > 1 && passes_p&& tile_head_dim <= 128 ? 2 : 16;
+// Where no dQ follows, there is no barrier behind which it would not read either (sm_80, head_dim 64, 32 to 100 bytes).
+constexpr int derivative_unrolled = key_tiles > 1 && sums_rows && !adds_dq ? 2 : score_unrolled;
 constexpr int convert_warps = 4;  // of jax_flash_convert_dq, a block
 constexpr int dq_most_row_warps = warps == 8 && tile_head_dim % 64 == 0 ? warps / 4 : warps / 2;
 constexpr int dq_column_warps = warps / (dq_most_row_warps < block_q / 16 ? dq_most_row_warps : block_q / 16);
@@ -212,11 +215,11 @@ struct Backward {
   }
 
   // c = X Y^T, for the warp's keys in X and its rows in Y.
-  template <int k, typename X, typename Y>
+  template <int k, typename X, typename Y, int unrolled = score_unrolled>
   __device__ __forceinline__ void score_product(FragmentC (&c)[key_tiles][score_columns / 8], const char* x,
                                                 const char* y) const {
-    Mma::multiply_rows<k, score_unrolled>(c, Mma::reader_a<X>(shared_address(x), key_row, lane),
-                                          Mma::reader_b<Y>(shared_address(y), score_row(), lane));
+    Mma::multiply_rows<k, unrolled>(c, Mma::reader_a<X>(shared_address(x), key_row, lane),
+                                    Mma::reader_b<Y>(shared_address(y), score_row(), lane));
   }
 
   // c += A Y, where A [keys of the warp, rows] is P^T or dS^T: the warp's own fragments, or rows of a score tile.
@@ -356,7 +359,7 @@ struct Backward {
     }
 
     FragmentC ds[key_tiles][score_columns / 8] = {};
-    score_product<value_head_dim, VTile, OutTile>(ds, shared.v, rows.dout);
+    score_product<value_head_dim, VTile, OutTile, derivative_unrolled>(ds, shared.v, rows.dout);
 #pragma unroll
     for (int n = 0; n < score_columns / 8; ++n) {
       const int column = score_row() + 8 * n + lane % 4 * 2;
@@ -653,7 +656,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   if constexpr (splits_groups) {
     if (problem.group_splits > 1) {
       constexpr int columns = head_dim + value_head_dim;
-      float* sums = share_sums(problem, place.batch, place.share, part.kv.first);
+      ShareSum* sums = share_sums(problem, place.batch, place.share, part.kv.first);
       backward.store_directly(sums, sums + head_dim, columns, columns, dk_factor, factor);
       return;
     }

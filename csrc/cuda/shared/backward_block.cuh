@@ -119,10 +119,15 @@ JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
           work.head};
 }
 
-// Where the share of a group leaves its sums of dK for a key, and behind these of dV.
-JAX_FLASH_DEVICE float* share_sums(const Problem& problem, int batch, int share, int key) {
-  const i64 row = (static_cast<i64>(batch) * problem.kv_heads * problem.group_splits + share) * problem.kv_length + key;
-  return static_cast<float*>(problem.group_sums) + row * (head_dim + value_head_dim);
+// Where the share of a group leaves its sums of dK for a key, and behind these of dV. Beside an accumulator of dQ there
+// is room for one sum, to which all shares of a group add; otherwise each has its own, and their order is always one.
+constexpr bool common_sums = !option_deterministic;
+using ShareSum = Select<common_sums, CommonSum, float>::type;
+JAX_FLASH_DEVICE int sums_of_group(const Problem& problem) { return common_sums ? 1 : problem.group_splits; }
+JAX_FLASH_DEVICE ShareSum* share_sums(const Problem& problem, int batch, int share, int key) {
+  const int sum = common_sums ? share / problem.group_splits : share;
+  const i64 row = (static_cast<i64>(batch) * problem.kv_heads * sums_of_group(problem) + sum) * problem.kv_length + key;
+  return static_cast<ShareSum*>(problem.group_sums) + row * (head_dim + value_head_dim);
 }
 
 // The gradient of a slope: the sums of its document's keys. One warp a slope.

@@ -148,6 +148,7 @@ struct Matrices {
   static __device__ __forceinline__ void store_pair(Element* to, float x, float y) {
     *reinterpret_cast<u32*>(to) = pack(x, y);
   }
+  static __device__ __forceinline__ void store_pair(CommonSum* to, float x, float y) { add_pair(&to->sum, x, y); }
 
   // Writes accumulators of rows `row` and `row` + 8 of this lane to global memory: whole groups of columns, every
   // `step`-th from `first_group` on.

@@ -52,6 +52,10 @@ static_assert(dtype == DType::f16 || dtype == DType::bf16, "float32 comes as flo
 using Element = u16;
 constexpr int chunk_elements = 16 / sizeof(Element);  // in 16 bytes
 using Result = Select<has_unscales, float, Element>::type;
+// A float in global memory that blocks add to, in any order.
+struct CommonSum {
+  float sum;
+};
 
 // Whether something happens to the scores between product and softmax (scores.cuh).
 constexpr bool modifies_scores = with_softcap || has_bias || has_alibi_slopes;

@@ -1,4 +1,5 @@
-// dK and dV where the query heads of a key head are split: the sums of all shares, in their order.
+// dK and dV where the query heads of a key head are split: the sums of all shares, in their order, or what all added
+// to.
 #pragma once
 
 #include "cuda/shared/backward_block.cuh"
@@ -14,10 +15,10 @@ extern "C" __global__ void __launch_bounds__(32 * kSplitWarps)
   const int key = row % problem.kv_length, of = row / problem.kv_length;
   const int head = of % problem.kv_heads, batch = of / problem.kv_heads;
   if (batch >= problem.batch) return;
-  const float* from = share_sums(problem, batch, head * problem.group_splits, key) + column;
+  const ShareSum* from = share_sums(problem, batch, head * problem.group_splits, key) + column;
   float4 sum = {};
 #pragma unroll 4
-  for (int i = 0; i < problem.group_splits; ++i) {
+  for (int i = 0; i < sums_of_group(problem); ++i) {
     const float4 x = *reinterpret_cast<const float4*>(from);
     sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
     from += static_cast<i64>(problem.kv_length) * columns;

@@ -32,6 +32,16 @@ JAX_FLASH_DEVICE void store_row(const FragmentC (&c)[n], int half, float scale, 
   }
 }
 template <int columns, int n>
+JAX_FLASH_DEVICE void store_row(const FragmentC (&c)[n], int half, float scale, CommonSum* to, bool stored, int lane) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    const int column = i * 8 + lane % 4 * 2;
+    if (stored && column < columns) {
+      add_pair(&to[column].sum, c[i].x[2 * half] * scale, c[i].x[2 * half + 1] * scale);
+    }
+  }
+}
+template <int columns, int n>
 JAX_FLASH_DEVICE void store_row(const FragmentC (&c)[n], int half, float scale, Element* to, bool stored, int lane) {
 #pragma unroll
   for (int i = 0; i < n; i += 4) {
