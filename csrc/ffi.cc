@@ -682,15 +682,11 @@ NB_MODULE(_core, m) {
 
   m.def(
       "is_tiny",
-      [](int batch, int q_length, int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,
-         const nb::dict& options) {
-        Problem p = shape_of(named_options(options), batch, q_length, kv_length, q_heads, kv_heads);
-        p.head_dim = head_dim;
-        p.value_head_dim = value_head_dim;
-        return cuda::is_tiny(p);
+      [](int batch, int q_length, int kv_length, int q_heads, int kv_heads) {
+        return cuda::is_tiny(shape_of(named_options({}), batch, q_length, kv_length, q_heads, kv_heads));
       },
       nb::kw_only(), nb::arg("batch"), nb::arg("q_length"), nb::arg("kv_length"), nb::arg("q_heads"),
-      nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_head_dim"), nb::arg("options"));
+      nb::arg("kv_heads"));
 
   m.def(
       "group_splits",
@@ -719,7 +715,7 @@ NB_MODULE(_core, m) {
 
   m.def("cuda_launches", [] {
     const cuda::Launches launches = cuda::launches();
-    return nb::make_tuple(launches.all, launches.captured);
+    return nb::make_tuple(launches.all, launches.captured, launches.recorded);
   });
 
   m.def("cuda_status", [] {

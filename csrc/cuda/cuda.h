@@ -47,9 +47,9 @@ std::vector<GraphNode> graph_nodes(int device, DType dtype, const Problem& probl
 void count_recorded();  // that XLA has put a call's kernels into a graph
 
 // How many calls this process has launched, and how many of these went into a CUDA graph, which replays them without
-// us.
+// us; and of how many of these XLA has made nodes itself.
 struct Launches {
-  int64_t all, captured;
+  int64_t all, captured, recorded;
 };
 Launches launches();
 
@@ -63,7 +63,8 @@ constexpr int kFewRows[] = {16, 64};
 constexpr int kMultiprocessors = 132;
 FewPlan plan_few(const Problem& problem);
 
-// Whether a call is one for the kernel for tiny problems, where there is one: a function of shape and options alone.
+// Whether a call is one for the kernel for tiny problems, where there is one for its options and head dims: a function
+// of the shape alone.
 bool is_tiny(const Problem& problem);
 
 // Backward: into how many shares the query heads of a key head are split, where blocks for every key head are too few

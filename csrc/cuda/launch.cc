@@ -384,7 +384,7 @@ TensorMaps tensor_maps(const LaunchFacts& facts, const Problem& p) {
 // 32 of them take 7.3, two times 32 6.5.
 constexpr int kClusterKeys = 128, kClusterBytes = 1 << 16;
 
-std::atomic<int64_t> launched{0}, captured{0};
+std::atomic<int64_t> launched{0}, captured{0}, recorded{0};
 
 unsigned grid(int64_t blocks) {
   if (blocks > std::numeric_limits<int>::max()) throw std::invalid_argument("the call needs too many blocks");
@@ -572,9 +572,10 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
 void count_recorded() {
   ++launched;
   ++captured;
+  ++recorded;
 }
 
-Launches launches() { return {launched, captured}; }
+Launches launches() { return {launched, captured, recorded}; }
 
 FewPlan plan_few(const Problem& p) {
   const char* wanted_at_all = std::getenv("JAX_FLASH_FEW_QUERIES");
