@@ -42,7 +42,7 @@ struct GraphNode {
   TensorMaps maps;
   bool has_maps;
 };
-// Of a forward call, one behind the other. What prepare() does, where it did not come before.
+// Of a forward call, one behind the other. Makes them ready first, where prepare() did not come before.
 std::vector<GraphNode> graph_nodes(int device, DType dtype, const Problem& problem);
 void count_recorded();  // that XLA has put a call's kernels into a graph
 
