@@ -33,6 +33,7 @@ const char* entry_point(Pass pass) {
     case Pass::forward: return "jax_flash_forward";
     case Pass::backward: return "jax_flash_backward";
     case Pass::forward_few: return "jax_flash_forward_few";
+    case Pass::forward_tiny: return "jax_flash_forward_tiny";
     case Pass::backward_dq: return "jax_flash_backward_dq";
     default: return "jax_flash_backward_bias";
   }
@@ -223,7 +224,7 @@ Loaded load(const Variant& variant) {
     loaded.sum_slopes = driver.kernel(library, "jax_flash_sum_slopes");
   }
   if (loaded.facts.splits_groups) loaded.sum_splits = driver.kernel(library, "jax_flash_sum_splits");
-  if (loaded.facts.combine_warps) loaded.combine = driver.kernel(library, "jax_flash_combine");
+  if (loaded.facts.combine_warps) loaded.combine = driver.kernel(library, kCombine);
   return loaded;
 }
 
