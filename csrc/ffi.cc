@@ -442,34 +442,33 @@ struct RecordExtension {
   static Type Create(const XLA_FFI_Api* api, const CExtension* extension) { return {api, extension->record_frame}; }
 };
 
-template <Pass pass>
-ffi::Error record_cuda(RecordExtension::Type record, int32_t device, Options options, ffi::RemainingArgs args,
-                       ffi::RemainingRets rets) {
+ffi::Error record_forward_cuda(RecordExtension::Type record, int32_t device, Options options, ffi::RemainingArgs args,
+                               ffi::RemainingRets rets) {
   const XLA_FFI_RecordFrame& frame = *record.frame;
   XLA_FFI_Error* error = nullptr;
   ffi::Error ours = guarded([&] {
-    Call call = decode(pass, options, args, rets, cuda_scratch<pass>);
-    cuda::GraphNode node;
-    if (!cuda::graph_node(device, pass, call.dtype, call.problem, node)) {
-      error = frame.api->request_stream_capture(frame.record_ctx);
-      return;
+    Call call = decode(Pass::forward, options, args, rets, cuda_scratch<Pass::forward>);
+    const std::vector<cuda::GraphNode> nodes = cuda::graph_nodes(device, call.dtype, call.problem);
+    for (size_t i = 0; i < nodes.size() && !error; ++i) {
+      const cuda::GraphNode& node = nodes[i];
+      const XLA_FFI_KernelArg values[] = {{&node.problem, sizeof(node.problem), XLA_FFI_KernelArgType_HostValue},
+                                          {&node.maps, sizeof(node.maps), XLA_FFI_KernelArgType_HostValue}};
+      const XLA_FFI_KernelArgs arguments{values, node.has_maps ? 2 : 1};
+      if (frame.action == XLA_FFI_RecordAction_Update) {
+        error = frame.api->update_launch(frame.record_ctx, frame.commands[i], &arguments);
+        continue;
+      }
+      auto dim = [](unsigned x) { return XLA_FFI_Dim3{static_cast<int32_t>(x), 1, 1}; };
+      const XLA_FFI_LaunchDims dims{dim(node.blocks), dim(node.threads),
+                                    node.cluster > 1 ? dim(node.cluster) : XLA_FFI_Dim3{0, 0, 0}};
+      // The first follows what XLA says, the next one the first.
+      error = frame.api->create_launch(frame.record_ctx, node.name, node.cubin->data(),
+                                       static_cast<int64_t>(node.cubin->size()), XLA_FFI_SourceFormat_CUBIN, dims,
+                                       node.shared_bytes, node.overlaps, &arguments,
+                                       i ? &frame.commands[i - 1] : nullptr, i ? 1 : 0, &frame.commands[i]);
+      *frame.num_commands = static_cast<int64_t>(i) + 1;
     }
-    const XLA_FFI_KernelArg values[] = {{&node.problem, sizeof(node.problem), XLA_FFI_KernelArgType_HostValue},
-                                        {&node.maps, sizeof(node.maps), XLA_FFI_KernelArgType_HostValue}};
-    const XLA_FFI_KernelArgs arguments{values, node.has_maps ? 2 : 1};
-    if (frame.action == XLA_FFI_RecordAction_Update) {
-      error = frame.api->update_launch(frame.record_ctx, frame.commands[0], &arguments);
-      return;
-    }
-    auto dim = [](unsigned x) { return XLA_FFI_Dim3{static_cast<int32_t>(x), 1, 1}; };
-    const XLA_FFI_LaunchDims dims{dim(node.blocks), dim(node.threads),
-                                  node.cluster > 1 ? dim(node.cluster) : XLA_FFI_Dim3{0, 0, 0}};
-    error = frame.api->create_launch(frame.record_ctx, node.name, node.cubin->data(),
-                                     static_cast<int64_t>(node.cubin->size()), XLA_FFI_SourceFormat_CUBIN, dims,
-                                     node.shared_bytes, node.overlaps, &arguments, nullptr, 0, &frame.commands[0]);
-    if (error) return;
-    *frame.num_commands = 1;
-    cuda::count_recorded();
+    if (!error && frame.action == XLA_FFI_RecordAction_Create) cuda::count_recorded();
   });
   return error ? ffi::internal::ErrorPolicy::TakeError(record.api, error) : ours;
 }
@@ -506,7 +505,26 @@ XLA_FFI_DEFINE_HANDLER(kBackwardCuda, run_cuda<Pass::backward>, JAX_FLASH_BIND_C
       .Attrs<Options>()                       \
       .RemainingArgs()                        \
       .RemainingRets()
-XLA_FFI_DEFINE_HANDLER(kForwardCudaRecord, record_cuda<Pass::forward>, JAX_FLASH_BIND_RECORD);
+XLA_FFI_DEFINE_HANDLER(kForwardCudaRecord, record_forward_cuda, JAX_FLASH_BIND_RECORD);
+
+// JAX's plugin for CUDA (0.11.2) hands XLA all handlers of a target but `record`. So XLA is asked by itself, when it
+// asks this handler, of a target that no program calls, what it can do: that is when it says where its functions are.
+XLA_FFI_Error* register_forward_cuda(XLA_FFI_CallFrame* frame) {
+  const XLA_FFI_InternalExtension* extension = frame->extension_start;
+  if (extension && extension->type == XLA_FFI_Extension_Metadata) {
+    const std::string_view name = "jax_flash_forward", platform = "CUDA";
+    XLA_FFI_Handler_Register_Args args{};
+    args.struct_size = XLA_FFI_Handler_Register_Args_STRUCT_SIZE;
+    args.name = {name.data(), name.size()};
+    args.platform = {platform.data(), platform.size()};
+    // Nothing to initialize, which XLA would in every run, a microsecond a call: the first call of a kind finds its
+    // kernels when it is recorded, or without a graph when it is launched.
+    args.bundle.execute = kForwardCuda;
+    args.bundle.record = kForwardCudaRecord;
+    if (XLA_FFI_Error* error = frame->api->XLA_FFI_Handler_Register(&args)) return error;
+  }
+  return kForwardCuda(frame);
+}
 #endif
 
 DType named_dtype(const std::string& name) {
@@ -523,8 +541,9 @@ Pass named_pass(const std::string& name) {
   if (name == "backward_dq") return Pass::backward_dq;
   if (name == "backward_bias") return Pass::backward_bias;
   if (name == "forward_few") return Pass::forward_few;
-  throw std::invalid_argument("pass_ must be forward, backward, backward_dq, backward_bias or forward_few, got " +
-                              name);
+  if (name == "forward_tiny") return Pass::forward_tiny;
+  throw std::invalid_argument(
+      "pass_ must be forward, backward, backward_dq, backward_bias, forward_few or forward_tiny, got " + name);
 }
 
 // The record from the attributes of a call; what is not named is absent.
@@ -588,7 +607,8 @@ nb::capsule capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_c
 
 NB_MODULE(_core, m) {
   using namespace jax_flash;
-  const std::vector<std::string> kPasses{"forward", "backward", "backward_dq", "backward_bias", "forward_few"};
+  const std::vector<std::string> kPasses{"forward",       "backward",    "backward_dq",
+                                         "backward_bias", "forward_few", "forward_tiny"};
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
 #ifdef XLA_FFI_Extension_Record
   m.attr("RECORD_API_VERSION") =
@@ -617,10 +637,13 @@ NB_MODULE(_core, m) {
         forward["execute"] = capsule(kForwardCuda);
         backward["initialize"] = capsule(kBackwardCudaPrepare);
         backward["execute"] = capsule(kBackwardCuda);
-#ifdef XLA_FFI_Extension_Record
-        if (records) forward["record"] = capsule(kForwardCudaRecord);
-#endif
         cuda["jax_flash_forward"] = forward;
+#ifdef XLA_FFI_Extension_Record
+        if (records) {
+          cuda.clear();
+          cuda["jax_flash_register_forward"] = capsule(register_forward_cuda);
+        }
+#endif
         cuda["jax_flash_backward"] = backward;
         nb::dict all;
         all["cpu"] = cpu;
@@ -658,6 +681,14 @@ NB_MODULE(_core, m) {
       nb::arg("kv_heads"), nb::arg("options"));
 
   m.def(
+      "is_tiny",
+      [](int batch, int q_length, int kv_length, int q_heads, int kv_heads) {
+        return cuda::is_tiny(shape_of(named_options({}), batch, q_length, kv_length, q_heads, kv_heads));
+      },
+      nb::kw_only(), nb::arg("batch"), nb::arg("q_length"), nb::arg("kv_length"), nb::arg("q_heads"),
+      nb::arg("kv_heads"));
+
+  m.def(
       "group_splits",
       [](int batch, int q_length, int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,
          const nb::dict& options) {
@@ -684,7 +715,7 @@ NB_MODULE(_core, m) {
 
   m.def("cuda_launches", [] {
     const cuda::Launches launches = cuda::launches();
-    return nb::make_tuple(launches.all, launches.captured);
+    return nb::make_tuple(launches.all, launches.captured, launches.recorded);
   });
 
   m.def("cuda_status", [] {

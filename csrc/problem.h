@@ -7,8 +7,9 @@
 namespace jax_flash {
 
 enum class DType { f16, bf16, f32, f64 };
-// What kernels are for: backward_dq and backward_bias are parts of backward, forward_few is forward for few queries.
-enum class Pass { forward, backward, backward_dq, backward_bias, forward_few };
+// What kernels are for: backward_dq and backward_bias are parts of backward, forward_few is forward for few queries,
+// and forward_tiny for tiny problems.
+enum class Pass { forward, backward, backward_dq, backward_bias, forward_few, forward_tiny };
 
 // Into so many slices the keys of a head are split at most.
 constexpr int kMostSlices = 64;

@@ -38,6 +38,9 @@ def plan_few(
 ) -> tuple[int, int]:
     """How CUDA kernels for few queries serve a call: rows of a block, 0 if they don't, and slices of the keys."""
 
+def is_tiny(*, batch: int, q_length: int, kv_length: int, q_heads: int, kv_heads: int) -> bool:
+    """Whether CUDA kernels for tiny problems serve a call's shape, where they do its options and head dims."""
+
 def group_splits(
     *,
     batch: int,
@@ -63,8 +66,9 @@ def largest_head_dim(*, arch: int, highest_precision: bool) -> int:
 def separate_dq(*, arch: int, largest_head_dim: int) -> bool:
     """Whether dquery has a pass of its own on a compute capability such as 90, whatever ``deterministic`` says."""
 
-def cuda_launches() -> tuple[int, int]:
-    """How many calls this process has launched on GPUs, and how many of these went into a CUDA graph."""
+def cuda_launches() -> tuple[int, int, int]:
+    """How many calls this process has launched on GPUs, how many of these went into a CUDA graph, and how many of those
+    as nodes that XLA made itself."""
 
 def cuda_status() -> dict[str, Any]:
     """driver, driver_error, nvrtc, nvrtc_error, cache_dir and devices (name, compute_capability, family)."""

@@ -716,8 +716,14 @@ CASES = (
     Case("few_cluster_lengths", 17, 1024, 8, 2, 64, (2,), q_lengths=(0, 9), kv_lengths=(1000, 40), large=True),
     Case("few_cluster_of_two", 5, 300, 8, 2, 64, sinks=True, dropout_rate=0.3, large=True),
     Case("few_cluster_of_eight", 3, 1024, 8, 2, 128, (2,), sinks=True, kv_lengths=(1024, 200), large=True),
+    # Up to 64 keys and columns, without options, by a kernel for tiny problems.
+    *(Case(f"tiny_{h}", h, h, 1, 1, h, (1,), large=True) for h in (16, 32, 48, 64)),
+    Case("tiny_grouped", 33, 50, 6, 3, 32, causal=True, large=True),
+    Case("tiny_head_dims", 5, 64, 4, 2, 48, value_head_dim=16, scale=0.3, large=True),
+    Case("tiny_one_key", 17, 1, 2, 1, 64, (3,), large=True),
+    Case("tiny_scores_huge", 40, 63, 2, 2, 64, spread=45.0, twins=True, dtypes=NARROW, large=True),
     # One tile of keys, which is one warp's
-    *(Case(f"few_tile_{h}", 30, 16, 2, 2, h, (1,), causal=True, large=True) for h in (16, 24, 256)),
+    *(Case(f"few_tile_{h}", 30, 16, 2, 2, h, (1,), causal=True, large=True) for h in (24, 40, 256)),
     Case("few_tile_lengths", 30, 60, 4, 4, 64, (2,), sinks=True, q_lengths=(30, 9), kv_lengths=(60, 0), large=True),
     *(
         Case(f"few_everything_{h}", 17, 2500, 4, 2, h, **{**EVERYTHING, **FEW_EVERYTHING}, large=True)

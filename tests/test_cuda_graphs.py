@@ -1,5 +1,6 @@
 """XLA captures our calls into CUDA graphs, and what it replays is right."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -68,8 +69,54 @@ def test_captured_and_replayed(family: str, head_dim: int, options: dict[str, An
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     launches = np.diff(found["launches"], axis=0)
-    all_, captured = launches.sum(axis=0)
+    all_, captured, recorded = launches.sum(axis=0)
     assert captured > 0, f"launched {all_} calls, none into a graph: {launches.tolist()}"
     # Forward and backward are two calls; a graph that is replayed launches none of them.
     assert all_ < 2 * STEPS, f"launched {all_} calls in {STEPS} steps of two: {launches.tolist()}"
+    # Forward calls are XLA's own nodes where library and jaxlib agree on how.
+    agree = _core.RECORD_API_VERSION is not None and _registration.runtime_record_version() == _core.RECORD_API_VERSION
+    agree = agree and _registration.runtime_ffi_version() == _core.FFI_API_VERSION
+    assert (recorded > 0) == agree, f"{recorded} of {captured} calls were recorded: {launches.tolist()}"
     assert found["worst"] < 0.01
+
+
+def chains() -> dict[str, Any]:
+    """Chains of calls in one graph, some of which leave sums of slices for a second kernel: each against the same calls
+    one by one, and how many calls XLA made nodes of."""
+    before, worst = _core.cuda_launches()[2], {}
+    for name, (q_length, kv_length, q_heads, kv_heads, head_dim) in {
+        "tiny": (40, 64, 2, 2, 64),
+        "cluster": (3, 1024, 8, 2, 128),
+        "slices": (1, 8192, 8, 2, 128),
+        "many": (333, 389, 4, 2, 64),
+    }.items():
+        keys = jax.random.split(jax.random.key(q_length), 3)
+        q = jax.random.normal(keys[0], (2, q_length, q_heads, head_dim), jnp.bfloat16)
+        k, v = (jax.random.normal(key, (2, kv_length, kv_heads, head_dim), jnp.bfloat16) for key in keys[1:])
+
+        def links(q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+            results = [q]
+            for i in range(6):
+                # Of several predecessors, one of which is none of our kernels.
+                results.append(attention(results[-1], k + i if i % 2 else k, v, implementation="cuda"))
+            return results
+
+        graph = jax.jit(links, compiler_options={"xla_gpu_graph_min_graph_size": 1})
+        for _ in range(10):
+            inputs = [x * jnp.bfloat16(0.5) for x in (q, k, v)]
+            q, k, v = (x.at[:, 0].multiply(-1) for x in (q, k, v))
+            results = graph(*inputs)
+            for i, (start, got) in enumerate(itertools.pairwise(results)):
+                want = attention(start, inputs[1] + i if i % 2 else inputs[1], inputs[2], implementation="cuda")
+                difference = float(jnp.max(jnp.abs(got.astype(jnp.float32) - want.astype(jnp.float32))))
+                worst[name] = max(worst.get(name, 0.0), difference)
+    return {"recorded": _core.cuda_launches()[2] - before, "worst": worst}
+
+
+@pytest.mark.gpu
+def test_chains_of_recorded_calls() -> None:
+    """A kernel that begins before those that it follows have ended waits for all of them: the same bits as alone."""
+    if _registration.cuda_status()["devices"][0]["compute_capability"] < 80:
+        pytest.skip("for bfloat16")
+    found = chains()
+    assert found["worst"] == dict.fromkeys(("tiny", "cluster", "slices", "many"), 0.0)

@@ -64,6 +64,22 @@ def test_a_switch_leaves_them_to_the_other_kernels(monkeypatch: pytest.MonkeyPat
     assert scratch("cuda", 1, 32768) == 0
 
 
+def test_tiny_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of few blocks, each of which has all keys at once."""
+
+    def tiny(q_length: int, kv_length: int, heads: int = 1, batch: int = 1) -> bool:
+        answer: bool = _core.is_tiny(batch=batch, q_length=q_length, kv_length=kv_length, q_heads=heads, kv_heads=heads)
+        return answer
+
+    assert tiny(1, 1)
+    assert tiny(64, 64)
+    assert not tiny(64, 65)
+    assert tiny(32, 64, 33, 2)
+    assert not tiny(33, 64, 33, 2)
+    monkeypatch.setenv("JAX_FLASH_FEW_QUERIES", "0")
+    assert not tiny(64, 64)
+
+
 def test_scratch_holds_what_every_slice_has() -> None:
     """Of every row a sum of values, what exponentials are related to and their sum."""
     _, slices = plan(5, 32768, 8, 2, batch=3)
@@ -76,7 +92,7 @@ def test_scratch_holds_what_every_slice_has() -> None:
 
 
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.platform == "cuda" and target.kernel))
-@pytest.mark.parametrize("name", ["few_5", "few_everything_128", "few_rows_of_heads"])
+@pytest.mark.parametrize("name", ["few_5", "few_everything_128", "few_rows_of_heads", "tiny_64"])
 def test_results_are_the_same_in_every_run(target: Target, name: str) -> None:
     problem = cases.problem(cases.by_name(name), "bfloat16")
     call = cases.call(target, problem)

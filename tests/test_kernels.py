@@ -82,7 +82,7 @@ GROUPED = {
 
 
 LONG = ("forward", "backward", "backward_dq")
-"""The passes but for that of few queries, which has gates of its own."""
+"""The passes but for those of few queries and tiny problems, which have gates of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -293,6 +293,24 @@ def test_gates_of_few_queries(arch: int, dtype: str, tmp_path: pathlib.Path) -> 
         assert len(rows) == 2 * len(options)
         for kernel in rows:
             assert kernel["spill_bytes"] == kernel["local_bytes"] == 0, kernel["name"]
+
+
+def test_gates_of_tiny_problems(tmp_path: pathlib.Path) -> None:
+    """Nothing is spilled, and calls with options or other head dims have no kernel of theirs."""
+    for arch in (80, 90):
+        rows = compiled(
+            arch,
+            tmp_path,
+            dtypes=["bfloat16"],
+            head_dims=[16, 64, 72, 80],
+            options=[{}, {"causal": True}, ON["sinks"], ON["lengths"]],
+            passes=["forward_tiny"],
+        )
+        assert {(kernel["pass"], kernel["head_dim"]) for kernel in rows} == {("forward_tiny", 16), ("forward_tiny", 64)}
+        assert len(rows) == 4
+        for kernel in rows:
+            assert kernel["spill_bytes"] == kernel["local_bytes"] == 0, kernel["name"]
+    assert not compiled(75, tmp_path, dtypes=["float16"], head_dims=[64], options=[{}], passes=["forward_tiny"])
 
 
 SHARED_BIAS_GATE = {(80, 128): 16, (80, 256): 24}

@@ -30,8 +30,9 @@ void prepare(int device, Pass pass, DType dtype, const Problem& problem);
 // Enqueues the kernels. Neither allocates nor compiles nor synchronises when prepare() came before.
 void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem);
 
-// The one kernel of a call, for XLA to put into a CUDA graph by itself: with other arrays it then changes the kernel's
-// parameters, where what a handler launches would be captured anew.
+// A kernel of a call, for XLA to put into a CUDA graph by itself: with other arrays it then changes the kernel's
+// parameters, where what a handler launches would be captured anew; and the kernel may begin before the one that it
+// follows has ended, which one that is captured may not.
 struct GraphNode {
   const char* name;
   const std::string* cubin;
@@ -41,14 +42,14 @@ struct GraphNode {
   TensorMaps maps;
   bool has_maps;
 };
-// False where a call takes more than a kernel. To be used where prepare() came before.
-bool graph_node(int device, Pass pass, DType dtype, const Problem& problem, GraphNode& node);
-void count_recorded();  // that XLA has put such a kernel into a graph
+// Of a forward call, one behind the other. Makes them ready first, where prepare() did not come before.
+std::vector<GraphNode> graph_nodes(int device, DType dtype, const Problem& problem);
+void count_recorded();  // that XLA has put a call's kernels into a graph
 
 // How many calls this process has launched, and how many of these went into a CUDA graph, which replays them without
-// us.
+// us; and of how many of these XLA has made nodes itself.
 struct Launches {
-  int64_t all, captured;
+  int64_t all, captured, recorded;
 };
 Launches launches();
 
@@ -61,6 +62,10 @@ struct FewPlan {
 constexpr int kFewRows[] = {16, 64};
 constexpr int kMultiprocessors = 132;
 FewPlan plan_few(const Problem& problem);
+
+// Whether a call is one for the kernel for tiny problems, where there is one for its options and head dims: a function
+// of the shape alone.
+bool is_tiny(const Problem& problem);
 
 // Backward: into how many shares the query heads of a key head are split, where blocks for every key head are too few
 // for the multiprocessors; a divisor of their number, and a function of the shape alone, as plan_few is.
@@ -96,8 +101,8 @@ bool separate_dq(int arch, int largest_head_dim);
 struct Kernel {
   std::string name;  // the variant's name
   std::string path;  // of the cubin
-  std::string pass;  // "forward", "forward_few", "backward", "backward_dq" or "backward_bias"; the kernel is
-                     // jax_flash_<pass>
+  std::string pass;  // "forward", "forward_few", "forward_tiny", "backward", "backward_dq" or "backward_bias"; the
+                     // kernel is jax_flash_<pass>
   int head_dim;
   int value_head_dim;
   int block_q;       // rows of query in a step of the main loop

@@ -33,6 +33,7 @@ const char* entry_point(Pass pass) {
     case Pass::forward: return "jax_flash_forward";
     case Pass::backward: return "jax_flash_backward";
     case Pass::forward_few: return "jax_flash_forward_few";
+    case Pass::forward_tiny: return "jax_flash_forward_tiny";
     case Pass::backward_dq: return "jax_flash_backward_dq";
     default: return "jax_flash_backward_bias";
   }
@@ -110,7 +111,7 @@ std::vector<std::string> compile_options(const Variant& variant, int target) {
   const std::string suffix = variant.family == "sm90a" ? "a" : "";
   // Verbose costs nothing, and puts registers and spills into the log. Not every kernel uses every constant of its
   // variant (177).
-  return {"--gpu-architecture=sm_" + std::to_string(target) + suffix, "--std=c++17", "--ptxas-options=-v",
+  return {"--gpu-architecture=sm_" + std::to_string(target) + suffix, "--std=c++20", "--ptxas-options=-v",
           "--diag-suppress=177"};
 }
 
@@ -223,7 +224,7 @@ Loaded load(const Variant& variant) {
     loaded.sum_slopes = driver.kernel(library, "jax_flash_sum_slopes");
   }
   if (loaded.facts.splits_groups) loaded.sum_splits = driver.kernel(library, "jax_flash_sum_splits");
-  if (loaded.facts.combine_warps) loaded.combine = driver.kernel(library, "jax_flash_combine");
+  if (loaded.facts.combine_warps) loaded.combine = driver.kernel(library, kCombine);
   return loaded;
 }
 

@@ -34,6 +34,8 @@ struct Variant {
   std::string source() const;  // the named constants, and the include of the family's file
 };
 
+constexpr char kCombine[] = "jax_flash_combine";
+
 struct Loaded {
   LaunchFacts facts;
   const std::string* cubin;  // lives as long as the process

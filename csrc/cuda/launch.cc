@@ -105,7 +105,7 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
   if (!gpu.empty() && tunable) {
     if (auto row = tuned_row(gpu, family, pass, head_dim)) variant.set_tuned(*row);
   }
-  const bool forward = pass == Pass::forward || pass == Pass::forward_few;
+  const bool forward = pass == Pass::forward || pass == Pass::forward_few || pass == Pass::forward_tiny;
   variant.options.deterministic = !forward && own_dq;
   return variant;
 }
@@ -144,6 +144,44 @@ const std::string& name_of(int device) {
   return found->second;
 }
 
+// How a forward call is to be served where its family can: a function of shape and options.
+struct Plan {
+  FewPlan few{0, 1};
+  bool tiny = false;
+};
+
+// Whether there is nothing but scale and causal.
+bool only_causal(const Options& options) {
+  bool absent = true;
+#define JAX_FLASH_NOTHING(type, name)
+#define JAX_FLASH_FEATURE(type, name, value) absent &= options.name == value;
+#define JAX_FLASH_OPERAND(type, name, dims) absent &= !options.has_##name;
+  JAX_FLASH_OPTIONS(JAX_FLASH_NOTHING, JAX_FLASH_NOTHING, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND, JAX_FLASH_OPERAND)
+#undef JAX_FLASH_OPERAND
+#undef JAX_FLASH_FEATURE
+#undef JAX_FLASH_NOTHING
+  return absent;
+}
+
+// Whether the kernel for tiny problems serves calls with these options and head dims.
+bool serves_tiny(const std::string& family, int arch, const Options& options, int head_dim, int value_head_dim) {
+  const int largest = std::max(head_dim, value_head_dim);
+  return only_causal(options) && head_dim % 16 == 0 && value_head_dim % 16 == 0 &&
+         find_tile_row(pass_family(family, arch, 1, Pass::forward_tiny, largest), 1, Pass::forward_tiny, largest, arch);
+}
+
+// Whether all elements are so near to the first that an int says how far.
+bool fits_int(const Problem& p) {
+  auto fits = [&](const Tensor& t, int64_t rows, int64_t heads, int64_t columns) {
+    const int64_t last = (p.batch - 1) * t.batch_stride + (rows - 1) * t.row_stride + (heads - 1) * t.head_stride;
+    return last + columns <= std::numeric_limits<int>::max();
+  };
+  return fits(p.q, divide_up(p.q_length, 16) * 16, p.q_heads, p.head_dim) &&
+         fits(p.k, divide_up(p.kv_length, 16) * 16, p.kv_heads, p.head_dim) &&
+         fits(p.v, divide_up(p.kv_length, 16) * 16, p.kv_heads, p.value_head_dim) &&
+         fits(p.out, divide_up(p.q_length, 16) * 16, p.q_heads, p.value_head_dim);
+}
+
 // block_q of the forward's blocks; 0: as the table's first row has it. Up to head_dim 64 Hopper's blocks of 192 rows
 // make 557 TFLOP/s and those of 128 rows 485; but where blocks are few, they are done the sooner the smaller they are.
 constexpr int kShortRows = 128;
@@ -170,7 +208,7 @@ bool serves_few(const std::string& family, int arch, const Problem& p, const Few
 
 // What tells the kernels of one call from another's: the values of the option record that are compiled in.
 using Key = std::array<int64_t, 48>;
-Key key_of(int device, Pass pass, DType dtype, const Problem& problem, const FewPlan& plan, int rows) {
+Key key_of(int device, Pass pass, DType dtype, const Problem& problem, const Plan& plan, int rows) {
   Key key{};
   size_t next = 0;
   key[next++] = device;
@@ -179,7 +217,7 @@ Key key_of(int device, Pass pass, DType dtype, const Problem& problem, const Few
   key[next++] = problem.head_dim;
   key[next++] = problem.value_head_dim;
   key[next++] = tuned_generation();
-  key[next++] = plan.rows;
+  key[next++] = 2 * plan.few.rows + plan.tiny;
   key[next++] = rows;
   key[next++] = pass == Pass::backward && shares_bias(problem);
 #define JAX_FLASH_CONSTANT(type, name) key.at(next++) = static_cast<int64_t>(problem.options.name);
@@ -202,11 +240,11 @@ struct Found {
   Loaded main;
   Loaded dq;    // empty unless dQ has a pass of its own
   Loaded bias;  // empty unless the gradient of bias has one
-  bool few;     // whether main is the pass for few queries
+  Pass pass;    // main's
 };
 
 // The way of every call: one look-up. The first call of a kind goes through the door of jit.
-Found find(int device, Pass pass, DType dtype, const Problem& problem, const FewPlan& plan) {
+Found find(int device, Pass pass, DType dtype, const Problem& problem, const Plan& plan) {
   static std::mutex mutex;
   static std::map<Key, Found> all;
   const int rows = rows_of_blocks(pass, problem);
@@ -230,8 +268,13 @@ Found find(int device, Pass pass, DType dtype, const Problem& problem, const Few
         variant_of(family, arch, of, dtype, problem.head_dim, problem.value_head_dim, options, rows, name_of(device)),
         device);
   };
-  const bool few = serves_few(family, arch, problem, plan);
-  Found found{few ? kernels(Pass::forward_few, plan.rows) : kernels(pass, family == "sm90a" ? rows : 0), {}, {}, few};
+  Pass main = pass;
+  if (serves_few(family, arch, problem, plan.few)) main = Pass::forward_few;
+  if (plan.tiny && serves_tiny(family, arch, problem.options, problem.head_dim, problem.value_head_dim)) {
+    main = Pass::forward_tiny;
+  }
+  const int main_rows = main == Pass::forward_few ? plan.few.rows : main == pass && family == "sm90a" ? rows : 0;
+  Found found{kernels(main, main_rows), {}, {}, main};
   const int largest = std::max(problem.head_dim, problem.value_head_dim);
   if (pass == Pass::backward && deterministic(family, problem.options, largest)) found.dq = kernels(Pass::backward_dq);
   if (own_bias) found.bias = kernels(Pass::backward_bias);
@@ -247,7 +290,9 @@ int64_t bias_planes(const Problem& p) {
   return extent(p.dbias_strides.batch, p.batch) * extent(p.dbias_strides.head, p.q_heads);
 }
 
-FewPlan plan_of(Pass pass, const Problem& problem) { return pass == Pass::forward ? plan_few(problem) : FewPlan{0, 1}; }
+Plan plan_of(Pass pass, const Problem& problem) {
+  return pass == Pass::forward ? Plan{plan_few(problem), is_tiny(problem)} : Plan{};
+}
 
 int64_t bias_elements(const Problem& p) {
   return bias_planes(p) * extent(p.dbias_strides.row, p.q_length) * extent(p.dbias_strides.column, p.kv_length);
@@ -335,11 +380,11 @@ TensorMaps tensor_maps(const LaunchFacts& facts, const Problem& p) {
 // Up to 1024 keys a second launch costs what slices save (plan_few); a cluster saves it. Of 32 heads on 8 key heads at
 // T 1, S 1024, head_dim 128, blocks alone take 8.4 us, clusters of 2, 4 and 8 take 6.1, 4.3 and 3.5; but two blocks
 // take 3.1 instead of 2.5 for one head's 128 keys, and four take 4.6 like two for 256 keys of head_dim 256 (H200): so
-// there are 128 keys for every block at least. And no more blocks than half of the multiprocessors: four times 32 of
-// them take 7.3, two times 32 6.5.
-constexpr int kClusterKeys = 128;
+// there are 128 keys or 64 KB for every block at least. And no more blocks than half of the multiprocessors: four times
+// 32 of them take 7.3, two times 32 6.5.
+constexpr int kClusterKeys = 128, kClusterBytes = 1 << 16;
 
-std::atomic<int64_t> launched{0}, captured{0};
+std::atomic<int64_t> launched{0}, captured{0}, recorded{0};
 
 unsigned grid(int64_t blocks) {
   if (blocks > std::numeric_limits<int>::max()) throw std::invalid_argument("the call needs too many blocks");
@@ -357,10 +402,12 @@ namespace {
 // A grid, and what its kernel gets.
 struct Launch {
   const Loaded& loaded;
+  CuKernel kernel;
   Problem problem;
   TensorMaps maps;
   bool has_maps;
   unsigned blocks;
+  unsigned threads;
   unsigned cluster;
   unsigned shared_bytes;
   bool in_scratch;  // whether its blocks leave their results there, for a second kernel
@@ -373,8 +420,9 @@ Launch launch_of(int device, const Loaded& loaded, const Problem& problem, int l
   grid(blocks);  // items are counted in an int
   if (facts.persistent) blocks = std::min(blocks, int64_t{facts.persistent} * multiprocessors_of(device));
   const bool has_maps = facts.q_box_rows || facts.k_box_rows || facts.v_box_rows || facts.dout_box_rows;
-  const unsigned shared_bytes = facts.shared_bytes;
-  return {loaded, problem, tensor_maps(facts, problem), has_maps, grid(blocks), 1, shared_bytes, false};
+  const unsigned threads = facts.threads, shared_bytes = facts.shared_bytes;
+  return {loaded, loaded.main,  problem, tensor_maps(facts, problem), has_maps, grid(blocks), threads,
+          1,      shared_bytes, false};
 }
 
 // Blocks for every slice of the keys of every head.
@@ -385,21 +433,46 @@ Launch few_launch_of(const Loaded& loaded, const Problem& problem, int slices) {
   const int64_t blocks = blocks_of(problem, static_cast<int>(rows), loaded.facts.block_rows) * sets;
   const LaunchFacts& facts = loaded.facts;
   const bool in_scratch = slices > 1;
-  unsigned cluster = 1, shared_bytes = facts.shared_bytes;
+  unsigned cluster = 1, threads = facts.threads, shared_bytes = facts.shared_bytes;
   if (!in_scratch) {
-    const int64_t wanted = std::min(kMultiprocessors / 2 / blocks, int64_t{problem.kv_length} / kClusterKeys);
+    const int64_t bytes = int64_t{2} * problem.kv_length * (problem.head_dim + problem.value_head_dim);
+    const int64_t enough = std::max(int64_t{problem.kv_length} / kClusterKeys, bytes / kClusterBytes);
+    const int64_t wanted = std::min(kMultiprocessors / 2 / blocks, enough);
     while (2 * slices <= std::min<int64_t>(wanted, facts.most_cluster)) slices *= 2;
     cluster = slices;
     if (cluster > 1) shared_bytes += facts.cluster_bytes;
   }
-  Launch launch{loaded, problem, {}, false, grid(blocks * slices), cluster, shared_bytes, in_scratch};
+  Launch launch{loaded,  loaded.main, problem,      {},        false, grid(blocks * slices),
+                threads, cluster,     shared_bytes, in_scratch};
   launch.problem.kv_slices = slices;
   return launch;
 }
 
-Launch forward_launch(int device, const Found& found, const FewPlan& plan, const Problem& problem) {
-  return found.few ? few_launch_of(found.main, problem, plan.slices)
-                   : launch_of(device, found.main, problem, problem.q_length, problem.q_heads);
+// A warp for every 16 keys, and one for every 16 columns of values.
+Launch tiny_launch_of(const Loaded& loaded, const Problem& problem) {
+  const LaunchFacts& facts = loaded.facts;
+  const int64_t warps = divide_up(std::max(problem.kv_length, problem.value_head_dim), 16);
+  const int64_t blocks = blocks_of(problem, problem.q_length, facts.block_rows) * problem.q_heads * problem.batch;
+  const unsigned shared_bytes = facts.shared_bytes;
+  return {loaded, loaded.main,  problem, {}, false, grid(blocks), static_cast<unsigned>(32 * warps),
+          1,      shared_bytes, false};
+}
+
+Launch forward_launch(int device, const Found& found, const Plan& plan, const Problem& problem) {
+  switch (found.pass) {
+    case Pass::forward_tiny: return tiny_launch_of(found.main, problem);
+    case Pass::forward_few: return few_launch_of(found.main, problem, plan.few.slices);
+    default: return launch_of(device, found.main, problem, problem.q_length, problem.q_heads);
+  }
+}
+
+// What puts together what a launch has left in scratch.
+Launch combine_launch(const Launch& main) {
+  const Problem& problem = main.problem;
+  const int warps = main.loaded.facts.combine_warps;
+  const int64_t results = int64_t{problem.batch} * problem.q_heads * problem.q_length;
+  const unsigned blocks = grid(divide_up(results, problem.kv_slices <= warps ? warps : 1));
+  return {main.loaded, main.loaded.combine, problem, {}, false, blocks, static_cast<unsigned>(32 * warps), 1, 0, false};
 }
 
 void run(const Launch& launch, CuStream stream) {
@@ -407,10 +480,10 @@ void run(const Launch& launch, CuStream stream) {
   const LaunchFacts& facts = launch.loaded.facts;
   const void* const arguments[] = {&launch.problem, &launch.maps};
   if (facts.starts_ahead) {
-    driver.launch_small(launch.loaded.main, launch.blocks, facts.threads, launch.shared_bytes, stream, arguments,
+    driver.launch_small(launch.kernel, launch.blocks, launch.threads, launch.shared_bytes, stream, arguments,
                         launch.cluster);
   } else {
-    driver.launch(launch.loaded.main, launch.blocks, facts.threads, launch.shared_bytes, stream, arguments);
+    driver.launch(launch.kernel, launch.blocks, launch.threads, launch.shared_bytes, stream, arguments);
   }
 }
 
@@ -431,28 +504,22 @@ Problem heads_as_rows(const Problem& of_call) {
 
 }  // namespace
 
-bool graph_node(int device, Pass pass, DType dtype, const Problem& problem, GraphNode& node) {
-  if (pass != Pass::forward) return false;
-  const FewPlan plan = plan_of(pass, problem);
-  const Found found = find(device, pass, dtype, problem, plan);
+std::vector<GraphNode> graph_nodes(int device, DType dtype, const Problem& problem) {
+  const Plan plan = plan_of(Pass::forward, problem);
+  const Found found = find(device, Pass::forward, dtype, problem, plan);
   const Launch launch = forward_launch(device, found, plan, problem);
-  const LaunchFacts& facts = found.main.facts;
-  if (launch.in_scratch) return false;
-  node = {found.main.name,
-          found.main.cubin,
-          launch.blocks,
-          launch.cluster,
-          static_cast<unsigned>(facts.threads),
-          launch.shared_bytes,
-          facts.starts_ahead != 0,
-          launch.problem,
-          launch.maps,
-          launch.has_maps};
-  return true;
+  std::vector<GraphNode> nodes;
+  auto add = [&](const Launch& of, const char* name) {
+    nodes.push_back({name, found.main.cubin, of.blocks, of.cluster, of.threads, of.shared_bytes,
+                     found.main.facts.starts_ahead != 0, of.problem, of.maps, of.has_maps});
+  };
+  add(launch, found.main.name);
+  if (launch.in_scratch) add(combine_launch(launch), kCombine);
+  return nodes;
 }
 
 void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of_call) {
-  const FewPlan plan = plan_of(pass, of_call);
+  const Plan plan = plan_of(pass, of_call);
   const Found found = find(device, pass, dtype, of_call, plan);
   const Driver& driver = Driver::get();
   const CuStream on = static_cast<CuStream>(stream);
@@ -461,16 +528,7 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
   if (pass == Pass::forward) {
     const Launch forward = forward_launch(device, found, plan, of_call);
     run(forward, on);
-    if (!forward.in_scratch) return;
-    const int slices = forward.problem.kv_slices, warps = found.main.facts.combine_warps;
-    const int64_t results = int64_t{of_call.batch} * of_call.q_heads * of_call.q_length;
-    const void* const arguments[] = {&forward.problem};
-    const unsigned blocks = grid(divide_up(results, slices <= warps ? warps : 1));
-    if (found.main.facts.starts_ahead) {
-      driver.launch_small(found.main.combine, blocks, 32 * warps, 0, on, arguments, 1);
-    } else {
-      driver.launch(found.main.combine, blocks, 32 * warps, 0, on, arguments);
-    }
+    if (forward.in_scratch) run(combine_launch(forward), on);
     return;
   }
 
@@ -514,9 +572,10 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
 void count_recorded() {
   ++launched;
   ++captured;
+  ++recorded;
 }
 
-Launches launches() { return {launched, captured}; }
+Launches launches() { return {launched, captured, recorded}; }
 
 FewPlan plan_few(const Problem& p) {
   const char* wanted_at_all = std::getenv("JAX_FLASH_FEW_QUERIES");
@@ -536,6 +595,11 @@ FewPlan plan_few(const Problem& p) {
   // second launch costs what slices save.
   const int64_t slices = small ? 1 : std::min(kMultiprocessors / blocks(block), int64_t{p.kv_length} / 256);
   return {block, static_cast<int>(std::clamp<int64_t>(slices, 1, kMostSlices))};
+}
+
+bool is_tiny(const Problem& p) {
+  const int64_t blocks = divide_up(p.q_length, 16) * p.q_heads * p.batch;
+  return plan_few(p).rows && p.kv_length <= kTinyKeys && blocks <= kMultiprocessors && fits_int(p);
 }
 
 // See Scratch in shared/forward_few.cuh.
@@ -623,6 +687,7 @@ std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std:
           auto add = [&](int rows) {
             variants.push_back(variant_of(family, arch, pass, dtype, head_dim, value_head_dim, record, rows));
           };
+          if (pass == Pass::forward_tiny && !serves_tiny(family, arch, record, head_dim, value_head_dim)) continue;
           const std::string of = pass_family(family, arch, parts, pass, largest);
           if (pass != Pass::forward_few) {
             add(0);

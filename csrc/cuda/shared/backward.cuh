@@ -104,7 +104,12 @@ struct RowsLoad {
 };
 
 extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {
-    threads, block_kv, sizeof(SharedStorage), adds_dq ? convert_warps : 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, splits_groups};
+    .threads = threads,
+    .block_rows = block_kv,
+    .shared_bytes = sizeof(SharedStorage),
+    .convert_warps = adds_dq ? convert_warps : 0,
+    .splits_groups = splits_groups,
+};
 
 // Where dQ is summed up: for every 16 rows, for every 8 columns, the accumulator fragment as the lanes hold it, so that
 // one atomic instruction of a warp covers 128 contiguous bytes. `row_tile` counts in the batch entry.

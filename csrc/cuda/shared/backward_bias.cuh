@@ -35,7 +35,11 @@ struct SharedStorage {
 };
 
 extern "C" __constant__ LaunchFacts jax_flash_backward_bias_facts = {
-    threads, block_q, sizeof(SharedStorage), 0, 0, 0, 0, 0, 0, 0, block_kv};
+    .threads = threads,
+    .block_rows = block_q,
+    .shared_bytes = sizeof(SharedStorage),
+    .block_keys = block_kv,
+};
 
 struct BackwardBias {
   const Problem& problem;

@@ -41,7 +41,11 @@ struct SharedStorage {
   char v[VTile::bytes];
 };
 
-extern "C" __constant__ LaunchFacts jax_flash_backward_dq_facts = {threads, block_q, sizeof(SharedStorage), 0};
+extern "C" __constant__ LaunchFacts jax_flash_backward_dq_facts = {
+    .threads = threads,
+    .block_rows = block_q,
+    .shared_bytes = sizeof(SharedStorage),
+};
 
 // What a block works on.
 struct Place {

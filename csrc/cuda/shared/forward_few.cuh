@@ -11,6 +11,7 @@
 #pragma once
 
 #include "cuda/shared/cluster.cuh"
+#include "cuda/shared/mixture.cuh"
 #include "cuda/shared/score_rows.cuh"
 #include "cuda/shared/softmax.cuh"
 
@@ -68,20 +69,14 @@ struct ClusterStorage {
 };
 
 extern "C" __constant__ LaunchFacts jax_flash_forward_few_facts = {
-    threads,
-    block_q,
-    sizeof(SharedStorage),
-    0,
-    0,
-    0,
-    0,
-    0,
-    0,
-    combine_warps,
-    0,
-    may_start_ahead,
-    most_cluster,
-    most_cluster > 1 ? static_cast<int>(sizeof(ClusterStorage)) : 0};
+    .threads = threads,
+    .block_rows = block_q,
+    .shared_bytes = sizeof(SharedStorage),
+    .combine_warps = combine_warps,
+    .starts_ahead = may_start_ahead,
+    .most_cluster = most_cluster,
+    .cluster_bytes = most_cluster > 1 ? static_cast<int>(sizeof(ClusterStorage)) : 0,
+};
 
 // Whether the slices of the keys of a head are the blocks of a cluster: those that nobody planned scratch for.
 JAX_FLASH_DEVICE bool in_cluster(const Problem& problem) {
@@ -99,17 +94,6 @@ JAX_FLASH_DEVICE void team_sync(int team) {
   }
 }
 
-// The exponentials of a row that has been seen in several places: to what they are related, and their sum.
-JAX_FLASH_DEVICE float lse_of(float anchor, float total) {
-  return total == 0.f ? -JAX_FLASH_INFINITY : (anchor + weight_bits + log2_approx(total * weight_unit)) * kLn2;
-}
-JAX_FLASH_DEVICE float weight_against(float own, float anchor) {
-  return own == -JAX_FLASH_INFINITY ? 0.f : exp2_approx(own - anchor);
-}
-// Takes in a sink, a logit without a value.
-JAX_FLASH_DEVICE float anchor_with(float anchor, float sink) {
-  return has_sinks ? fmaxf(anchor, sink * kLog2e - weight_bits) : anchor;
-}
 JAX_FLASH_DEVICE float sink_of(const Problem& problem, int batch, int head) {
   if constexpr (!has_sinks) return -JAX_FLASH_INFINITY;
   return static_cast<const float*>(problem.sinks)[batch * problem.q_heads + head];
@@ -126,10 +110,6 @@ JAX_FLASH_DEVICE float inverse_of(const Problem& problem, const Dropout& dropout
 JAX_FLASH_DEVICE void store_eight(float* to, const float (&x)[8]) {
   reinterpret_cast<float4*>(to)[0] = {x[0], x[1], x[2], x[3]};
   reinterpret_cast<float4*>(to)[1] = {x[4], x[5], x[6], x[7]};
-}
-JAX_FLASH_DEVICE void store_four(float* to, float4 x) { *reinterpret_cast<float4*>(to) = x; }
-JAX_FLASH_DEVICE void store_four(u16* to, float4 x) {
-  *reinterpret_cast<uint2*>(to) = {pack(x.x, x.y), pack(x.z, x.w)};
 }
 JAX_FLASH_DEVICE void store_eight(u16* to, const float (&x)[8]) {
   *reinterpret_cast<uint4*>(to) = {pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])};
@@ -432,42 +412,6 @@ JAX_FLASH_DEVICE void finish_eights(const Problem& problem, const Block& block, 
     }
   }
 }
-
-// Weights of sums of one row that are related to several anchors, which are related to `anchor` then.
-template <int n>
-struct Mixture {
-  float anchor, total, weights[n];
-
-  // Where there is no sink, that is -inf.
-  template <typename StatisticsOf>
-  __device__ __forceinline__ Mixture(float sink, const StatisticsOf& statistics_of) : total(0.f) {
-    float2 of[n];
-    anchor = anchor_with(-JAX_FLASH_INFINITY, sink);
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      of[i] = statistics_of(i);
-      anchor = fmaxf(anchor, of[i].x);
-    }
-    if (has_sinks && sink != -JAX_FLASH_INFINITY) total = exp2_approx(sink * kLog2e - anchor);
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      weights[i] = weight_against(of[i].x, anchor);
-      total += weights[i] * of[i].y;
-    }
-  }
-  // What is of no weight need not be there.
-  template <typename SumOf>
-  __device__ __forceinline__ float4 operator()(const SumOf& sum_of) const {
-    float4 x{};
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      if (weights[i] == 0.f) continue;
-      const float4 y = *reinterpret_cast<const float4*>(sum_of(i));
-      x = {x.x + weights[i] * y.x, x.y + weights[i] * y.y, x.z + weights[i] * y.z, x.w + weights[i] * y.w};
-    }
-    return x;
-  }
-};
 
 // Columns of a row in fours, of one of `row_threads` threads.
 template <int row_threads, typename Do>

@@ -46,7 +46,11 @@ struct SharedStorage {
   char v[VTile::bytes];
 };
 
-extern "C" __constant__ LaunchFacts jax_flash_forward_facts = {threads, block_q, sizeof(SharedStorage), 0};
+extern "C" __constant__ LaunchFacts jax_flash_forward_facts = {
+    .threads = threads,
+    .block_rows = block_q,
+    .shared_bytes = sizeof(SharedStorage),
+};
 
 struct Forward {
   const Problem& problem;

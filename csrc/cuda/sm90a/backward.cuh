@@ -45,21 +45,17 @@ struct SharedStorage {
   u64 keys_full, full[stages], empty[stages], ds_full[2], ds_empty[2];
 };
 
-extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {threads,
-                                                                block_kv,
-                                                                sizeof(SharedStorage),
-                                                                adds_dq ? convert_warps : 0,
-                                                                0,
-                                                                block_q,
-                                                                block_kv,
-                                                                block_kv,
-                                                                block_q,
-                                                                0,
-                                                                0,
-                                                                0,
-                                                                1,
-                                                                0,
-                                                                splits_groups};
+extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {
+    .threads = threads,
+    .block_rows = block_kv,
+    .shared_bytes = sizeof(SharedStorage),
+    .convert_warps = adds_dq ? convert_warps : 0,
+    .q_box_rows = block_q,
+    .k_box_rows = block_kv,
+    .v_box_rows = block_kv,
+    .dout_box_rows = block_q,
+    .splits_groups = splits_groups,
+};
 
 // By one warp.
 JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const TensorMaps& maps, int lane) {

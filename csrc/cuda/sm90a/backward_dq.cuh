@@ -46,7 +46,14 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) <= most_bytes, "the tiles are too large");
 
 extern "C" __constant__ LaunchFacts jax_flash_backward_dq_facts = {
-    threads, block_q, sizeof(SharedStorage), 0, 0, block_q, block_kv, block_kv, block_q};
+    .threads = threads,
+    .block_rows = block_q,
+    .shared_bytes = sizeof(SharedStorage),
+    .q_box_rows = block_q,
+    .k_box_rows = block_kv,
+    .v_box_rows = block_kv,
+    .dout_box_rows = block_q,
+};
 
 // What the warps of a block all know.
 struct Block {

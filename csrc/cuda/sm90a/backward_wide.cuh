@@ -30,7 +30,15 @@ struct SharedStorage {
 };
 
 extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {
-    threads, block_kv, sizeof(SharedStorage), 0, 0, block_q, block_kv, block_kv, block_q, 0, 0, 0, 1, 0, splits_groups};
+    .threads = threads,
+    .block_rows = block_kv,
+    .shared_bytes = sizeof(SharedStorage),
+    .q_box_rows = block_q,
+    .k_box_rows = block_kv,
+    .v_box_rows = block_kv,
+    .dout_box_rows = block_q,
+    .splits_groups = splits_groups,
+};
 
 // By one warp.
 JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const TensorMaps& maps, int lane) {

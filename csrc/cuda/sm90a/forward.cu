@@ -59,7 +59,14 @@ struct SharedStorage {
   u64 v_full[stages], v_empty[stages];
 };
 extern "C" __constant__ LaunchFacts jax_flash_forward_facts = {
-    threads, block_q, sizeof(SharedStorage), 0, 1, block_q, block_kv, block_kv, 0};
+    .threads = threads,
+    .block_rows = block_q,
+    .shared_bytes = sizeof(SharedStorage),
+    .persistent = 1,
+    .q_box_rows = block_q,
+    .k_box_rows = block_kv,
+    .v_box_rows = block_kv,
+};
 
 // Numbers of the hardware's barriers, from these on one for each consumer.
 constexpr int turn_barrier = 1, own_barrier = 1 + consumers;
