@@ -6,6 +6,9 @@
 // with the sums of dQ included; passes apart for dQ and for dK, dV need no scratch but 7 products, and would be slower
 // even at the peak.
 //
+// Every block of keys reads all of q and dout, whose rows lie as far apart as a head's do in memory. Where there are
+// many blocks both are copied into the scratch first, head by head, and converted there once.
+//
 // Heads, batch entries and chunks that share elements of dbias are one item, so its sums need no scratch.
 #pragma once
 

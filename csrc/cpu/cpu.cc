@@ -128,9 +128,9 @@ void* workspace(size_t bytes) {
   return buffer.get();
 }
 
-// Asks for pages of 2 MB. glibc's malloc, which XLA's buffers come from, keeps no memory of more than 32 MB for the next
-// call, and less in some processes only: then it is new every time. Its 14000 faults of 4 KB took 13% of the backward
-// of (1, 2048, 8, 128), 6200 took 15% of that of (1, 1024, 8, 128).
+// Asks for pages of 2 MB. glibc's malloc, which XLA's buffers come from, keeps no memory of more than 32 MB for the
+// next call, and less in some processes only: then it is new every time. Its 14000 faults of 4 KB took 13% of the
+// backward of (1, 2048, 8, 128), 6200 took 15% of that of (1, 1024, 8, 128).
 void ask_for_large_pages([[maybe_unused]] void* p, [[maybe_unused]] size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr size_t kWorthwhile = 4 << 20, kPage = 2 << 20;
