@@ -93,7 +93,9 @@ def test_sanitizers(tmp_path: pathlib.Path, flags: Sequence[str]) -> None:
     isas = ["baseline"]
     if X86 and has("avx512_bf16"):
         isas += ["amx_bf16"] if flags == THREAD else ["avx512_bf16", "amx_bf16"]
-    build(tmp_path, isas, ["-O1", *flags, EMULATED_TILES], ["driver"])
+    # Most problems are too short for copies of query and dout otherwise.
+    copies = "-DJAX_FLASH_COPY_KEYS=60"
+    build(tmp_path, isas, ["-O1", *flags, EMULATED_TILES, copies], ["driver"])
     for seed, isa in enumerate(isas):
         drive([tmp_path / "driver"], isa, 1000 * seed, 200)
 
@@ -119,7 +121,7 @@ def test_neon(tmp_path: pathlib.Path) -> None:
 @pytest.mark.skipif(not X86, reason="errors are stated for x86-64")
 def test_exp2(tmp_path: pathlib.Path) -> None:
     """Over every float. Stated in csrc/cpu/simd.h; without fused multiply-adds more is rounded."""
-    errors = {"baseline": ("1.30", "1.31"), "avx2": ("1.015", "1.04"), "avx512": ("1.015", "1.04")}
+    errors = {"baseline": ("1.132", "1.31"), "avx2": ("0.870", "1.04"), "avx512": ("0.870", "1.04")}
     isas = [isa for isa in errors if has(isa)]
     build(tmp_path, isas, [], [f"exp2_{isa}" for isa in isas])
     for isa in isas:

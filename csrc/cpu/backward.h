@@ -6,6 +6,9 @@
 // with the sums of dQ included; passes apart for dQ and for dK, dV need no scratch but 7 products, and would be slower
 // even at the peak.
 //
+// Every block of keys reads all of q and dout, whose rows lie as far apart as a head's do in memory. Where there are
+// many blocks both are copied into the scratch first, head by head, and converted there once.
+//
 // Heads, batch entries and chunks that share elements of dbias are one item, so its sums need no scratch.
 #pragma once
 
@@ -70,6 +73,18 @@ class BackwardItem {
     }
   }
 
+  // In memory's order, all heads of a row.
+  void copy(int64_t item) {
+    int64_t parts = (int64_t{p_.q_length} + kCopyRows - 1) / kCopyRows, first = item % parts * kCopyRows;
+    batch_ = item / parts;
+    for (int64_t t = first; t < std::min<int64_t>(first + kCopyRows, p_.q_length); ++t) {
+      for (head_ = 0; head_ < p_.q_heads; ++head_) {
+        copy_row(row_of<const E>(p_.q, batch_, t, head_), p_.head_dim, k_stride_, q_copy(t));
+        copy_row(row_of<const E>(p_.dout, batch_, t, head_), p_.value_head_dim, v_stride_, dout_copy(t));
+      }
+    }
+  }
+
   // Adds up the chunks' sums of a block of rows.
   void reduce(int64_t item) {
     int64_t block = item % plan_.row_blocks, head = item / plan_.row_blocks % p_.q_heads;
@@ -128,6 +143,12 @@ class BackwardItem {
   T* dq(int64_t head, int64_t t) const {
     int64_t row = ((chunk_ * p_.batch + batch_) * p_.q_heads + head) * plan_.padded_q_length + first_sum_ + t;
     return static_cast<T*>(p_.scratch) + row * plan_.padded_head_dim;
+  }
+  // Row t, of the batch entry, in the copies of the head at hand.
+  T* q_copy(int64_t t) const { return row_of_copy(plan_.q_copy, t, k_stride_); }
+  T* dout_copy(int64_t t) const { return row_of_copy(plan_.dout_copy, t, v_stride_); }
+  T* row_of_copy(int64_t at, int64_t t, int stride) const {
+    return static_cast<T*>(p_.scratch) + at + ((batch_ * p_.q_heads + head_) * p_.q_length + t) * stride;
   }
   T* touched() const {
     int64_t at = ((chunk_ * p_.batch + batch_) * p_.kv_heads + kv_head_) * plan_.row_blocks;
@@ -206,7 +227,7 @@ class BackwardItem {
         load_queries(t, rows);
         if (most_ == 0) continue;
         touch(t);
-        tile(t, rows);
+        tile(t, rows, next < end ? next : begin);
       }
     }
     for (int j = 0; j < count_; ++j) {
@@ -247,14 +268,22 @@ class BackwardItem {
     }
   }
 
-  // Rows t, t + 1, ... of head_ become rows `at`, ... of our buffers.
+  // Rows t, t + 1, ... of head_: as they lie in the copies where they fill the tile, else rows `at`, ... of our
+  // buffers.
   void load_queries(int64_t t, int rows, int at = 0) {
     int padded = round_up(rows, kRowPadding);
     int64_t row = document_.first_row + t;
-    copy_rows(row_of<const E>(p_.q, batch_, row, head_), p_.q.row_stride, rows, p_.head_dim, padded, k_stride_,
-              q_ + at * k_stride_);
-    copy_rows(row_of<const E>(p_.dout, batch_, row, head_), p_.dout.row_stride, rows, p_.value_head_dim, padded,
-              v_stride_, dout_ + at * v_stride_);
+    if (plan_.copies && rows == padded) {
+      tile_q_ = q_copy(row);
+      tile_dout_ = dout_copy(row);
+    } else {
+      copy_rows(row_of<const E>(p_.q, batch_, row, head_), p_.q.row_stride, rows, p_.head_dim, padded, k_stride_,
+                q_ + at * k_stride_);
+      copy_rows(row_of<const E>(p_.dout, batch_, row, head_), p_.dout.row_stride, rows, p_.value_head_dim, padded,
+                v_stride_, dout_ + at * v_stride_);
+      tile_q_ = q_;
+      tile_dout_ = dout_;
+    }
     const T* lse = static_cast<const T*>(p_.lse) + (batch_ * p_.q_heads + head_) * p_.q_length + row;
     const T* delta = static_cast<const T*>(p_.delta) + (batch_ * p_.q_heads + head_) * p_.q_length + row;
     constexpr T kLargest = std::numeric_limits<T>::max();
@@ -287,8 +316,13 @@ class BackwardItem {
   };
 
   // One tile of `rows` queries and the first `most_` keys of the block.
-  void tile(int64_t t, int rows) {
+  void tile(int64_t t, int rows, int64_t next) {
     int padded = round_up(rows, kRowPadding), key_rows = round_up(most_, kRowPadding);
+    int k_columns = round_up(p_.head_dim, kWidth<T>), v_columns = round_up(p_.value_head_dim, kWidth<T>);
+    // The last product's sums are asked for while the first ones are made.
+    int steps = (key_rows + kPanel<T> - 1) / kPanel<T> * (padded / kRows);
+    next_dq_ = LinesAhead(dq(head_, t), padded * plan_.padded_head_dim * sizeof(T), steps);
+    ask_ahead(next, steps + register_tiles<T>(key_rows, k_columns) + register_tiles<T>(key_rows, v_columns));
     bool later = options_.any() || dropout_.active() || compare_segments_;
     find_kept(padded, key_rows);
     for (int lane = 0; lane < key_rows; lane += kPanel<T>) {
@@ -306,13 +340,25 @@ class BackwardItem {
       });
     }
     if (later) apply_options(t, rows, round_up(key_rows, kWidth<T>));
-    int k_columns = round_up(p_.head_dim, kWidth<T>), v_columns = round_up(p_.value_head_dim, kWidth<T>);
-    accumulate<Layout::column_major>(key_rows, v_columns, rows_of_keys_, weights_, kKeys, dout_, v_stride_, dv_,
-                                     v_stride_);
-    accumulate<Layout::column_major>(key_rows, k_columns, rows_of_keys_, dscores_, kKeys, q_, k_stride_, dk_,
-                                     k_stride_);
+    auto ask = [&]() __attribute__((always_inline)) {
+      next_q_.template step<Access::read>();
+      next_dout_.template step<Access::read>();
+    };
+    accumulate<Layout::column_major>(key_rows, v_columns, rows_of_keys_, weights_, kKeys, tile_dout_, v_stride_, dv_,
+                                     v_stride_, ask);
+    accumulate<Layout::column_major>(key_rows, k_columns, rows_of_keys_, dscores_, kKeys, tile_q_, k_stride_, dk_,
+                                     k_stride_, ask);
     accumulate<Layout::row_major>(padded, k_columns, keys_of_rows_, dscores_, kKeys, k_, k_stride_, dq(head_, t),
-                                  plan_.padded_head_dim);
+                                  plan_.padded_head_dim, [] {});
+  }
+
+  // The rows from t on, which the tile after this one reads in the copies.
+  void ask_ahead(int64_t t, int64_t steps) {
+    next_q_ = next_dout_ = {};
+    if (!plan_.copies) return;
+    int64_t row = document_.first_row + t;
+    next_q_ = LinesAhead(q_copy(row), int64_t{kQueries} * k_stride_ * sizeof(T), steps);
+    next_dout_ = LinesAhead(dout_copy(row), int64_t{kQueries} * v_stride_ * sizeof(T), steps);
   }
 
   // What the band keeps of a tile, 8 rows with 8 keys at a time: the rest is left out of all five products, which is
@@ -476,6 +522,9 @@ class BackwardItem {
     for (int i = 0; i < rows; i += kRows) {
       T* weights = weights_ + i * kKeys + lane;
       T* dscores = dscores_ + i * kKeys + lane;
+      next_dq_.template step<Access::write>();
+      next_q_.template step<Access::read>();
+      next_dout_.template step<Access::read>();
       Depths kept = keys_of_rows_[i / kRowPadding];
       if (kept.begin >= lane + NV * kWidth<T> || kept.end <= lane) {
         for (int r = 0; r < kRows; ++r) {
@@ -484,7 +533,7 @@ class BackwardItem {
         }
         continue;
       }
-      dot_kernel<NV>(p_.head_dim, q_ + i * k_stride_, k_stride_, k, kPanel<T>,
+      dot_kernel<NV>(p_.head_dim, tile_q_ + i * k_stride_, k_stride_, k, kPanel<T>,
                      [&](int r, int vector, const Vec<T>& score) __attribute__((always_inline)) {
                        Vec<T> weight = score * scale;
                        if constexpr (finish != Finish::later) weight = exp2(score * scale - lse_[i + r]);
@@ -495,7 +544,7 @@ class BackwardItem {
                        if constexpr (finish == Finish::masked) stdx::where(key < kept_begin_[i + r], weight) = T(0);
                        store(weights + r * kKeys + vector * kWidth<T>, weight);
                      });
-      dot_kernel<NV>(p_.value_head_dim, dout_ + i * v_stride_, v_stride_, v, kPanel<T>,
+      dot_kernel<NV>(p_.value_head_dim, tile_dout_ + i * v_stride_, v_stride_, v, kPanel<T>,
                      [&](int r, int vector, const Vec<T>& sum) __attribute__((always_inline)) {
                        ptrdiff_t at = r * kKeys + vector * kWidth<T>;
                        Vec<T> dscore = sum;
@@ -612,20 +661,23 @@ class BackwardItem {
   T* v_panels_;   // [kKeys / kPanel][value_head_dim][kPanel]
   T* k_;          // [kKeys][k_stride_], and so dk_
   T* dk_;
-  T* dv_;          // [kKeys][v_stride_]
-  T* q_;           // [kQueries][k_stride_]
-  T* dout_;        // [kQueries][v_stride_]
-  T* weights_;     // [kQueries][kKeys]
-  T* dscores_;     // [kQueries][kKeys]
-  T* lse_;         // [kQueries] in units of log2; +inf where a row keeps no key
-  T* delta_;       // [kQueries]
-  T* kept_begin_;  // [kQueries] the band's part of the block's keys
+  T* dv_;               // [kKeys][v_stride_]
+  T* q_;                // [kQueries][k_stride_]
+  T* dout_;             // [kQueries][v_stride_]
+  const T* tile_q_;     // [rows][k_stride_] of the tile at hand: q_, or in the copies
+  const T* tile_dout_;  // [rows][v_stride_]
+  T* weights_;          // [kQueries][kKeys]
+  T* dscores_;          // [kQueries][kKeys]
+  T* lse_;              // [kQueries] in units of log2; +inf where a row keeps no key
+  T* delta_;            // [kQueries]
+  T* kept_begin_;       // [kQueries] the band's part of the block's keys
   T* kept_end_;
   Int<T>* segments_;    // [kKeys]
   uint32_t* key_bits_;  // [rows][kKeys / kDropoutKeys]
   T* dbias_;            // [kKeys] sums over the rows of a tile
   size_t workspace_;
 
+  LinesAhead next_dq_, next_q_, next_dout_;
   int64_t batch_, kv_head_, head_, chunk_, document_index_;
   Document document_;
   int64_t first_block_;                          // of backward_reduce

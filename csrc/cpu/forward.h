@@ -40,6 +40,8 @@ constexpr int kFewKeys = 128;
 // 1.5 times as long out of memory, 32 KB 1.03 times out of the third-level cache.
 constexpr int64_t kFewBytes = 16 << 10, kFewAhead = 24 << 10;
 
+constexpr int kQueriesAhead = 8;  // rows
+
 template <typename E>
 class ForwardItem {
   using T = Compute<E>;
@@ -190,11 +192,12 @@ class ForwardItem {
     out_ = record.out;
   }
 
-  // The last blocks keep the most keys when causal: they go first, so that the threads end together.
+  // Blocks of a head follow each other, for they read the same K and V. The last ones keep the most keys when causal:
+  // they go first, so that the threads end together.
   void go_to(int64_t block_item) {
     block_item_ = block_item;
-    int64_t head = block_item % (static_cast<int64_t>(p_.batch) * heads());
-    int64_t block = plan_.blocks - 1 - block_item / (static_cast<int64_t>(p_.batch) * heads());
+    int64_t head = block_item / plan_.blocks;
+    int64_t block = plan_.blocks - 1 - block_item % plan_.blocks;
     batch_ = head / heads();
     first_head_ = head % heads() * plan_.fold;
     document_index_ = is_packed(p_) ? document_of_block(p_, batch_, block, plan_.fold, plan_.block_rows) : 0;
@@ -225,7 +228,13 @@ class ForwardItem {
     int lanes = round_up(rows_, few() ? kFewRows : kWidth<T>);
     F* rows = few() ? queries_ : reinterpret_cast<F*>(out_);
     // Queries that become lanes pass through out_, which is free until the first product.
+    RowsAhead ahead;
+    if (!few() && plan_.fold == 1 && rows_ > kQueriesAhead) {
+      const E* next = row_of<const E>(p_.q, batch_, document_.first_row + first_row_ + kQueriesAhead, first_head_);
+      ahead = RowsAhead(next, p_.q.row_stride, rows_ - kQueriesAhead, p_.head_dim, rows_ - kQueriesAhead);
+    }
     for (int row = 0; row < rows_; ++row) {
+      ahead.step();
       Place at = place(row);
       position_[row] = static_cast<T>(at.t - first_position_);
       copy_row(row_of<const E>(p_.q, batch_, document_.first_row + at.t, at.head), p_.head_dim, k_stride_,
@@ -349,12 +358,17 @@ class ForwardItem {
     }
   }
 
-  // K and V of the next `count` keys, while `keys` are at hand.
+  // K and V of the next `count` keys, while `keys` are at hand; behind the last ones the rows of out.
   void ask_ahead(const E* k, const E* v, int64_t count, int keys) {
     next_k_ = next_v_ = {};
-    if (count <= 0) return;
     // A step for each tile of a product, but AMX makes a panel's products in one go.
     int64_t k_steps = kTiled<F> ? 1 : keys / kRows, v_steps = kTiled<F> ? 1 : v_stride_ / kRows;
+    if (count <= 0) {
+      if (plan_.fold > 1 || plan_.splits > 1) return;
+      const E* out = row_of<const E>(p_.out, batch_, document_.first_row + first_row_, first_head_);
+      next_v_ = RowsAhead(out, p_.out.row_stride, rows_, p_.value_head_dim, panels_ * v_steps, Access::write);
+      return;
+    }
     next_k_ = RowsAhead(k, p_.k.row_stride, count, p_.head_dim, panels_ * k_steps);
     next_v_ = RowsAhead(v, p_.v.row_stride, count, p_.value_head_dim, panels_ * v_steps);
   }

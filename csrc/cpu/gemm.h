@@ -115,11 +115,17 @@ struct Depths {
   int begin, end;
 };
 
+template <typename T>
+int register_tiles(int rows, int columns) {
+  return (columns / kWidth<T> + kVecs - 1) / kVecs * (rows / kRows);
+}
+
 // C[rows][columns] += A * B for `rows` a multiple of kRows and `columns` one of kWidth, all row-major but A. Rows of C
-// from i on take A's and B's depths[i / kRowPadding]: beyond them A has zeros.
-template <Layout layout, typename T>
-void accumulate(int rows, int columns, const Depths* depths, const T* a, ptrdiff_t a_stride, const T* b,
-                ptrdiff_t b_stride, T* c, ptrdiff_t c_stride) {
+// from i on take A's and B's depths[i / kRowPadding]: beyond them A has zeros. before() is called before each tile of
+// registers, register_tiles() times.
+template <Layout layout, typename T, typename Before>
+JAX_FLASH_INLINE void accumulate(int rows, int columns, const Depths* depths, const T* a, ptrdiff_t a_stride,
+                                 const T* b, ptrdiff_t b_stride, T* c, ptrdiff_t c_stride, Before before) {
   constexpr int W = kWidth<T>;
   int vectors = columns / W;
   int panels = (vectors + kVecs - 1) / kVecs;
@@ -128,6 +134,7 @@ void accumulate(int rows, int columns, const Depths* depths, const T* a, ptrdiff
     int n = (vectors - first + panels - panel - 1) / (panels - panel);
     with_vectors(n, [&](auto nv) __attribute__((always_inline)) {
       for (int i = 0; i < rows; i += kRows) {
+        before();
         auto [begin, end] = depths[i / kRowPadding];
         if (begin >= end) continue;
         T* tile = c + i * c_stride + first * W;

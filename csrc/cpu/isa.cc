@@ -53,6 +53,10 @@ size_t backward_workspace(DType dtype, const Problem& p, const BackwardPlan& pla
   return with_element(dtype, [&](auto e) { return BackwardItem<Element<decltype(e)>>(p, plan, nullptr).workspace(); });
 }
 
+void backward_copy(DType dtype, const Problem& p, const BackwardPlan& plan, int64_t item, void* workspace) {
+  with_element(dtype, [&](auto e) { BackwardItem<Element<decltype(e)>>(p, plan, workspace).copy(item); });
+}
+
 void backward(DType dtype, const Problem& p, const BackwardPlan& plan, int64_t item, void* workspace) {
   with_element(dtype, [&](auto e) { BackwardItem<Element<decltype(e)>>(p, plan, workspace).run(item); });
 }
@@ -71,6 +75,7 @@ const Kernels kKernels = {JAX_FLASH_TEXT(JAX_FLASH_ISA),
                           forward_partial,
                           forward,
                           forward_combine,
+                          backward_copy,
                           backward,
                           backward_reduce};
 

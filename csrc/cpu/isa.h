@@ -33,6 +33,10 @@ struct BackwardPlan {
   int64_t items;            // batch_items * head_items * chunk_items
   int64_t padded_q_length;  // rows of a head in a sum of dq, with a padding for each document
   int64_t padded_head_dim;  // elements of such a row
+  bool copies;              // q and dout are copied first, head by head: every block of keys reads them
+  int64_t q_copy;           // where in the scratch: [batch][q_heads][q_length][rows of a tile]
+  int64_t dout_copy;        // likewise
+  int64_t copy_items;       // batch * parts of kCopyRows rows, of all heads
   int64_t touched;          // where in the scratch it says which sums are there: [chunks][batch][kv_heads][row_blocks]
   int64_t dslopes;          // and [chunks][batch][q_heads][documents]; only with the gradient of the slopes
   int64_t scratch;          // elements in all
@@ -41,6 +45,7 @@ struct BackwardPlan {
 };
 
 constexpr int kReduceRows = 64;
+constexpr int kCopyRows = 16;
 constexpr int kMaxChunks = 8;
 
 struct Kernels {
@@ -56,6 +61,8 @@ struct Kernels {
   // Writes out and lse from the partial results; splits items make one of these.
   void (*forward_combine)(DType, const Problem&, const ForwardPlan&, int64_t item, void* workspace,
                           const void* partials);
+  // Makes the copies of q and dout.
+  void (*backward_copy)(DType, const Problem&, const BackwardPlan&, int64_t item, void* workspace);
   // Writes dk and dv, adds to dbias, and leaves sums of dq and of the slopes' gradients in Problem::scratch.
   void (*backward)(DType, const Problem&, const BackwardPlan&, int64_t item, void* workspace);
   // Adds up the sums of the chunks; writes dq and dalibi_slopes.
