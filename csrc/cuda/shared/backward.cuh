@@ -55,8 +55,6 @@ constexpr int dk_groups = ceil_div(tile_head_dim / dk_group, column_split);
 constexpr int dv_groups = ceil_div(tile_value_head_dim / dv_group, column_split);
 // Steps of S^T and dP^T: unrolled whole, the assembler reads so far ahead that it spills (head_dim 128, 120 bytes).
 constexpr int score_unrolled = key_tiles > 1 && passes_p&& tile_head_dim <= 128 ? 2 : 16;
-// Where no dQ follows, there is no barrier behind which it would not read either (sm_80, head_dim 64, 32 to 100 bytes).
-constexpr int derivative_unrolled = key_tiles > 1 && sums_rows && !adds_dq ? 2 : score_unrolled;
 constexpr int convert_warps = 4;  // of jax_flash_convert_dq, a block
 constexpr int dq_most_row_warps = warps == 8 && tile_head_dim % 64 == 0 ? warps / 4 : warps / 2;
 constexpr int dq_column_warps = warps / (dq_most_row_warps < block_q / 16 ? dq_most_row_warps : block_q / 16);
@@ -76,6 +74,9 @@ constexpr int step_registers = (tile_head_dim + tile_value_head_dim) / (2 * spli
                                block_q * parts * (tile_head_dim + tile_value_head_dim) / (2 * threads);
 constexpr bool late_rows = loads_take_registers && stages == 1 && step_registers > 160;
 constexpr bool early_rows = stages == 2 || (loads_take_registers && !late_rows);
+// Without dQ a step has no barrier but its first, and ptxas spills least so (sm_80, head_dim 64: 32 and 76 bytes for 32
+// and 100). None at all, with a product unrolled by 2, takes 2% longer.
+constexpr bool rows_behind_scores = sums_rows && !adds_dq && stages == 2;
 
 struct QueryRows {
   char q[QTile::bytes];
@@ -220,11 +221,11 @@ struct Backward {
   }
 
   // c = X Y^T, for the warp's keys in X and its rows in Y.
-  template <int k, typename X, typename Y, int unrolled = score_unrolled>
+  template <int k, typename X, typename Y>
   __device__ __forceinline__ void score_product(FragmentC (&c)[key_tiles][score_columns / 8], const char* x,
                                                 const char* y) const {
-    Mma::multiply_rows<k, unrolled>(c, Mma::reader_a<X>(shared_address(x), key_row, lane),
-                                    Mma::reader_b<Y>(shared_address(y), score_row(), lane));
+    Mma::multiply_rows<k, score_unrolled>(c, Mma::reader_a<X>(shared_address(x), key_row, lane),
+                                          Mma::reader_b<Y>(shared_address(y), score_row(), lane));
   }
 
   // c += A Y, where A [keys of the warp, rows] is P^T or dS^T: the warp's own fragments, or rows of a score tile.
@@ -311,11 +312,12 @@ struct Backward {
     // Through registers rows that nobody needs at the end, rather than a branch, at which the assembler spills.
     const bool last = next_tile < 0, more = loads_take_registers || !last;
     const int load_head = last ? head : next_head, load_tile = last ? tile : next_tile;
-    if (early_rows && more) start_rows(next_rows, load_head, load_tile);
+    if (early_rows && !rows_behind_scores && more) start_rows(next_rows, load_head, load_tile);
 
     FragmentC p[key_tiles][score_columns / 8] = {};
     FragmentC derivative[key_tiles][with_softcap ? score_columns / 8 : 1];
     score_product<head_dim, KTile, QTile>(p, shared.k, rows.q);
+    if (rows_behind_scores && more) start_rows(next_rows, load_head, load_tile);
 #pragma unroll
     for (int n = 0; n < score_columns / 8; ++n) {
       const int column = score_row() + 8 * n + lane % 4 * 2;
@@ -364,7 +366,7 @@ struct Backward {
     }
 
     FragmentC ds[key_tiles][score_columns / 8] = {};
-    score_product<value_head_dim, VTile, OutTile, derivative_unrolled>(ds, shared.v, rows.dout);
+    score_product<value_head_dim, VTile, OutTile>(ds, shared.v, rows.dout);
 #pragma unroll
     for (int n = 0; n < score_columns / 8; ++n) {
       const int column = score_row() + 8 * n + lane % 4 * 2;
