@@ -129,7 +129,7 @@ LADDERS: dict[tuple[str, str], tuple[Step, ...]] = {
             Undo("sm90a/forward.cu", "wgmma_wait<1>();\n    end_scores", "wgmma_wait<0>();\n    end_scores"),)),
         _ORDER,
         Step("blocks that stay", (
-            Undo("sm90a/forward.cu", "sizeof(SharedStorage), 0, 1, block_q,", "sizeof(SharedStorage), 0, 0, block_q,"),
+            Undo("sm90a/forward.cu", ".persistent = 1,", ".persistent = 0,"),
             Undo("sm90a/forward.cu", "place_of<Grid::persistent>", "place_of<Grid::block_an_item>"))),
         Step("products of the warpgroups by turns", (
             Undo("sm90a/forward.cu", "in_turns = consumers > 1;", "in_turns = false;"),)),

@@ -27,6 +27,7 @@ struct Variant {
 
   void set_tuned(const TileRow& row) {
     tile = row;
+    rows = 0;
     tuned = true;
   }
   // Readable and unique: with the tile row where it is tuned, and block_q where it was asked for.

@@ -101,7 +101,7 @@ Variant variant_of(const std::string& device_family, int arch, Pass pass, DType 
   }
   const TileRow& tile = tile_row(family, parts, pass, largest, arch, plain, rows);
   Variant variant{family, arch, pass, dtype, head_dim, value_head_dim, options, tile, rows};
-  const bool tunable = !rows && plain && !without_dq && !options.has_unscales && head_dim == value_head_dim;
+  const bool tunable = plain && !without_dq && !options.has_unscales && head_dim == value_head_dim;
   if (!gpu.empty() && tunable) {
     if (auto row = tuned_row(gpu, family, pass, head_dim)) variant.set_tuned(*row);
   }
