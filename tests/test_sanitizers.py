@@ -108,7 +108,8 @@ def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
 def test_nothing_is_reported(environment: dict[str, str], tool: str) -> None:
-    # initcheck has to see who wrote what our kernels read.
+    # initcheck has to see who wrote what our kernels read. Not errors are racecheck's warnings of an mbarrier that a
+    # thread makes and then arrives at.
     ours = [] if tool == "initcheck" else ["--kernel-name", "kernel_substring=jax_flash"]
     command = ["compute-sanitizer", "--tool", tool, "--print-level", "error", *ours, sys.executable, __file__]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)

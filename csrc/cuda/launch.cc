@@ -290,8 +290,15 @@ int64_t bias_planes(const Problem& p) {
   return extent(p.dbias_strides.batch, p.batch) * extent(p.dbias_strides.head, p.q_heads);
 }
 
+bool is_tiny(const Problem& p, const FewPlan& few) {
+  const int64_t blocks = divide_up(p.q_length, 16) * p.q_heads * p.batch;
+  return few.rows && p.kv_length <= kTinyKeys && blocks <= kMultiprocessors && fits_int(p);
+}
+
 Plan plan_of(Pass pass, const Problem& problem) {
-  return pass == Pass::forward ? Plan{plan_few(problem), is_tiny(problem)} : Plan{};
+  if (pass != Pass::forward) return {};
+  const FewPlan few = plan_few(problem);
+  return {few, is_tiny(problem, few)};
 }
 
 int64_t bias_elements(const Problem& p) {
@@ -597,10 +604,7 @@ FewPlan plan_few(const Problem& p) {
   return {block, static_cast<int>(std::clamp<int64_t>(slices, 1, kMostSlices))};
 }
 
-bool is_tiny(const Problem& p) {
-  const int64_t blocks = divide_up(p.q_length, 16) * p.q_heads * p.batch;
-  return plan_few(p).rows && p.kv_length <= kTinyKeys && blocks <= kMultiprocessors && fits_int(p);
-}
+bool is_tiny(const Problem& p) { return is_tiny(p, plan_few(p)); }
 
 // See Scratch in shared/forward_few.cuh.
 int64_t forward_scratch(DType, const Problem& p) {
