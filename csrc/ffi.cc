@@ -29,9 +29,6 @@
 #include <nanobind/stl/vector.h>
 
 #include "xla/ffi/api/ffi.h"
-#if __has_include("xla/ffi/api/record_c_api.h")
-#include "xla/ffi/api/record_c_api.h"
-#endif
 
 #include "cpu/cpu.h"
 #include "cuda/cuda.h"
@@ -39,6 +36,7 @@
 #include "cuda/tuned.h"
 #include "options.h"
 #include "problem.h"
+#include "recording.h"
 
 namespace ffi = xla::ffi;
 namespace nb = nanobind;
@@ -427,53 +425,6 @@ ffi::Error run_cuda(cuda::Stream stream, int32_t device, Options options, ffi::R
   });
 }
 
-#ifdef XLA_FFI_Extension_Record
-// From FFI API 0.4 on (jaxlib 0.11) a handler can say which kernel XLA is to put into its CUDA graph.
-struct RecordExtension {
-  struct Type {
-    const XLA_FFI_Api* api;
-    const XLA_FFI_RecordFrame* frame;
-  };
-  using CExtension = XLA_FFI_Record_Extension;
-  static constexpr auto kName = "record";
-  static constexpr int64_t kExtensionType = XLA_FFI_Extension_Record;
-  static constexpr int32_t kMajorVersion = XLA_FFI_Extension_Record_MajorVersion;
-  static constexpr int32_t kMinorVersion = XLA_FFI_Extension_Record_MinorVersion;
-  static Type Create(const XLA_FFI_Api* api, const CExtension* extension) { return {api, extension->record_frame}; }
-};
-
-ffi::Error record_forward_cuda(RecordExtension::Type record, int32_t device, Options options, ffi::RemainingArgs args,
-                               ffi::RemainingRets rets) {
-  const XLA_FFI_RecordFrame& frame = *record.frame;
-  XLA_FFI_Error* error = nullptr;
-  ffi::Error ours = guarded([&] {
-    Call call = decode(Pass::forward, options, args, rets, cuda_scratch<Pass::forward>);
-    const std::vector<cuda::GraphNode> nodes = cuda::graph_nodes(device, call.dtype, call.problem);
-    for (size_t i = 0; i < nodes.size() && !error; ++i) {
-      const cuda::GraphNode& node = nodes[i];
-      const XLA_FFI_KernelArg values[] = {{&node.problem, sizeof(node.problem), XLA_FFI_KernelArgType_HostValue},
-                                          {&node.maps, sizeof(node.maps), XLA_FFI_KernelArgType_HostValue}};
-      const XLA_FFI_KernelArgs arguments{values, node.has_maps ? 2 : 1};
-      if (frame.action == XLA_FFI_RecordAction_Update) {
-        error = frame.api->update_launch(frame.record_ctx, frame.commands[i], &arguments);
-        continue;
-      }
-      auto dim = [](unsigned x) { return XLA_FFI_Dim3{static_cast<int32_t>(x), 1, 1}; };
-      const XLA_FFI_LaunchDims dims{dim(node.blocks), dim(node.threads),
-                                    node.cluster > 1 ? dim(node.cluster) : XLA_FFI_Dim3{0, 0, 0}};
-      // The first follows what XLA says, the next one the first.
-      error = frame.api->create_launch(frame.record_ctx, node.name, node.cubin->data(),
-                                       static_cast<int64_t>(node.cubin->size()), XLA_FFI_SourceFormat_CUBIN, dims,
-                                       node.shared_bytes, node.overlaps, &arguments,
-                                       i ? &frame.commands[i - 1] : nullptr, i ? 1 : 0, &frame.commands[i]);
-      *frame.num_commands = static_cast<int64_t>(i) + 1;
-    }
-    if (!error && frame.action == XLA_FFI_RecordAction_Create) cuda::count_recorded();
-  });
-  return error ? ffi::internal::ErrorPolicy::TakeError(record.api, error) : ours;
-}
-#endif
-
 #define JAX_FLASH_BIND_CPU ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attrs<Options>().RemainingArgs().RemainingRets()
 #define JAX_FLASH_BIND_PREPARE                       \
   ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>() \
@@ -497,35 +448,96 @@ XLA_FFI_DEFINE_HANDLER(kForwardCuda, run_cuda<Pass::forward>, JAX_FLASH_BIND_CUD
 XLA_FFI_DEFINE_HANDLER(kBackwardCuda, run_cuda<Pass::backward>, JAX_FLASH_BIND_CUDA,
                        {ffi::Traits::kCmdBufferCompatible});
 
-#ifdef XLA_FFI_Extension_Record
-#define JAX_FLASH_BIND_RECORD                 \
-  ffi::Ffi::BindRecord()                      \
-      .Ctx<ffi::Extension<RecordExtension>>() \
-      .Ctx<ffi::DeviceOrdinal>()              \
-      .Attrs<Options>()                       \
-      .RemainingArgs()                        \
-      .RemainingRets()
-XLA_FFI_DEFINE_HANDLER(kForwardCudaRecord, record_forward_cuda, JAX_FLASH_BIND_RECORD);
+bool asks_for_metadata(const XLA_FFI_CallFrame& call) {
+  return call.extension_start && call.extension_start->type == XLA_FFI_Extension_Metadata;
+}
+
+XLA_FFI_Error* handed_over(const XLA_FFI_Api* api, const ffi::Error& error) {
+  if (error.success()) return nullptr;
+  XLA_FFI_Error_Create_Args args{};
+  args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
+  args.message = error.message().c_str();
+  args.errc = static_cast<XLA_FFI_Error_Code>(*error.errc());
+  return api->XLA_FFI_Error_Create(&args);
+}
+
+// From jaxlib 0.11.2 on a handler can say which kernels XLA is to put into its CUDA graph. XLA's own decoding of calls
+// knows of it in newer headers than those that we may be built with.
+XLA_FFI_Error* record_forward_cuda(XLA_FFI_CallFrame* call_frame) {
+  if (asks_for_metadata(*call_frame)) return kForwardCuda(call_frame);
+  XLA_FFI_Error* error = nullptr;  // XLA's
+  const ffi::Error ours = guarded([&] {
+    recording::FindExtension find{sizeof(find), nullptr, call_frame->ctx, recording::kExtension, nullptr};
+    error = reinterpret_cast<const recording::Api*>(call_frame->api)->find_extension(&find);
+    if (error) return;
+    require(find.found && recording::knows_record({find.found->major, find.found->minor}),
+            "XLA records kernels by an interface that is not known here");
+    const recording::Frame& frame = *find.found->frame;
+
+    XLA_FFI_DeviceOrdinal_Get_Args device{};
+    device.struct_size = XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE;
+    device.ctx = call_frame->ctx;
+    error = call_frame->api->XLA_FFI_DeviceOrdinal_Get(&device);
+    if (error) return;
+
+    ffi::DiagnosticEngine diagnostic;
+    const std::optional<Options> options =
+        ffi::AttrDecoding<Options>::Decode(XLA_FFI_AttrType_DICTIONARY, &call_frame->attrs, diagnostic);
+    require(options.has_value(), diagnostic.Result());
+    const Call call = decode(Pass::forward, *options, ffi::RemainingArgs(&call_frame->args, 0),
+                             ffi::RemainingRets(&call_frame->rets, 0), cuda_scratch<Pass::forward>);
+    const std::vector<cuda::GraphNode> nodes = cuda::graph_nodes(device.device_ordinal, call.dtype, call.problem);
+    require(static_cast<int64_t>(nodes.size()) <= frame.capacity, "XLA has room for fewer kernels than the call needs");
+    for (size_t i = 0; i < nodes.size() && !error; ++i) {
+      const cuda::GraphNode& node = nodes[i];
+      const recording::Argument values[] = {{&node.problem, sizeof(node.problem), recording::Kind::host_value},
+                                            {&node.maps, sizeof(node.maps), recording::Kind::host_value}};
+      const recording::Arguments arguments{values, node.has_maps ? 2 : 1};
+      if (frame.action == recording::Action::update) {
+        error = frame.functions->update_launch(frame.context, frame.commands[i], &arguments);
+        continue;
+      }
+      auto dim = [](unsigned x) { return recording::Dim3{static_cast<int32_t>(x), 1, 1}; };
+      const recording::Dims dims{dim(node.blocks), dim(node.threads),
+                                 node.cluster > 1 ? dim(node.cluster) : recording::Dim3{0, 0, 0}};
+      // The first follows what XLA says, the next one the first.
+      error = frame.functions->create_launch(frame.context, node.name, node.cubin->data(),
+                                             static_cast<int64_t>(node.cubin->size()), recording::Format::cubin, dims,
+                                             node.shared_bytes, node.overlaps, &arguments,
+                                             i ? &frame.commands[i - 1] : nullptr, i ? 1 : 0, &frame.commands[i]);
+      *frame.count = static_cast<int64_t>(i) + 1;
+    }
+    if (!error && frame.action == recording::Action::create) cuda::count_recorded();
+  });
+  return error ? error : handed_over(call_frame->api, ours);
+}
 
 // JAX's plugin for CUDA (0.11.2) hands XLA all handlers of a target but `record`. So XLA is asked by itself, when it
 // asks this handler, of a target that no program calls, what it can do: that is when it says where its functions are.
-XLA_FFI_Error* register_forward_cuda(XLA_FFI_CallFrame* frame) {
-  const XLA_FFI_InternalExtension* extension = frame->extension_start;
-  if (extension && extension->type == XLA_FFI_Extension_Metadata) {
+XLA_FFI_Error* register_forward_cuda(XLA_FFI_CallFrame* call_frame) {
+  if (asks_for_metadata(*call_frame)) {
+    const XLA_FFI_Api& api = *call_frame->api;
+    const recording::Version version{api.api_version.major_version, api.api_version.minor_version};
+    if (!recording::knows_ffi(version)) {
+      return handed_over(&api, ffi::Error::InvalidArgument(
+                                   "jax_flash: JAX's plugin for CUDA has XLA FFI API " + std::to_string(version.major) +
+                                   "." + std::to_string(version.minor) + ", which is not that of the running jaxlib"));
+    }
     const std::string_view name = "jax_flash_forward", platform = "CUDA";
-    XLA_FFI_Handler_Register_Args args{};
-    args.struct_size = XLA_FFI_Handler_Register_Args_STRUCT_SIZE;
+    recording::Registration args{};
+    args.struct_size = recording::kRegistrationSize;
     args.name = {name.data(), name.size()};
     args.platform = {platform.data(), platform.size()};
     // Nothing to initialize, which XLA would in every run, a microsecond a call: the first call of a kind finds its
     // kernels when it is recorded, or without a graph when it is launched.
-    args.bundle.execute = kForwardCuda;
-    args.bundle.record = kForwardCudaRecord;
-    if (XLA_FFI_Error* error = frame->api->XLA_FFI_Handler_Register(&args)) return error;
+    args.execute = kForwardCuda;
+    args.record = record_forward_cuda;
+    if (XLA_FFI_Error* error = api.XLA_FFI_Handler_Register(reinterpret_cast<XLA_FFI_Handler_Register_Args*>(&args))) {
+      return error;
+    }
   }
-  return kForwardCuda(frame);
+  return kForwardCuda(call_frame);
 }
-#endif
 
 DType named_dtype(const std::string& name) {
   if (name == "float16") return DType::f16;
@@ -610,12 +622,11 @@ NB_MODULE(_core, m) {
   const std::vector<std::string> kPasses{"forward",       "backward",    "backward_dq",
                                          "backward_bias", "forward_few", "forward_tiny"};
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
-#ifdef XLA_FFI_Extension_Record
-  m.attr("RECORD_API_VERSION") =
-      nb::make_tuple(XLA_FFI_Extension_Record_MajorVersion, XLA_FFI_Extension_Record_MinorVersion);
-#else
-  m.attr("RECORD_API_VERSION") = nb::none();
-#endif
+  nb::list known;
+  for (const auto& [api, record] : recording::kKnown) {
+    known.append(nb::make_tuple(nb::make_tuple(api.major, api.minor), nb::make_tuple(record.major, record.minor)));
+  }
+  m.attr("RECORD_API_VERSIONS") = nb::tuple(known);
 
   nb::list operands;
 #define JAX_FLASH_NOTHING(type, name)
@@ -629,7 +640,7 @@ NB_MODULE(_core, m) {
 
   m.def(
       "handlers",
-      []([[maybe_unused]] bool records) {
+      [](bool records) {
         nb::dict cpu, cuda, forward, backward;
         cpu["jax_flash_forward"] = capsule(kForwardCpu);
         cpu["jax_flash_backward"] = capsule(kBackwardCpu);
@@ -638,12 +649,10 @@ NB_MODULE(_core, m) {
         backward["initialize"] = capsule(kBackwardCudaPrepare);
         backward["execute"] = capsule(kBackwardCuda);
         cuda["jax_flash_forward"] = forward;
-#ifdef XLA_FFI_Extension_Record
         if (records) {
           cuda.clear();
           cuda["jax_flash_register_forward"] = capsule(register_forward_cuda);
         }
-#endif
         cuda["jax_flash_backward"] = backward;
         nb::dict all;
         all["cpu"] = cpu;

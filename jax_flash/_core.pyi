@@ -6,8 +6,8 @@ from typing import Any
 FFI_API_VERSION: tuple[int, int]
 """Of the headers that the library was built with."""
 
-RECORD_API_VERSION: tuple[int, int] | None
-"""Of their interface for recording kernels into CUDA graphs; None where they have none (before jaxlib 0.11)."""
+RECORD_API_VERSIONS: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+"""(FFI API, its interface for recording kernels into CUDA graphs) of the jaxlibs whose interface the library knows."""
 
 OPERANDS: tuple[tuple[str, str], ...]
 """(name, dims) of the options that are arrays, in the order in which the handlers take them."""

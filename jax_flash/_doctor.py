@@ -146,8 +146,18 @@ def versions(problems: list[str]) -> list[list[str]]:
         ["python", f"{platform.python_version()}, {sys.platform} {platform.machine()}"],
         ["jax", f"{jax.__version__}, jaxlib {jaxlib.version.__version__}"],
         ["FFI API", f"{library} in jax_flash, {runtime} in jaxlib"],
+        ["CUDA graphs", _graphs()],
         ["CPU", f"{isa}, {os.cpu_count()} cores"],
     ]
+
+
+def _graphs() -> str:
+    if _registration.records_kernels():
+        return "forward kernels recorded as XLA's own nodes"
+    version = _registration.runtime_record_version()
+    if version is None:
+        return "calls captured: this jaxlib can't record kernels (0.11.2 can)"
+    return f"calls captured: how this jaxlib records kernels ({'.'.join(map(str, version))}) is not known to jax_flash"
 
 
 def gpu_versions(here: Machine) -> list[list[str]]:

@@ -70,6 +70,15 @@ def check_ffi_version(library: tuple[int, int], runtime: tuple[int, int]) -> Non
         )
 
 
+def records_kernels(include_dir: pathlib.Path | None = None) -> bool:
+    """Whether XLA is told which kernels to put into its CUDA graphs, or has to capture our launches.
+
+    The library has its own account of that interface (csrc/recording.h), whatever headers it was built with. As it is
+    not stable yet, it is used with versions for which that account is known to be right, and no others.
+    """
+    return (runtime_ffi_version(include_dir), runtime_record_version(include_dir)) in _core.RECORD_API_VERSIONS
+
+
 def nvrtc_paths() -> list[str]:
     """NVRTC libraries of NVIDIA's wheels on this Python's path, newest CUDA first."""
     spec = importlib.util.find_spec("nvidia")
@@ -109,10 +118,7 @@ def _register() -> None:
     check_ffi_version(library, runtime)
     configure(SOURCES)
     _tuned.use_stored()
-    # What is not stable yet is used where it is the very same.
-    record = _core.RECORD_API_VERSION
-    records = record is not None and record == runtime_record_version() and library == runtime
-    for platform, handlers in _core.handlers(records=records).items():
+    for platform, handlers in _core.handlers(records=records_kernels()).items():
         for name, handler in handlers.items():
             jax.ffi.register_ffi_target(name, handler, platform=platform)
 

@@ -296,7 +296,10 @@ def _figures(found: Race, rivals: Iterable[str], work: float, rates: bool, notes
     cells = []
     if rates:
         seconds = statistics.median(ours) if failure is None else math.nan
-        cells = [notes(failure), ""] if failure else [f"{1e3 * seconds:.3f}", f"{work / seconds / 1e12:.1f}"]
+        rate = work / seconds / 1e12
+        cells = (
+            [notes(failure), ""] if failure else [f"{1e3 * seconds:.3f}", f"{rate:.1f}" if rate >= 1 else f"{rate:.2g}"]
+        )
     for name in rivals:
         if failed := failure or found.errors.get(name):
             cells.append(notes(failed))

@@ -194,6 +194,20 @@ def test_doctor_names_an_unusable_instruction_set(monkeypatch, capsys):
     assert code == 1
 
 
+@pytest.mark.parametrize(
+    ("ffi", "record", "said"),
+    [
+        ((0, 4), (0, 1), "forward kernels recorded as XLA's own nodes"),
+        ((0, 3), None, "calls captured: this jaxlib can't record kernels (0.11.2 can)"),
+        ((0, 9), (0, 7), "calls captured: how this jaxlib records kernels (0.7) is not known to jax_flash"),
+    ],
+)
+def test_doctor_says_how_calls_get_into_graphs(ffi, record, said, monkeypatch):
+    monkeypatch.setattr(_registration, "runtime_ffi_version", lambda *_: ffi)
+    monkeypatch.setattr(_registration, "runtime_record_version", lambda *_: record)
+    assert ["CUDA graphs", said] in _doctor.versions([])
+
+
 # GPUs that are not here
 
 

@@ -431,30 +431,6 @@ def test_a_jaxlib_without_a_version(tmp_path: pathlib.Path) -> None:
         _registration.runtime_ffi_version(folder)
 
 
-def test_version_of_recording(tmp_path: pathlib.Path) -> None:
-    assert _registration.runtime_record_version(tmp_path) is None
-    text = "#define XLA_FFI_Extension_Record_MajorVersion 0\n#define XLA_FFI_Extension_Record_MinorVersion 3\n"
-    assert _registration.runtime_record_version(header(tmp_path, text, "record_c_api.h")) == (0, 3)
-
-
-@pytest.mark.parametrize(("library", "runtime", "records"), [
-    (None, None, False), (None, (0, 1), False), ((0, 1), None, False), ((0, 1), (0, 2), False), ((0, 1), (0, 1), True)
-])  # fmt: skip
-def test_kernels_are_recorded_where_both_know_how(
-    library: Any, runtime: Any, records: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    monkeypatch.setattr(_core, "RECORD_API_VERSION", library)
-    monkeypatch.setattr(_core, "handlers", lambda *, records: asked.append(records) or {})
-    monkeypatch.setattr(_registration, "runtime_record_version", lambda: runtime)
-    monkeypatch.setattr(_registration, "runtime_ffi_version", lambda: _core.FFI_API_VERSION)
-    _registration._register()
-    major, minor = _core.FFI_API_VERSION
-    monkeypatch.setattr(_registration, "runtime_ffi_version", lambda: (major, minor + 1))
-    _registration._register()
-    assert asked == [records, False]
-
-
 def test_nothing_is_registered_before_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     registered = []
     monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda name, *_, **__: registered.append(name))

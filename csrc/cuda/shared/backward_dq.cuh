@@ -24,15 +24,15 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       problem,
       shared,
       part,
-      TileLoad<KTile, head_dim, threads>::base(head_of(problem.k, batch, kv_head, part.kv.first), problem.k.row_stride,
-                                               threadIdx.x),
-      TileLoad<VTile, value_head_dim, threads>::base(head_of(problem.v, batch, kv_head, part.kv.first),
-                                                     problem.v.row_stride, threadIdx.x),
+      keys_of(problem, part, batch, kv_head),
+      values_of(problem, part, batch, kv_head),
       {problem, part, batch, head, score_scale},
       first_row,
       warp,
       lane,
       modifies_scores ? 1.f : score_scale * kLog2e,
+      {},
+      {},
       unscales.dout * unscales.value * ds_factor,
       ds_factor,
   };
@@ -48,10 +48,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     backward.load_statistics(static_cast<const float*>(problem.lse) + first_statistic,
                              static_cast<const float*>(problem.delta) + first_statistic);
   }
-  const SegmentTiles<block_kv> segments{
-      problem.kv_segment_ranges, batch, problem.kv_length,
-      in_segments ? segment_range<block_q>(problem.q_segment_ranges, batch, problem.q_length, first_row)
-                  : SegmentRange{0, 0}};
+  const SegmentTiles<block_kv> segments = segments_of(problem, batch, first_row);
   segments.trim(tiles, threadIdx.x % 32);
   int tile = tiles.end - 1;
   if (tile >= tiles.begin) backward.begin(tile);
@@ -60,23 +57,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     copies_wait<0>();
     __syncthreads();  // Q has landed before dQ takes its place
   }
-  if constexpr (irregular) {
-    while (tile >= tiles.begin) {
-      int next = tile - 1;
-      while (next >= tiles.begin && !segments.visits(next)) --next;
-      const bool bare = tiles.bare(tile) && segments.uniform(tile);
-      const int wanted = next >= tiles.begin ? next : -1;
-      if (bare) {
-        backward.step<false>(tile, wanted);
-      } else {
-        backward.step<true>(tile, wanted);
-      }
-      tile = next;
-    }
-  } else {
-    for (; tile >= tiles.bare_end; --tile) backward.step<true>(tile, tile - 1);
-    for (; tile >= 0; --tile) backward.step<false>(tile, tile - 1);
-  }
+  walk(backward, tile, tiles, segments);
   // Where the loop takes all registers there are, nothing else is kept in them. Of arrays in two parts more would be
   // spilled (head_dim 256: 432 bytes in place of 184).
   if constexpr (loads_take_registers || parts == 1) {

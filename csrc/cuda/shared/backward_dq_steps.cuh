@@ -7,20 +7,12 @@
 // the next V while the rest is.
 #pragma once
 
-#include "cuda/shared/again.cuh"
-#include "cuda/shared/schedule.cuh"
-#include "cuda/shared/score_rows.cuh"
+#include "cuda/shared/key_walk.cuh"
 
 namespace jax_flash {
 
-constexpr int threads = 32 * warps;
-constexpr int row_tiles = block_q / (16 * warps);  // m16 tiles of a warp
-using QTile = Tile<block_q, parts * tile_head_dim>;
 using OutTile = Tile<block_q, parts * tile_value_head_dim>;
-using KTile = Tile<block_kv, parts * tile_head_dim>;
-using VTile = Tile<block_kv, parts * tile_value_head_dim>;
 constexpr int group = Mma::group(tile_head_dim, 1);  // of columns of dQ
-constexpr bool irregular = bounded_left || in_segments;
 
 // The next V is on its way from Q K^T on, or where it waits in registers that are short then, while dS K is computed.
 constexpr int step_registers =
@@ -63,40 +55,11 @@ JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
   return {part_of(problem, work.batch, document), work.batch, work.head, kv_head, row_block * block_q};
 }
 
-struct BackwardDq {
-  const Problem& problem;
-  SharedStorage& shared;
-  const Part& part;
-  const Element* k;
-  const Element* v;
-  ScoreRows rows;
-  int first_row;  // of the block
-  int warp, lane;
-  float scale_log2;
+struct BackwardDq : KeyWalk<SharedStorage> {
   float dp_factor, ds_factor;  // dS is their common multiple of what it stands for
-  TileLoad<KTile, head_dim, threads> k_load;
-  TileLoad<VTile, value_head_dim, threads> v_load;
   FragmentC dq[row_tiles][tile_head_dim / 8];
   float anchors[row_tiles][2];  // what is subtracted before exp2
   float deltas[row_tiles][2];
-
-  // `whole` when all keys of the tile are there.
-  template <bool whole = false>
-  __device__ __forceinline__ void start_k(int tile) {
-    k_load.template start<whole>(shared_address(shared.k), k, problem.k.row_stride, tile * block_kv, part.kv.length,
-                                 threadIdx.x);
-    copies_commit();
-  }
-  template <bool whole = false>
-  __device__ __forceinline__ void start_v(int tile) {
-    v_load.template start<whole>(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, part.kv.length,
-                                 threadIdx.x);
-    copies_commit();
-  }
-
-  __device__ __forceinline__ int row_of(int m, int half) const {
-    return first_row + (warp * row_tiles + m) * 16 + lane / 4 + half * 8;
-  }
 
   __device__ __forceinline__ void find_lane() {
     warp = thread_again() / 32;

@@ -23,15 +23,15 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       problem,
       shared,
       part,
-      TileLoad<KTile, head_dim, threads>::base(head_of(problem.k, batch, kv_head, part.kv.first), problem.k.row_stride,
-                                               threadIdx.x),
-      TileLoad<VTile, value_head_dim, threads>::base(head_of(problem.v, batch, kv_head, part.kv.first),
-                                                     problem.v.row_stride, threadIdx.x),
+      keys_of(problem, part, batch, kv_head),
+      values_of(problem, part, batch, kv_head),
       {problem, part, batch, head, scale},
       first_row,
       warp,
       lane,
       modifies_scores ? 1.f : scale * kLog2e,
+      {},
+      {},
       Mma::reader_a<QTile>(shared_address(shared.q), warp * row_tiles * 16, lane),
       Mma::reader_b<KTile>(shared_address(shared.k), 0, lane),
   };
@@ -50,10 +50,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     load_tile<QTile, head_dim, threads>(shared_address(shared.q), head_of(problem.q, batch, head, part.q.first),
                                         problem.q.row_stride, first_row, part.q.length, threadIdx.x);
   }
-  const SegmentTiles<block_kv> segments{
-      problem.kv_segment_ranges, batch, problem.kv_length,
-      in_segments ? segment_range<block_q>(problem.q_segment_ranges, batch, problem.q_length, first_row)
-                  : SegmentRange{0, 0}};
+  const SegmentTiles<block_kv> segments = segments_of(problem, batch, first_row);
   segments.trim(tiles, threadIdx.x % 32);
   int tile = tiles.end - 1;
   if (tile >= tiles.begin) forward.start_k(tile);
@@ -63,23 +60,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     __syncthreads();  // Q has landed before out takes its place
   }
   if (tile >= tiles.begin) forward.begin_tiles();
-  if constexpr (irregular) {
-    while (tile >= tiles.begin) {
-      int next = tile - 1;
-      while (next >= tiles.begin && !segments.visits(next)) --next;
-      const bool bare = tiles.bare(tile) && segments.uniform(tile);
-      const int wanted = next >= tiles.begin ? next : -1;
-      if (bare) {
-        forward.step<false>(tile, wanted);
-      } else {
-        forward.step<true>(tile, wanted);
-      }
-      tile = next;
-    }
-  } else {
-    for (; tile >= tiles.bare_end; --tile) forward.step<true>(tile, tile - 1);
-    for (; tile >= 0; --tile) forward.step<false>(tile, tile - 1);
-  }
+  walk(forward, tile, tiles, segments);
 
   // Where the loop takes all registers there are, nothing else is kept in them.
   if constexpr (loads_take_registers) {

@@ -7,25 +7,17 @@
 // test in it.
 #pragma once
 
-#include "cuda/shared/again.cuh"
+#include "cuda/shared/key_walk.cuh"
 #include "cuda/shared/place.cuh"
-#include "cuda/shared/score_rows.cuh"
 #include "cuda/shared/softmax.cuh"
 
 namespace jax_flash {
 
-constexpr int threads = 32 * warps;
-constexpr int row_tiles = block_q / (16 * warps);  // m16 tiles of a warp
-using QTile = Tile<block_q, parts * tile_head_dim>;
-using KTile = Tile<block_kv, parts * tile_head_dim>;
-using VTile = Tile<block_kv, parts * tile_value_head_dim>;
 using OutTile = Tile<block_q, tile_value_head_dim>;
 constexpr int group = Mma::group(tile_value_head_dim, 1);  // of columns of out
 using QReader = decltype(Mma::reader_a<QTile>(0, 0, 0));
 using KReader = decltype(Mma::reader_b<KTile>(0, 0, 0));
 using VReader = Mma::ColumnReader<VTile, group>;
-// With these the tiles to visit, or the bare ones among them, are not one range up to the end.
-constexpr bool irregular = bounded_left || in_segments;
 
 // V is on its way while Q K^T is computed, or where that would take the last registers, during the softmax: at head_dim
 // 64 and 128 with 8 warps (sm75) 20% slower on an H200, at 128 with 32 rows a warp (sm70) without spills.
@@ -52,36 +44,11 @@ extern "C" __constant__ LaunchFacts jax_flash_forward_facts = {
     .shared_bytes = sizeof(SharedStorage),
 };
 
-struct Forward {
-  const Problem& problem;
-  SharedStorage& shared;
-  const Part& part;
-  const Element* k;
-  const Element* v;
-  ScoreRows rows;
-  int first_row;  // of the block
-  int warp, lane;
-  float scale_log2;  // from what the softmax sees to units of log2
+struct Forward : KeyWalk<SharedStorage> {
   QReader q_reader;
   KReader k_reader;
-  TileLoad<KTile, head_dim, threads> k_load;
-  TileLoad<VTile, value_head_dim, threads> v_load;
   FragmentC out[row_tiles][tile_value_head_dim / 8];
   RowStatistics statistics[row_tiles][2];
-
-  // `whole` when all keys of the tile are there.
-  template <bool whole = false>
-  __device__ __forceinline__ void start_k(int tile) {
-    k_load.template start<whole>(shared_address(shared.k), k, problem.k.row_stride, tile * block_kv, part.kv.length,
-                                 threadIdx.x);
-    copies_commit();
-  }
-  template <bool whole = false>
-  __device__ __forceinline__ void start_v(int tile) {
-    v_load.template start<whole>(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, part.kv.length,
-                                 threadIdx.x);
-    copies_commit();
-  }
 
   template <bool whole>
   __device__ __forceinline__ void change_tiles(int next) {
@@ -90,10 +57,6 @@ struct Forward {
     __syncthreads();  // V has landed; everybody is done with K
     // Through registers a tile that nobody needs at the end, rather than a branch, at which the assembler spills.
     if (next >= 0 || loads_take_registers) start_k<whole>(at_least(next, 0));
-  }
-
-  __device__ __forceinline__ int row_of(int m, int half) const {
-    return first_row + (warp * row_tiles + m) * 16 + lane / 4 + half * 8;
   }
 
   // Before the first step: of the rows' statistics, and once Q and the first tile of keys are on their way.
