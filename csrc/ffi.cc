@@ -401,7 +401,7 @@ ffi::Error run_cpu(ffi::ThreadPool pool, Options options, ffi::RemainingArgs arg
       run_on_pool(pool, items, threads, body);
     };
     if constexpr (pass == Pass::forward) {
-      cpu::forward(call.dtype, call.problem, parallel_for);
+      cpu::forward(call.dtype, call.problem, pool.num_threads(), parallel_for);
     } else {
       cpu::backward(call.dtype, call.problem, parallel_for);
     }

@@ -50,7 +50,7 @@ SIX_CALLS_ON_TWO_THREADS = """
     import jax, jax.numpy as jnp, numpy as np
     import jax_flash
 
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 64, 4, 16)), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(SHAPE), jnp.float32)
     attend = lambda *x: jax_flash.attention(*x, causal=True, implementation="cpu")
     six = jax.jit(lambda xs: [jax.grad(lambda x: attend(x, x, x).sum())(x) for x in xs])
     xs = [x + i for i in range(6)]
@@ -64,11 +64,15 @@ SIX_CALLS_ON_TWO_THREADS = """
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the operating system pins no process to processors")
-def test_more_calls_than_threads() -> None:
-    """Six independent calls in one program, six programs at once, on XLA's pool of two threads."""
+@pytest.mark.parametrize("shape", [(4, 64, 4, 16), (1, 1024, 4, 16)], ids=["chunks", "turns"])
+def test_more_calls_than_threads(shape: tuple[int, ...]) -> None:
+    """Six independent calls in one program, six programs at once, on XLA's pool of two threads.
+
+    Long calls' blocks of keys wait for each other.
+    """
     root = pathlib.Path(jax_flash.__file__).parent.parent
     finished = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SIX_CALLS_ON_TWO_THREADS)],
+        [sys.executable, "-c", textwrap.dedent(SIX_CALLS_ON_TWO_THREADS).replace("SHAPE", str(shape))],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,

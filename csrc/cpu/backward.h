@@ -1,10 +1,12 @@
-// The backward pass of one item: a chunk of the key blocks of a key head against all queries of its group.
+// The backward pass of one item: a block of keys of a key head, or a chunk of the blocks, against all queries of its
+// group.
 //
 // Keys stand in the lanes of S, P, dP and dS; a block's dK and dV stay in the cache until all queries have been seen.
-// dQ is summed in the chunk's own part of the scratch, chunk by chunk in a fixed order at the end, so no result
-// depends on the threads. That is 5 products, and runs at 81 to 86% of the processor's peak (AVX-512, head_dim 64, 128)
-// with the sums of dQ included; passes apart for dQ and for dK, dV need no scratch but 7 products, and would be slower
-// even at the peak.
+// dQ is summed in a fixed order, so no result depends on the threads. Where there are rows enough, all blocks of a head
+// add to one sum, tile by tile in turn, and the last one writes dQ: a block of keys is an item, which waits only where
+// it would overtake the one before. Else a chunk has a sum of its own, and these are added up at the end. That is 5
+// products, and runs at 83 to 88% of the processor's peak (AVX-512, head_dim 64, 128) with the sums of dQ included;
+// passes apart for dQ and for dK, dV need no scratch but 7 products, and would be slower even at the peak.
 //
 // Every block of keys reads all of q and dout, whose rows lie as far apart as a head's do in memory. Where there are
 // many blocks both are copied into the scratch first, head by head, and converted there once.
@@ -21,7 +23,18 @@
 namespace jax_flash::cpu::JAX_FLASH_ISA {
 
 constexpr int kQueries = kReduceRows;  // of a tile
-constexpr int kKeys = 96;              // of a block
+constexpr int kKeys = kBackwardKeys;   // of a block
+// Exponentials are made between the steps of the next product, where there are registers for both: 1.01 of the
+// backward's rate.
+#if defined(__AVX512F__)
+constexpr bool kInterleaved = true;
+#else
+constexpr bool kInterleaved = false;
+#endif
+
+// Heads whose blocks of keys follow each other when in turn: one block of each head, then the next one of each. With
+// one head two threads pass the cache lines of its sums to and fro: 0.97 of the rate of 2, 4 or 8.
+constexpr int kHeadsTogether = 4;
 static_assert(kKeys % kPanel<float> == 0 && kKeys % kPanel<double> == 0);
 static_assert(kKeys % kDropoutKeys == 0 && kKeys % kSegmentBlock == 0);
 
@@ -62,7 +75,9 @@ class BackwardItem {
 
   size_t workspace() const { return workspace_; }
 
-  void run(int64_t item) {
+  void run(int64_t item, const Turns* turns) {
+    turns_ = turns;
+    if (plan_.in_turn) return take_turns(item);
     auto [chunk_begin, chunk_end] = share(item, plan_.chunk_items, plan_.chunks);
     auto [head_begin, head_end] = share(item / plan_.chunk_items, plan_.head_items, p_.kv_heads);
     auto [batch_begin, batch_end] = share(item / plan_.chunk_items / plan_.head_items, plan_.batch_items, p_.batch);
@@ -194,6 +209,48 @@ class BackwardItem {
     }
   }
 
+  void take_turns(int64_t item) {
+    int64_t heads = int64_t{p_.batch} * p_.kv_heads, blocks = plan_.blocks;
+    int64_t first = item / (blocks * kHeadsTogether) * kHeadsTogether;
+    int64_t together = std::min<int64_t>(kHeadsTogether, heads - first), at = item - first * blocks;
+    int64_t head = first + at % together, block = at / together;
+    batch_ = head / p_.kv_heads;
+    kv_head_ = head % p_.kv_heads;
+    chunk_ = 0;
+    go_to_document(0);
+    if (block == 0) {
+      std::memset(touched(), 0, sizeof(T) * plan_.row_blocks);
+      clear_padding();
+      if (plan_.reduce_items == 0) clear_rows();
+    }
+    if (block * kKeys >= document_.keys) return;
+    turn_ = head * blocks + block;
+    attend_block(block * kKeys);
+    // Later blocks wait for this one alone: it has passed nothing that one before it has not.
+    if (block > 0) turns_->wait(turn_ - 1, Turns::kAll - 1);
+    turns_->pass(turn_, Turns::kAll);
+  }
+
+  // Rows that keep no key, which no block writes.
+  void clear_rows() const {
+    for (int member = 0; member < group(); ++member) {
+      for (int64_t t = 0; t < document_.all_rows; ++t) {
+        if (t < document_.rows && band_.begin(document_, t) < band_.end(document_, t)) continue;
+        std::memset(row_of<E>(p_.dq, batch_, t, kv_head_ * group() + member), 0, sizeof(E) * p_.head_dim);
+      }
+    }
+  }
+
+  // Writes dq of those rows whose last block of keys this is.
+  void finish_rows(int64_t t, int rows) const {
+    for (int i = 0; i < rows; ++i) {
+      int64_t end = band_.end(document_, t + i);
+      if (end <= first_ || end > first_ + count_) continue;
+      store_row(dq(head_, t + i), p_.head_dim, static_cast<T>(p_.options.scale),
+                row_of<E>(p_.dq, batch_, t + i, head_));
+    }
+  }
+
   void clear_padding() const {
     for (int64_t s = document_.first_key + document_.keys; s < document_.first_key + document_.all_keys; ++s) {
       std::memset(row_of<E>(p_.dk, batch_, s, kv_head_), 0, sizeof(E) * p_.head_dim);
@@ -226,7 +283,6 @@ class BackwardItem {
         int rows = static_cast<int>(next - t);
         load_queries(t, rows);
         if (most_ == 0) continue;
-        touch(t);
         tile(t, rows, next < end ? next : begin);
       }
     }
@@ -348,8 +404,14 @@ class BackwardItem {
                                      v_stride_, ask);
     accumulate<Layout::column_major>(key_rows, k_columns, rows_of_keys_, dscores_, kKeys, tile_q_, k_stride_, dk_,
                                      k_stride_, ask);
+    int of_group = static_cast<int>((head_ - kv_head_ * group()) * plan_.row_blocks + t / kQueries);
+    if (plan_.in_turn && first_ > 0) turns_->wait(turn_ - 1, of_group);
+    touch(t);
     accumulate<Layout::row_major>(padded, k_columns, keys_of_rows_, dscores_, kKeys, k_, k_stride_, dq(head_, t),
                                   plan_.padded_head_dim, [] {});
+    if (!plan_.in_turn) return;
+    if (plan_.reduce_items == 0) finish_rows(t, rows);
+    turns_->pass(turn_, of_group + 1);
   }
 
   // The rows from t on, which the tile after this one reads in the copies.
@@ -385,8 +447,8 @@ class BackwardItem {
   // rows of one head it would be 0.8 times as fast in float32; for 8 rows of several, a tile each, it is 2.
   bool few() const {
     int64_t rows = group() * document_.rows;
-    return rows > 0 && rows <= (group() > 1 ? kFewRows : kFewRows / 2) && !is_packed(p_) && !options_.any() &&
-           !options_.has_segments && !dropout_.active() && p_.head_dim % kWidth<T> == 0 &&
+    return !plan_.in_turn && rows > 0 && rows <= (group() > 1 ? kFewRows : kFewRows / 2) && !is_packed(p_) &&
+           !options_.any() && !options_.has_segments && !dropout_.active() && p_.head_dim % kWidth<T> == 0 &&
            p_.value_head_dim % kWidth<T> == 0;
   }
 
@@ -533,24 +595,42 @@ class BackwardItem {
         }
         continue;
       }
+      auto weight = [&](int r, int vector, const Vec<T>& score) __attribute__((always_inline)) {
+        if constexpr (finish == Finish::later) return Vec<T>(score * scale);
+        Vec<T> weight = exp2(score * scale - lse_[i + r]);
+        Vec<T> key = iota<T>() + static_cast<T>(lane + vector * kWidth<T>);
+        if constexpr (finish == Finish::ended || finish == Finish::masked) {
+          stdx::where(key >= kept_end_[i + r], weight) = T(0);
+        }
+        if constexpr (finish == Finish::masked) stdx::where(key < kept_begin_[i + r], weight) = T(0);
+        return weight;
+      };
+      auto weigh = [&](int r, int vector) __attribute__((always_inline)) {
+        T* score = weights + r * kKeys + vector * kWidth<T>;
+        store<T>(score, weight(r, vector, load(score)));
+      };
+      auto put_dscore = [&](int r, int vector, const Vec<T>& sum) __attribute__((always_inline)) {
+        ptrdiff_t at = r * kKeys + vector * kWidth<T>;
+        Vec<T> dscore = sum;
+        if constexpr (finish != Finish::later) dscore = load(weights + at) * (sum - delta_[i + r]);
+        store<T>(dscores + at, dscore);
+      };
       dot_kernel<NV>(p_.head_dim, tile_q_ + i * k_stride_, k_stride_, k, kPanel<T>,
                      [&](int r, int vector, const Vec<T>& score) __attribute__((always_inline)) {
-                       Vec<T> weight = score * scale;
-                       if constexpr (finish != Finish::later) weight = exp2(score * scale - lse_[i + r]);
-                       Vec<T> key = iota<T>() + static_cast<T>(lane + vector * kWidth<T>);
-                       if constexpr (finish == Finish::ended || finish == Finish::masked) {
-                         stdx::where(key >= kept_end_[i + r], weight) = T(0);
-                       }
-                       if constexpr (finish == Finish::masked) stdx::where(key < kept_begin_[i + r], weight) = T(0);
-                       store(weights + r * kKeys + vector * kWidth<T>, weight);
+                       store<T>(weights + r * kKeys + vector * kWidth<T>,
+                                kInterleaved ? score : weight(r, vector, score));
                      });
-      dot_kernel<NV>(p_.value_head_dim, tile_dout_ + i * v_stride_, v_stride_, v, kPanel<T>,
-                     [&](int r, int vector, const Vec<T>& sum) __attribute__((always_inline)) {
-                       ptrdiff_t at = r * kKeys + vector * kWidth<T>;
-                       Vec<T> dscore = sum;
-                       if constexpr (finish != Finish::later) dscore = load(weights + at) * (sum - delta_[i + r]);
-                       store<T>(dscores + at, dscore);
-                     });
+      const T* dout = tile_dout_ + i * v_stride_;
+      if constexpr (kInterleaved) {
+        if (p_.value_head_dim <= kSumDepth) {
+          interleaved_kernel<NV>(p_.value_head_dim, dout, v_stride_, v, kPanel<T>, weigh, put_dscore);
+          continue;
+        }
+        for (int r = 0; r < kRows; ++r) {
+          for (int vector = 0; vector < NV; ++vector) weigh(r, vector);
+        }
+      }
+      dot_kernel<NV>(p_.value_head_dim, dout, v_stride_, v, kPanel<T>, put_dscore);
     }
   }
 
@@ -677,6 +757,8 @@ class BackwardItem {
   T* dbias_;            // [kKeys] sums over the rows of a tile
   size_t workspace_;
 
+  const Turns* turns_;
+  int64_t turn_;  // the block at hand, of all heads'
   LinesAhead next_dq_, next_q_, next_dout_;
   int64_t batch_, kv_head_, head_, chunk_, document_index_;
   Document document_;

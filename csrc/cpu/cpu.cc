@@ -2,6 +2,7 @@
 #include "cpu.h"
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cstdlib>
 #include <cstring>
@@ -9,6 +10,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #if defined(__linux__)
@@ -159,7 +161,7 @@ int64_t block_count(const Problem& p, int64_t rows, int64_t block_rows) {
   return is_packed(p) ? rows / block_rows + p.options.documents + 1 : divide_up(rows, block_rows);
 }
 
-ForwardPlan plan_forward(DType dtype, const Problem& p) {
+ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
   ForwardPlan plan{};
   int group = p.q_heads / p.kv_heads;
   // Blocks of 48 fill whole panels with every instruction set. Longer ones read K and V less often: 384 rows instead of
@@ -175,21 +177,35 @@ ForwardPlan plan_forward(DType dtype, const Problem& p) {
   int64_t documents = heads * (is_packed(p) ? p.options.documents : 1);
   plan.block_rows = kShort;
   int64_t row = (int64_t{p.head_dim} + p.value_head_dim) * (dtype == DType::f64 ? 8 : 4);
-  for (int longer : {384, 288, kLong, 96}) {
-    int64_t blocks = divide_up(rows, longer);
-    if (documents * blocks < kEnoughItems || (longer > kLong && longer * row > kLongBytes)) continue;
-    plan.block_rows = longer;
-    // Even shares: a rest of a few rows would read all keys for them.
-    if (longer > kLong) plan.block_rows = static_cast<int>(divide_up(divide_up(rows, blocks), 16) * 16);
-    break;
-  }
-  plan.block_rows = static_cast<int>(std::min<int64_t>(plan.block_rows, divide_up(rows, 16) * 16));
-  plan.blocks = static_cast<int>(block_count(p, int64_t{plan.fold} * p.q_length, plan.block_rows));
-  int64_t blocks = heads * plan.blocks;
+  auto block_rows = [&](int64_t items) {
+    for (int longer : {384, 288, kLong, 96}) {
+      int64_t blocks = divide_up(rows, longer);
+      if (documents * blocks < items || (longer > kLong && longer * row > kLongBytes)) continue;
+      // Even shares: a rest of a few rows would read all keys for them.
+      return longer > kLong ? divide_up(divide_up(rows, blocks), 16) * 16 : int64_t{longer};
+    }
+    return int64_t{kShort};
+  };
+  auto cut = [&](int64_t size) {
+    plan.block_rows = static_cast<int>(std::min(size, divide_up(rows, 16) * 16));
+    plan.blocks = static_cast<int>(block_count(p, int64_t{plan.fold} * p.q_length, plan.block_rows));
+    plan.blocks_in_all = heads * plan.blocks;
+  };
+  cut(block_rows(kEnoughItems));
   // Few blocks and many keys, as in decoding: parts of at least 512 keys.
   plan.splits = static_cast<int>(
-      std::max<int64_t>(1, std::min<int64_t>(kEnoughItems / blocks, average_length(p, p.kv_length) / 512)));
-  plan.blocks_in_all = blocks;
+      std::max<int64_t>(1, std::min<int64_t>(kEnoughItems / plan.blocks_in_all, average_length(p, p.kv_length) / 512)));
+  // Few threads need fewer items. A row comes out the same whichever block it stands in, as long as all blocks begin
+  // with key 0, see all keys, and have more than few rows.
+  constexpr int64_t kItemsOfThread = 8;
+  bool same_rows = plan.splits == 1 && plan.fold == 1 && !is_packed(p) && !p.q_lengths && !p.q_segment_ids &&
+                   p.options.window_left == 2147483647;
+  if (same_rows && rows > kLong) {
+    auto rest = [&](int64_t size) { return rows - (divide_up(rows, size) - 1) * size; };
+    int64_t longer = block_rows(std::min(kEnoughItems, kItemsOfThread * threads));
+    if (rest(plan.block_rows) > kFewRows && rest(longer) > kFewRows) cut(longer);
+  }
+  int64_t blocks = plan.blocks_in_all;
   plan.together = rows <= kFewRows && !is_packed(p);
   plan.items = blocks * plan.splits;
   if (!plan.together) return plan;
@@ -209,8 +225,12 @@ ForwardPlan plan_forward(DType dtype, const Problem& p) {
 // Keys of a row from which on q and dout are copied.
 #if defined(JAX_FLASH_COPY_KEYS)  // of the tests, whose problems are short
 constexpr int64_t kCopyKeys = JAX_FLASH_COPY_KEYS;
+constexpr int64_t kTurnRows = 1, kTurnHeads = 1;
 #else
 constexpr int64_t kCopyKeys = 480;
+// From which on blocks of keys take turns: with fewer rows they would wait for each other, with fewer heads the cache
+// lines of a head's sums go to and fro between the threads (one head of 8192 keys 0.97 to 0.99).
+constexpr int64_t kTurnRows = 512, kTurnHeads = 4;
 #endif
 
 BackwardPlan plan_backward(const Problem& p) {
@@ -223,19 +243,25 @@ BackwardPlan plan_backward(const Problem& p) {
   plan.chunks = static_cast<int>(
       std::clamp<int64_t>(std::min(divide_up(kEnoughItems, heads), int64_t{p.kv_length} / 192), 1, kMaxChunks));
   plan.chunk_items = shares_bias(p.bias_strides.column) ? 1 : plan.chunks;
-  plan.items = heads * plan.chunk_items;
   plan.padded_q_length = divide_up(p.q_length, 8) * 8;
   if (is_packed(p)) plan.padded_q_length += int64_t{p.options.documents} * 8 + 8;
   plan.padded_head_dim = divide_up(p.head_dim, 16) * 16;
   plan.row_blocks = static_cast<int>(block_count(p, p.q_length, kReduceRows));
   plan.reduce_items = int64_t{p.batch} * p.q_heads * plan.row_blocks;
-  int64_t parts = int64_t{plan.chunks} * p.batch;
   // For each block of keys a row costs 7% of its products to read where it lies, 13% when q and dout of a head do not
   // stay in the caches. Its copy costs 2 to 4% of the products of kCopyKeys keys.
   int64_t keys = average_length(p, p.kv_length);
   if (p.options.causal) keys /= 2;
   for (int64_t side : {p.options.window_left, p.options.window_right}) keys = std::min(keys, 2 * side);
   plan.copies = keys >= kCopyKeys && average_length(p, p.q_length) >= kReduceRows;
+  bool alone = heads == int64_t{p.batch} * p.kv_heads && !shares_bias(p.bias_strides.column);
+  plan.in_turn = plan.copies && p.q_length >= kTurnRows && heads >= kTurnHeads && alone && !is_packed(p) &&
+                 !p.options.has_dalibi_slopes;
+  plan.blocks = static_cast<int>(divide_up(p.kv_length, kBackwardKeys));
+  if (plan.in_turn) plan.chunks = plan.chunk_items = 1;
+  if (plan.in_turn && !p.q_segment_ids) plan.reduce_items = 0;
+  plan.items = heads * (plan.in_turn ? plan.blocks : plan.chunk_items);
+  int64_t parts = int64_t{plan.chunks} * p.batch;
   int64_t rows = int64_t{p.batch} * p.q_heads * (plan.copies ? p.q_length : 0);
   plan.copy_items = plan.copies ? p.batch * divide_up(p.q_length, kCopyRows) : 0;
   plan.q_copy = parts * p.q_heads * plan.padded_q_length * plan.padded_head_dim;
@@ -277,13 +303,24 @@ void clear_dbias(DType dtype, const Problem& p, const ParallelFor& parallel_for)
 
 }  // namespace
 
+void Turns::wait(int64_t block, int tile) const {
+  for (int looks = 0; passed_[block].load(std::memory_order_acquire) <= tile; ++looks) {
+    if (failed_.load(std::memory_order_relaxed)) return;
+    constexpr int kLooks = 1000;
+    if (looks >= kLooks) std::this_thread::yield();
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+}
+
 std::string isa() { return chosen().bf16->name; }
 
 int64_t backward_scratch(DType, const Problem& problem) { return plan_backward(problem).scratch; }
 
-void forward(DType dtype, const Problem& problem, const ParallelFor& parallel_for) {
+void forward(DType dtype, const Problem& problem, int64_t threads, const ParallelFor& parallel_for) {
   const Kernels& k = kernels(dtype);
-  ForwardPlan plan = plan_forward(dtype, problem);
+  ForwardPlan plan = plan_forward(dtype, problem, threads);
   size_t bytes = k.forward_workspace(dtype, problem, plan);
   // Bounded: there are at most kEnoughItems splits in all, of at most 48 rows, or of kFewRows a head.
   size_t partial_bytes = 0;
@@ -292,8 +329,7 @@ void forward(DType dtype, const Problem& problem, const ParallelFor& parallel_fo
     partial_bytes = k.forward_partial(dtype, problem, plan) * plan.blocks_in_all * plan.splits;
     partials = allocate(partial_bytes);
   }
-  int64_t threads = worthwhile_threads(dtype, problem, 2);
-  parallel_for(plan.items, threads,
+  parallel_for(plan.items, worthwhile_threads(dtype, problem, 2),
                [&](int64_t item) { k.forward(dtype, problem, plan, item, workspace(bytes), partials.get()); });
   if (plan.splits == 1) return;
   parallel_for(plan.blocks_in_all, 1 + static_cast<int64_t>(static_cast<double>(partial_bytes) / kBytesOfThread),
@@ -311,7 +347,23 @@ void backward(DType dtype, const Problem& problem, const ParallelFor& parallel_f
     parallel_for(plan.copy_items, threads,
                  [&](int64_t item) { k.backward_copy(dtype, problem, plan, item, workspace(bytes)); });
   }
-  parallel_for(plan.items, threads, [&](int64_t item) { k.backward(dtype, problem, plan, item, workspace(bytes)); });
+  if (plan.in_turn) {
+    std::vector<std::atomic<int>> passed(plan.items);
+    std::atomic<bool> failed{false};
+    Turns turns(passed.data(), failed);
+    parallel_for(plan.items, threads, [&](int64_t item) {
+      try {
+        k.backward(dtype, problem, plan, item, workspace(bytes), &turns);
+      } catch (...) {
+        failed = true;
+        throw;
+      }
+    });
+  } else {
+    parallel_for(plan.items, threads,
+                 [&](int64_t item) { k.backward(dtype, problem, plan, item, workspace(bytes), nullptr); });
+  }
+  if (plan.reduce_items == 0) return;
   parallel_for(plan.reduce_items, threads,
                [&](int64_t item) { k.backward_reduce(dtype, problem, plan, item, workspace(bytes)); });
 }

@@ -9,15 +9,17 @@
 
 namespace jax_flash::cpu {
 
-// Calls body(item) once for every item in [0, items), from any thread, and returns when all are done. More than
-// `threads` of them would wait for each other longer than they work.
+// Calls body(item) once for every item in [0, items), from any thread, and returns when all are done. Items are begun
+// in their order, for one may wait for those before it. More than `threads` of them would wait for each other longer
+// than they work.
 using ParallelFor = std::function<void(int64_t items, int64_t threads, const std::function<void(int64_t)>& body)>;
 
 // Elements of float (double for f64) that backward wants in Problem::scratch; 0 for none. It depends on the shape
 // alone, never on the machine: the lowering asks for it when a call is traced, maybe on another machine.
 int64_t backward_scratch(DType dtype, const Problem& problem);
 
-void forward(DType dtype, const Problem& problem, const ParallelFor& parallel_for);
+// `threads`: how many there are for parallel_for. Nothing that is computed depends on it.
+void forward(DType dtype, const Problem& problem, int64_t threads, const ParallelFor& parallel_for);
 void backward(DType dtype, const Problem& problem, const ParallelFor& parallel_for);
 
 // The instruction set in use ("avx512_bf16", "avx512", "avx2", "neon" or "baseline"): the best that this processor has,

@@ -137,10 +137,14 @@ class ForwardItem {
   int64_t record_size() const { return record_rows() + static_cast<int64_t>(plan_.block_rows) * v_stride_; }
 
  private:
-  // What the lanes of a panel keep: keys [begin, end) some of them, [bare_begin, bare_end) all of them.
-  struct Panel {
+  // What some rows keep: keys [begin, end) some of them, [bare_begin, bare_end) all of them.
+  struct Kept {
     int64_t begin, end, bare_begin, bare_end;
     SegmentRange segments;
+  };
+  struct Panel {
+    int row, vectors;
+    Kept kept;
   };
 
   // The state of a block's rows after a split of the keys.
@@ -243,8 +247,24 @@ class ForwardItem {
     // Lanes without a row do as the last one does.
     std::fill(position_ + rows_, position_ + lanes, position_[rows_ - 1]);
     std::memset(rows + rows_ * k_stride_, 0, sizeof(F) * (lanes - rows_) * k_stride_);
-    if (!few()) transpose_to_panels(rows, k_stride_, lanes, depth_, queries_);
+    if (!few()) {
+      share_lanes();
+      for (int i = 0; i < panel_count_; ++i) {
+        transpose_to_panels(rows + panel_[i].row * k_stride_, k_stride_, panel_[i].vectors * kWidth<T>, depth_,
+                            queries_ + int64_t{i} * kPanel<T> * depth_);
+      }
+    }
     load_options(lanes);
+  }
+
+  // Even shares: 4 vectors as 2 + 2, because a lone vector makes 0.86 of the micro-kernel's rate.
+  void share_lanes() {
+    int vectors = (rows_ + kWidth<T> - 1) / kWidth<T>;
+    panel_count_ = (vectors + kVecs - 1) / kVecs;
+    for (int i = 0, first = 0; i < panel_count_; first += panel_[i++].vectors) {
+      panel_[i].row = first * kWidth<T>;
+      panel_[i].vectors = (vectors - first + panel_count_ - i - 1) / (panel_count_ - i);
+    }
   }
 
   // What the options say of the rows.
@@ -269,36 +289,36 @@ class ForwardItem {
   }
 
   // What `rows` rows from `row` on keep.
-  Panel panel_of(int row, int rows) const {
+  Kept kept_by(int row, int rows) const {
     int64_t first = first_row_ + row, last = first + rows - 1;
     if (plan_.fold > 1) {
       const T* position = position_ + row;
       first = static_cast<int64_t>(*std::min_element(position, position + rows));
       last = static_cast<int64_t>(*std::max_element(position, position + rows));
     }
-    Panel panel{band_.begin(document_, first),
-                band_.end(document_, last),
-                band_.begin(document_, last),
-                band_.end(document_, first),
-                {}};
-    panel.end = std::max(panel.begin, panel.end);
+    Kept kept{band_.begin(document_, first),
+              band_.end(document_, last),
+              band_.begin(document_, last),
+              band_.end(document_, first),
+              {}};
+    kept.end = std::max(kept.begin, kept.end);
     if (options_.has_segments) {
-      panel.segments = row_segments(p_, batch_, first, last + 1);
-      panel.begin = round_down(panel.begin, kSegmentBlock);
-      KeyRange keys = trim(p_, batch_, panel.segments, {panel.begin, panel.end});
-      panel.begin = keys.begin;
-      panel.end = keys.end;
+      kept.segments = row_segments(p_, batch_, first, last + 1);
+      kept.begin = round_down(kept.begin, kSegmentBlock);
+      KeyRange keys = trim(p_, batch_, kept.segments, {kept.begin, kept.end});
+      kept.begin = keys.begin;
+      kept.end = keys.end;
     }
-    return panel;
+    return kept;
   }
 
   // body(first, count) for the blocks of at most `size` keys that the split has to look at.
   template <typename Body>
   void for_each_block(int64_t split, int size, Body body) {
     if (!few()) {
-      for (int row = 0; row < rows_; row += kPanel<T>) panel_[row / kPanel<T>] = panel_of(row, lanes_of(row));
+      for (int i = 0; i < panel_count_; ++i) panel_[i].kept = kept_by(panel_[i].row, lanes_of(panel_[i]));
     }
-    Panel all = panel_of(0, rows_);
+    Kept all = kept_by(0, rows_);
     int64_t begin = round_down(all.begin, kSegmentBlock), end = all.end;
     int64_t share = round_up((end - begin + plan_.splits - 1) / plan_.splits, int64_t{kSegmentBlock});
     begin = std::min(end, begin + split * share);
@@ -318,7 +338,8 @@ class ForwardItem {
     }
   }
 
-  int lanes_of(int row) const { return std::min(kPanel<T>, rows_ - row); }
+  // Those that have a row.
+  int lanes_of(const Panel& panel) const { return std::min(panel.vectors * kWidth<T>, rows_ - panel.row); }
 
   // `first` is a multiple of kSegmentBlock.
   void attend_block(int64_t first, int count) {
@@ -347,13 +368,13 @@ class ForwardItem {
 #if defined(__AMX_BF16__)
     Tiles tiles;
 #endif
-    for (int row = 0; row < rows_; row += kPanel<T>) {
-      const Panel& panel = panel_[row / kPanel<T>];
-      int64_t begin = round_down(std::clamp<int64_t>(panel.begin - first, 0, count), kKeyPadding<F>);
-      int keys = static_cast<int>(std::clamp<int64_t>(panel.end - first, begin, count) - begin);
+    for (int i = 0; i < panel_count_; ++i) {
+      const Kept& kept = panel_[i].kept;
+      int64_t begin = round_down(std::clamp<int64_t>(kept.begin - first, 0, count), kKeyPadding<F>);
+      int keys = static_cast<int>(std::clamp<int64_t>(kept.end - first, begin, count) - begin);
       if (keys == 0) continue;
-      with_vectors((lanes_of(row) + kWidth<T> - 1) / kWidth<T>, [&](auto nv) __attribute__((always_inline)) {
-        attend<nv.value>(row, panel, first, static_cast<int>(begin), keys);
+      with_vectors(panel_[i].vectors, [&](auto nv) __attribute__((always_inline)) {
+        attend<nv.value>(i, first, static_cast<int>(begin), keys);
       });
     }
   }
@@ -375,11 +396,13 @@ class ForwardItem {
 
   // A panel against `keys` keys, the first of which is the block's key `begin`, a multiple of kKeyPadding.
   template <int NV>
-  void attend(int row, const Panel& panel, int64_t block, int begin, int keys) {
-    const F* queries = queries_ + static_cast<int64_t>(row) * depth_;
+  void attend(int panel, int64_t block, int begin, int keys) {
+    int row = panel_[panel].row;
+    const Kept& kept = panel_[panel].kept;
+    const F* queries = queries_ + int64_t{panel} * kPanel<T> * depth_;
     const F* k = k_ + static_cast<int64_t>(begin) * k_stride_;
     const F* v = v_ + static_cast<int64_t>(begin / kElements<F>) * (kTiled<F> ? 1 : v_stride_);
-    T* out = out_ + static_cast<int64_t>(row) * v_stride_;
+    T* out = out_ + int64_t{panel} * kPanel<T> * v_stride_;
     T* scores = scores_;
     // Not folded into the queries: products of 16-bit numbers are exact, those of scaled ones are not.
     Vec<T> scale = static_cast<T>(p_.options.scale * kLog2E);
@@ -397,8 +420,8 @@ class ForwardItem {
       }
     }
     if (options_.any()) apply_options<NV>(row, block + begin, keys);
-    if (options_.has_segments) compare_segments<NV>(row, panel, block + begin, keys);
-    if (band_.limited()) mask<NV>(row, panel, block + begin, keys);
+    if (options_.has_segments) compare_segments<NV>(row, kept, block + begin, keys);
+    if (band_.limited()) mask<NV>(row, kept, block + begin, keys);
     if (dropout_.active()) {
       online_softmax<NV, T>(keys, scores, maximum_ + row, sum_ + row, decay_);
       drop<NV>(row, begin, keys);
@@ -449,12 +472,12 @@ class ForwardItem {
   int64_t relative(int64_t first) const { return first - document_.offset - first_position_; }
 
   template <int NV>
-  __attribute__((noinline)) void mask(int row, const Panel& panel, int64_t first, int keys) {
+  __attribute__((noinline)) void mask(int row, const Kept& kept, int64_t first, int keys) {
     // Key s is kept by positions from s - right to s + left.
     const T* position = position_ + row;
     int64_t key = relative(first);
-    int bare_begin = static_cast<int>(std::clamp<int64_t>(panel.bare_begin - first, 0, keys));
-    int bare_end = static_cast<int>(std::clamp<int64_t>(panel.bare_end - first, bare_begin, keys));
+    int bare_begin = static_cast<int>(std::clamp<int64_t>(kept.bare_begin - first, 0, keys));
+    int bare_end = static_cast<int>(std::clamp<int64_t>(kept.bare_end - first, bare_begin, keys));
     auto ends = [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
       stdx::where(load(position + v * kWidth<T>) < static_cast<T>(key + j - band_.right), score) = -kInfinity<T>;
     };
@@ -467,8 +490,8 @@ class ForwardItem {
   }
 
   template <int NV>
-  __attribute__((noinline)) void compare_segments(int row, const Panel& panel, int64_t first, int keys) {
-    if (panel.segments.is_only(key_segments(p_, batch_, first, first + keys))) return;
+  __attribute__((noinline)) void compare_segments(int row, const Kept& kept, int64_t first, int keys) {
+    if (kept.segments.is_only(key_segments(p_, batch_, first, first + keys))) return;
     const int* segments = p_.kv_segment_ids + batch_ * p_.kv_length + first;
     IntVec<T> own[NV];
     for (int v = 0; v < NV; ++v) own[v] = IntVec<T>(segments_ + row + v * kWidth<T>, stdx::element_aligned);
@@ -666,10 +689,12 @@ class ForwardItem {
     }
     constexpr int W = kWidth<T>;
     T* rows = reinterpret_cast<T*>(v_);  // free again
-    for (int row = 0; row < rows_; row += W) {
-      int64_t panel = row / kPanel<T> * kPanel<T>;
-      transpose_from_panel(out_ + panel * v_stride_ + row % kPanel<T>, v_stride_, v_stride_, rows);
-      for (int i = 0; i < std::min(W, rows_ - row); ++i) body(row + i, rows + static_cast<int64_t>(i) * v_stride_);
+    for (int i = 0; i < panel_count_; ++i) {
+      for (int lane = 0; lane < lanes_of(panel_[i]); lane += W) {
+        transpose_from_panel(out_ + int64_t{i} * kPanel<T> * v_stride_ + lane, v_stride_, v_stride_, rows);
+        int row = panel_[i].row + lane;
+        for (int r = 0; r < std::min(W, rows_ - row); ++r) body(row + r, rows + static_cast<int64_t>(r) * v_stride_);
+      }
     }
   }
 
@@ -726,25 +751,26 @@ class ForwardItem {
   const Scores<E> options_;
   const Band band_;
   Dropout dropout_;
-  int depth_;     // of a product over head_dim
-  int k_stride_;  // of a row of k_
-  int v_stride_;  // of a row of v_; rows of a panel of out_
-  int keys_;      // of a block
-  int panels_;
-  int bit_rows_;  // groups of kDropoutRows rows
-  F* queries_;    // [panel][depth_][kPanel]; [head][row][k_stride_] when few
-  T* out_;        // [panel][v_stride_][kPanel], not normalised; [row][v_stride_] when few
-  F* k_;          // [keys_][k_stride_]
-  F* v_;          // [keys_ / kElements][v_stride_]
-  F* pairs_;      // [keys_ / kElements][v_stride_] with tiles
-  T* scores_;     // [keys_][kPanel], and weights as factors in their place; [head][row][key] when few
-  T* maximum_;    // [panel][kPanel], and so on
+  int depth_;        // of a product over head_dim
+  int k_stride_;     // of a row of k_
+  int v_stride_;     // of a row of v_; rows of a panel of out_
+  int keys_;         // of a block
+  int panels_;       // at most
+  int panel_count_;  // of the rows at hand
+  int bit_rows_;     // groups of kDropoutRows rows
+  F* queries_;       // [panel][depth_][kPanel]; [head][row][k_stride_] when few
+  T* out_;           // [panel][v_stride_][kPanel], not normalised; [row][v_stride_] when few
+  F* k_;             // [keys_][k_stride_]
+  F* v_;             // [keys_ / kElements][v_stride_]
+  F* pairs_;         // [keys_ / kElements][v_stride_] with tiles
+  T* scores_;        // [keys_][kPanel], and weights as factors in their place; [head][row][key] when few
+  T* maximum_;       // of the rows, and so on
   T* sum_;
   T* position_;  // of the lanes' queries, less first_position_
   T* decay_;     // [kPanel]
   Panel* panel_;
   T* addends_;                                // [keys_][kPanel] what bias and mask add
-  typename Scores<E>::Row* rows_of_options_;  // [panel][kPanel], and so on
+  typename Scores<E>::Row* rows_of_options_;  // of the rows, and so on
   T* slopes_;
   Int<T>* segments_;
   uint16_t* lane_bits_;  // [keys_][bit_rows_]

@@ -57,8 +57,9 @@ void backward_copy(DType dtype, const Problem& p, const BackwardPlan& plan, int6
   with_element(dtype, [&](auto e) { BackwardItem<Element<decltype(e)>>(p, plan, workspace).copy(item); });
 }
 
-void backward(DType dtype, const Problem& p, const BackwardPlan& plan, int64_t item, void* workspace) {
-  with_element(dtype, [&](auto e) { BackwardItem<Element<decltype(e)>>(p, plan, workspace).run(item); });
+void backward(DType dtype, const Problem& p, const BackwardPlan& plan, int64_t item, void* workspace,
+              const Turns* turns) {
+  with_element(dtype, [&](auto e) { BackwardItem<Element<decltype(e)>>(p, plan, workspace).run(item, turns); });
 }
 
 void backward_reduce(DType dtype, const Problem& p, const BackwardPlan& plan, int64_t item, void* workspace) {

@@ -1,9 +1,10 @@
 // What one instruction set offers to the dispatcher: the kernels of isa.cc, compiled once per set with its own flags.
 //
-// An item is the unit of work that one thread does alone; the plan says how many there are. Plans depend on the shape
-// only, so results are the same bit for bit whatever the number of threads.
+// An item is the unit of work that one thread does alone; the plan says how many there are. Results are the same bit
+// for bit whatever the number of threads: plans depend on the shape only, but for the rows of a forward block.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -27,10 +28,12 @@ constexpr int kFewRows = 8;
 // The scratch holds sums of dq [chunks][batch][q_heads][padded_q_length][padded_head_dim], and what follows them.
 struct BackwardPlan {
   int chunks;               // parts of the key blocks, each with its own sum of dq
+  bool in_turn;             // a block of keys is an item, and all of a head add to one sum of dq in their order
+  int blocks;               // of a head, when in turn
   int batch_items;          // batch; 1 when its entries share dbias, and so are one item
   int head_items;           // kv_heads or 1, likewise
   int chunk_items;          // chunks or 1, likewise
-  int64_t items;            // batch_items * head_items * chunk_items
+  int64_t items;            // batch_items * head_items * chunk_items; batch * kv_heads * blocks when in turn
   int64_t padded_q_length;  // rows of a head in a sum of dq, with a padding for each document
   int64_t padded_head_dim;  // elements of such a row
   bool copies;              // q and dout are copied first, head by head: every block of keys reads them
@@ -41,12 +44,29 @@ struct BackwardPlan {
   int64_t dslopes;          // and [chunks][batch][q_heads][documents]; only with the gradient of the slopes
   int64_t scratch;          // elements in all
   int row_blocks;           // blocks of a head in backward_reduce; when packed a bound, as above
-  int64_t reduce_items;     // batch * q_heads * row_blocks
+  int64_t reduce_items;     // batch * q_heads * row_blocks; 0 where the blocks of keys write dq themselves
 };
 
 constexpr int kReduceRows = 64;
+constexpr int kBackwardKeys = 96;  // of a block
 constexpr int kCopyRows = 16;
 constexpr int kMaxChunks = 8;
+
+// How far each block of keys is with its additions to dq: it and all before it have passed so many tiles of the rows of
+// its key head's group.
+class Turns {
+ public:
+  static constexpr int kAll = 2147483647;
+
+  Turns(std::atomic<int>* passed, const std::atomic<bool>& failed) : passed_(passed), failed_(failed) {}
+  // Returns when `block` has passed more than `tile` tiles, or when its thread has failed.
+  void wait(int64_t block, int tile) const;
+  void pass(int64_t block, int tiles) const { passed_[block].store(tiles, std::memory_order_release); }
+
+ private:
+  std::atomic<int>* passed_;  // [batch][kv_heads][blocks]
+  const std::atomic<bool>& failed_;
+};
 
 struct Kernels {
   const char* name;
@@ -63,8 +83,9 @@ struct Kernels {
                           const void* partials);
   // Makes the copies of q and dout.
   void (*backward_copy)(DType, const Problem&, const BackwardPlan&, int64_t item, void* workspace);
-  // Writes dk and dv, adds to dbias, and leaves sums of dq and of the slopes' gradients in Problem::scratch.
-  void (*backward)(DType, const Problem&, const BackwardPlan&, int64_t item, void* workspace);
+  // Writes dk and dv, adds to dbias, and leaves sums of dq and of the slopes' gradients in Problem::scratch; dq itself
+  // where there are no reduce_items. The turns are null where the plan has none.
+  void (*backward)(DType, const Problem&, const BackwardPlan&, int64_t item, void* workspace, const Turns*);
   // Adds up the sums of the chunks; writes dq and dalibi_slopes.
   void (*backward_reduce)(DType, const Problem&, const BackwardPlan&, int64_t item, void* workspace);
 };

@@ -463,7 +463,7 @@ bool check(Case& c, Drawer& drawer) {
   Right right = compute(c);
   for (int64_t i = 0; i < c.delta.size(); ++i) c.delta.set(i, right.delta[i]);
   cpu::ParallelFor one = run_on(1);
-  cpu::forward(c.dtype, c.p, one);
+  cpu::forward(c.dtype, c.p, 1, one);
   cpu::backward(c.dtype, c.p, one);
   double eps = epsilon(c.dtype), wide_eps = epsilon(wide(c.dtype)), gradient = 4 * eps + 160 * wide_eps;
   bool ok = close(c, "lse", c.lse, right.lse, 20 * wide_eps) &&
@@ -492,8 +492,9 @@ bool check(Case& c, Drawer& drawer) {
     again.emplace_back(dtype, result.array->size());
     if (result.array->size()) *result.pointer = again.back().data();
   }
-  cpu::ParallelFor several = run_on(drawer.integer(2, 5));
-  cpu::forward(c.dtype, c.p, several);
+  int threads = drawer.integer(2, 5);
+  cpu::ParallelFor several = run_on(threads);
+  cpu::forward(c.dtype, c.p, threads, several);
   cpu::backward(c.dtype, c.p, several);
   for (size_t i = 0; i < again.size(); ++i) {
     if (results[i].array->equals(again[i])) continue;

@@ -200,9 +200,9 @@ int main(int argc, char** argv) {
   } else if (step == "tiled") {
     run = [&] { tiled(shape, p); };
   } else if (step == "forward") {
-    run = [&] { cpu::forward(dtype, p, parallel_for); };
+    run = [&] { cpu::forward(dtype, p, threads, parallel_for); };
   } else if (step == "backward") {
-    cpu::forward(dtype, p, parallel_for);
+    cpu::forward(dtype, p, threads, parallel_for);
     flops *= 2.5;
     run = [&] { cpu::backward(dtype, p, parallel_for); };
   } else {
