@@ -578,60 +578,81 @@ class BackwardItem {
 
   template <int NV, Finish finish>
   void scores(int rows, int lane) {
-    const T* k = k_panels_ + static_cast<int64_t>(lane) * p_.head_dim;
-    const T* v = v_panels_ + static_cast<int64_t>(lane) * p_.value_head_dim;
-    Vec<T> scale = static_cast<T>(p_.options.scale * kLog2E);
+    static_assert(NV <= 3);
+    constexpr int W = kWidth<T>;
     for (int i = 0; i < rows; i += kRows) {
-      T* weights = weights_ + i * kKeys + lane;
-      T* dscores = dscores_ + i * kKeys + lane;
       next_dq_.template step<Access::write>();
       next_q_.template step<Access::read>();
       next_dout_.template step<Access::read>();
+      // Of the panel's vectors those up to the last key that the rows keep.
       Depths kept = keys_of_rows_[i / kRowPadding];
-      if (kept.begin >= lane + NV * kWidth<T> || kept.end <= lane) {
-        for (int r = 0; r < kRows; ++r) {
-          std::memset(weights + r * kKeys, 0, sizeof(T) * NV * kWidth<T>);
-          std::memset(dscores + r * kKeys, 0, sizeof(T) * NV * kWidth<T>);
-        }
+      int vectors = kept.begin < lane + NV * W ? std::clamp((kept.end - lane + W - 1) / W, 0, NV) : 0;
+      if (finish == Finish::bare || vectors == NV) {
+        scores_of_rows<NV, finish>(i, lane);
         continue;
       }
-      auto weight = [&](int r, int vector, const Vec<T>& score) __attribute__((always_inline)) {
-        if constexpr (finish == Finish::later) return Vec<T>(score * scale);
-        Vec<T> weight = exp2(score * scale - lse_[i + r]);
-        Vec<T> key = iota<T>() + static_cast<T>(lane + vector * kWidth<T>);
-        if constexpr (finish == Finish::ended || finish == Finish::masked) {
-          stdx::where(key >= kept_end_[i + r], weight) = T(0);
-        }
-        if constexpr (finish == Finish::masked) stdx::where(key < kept_begin_[i + r], weight) = T(0);
-        return weight;
-      };
-      auto weigh = [&](int r, int vector) __attribute__((always_inline)) {
-        T* score = weights + r * kKeys + vector * kWidth<T>;
-        store<T>(score, weight(r, vector, load(score)));
-      };
-      auto put_dscore = [&](int r, int vector, const Vec<T>& sum) __attribute__((always_inline)) {
-        ptrdiff_t at = r * kKeys + vector * kWidth<T>;
-        Vec<T> dscore = sum;
-        if constexpr (finish != Finish::later) dscore = load(weights + at) * (sum - delta_[i + r]);
-        store<T>(dscores + at, dscore);
-      };
-      dot_kernel<NV>(p_.head_dim, tile_q_ + i * k_stride_, k_stride_, k, kPanel<T>,
-                     [&](int r, int vector, const Vec<T>& score) __attribute__((always_inline)) {
-                       store<T>(weights + r * kKeys + vector * kWidth<T>,
-                                kInterleaved ? score : weight(r, vector, score));
-                     });
-      const T* dout = tile_dout_ + i * v_stride_;
-      if constexpr (kInterleaved) {
-        if (p_.value_head_dim <= kSumDepth) {
-          interleaved_kernel<NV>(p_.value_head_dim, dout, v_stride_, v, kPanel<T>, weigh, put_dscore);
-          continue;
-        }
-        for (int r = 0; r < kRows; ++r) {
-          for (int vector = 0; vector < NV; ++vector) weigh(r, vector);
-        }
+      for (int r = i; r < i + kRows; ++r) {
+        int at = r * kKeys + lane + vectors * W;
+        std::memset(weights_ + at, 0, sizeof(T) * (NV - vectors) * W);
+        std::memset(dscores_ + at, 0, sizeof(T) * (NV - vectors) * W);
       }
-      dot_kernel<NV>(p_.value_head_dim, dout, v_stride_, v, kPanel<T>, put_dscore);
+      if (vectors == 2) {
+        scores_of_part<std::min(NV, 2), finish>(i, lane);
+      } else if (vectors == 1) {
+        scores_of_part<1, finish>(i, lane);
+      }
     }
+  }
+
+  template <int NV, Finish finish>
+  __attribute__((noinline)) void scores_of_part(int i, int lane) {
+    scores_of_rows<NV, finish>(i, lane);
+  }
+
+  // kRows rows from i on with NV vectors of keys from `lane` on.
+  template <int NV, Finish finish>
+  JAX_FLASH_INLINE void scores_of_rows(int i, int lane) {
+    const T* k = k_panels_ + static_cast<int64_t>(lane) * p_.head_dim;
+    const T* v = v_panels_ + static_cast<int64_t>(lane) * p_.value_head_dim;
+    Vec<T> scale = static_cast<T>(p_.options.scale * kLog2E);
+    T* weights = weights_ + i * kKeys + lane;
+    T* dscores = dscores_ + i * kKeys + lane;
+    auto weight = [&](int r, int vector, const Vec<T>& score) __attribute__((always_inline)) {
+      if constexpr (finish == Finish::later) return Vec<T>(score * scale);
+      Vec<T> weight = exp2(score * scale - lse_[i + r]);
+      Vec<T> key = iota<T>() + static_cast<T>(lane + vector * kWidth<T>);
+      if constexpr (finish == Finish::ended || finish == Finish::masked) {
+        stdx::where(key >= kept_end_[i + r], weight) = T(0);
+      }
+      if constexpr (finish == Finish::masked) stdx::where(key < kept_begin_[i + r], weight) = T(0);
+      return weight;
+    };
+    auto weigh = [&](int r, int vector) __attribute__((always_inline)) {
+      T* score = weights + r * kKeys + vector * kWidth<T>;
+      store<T>(score, weight(r, vector, load(score)));
+    };
+    auto put_dscore = [&](int r, int vector, const Vec<T>& sum) __attribute__((always_inline)) {
+      ptrdiff_t at = r * kKeys + vector * kWidth<T>;
+      Vec<T> dscore = sum;
+      if constexpr (finish != Finish::later) dscore = load(weights + at) * (sum - delta_[i + r]);
+      store<T>(dscores + at, dscore);
+    };
+    dot_kernel<NV>(p_.head_dim, tile_q_ + i * k_stride_, k_stride_, k, kPanel<T>,
+                   [&](int r, int vector, const Vec<T>& score) __attribute__((always_inline)) {
+                     store<T>(weights + r * kKeys + vector * kWidth<T>,
+                              kInterleaved ? score : weight(r, vector, score));
+                   });
+    const T* dout = tile_dout_ + i * v_stride_;
+    if constexpr (kInterleaved) {
+      if (p_.value_head_dim <= kSumDepth) {
+        interleaved_kernel<NV>(p_.value_head_dim, dout, v_stride_, v, kPanel<T>, weigh, put_dscore);
+        return;
+      }
+      for (int r = 0; r < kRows; ++r) {
+        for (int vector = 0; vector < NV; ++vector) weigh(r, vector);
+      }
+    }
+    dot_kernel<NV>(p_.value_head_dim, dout, v_stride_, v, kPanel<T>, put_dscore);
   }
 
   // Makes weights and dscores of scores and dweights, and adds to the gradients of bias and slopes.

@@ -1,8 +1,8 @@
 """Every figure of the CPU kernel in docs/performance.md, beside XLA's, PyTorch's and the machine's own.
 
 ``python tests/cpu/bench.py --threads 1`` (or 2, ...) prints its tables as Markdown. Each implementation runs in a
-process of its own, which waits while another one is measured; rounds go in turn, and the best one counts. With one
-thread times are those of the process on the CPU, so that a machine with other work to do gives usable ratios; with
+process of its own, which waits while another one is measured; rounds go in turn. The best one counts, and beside it
+in parentheses the median where two implementations are compared. With one thread times are those of the process on the CPU, so that a machine with other work to do gives usable ratios; with
 more they are wall clock, and the machine has to be quiet. PyTorch's figures need one: ``--torch PYTHON`` names the
 Python of an environment that has it, if it is not this one.
 """
@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -104,8 +105,11 @@ def jax_runner(implementation: str) -> Callable[[Case], Callable[[], None]]:
         dout = draw(3, *shape)
         f = functools.partial(attend, causal=case.causal)
 
-        def gradients(*arrays: Any) -> Any:
-            return jax.vjp(f, *arrays)[1](dout)
+        def both(*arrays: Any) -> Any:
+            # The output too, as a loss would use it: of the gradients alone XLA drops the forward's product with value,
+            # 139 ms instead of 176 at (1, 1024, 8, 128).
+            out, pullback = jax.vjp(f, *arrays)
+            return out, pullback(dout)
 
         if case.name == "backward":
             _, pullback = jax.jit(lambda *arrays: jax.vjp(f, *arrays))(*arrays)
@@ -114,9 +118,9 @@ def jax_runner(implementation: str) -> Callable[[Case], Callable[[], None]]:
         if case.name == "chain":
             run = jax.jit(lambda q, k, v: jax.lax.fori_loop(0, CHAIN, lambda _, q: f(q, k, v), q))
         elif case.name == "chain_both":
-            run = jax.jit(lambda *arrays: jax.lax.fori_loop(0, CHAIN, lambda _, arrays: gradients(*arrays), arrays))
+            run = jax.jit(lambda *arrays: jax.lax.fori_loop(0, CHAIN, lambda _, x: both(*x[1]), (dout, arrays)))
         else:
-            run = jax.jit(f if case.name == "forward" else gradients)
+            run = jax.jit(f if case.name == "forward" else both)
         return lambda: jax.block_until_ready(run(*arrays))
 
     return runner
@@ -207,13 +211,17 @@ class Workers:
 
     def best(self, cases: list[tuple[str, Case]], rounds: int) -> list[float]:
         """Best seconds a call of each (implementation, case), all of them in turn in every round."""
+        return [min(seconds) for seconds in self.rounds(cases, rounds)]
+
+    def rounds(self, cases: list[tuple[str, Case]], rounds: int) -> list[list[float]]:
+        """Seconds a call of each (implementation, case) in every round, in which all of them go in turn."""
         # A worker keeps one case ready at a time, so rounds of a case follow each other; and each takes about 50 ms.
         repeats = [max(1, min(1000, int(0.05 / max(self.time(*c, 1), self.time(*c, 1), 1e-6)))) for c in cases]
-        best = [float("inf")] * len(cases)
+        seconds: list[list[float]] = [[] for _ in cases]
         for _ in range(rounds):
             for i, case in enumerate(cases):
-                best[i] = min(best[i], self.time(*case, repeats[i]))
-        return best
+                seconds[i].append(self.time(*case, repeats[i]))
+        return seconds
 
     def close(self) -> None:
         for process in self._processes.values():
@@ -258,6 +266,11 @@ def products(names: tuple[str, ...], case: Case) -> list[tuple[str, Case]]:
     return [("xla", MATMUL), *((name, case) for name in names)]
 
 
+def times(ours: list[float], theirs: list[float]) -> str:
+    """How many times as fast as they we are."""
+    return f"{min(theirs) / min(ours):.2f} ({statistics.median(theirs) / statistics.median(ours):.2f})"
+
+
 def rates(workers: Workers, rounds: int, part: Part, dtypes: list[str]) -> None:
     """Demands of rate: parts of XLA's float32 matrix product, and times XLA's and PyTorch's attention."""
     for dtype in dtypes:
@@ -273,18 +286,21 @@ def rates(workers: Workers, rounds: int, part: Part, dtypes: list[str]) -> None:
                 def case(name: str) -> Case:
                     return Case(name, dtype, 1, length, length, heads, heads, head_dim, causal)  # noqa: B023
 
-                product, forward, *others = workers.best(products(workers.names, case("forward")), rounds)
+                product, *forward = workers.rounds(products(workers.names, case("forward")), rounds)
                 _, backward = workers.best(products(("jax_flash",), case("backward")), rounds)
-                _, both, *others_both = workers.best(products(workers.names, case("both")), rounds)
-                peak = MATMUL.flops / product / 1e9
+                _, *both = workers.rounds(products(workers.names, case("both")), rounds)
+                peak = MATMUL.flops / min(product) / 1e9
                 cells: list[Any] = [length, heads, head_dim, "yes" if causal else "no", round(peak)]
-                for name, seconds in (("forward", forward), ("backward", backward)):
+                for name, seconds in (("forward", min(forward[0])), ("backward", backward)):
                     rate = case(name).flops / seconds / 1e9
                     if not causal:
                         full[name] = rate
                     cells += [round(rate), round(100 * rate / peak), rate / full[name] if causal else ""]
-                ratios = [other / forward for other in others[:1]] + [other / both for other in others_both[:1]]
-                ratios += [other / forward for other in others[1:]] + [other / both for other in others_both[1:]]
+                ratios = [
+                    times(seconds[0], seconds[other])
+                    for other in range(1, len(workers.names))
+                    for seconds in (forward, both)
+                ]
                 row(*cells, *ratios, *[""] * (4 - len(ratios)))
 
 
