@@ -237,9 +237,12 @@ struct Call {
 // Arrays in two parts have the columns of both.
 int parts_of(const Options& options) { return options.has_unscales && options.highest_precision ? 2 : 1; }
 
+enum class Platform { cpu, cuda };
+
 // forward:  (q, k, v, operands...) -> (out, lse[, scratch])
 // backward: (q, k, v, dout, lse, delta, operands...) -> (dq, dk, dv, gradients of operands...[, scratch])
-Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::RemainingRets rets,
+// On CPUs the backward takes (dlse, out) instead of delta.
+Call decode(Platform platform, Pass pass, const Options& options, ffi::RemainingArgs args, ffi::RemainingRets rets,
             int64_t (*scratch)(DType, const Problem&)) {
   Call call{};
   Problem& p = call.problem;
@@ -282,7 +285,12 @@ Call decode(Pass pass, const Options& options, ffi::RemainingArgs args, ffi::Rem
   } else {
     p.dout = on_queries(argument(args, next++), parts * p.value_head_dim, type, "dout");
     p.lse = statistic(argument(args, next++), p, type, "lse");
-    p.delta = statistic(argument(args, next++), p, type, "delta");
+    if (platform == Platform::cpu) {
+      p.dlse = statistic(argument(args, next++), p, type, "dlse");
+      p.out = on_queries(argument(args, next++), p.value_head_dim, type, "out");
+    } else {
+      p.delta = statistic(argument(args, next++), p, type, "delta");
+    }
     p.dq = on_queries(result(rets, 0), p.head_dim, result_type, "dq");
     p.dk = on_keys(result(rets, 1), p.head_dim, result_type, "dk");
     p.dv = on_keys(result(rets, 2), p.value_head_dim, result_type, "dv");
@@ -396,7 +404,7 @@ constexpr auto cuda_scratch = pass == Pass::backward ? cuda::backward_scratch : 
 template <Pass pass>
 ffi::Error run_cpu(ffi::ThreadPool pool, Options options, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   return guarded([&] {
-    Call call = decode(pass, options, args, rets, cpu_scratch<pass>);
+    Call call = decode(Platform::cpu, pass, options, args, rets, cpu_scratch<pass>);
     cpu::ParallelFor parallel_for = [&](int64_t items, int64_t threads, const std::function<void(int64_t)>& body) {
       run_on_pool(pool, items, threads, body);
     };
@@ -411,7 +419,7 @@ ffi::Error run_cpu(ffi::ThreadPool pool, Options options, ffi::RemainingArgs arg
 template <Pass pass>
 ffi::Error prepare_cuda(int32_t device, Options options, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   return guarded([&] {
-    Call call = decode(pass, options, args, rets, cuda_scratch<pass>);
+    Call call = decode(Platform::cuda, pass, options, args, rets, cuda_scratch<pass>);
     cuda::prepare(device, pass, call.dtype, call.problem);
   });
 }
@@ -420,7 +428,7 @@ template <Pass pass>
 ffi::Error run_cuda(cuda::Stream stream, int32_t device, Options options, ffi::RemainingArgs args,
                     ffi::RemainingRets rets) {
   return guarded([&] {
-    Call call = decode(pass, options, args, rets, cuda_scratch<pass>);
+    Call call = decode(Platform::cuda, pass, options, args, rets, cuda_scratch<pass>);
     cuda::launch(device, stream, pass, call.dtype, call.problem);
   });
 }
@@ -484,7 +492,7 @@ XLA_FFI_Error* record_forward_cuda(XLA_FFI_CallFrame* call_frame) {
     const std::optional<Options> options =
         ffi::AttrDecoding<Options>::Decode(XLA_FFI_AttrType_DICTIONARY, &call_frame->attrs, diagnostic);
     require(options.has_value(), diagnostic.Result());
-    const Call call = decode(Pass::forward, *options, ffi::RemainingArgs(&call_frame->args, 0),
+    const Call call = decode(Platform::cuda, Pass::forward, *options, ffi::RemainingArgs(&call_frame->args, 0),
                              ffi::RemainingRets(&call_frame->rets, 0), cuda_scratch<Pass::forward>);
     const std::vector<cuda::GraphNode> nodes = cuda::graph_nodes(device.device_ordinal, call.dtype, call.problem);
     require(static_cast<int64_t>(nodes.size()) <= frame.capacity, "XLA has room for fewer kernels than the call needs");

@@ -45,11 +45,11 @@ struct Problem {
   Tensor q;    // [B, T, N, H]
   Tensor k;    // [B, S, K, H]
   Tensor v;    // [B, S, K, V]
-  Tensor out;  // [B, T, N, V], forward only
+  Tensor out;  // [B, T, N, V]; written by forward, read by backward on CPUs
 
   // Statistics are float, or double for float64 inputs, contiguous.
   void* lse;    // [B, N, T] natural logarithm; written by forward, read by backward
-  void* delta;  // [B, N, T] rowsum(dout * out) - dlse; backward only
+  void* delta;  // [B, N, T] rowsum(dout * out) - dlse; backward on GPUs only, see dlse
 
   Tensor dout;    // [B, T, N, V], backward only
   Tensor dq;      // [B, T, N, H], backward only
@@ -79,6 +79,8 @@ struct Problem {
   // these up; or they all add to one sum there, which is zeroed first, where they add to dQ as well.
   int group_splits;  // >= 1
   void* group_sums;  // float [B, K, group_splits or 1, S, H + V]; null where group_splits is 1
+
+  void* dlse;  // [B, N, T]; backward on CPUs only, where the kernels make delta of it and of out
 };
 
 }  // namespace jax_flash

@@ -532,9 +532,6 @@ def _backward_rule(options: Options, static: _Static, residuals: tuple[Any, ...]
     query, key, value, out, lse, operands, wanted = residuals
     results = zip(cotangents, (out, lse), strict=True)
     dout, dlse = (jnp.zeros_like(result) if isinstance(x, SymbolicZero) else x for x, result in results)
-    # d lse / d score is the softmax itself, so its cotangent joins the row sum of FlashAttention-2 (equation 4):
-    # ds = p * (dp - delta) with delta = rowsum(dout * out) - dlse.
-    delta = _primitive.row_sums(dout, out, lse.dtype) - dlse
     # A bias that all keys of a row share moves the row's lse and nothing else: its gradient needs no kernel.
     of_rows = "bias" in wanted and operands["bias"].shape[3] == 1
     dquery, dkey, dvalue, gradients = _primitive.backward(
@@ -543,7 +540,8 @@ def _backward_rule(options: Options, static: _Static, residuals: tuple[Any, ...]
         value,
         dout,
         lse,
-        delta,
+        dlse,
+        out,
         operands,
         gradients=wanted - {"bias"} if of_rows else wanted,
         options=options,
@@ -551,12 +549,12 @@ def _backward_rule(options: Options, static: _Static, residuals: tuple[Any, ...]
         limits=static.limits,
     )
     if of_rows:
-        gradients["bias"] = _rows_gradient(operands, lse, delta, dlse)
+        gradients["bias"] = _rows_gradient(operands, lse, _primitive.delta(dout, lse, dlse, out), dlse)
     doperands = {name: gradients.get(name) for name in operands}
     if "bias" in gradients:
         doperands["bias"] = gradients["bias"].astype(operands["bias"].dtype)
     if "sinks" in operands:
-        doperands["sinks"] = _sinks_gradient(operands, lse, delta)
+        doperands["sinks"] = _sinks_gradient(operands, lse, _primitive.delta(dout, lse, dlse, out))
     return dquery, dkey, dvalue, {name: _split_alike(x, operands[name]) for name, x in doperands.items()}
 
 

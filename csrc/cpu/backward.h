@@ -9,7 +9,8 @@
 // passes apart for dQ and for dK, dV need no scratch but 7 products, and would be slower even at the peak.
 //
 // Every block of keys reads all of q and dout, whose rows lie as far apart as a head's do in memory. Where there are
-// many blocks both are copied into the scratch first, head by head, and converted there once.
+// many blocks both are copied into the scratch first, head by head, and converted there once. The same pass makes
+// delta: XLA's own sums over the last axis took 0.3 to 0.5 ms of 15 for (1, 1024, 16, 64), causal.
 //
 // Heads, batch entries and chunks that share elements of dbias are one item, so its sums need no scratch.
 #pragma once
@@ -89,13 +90,18 @@ class BackwardItem {
   }
 
   // In memory's order, all heads of a row.
-  void copy(int64_t item) {
-    int64_t parts = (int64_t{p_.q_length} + kCopyRows - 1) / kCopyRows, first = item % parts * kCopyRows;
+  void prepare(int64_t item) {
+    int64_t parts = (int64_t{p_.q_length} + kPreparedRows - 1) / kPreparedRows, first = item % parts * kPreparedRows;
     batch_ = item / parts;
-    for (int64_t t = first; t < std::min<int64_t>(first + kCopyRows, p_.q_length); ++t) {
+    for (int64_t t = first; t < std::min<int64_t>(first + kPreparedRows, p_.q_length); ++t) {
       for (head_ = 0; head_ < p_.q_heads; ++head_) {
-        copy_row(row_of<const E>(p_.q, batch_, t, head_), p_.head_dim, k_stride_, q_copy(t));
-        copy_row(row_of<const E>(p_.dout, batch_, t, head_), p_.value_head_dim, v_stride_, dout_copy(t));
+        const E* dout = row_of<const E>(p_.dout, batch_, t, head_);
+        if (plan_.copies) {
+          copy_row(row_of<const E>(p_.q, batch_, t, head_), p_.head_dim, k_stride_, q_copy(t));
+          copy_row(dout, p_.value_head_dim, v_stride_, dout_copy(t));
+        }
+        T sum = dot(dout, row_of<const E>(p_.out, batch_, t, head_), p_.value_head_dim);
+        *delta(t) = sum - *statistic(p_.dlse, t);
       }
     }
   }
@@ -153,12 +159,18 @@ class BackwardItem {
     first_sum_ = round_up(document_.first_row, int64_t{kRowPadding}) + kRowPadding * index;
   }
 
+  // Of row t of the batch entry, and of the head at hand, in an array [batch][q_heads][q_length].
+  T* statistic(void* array, int64_t t) const {
+    return static_cast<T*>(array) + (batch_ * p_.q_heads + head_) * p_.q_length + t;
+  }
+
   // Parts of the scratch, of the chunk at hand: the sums of dq of a head from row t of the document on; for each
   // block of rows, whether they are there; the head's sums of the slopes' gradients.
   T* dq(int64_t head, int64_t t) const {
     int64_t row = ((chunk_ * p_.batch + batch_) * p_.q_heads + head) * plan_.padded_q_length + first_sum_ + t;
     return static_cast<T*>(p_.scratch) + row * plan_.padded_head_dim;
   }
+  T* delta(int64_t t) const { return statistic(static_cast<T*>(p_.scratch) + plan_.delta, t); }
   // Row t, of the batch entry, in the copies of the head at hand.
   T* q_copy(int64_t t) const { return row_of_copy(plan_.q_copy, t, k_stride_); }
   T* dout_copy(int64_t t) const { return row_of_copy(plan_.dout_copy, t, v_stride_); }
@@ -340,8 +352,8 @@ class BackwardItem {
       tile_q_ = q_;
       tile_dout_ = dout_;
     }
-    const T* lse = static_cast<const T*>(p_.lse) + (batch_ * p_.q_heads + head_) * p_.q_length + row;
-    const T* delta = static_cast<const T*>(p_.delta) + (batch_ * p_.q_heads + head_) * p_.q_length + row;
+    const T* lse = statistic(p_.lse, row);
+    const T* delta = this->delta(row);
     constexpr T kLargest = std::numeric_limits<T>::max();
     most_ = 0;
     masked_ = count_ < kKeys;

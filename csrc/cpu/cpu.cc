@@ -263,12 +263,13 @@ BackwardPlan plan_backward(const Problem& p) {
   plan.items = heads * (plan.in_turn ? plan.blocks : plan.chunk_items);
   int64_t parts = int64_t{plan.chunks} * p.batch;
   int64_t rows = int64_t{p.batch} * p.q_heads * (plan.copies ? p.q_length : 0);
-  plan.copy_items = plan.copies ? p.batch * divide_up(p.q_length, kCopyRows) : 0;
+  plan.prepare_items = p.batch * divide_up(p.q_length, kPreparedRows);
   plan.q_copy = parts * p.q_heads * plan.padded_q_length * plan.padded_head_dim;
   plan.dout_copy = plan.q_copy + rows * plan.padded_head_dim;
   plan.touched = plan.dout_copy + rows * (divide_up(p.value_head_dim, 16) * 16);
   plan.dslopes = plan.touched + parts * p.kv_heads * plan.row_blocks;
-  plan.scratch = plan.dslopes + (p.options.has_dalibi_slopes ? parts * p.q_heads * p.options.documents : 0);
+  plan.delta = plan.dslopes + (p.options.has_dalibi_slopes ? parts * p.q_heads * p.options.documents : 0);
+  plan.scratch = plan.delta + int64_t{p.batch} * p.q_heads * p.q_length;
   return plan;
 }
 
@@ -284,6 +285,12 @@ int64_t worthwhile_threads(DType dtype, const Problem& p, double flops_of_pair) 
   double bytes = keys * columns * element;
   constexpr double kFlops = 6e6;
   return static_cast<int64_t>(std::clamp(std::max(flops / kFlops, bytes / kBytesOfThread), 1.0, 1e6));
+}
+
+// To read out and dout.
+int64_t threads_to_read(DType dtype, const Problem& p) {
+  double element = dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
+  return 1 + static_cast<int64_t>(2 * element * p.batch * p.q_length * p.q_heads * p.value_head_dim / kBytesOfThread);
 }
 
 // The gradient of bias is summed from zero on.
@@ -343,10 +350,8 @@ void backward(DType dtype, const Problem& problem, const ParallelFor& parallel_f
   ask_for_large_pages(problem.scratch, plan.scratch * (dtype == DType::f64 ? sizeof(double) : sizeof(float)));
   clear_dbias(dtype, problem, parallel_for);
   int64_t threads = worthwhile_threads(dtype, problem, 5);
-  if (plan.copies) {
-    parallel_for(plan.copy_items, threads,
-                 [&](int64_t item) { k.backward_copy(dtype, problem, plan, item, workspace(bytes)); });
-  }
+  parallel_for(plan.prepare_items, plan.copies ? threads : std::min(threads, threads_to_read(dtype, problem)),
+               [&](int64_t item) { k.backward_prepare(dtype, problem, plan, item, workspace(bytes)); });
   if (plan.in_turn) {
     std::vector<std::atomic<int>> passed(plan.items);
     std::atomic<bool> failed{false};

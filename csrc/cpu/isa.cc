@@ -53,8 +53,8 @@ size_t backward_workspace(DType dtype, const Problem& p, const BackwardPlan& pla
   return with_element(dtype, [&](auto e) { return BackwardItem<Element<decltype(e)>>(p, plan, nullptr).workspace(); });
 }
 
-void backward_copy(DType dtype, const Problem& p, const BackwardPlan& plan, int64_t item, void* workspace) {
-  with_element(dtype, [&](auto e) { BackwardItem<Element<decltype(e)>>(p, plan, workspace).copy(item); });
+void backward_prepare(DType dtype, const Problem& p, const BackwardPlan& plan, int64_t item, void* workspace) {
+  with_element(dtype, [&](auto e) { BackwardItem<Element<decltype(e)>>(p, plan, workspace).prepare(item); });
 }
 
 void backward(DType dtype, const Problem& p, const BackwardPlan& plan, int64_t item, void* workspace,
@@ -76,7 +76,7 @@ const Kernels kKernels = {JAX_FLASH_TEXT(JAX_FLASH_ISA),
                           forward_partial,
                           forward,
                           forward_combine,
-                          backward_copy,
+                          backward_prepare,
                           backward,
                           backward_reduce};
 

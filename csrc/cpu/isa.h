@@ -36,10 +36,11 @@ struct BackwardPlan {
   int64_t items;            // batch_items * head_items * chunk_items; batch * kv_heads * blocks when in turn
   int64_t padded_q_length;  // rows of a head in a sum of dq, with a padding for each document
   int64_t padded_head_dim;  // elements of such a row
-  bool copies;              // q and dout are copied first, head by head: every block of keys reads them
+  int64_t delta;            // where in the scratch: [batch][q_heads][q_length] rowsum(dout * out) - dlse
+  bool copies;              // q and dout are copied too before, head by head: every block of keys reads them
   int64_t q_copy;           // where in the scratch: [batch][q_heads][q_length][rows of a tile]
   int64_t dout_copy;        // likewise
-  int64_t copy_items;       // batch * parts of kCopyRows rows, of all heads
+  int64_t prepare_items;    // batch * parts of kPreparedRows rows, of all heads
   int64_t touched;          // where in the scratch it says which sums are there: [chunks][batch][kv_heads][row_blocks]
   int64_t dslopes;          // and [chunks][batch][q_heads][documents]; only with the gradient of the slopes
   int64_t scratch;          // elements in all
@@ -49,7 +50,7 @@ struct BackwardPlan {
 
 constexpr int kReduceRows = 64;
 constexpr int kBackwardKeys = 96;  // of a block
-constexpr int kCopyRows = 16;
+constexpr int kPreparedRows = 16;
 constexpr int kMaxChunks = 8;
 
 // How far each block of keys is with its additions to dq: it and all before it have passed so many tiles of the rows of
@@ -81,8 +82,8 @@ struct Kernels {
   // Writes out and lse from the partial results; splits items make one of these.
   void (*forward_combine)(DType, const Problem&, const ForwardPlan&, int64_t item, void* workspace,
                           const void* partials);
-  // Makes the copies of q and dout.
-  void (*backward_copy)(DType, const Problem&, const BackwardPlan&, int64_t item, void* workspace);
+  // Makes delta, and the copies of q and dout.
+  void (*backward_prepare)(DType, const Problem&, const BackwardPlan&, int64_t item, void* workspace);
   // Writes dk and dv, adds to dbias, and leaves sums of dq and of the slopes' gradients in Problem::scratch; dq itself
   // where there are no reduce_items. The turns are null where the plan has none.
   void (*backward)(DType, const Problem&, const BackwardPlan&, int64_t item, void* workspace, const Turns*);

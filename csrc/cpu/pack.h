@@ -73,6 +73,23 @@ class LinesAhead {
   int64_t bytes_ = 0;  // of a step
 };
 
+// The sum of the products of two rows' elements.
+template <typename E>
+JAX_FLASH_INLINE Compute<E> dot(const E* a, const E* b, int columns) {
+  using T = Compute<E>;
+  constexpr int W = kWidth<T>;
+  Vec<T> even = T(0), odd = T(0);
+  int c = 0;
+  for (; c + 2 * W <= columns; c += 2 * W) {
+    even = multiply_add(load_as(a + c), load_as(b + c), even);
+    odd = multiply_add(load_as(a + c + W), load_as(b + c + W), odd);
+  }
+  for (int count; (count = columns - c) > 0; c += W) {
+    even += count < W ? load_some(a + c, count) * load_some(b + c, count) : load_as(a + c) * load_as(b + c);
+  }
+  return stdx::reduce(even + odd);
+}
+
 // One row of `columns` elements, zeros up to `padded`, a multiple of kWidth.
 template <typename E>
 JAX_FLASH_INLINE void copy_row(const E* from, int columns, int padded, Compute<E>* to) {

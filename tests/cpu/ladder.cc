@@ -190,7 +190,7 @@ int main(int argc, char** argv) {
   DType wide = dtype == DType::f64 ? DType::f64 : DType::f32;
   int64_t rows = int64_t{shape.batch} * shape.q_heads * shape.q_length;
   p.lse = array(wide, rows);
-  p.delta = array(wide, rows);
+  p.dlse = array(wide, rows);
   p.scratch = array(wide, cpu::backward_scratch(dtype, p));
   cpu::ParallelFor parallel_for = run_on(threads);
   std::function<void()> run;
