@@ -71,6 +71,43 @@ JAX_FLASH_INLINE void micro_kernel(int depth, const F* a, ptrdiff_t a_stride, co
   }
 }
 
+// The same for column-major A where vector v of B and C has depths[v] steps only, no fewer than the vector before it.
+template <int NV, typename F, typename Finish>
+JAX_FLASH_INLINE void stair_kernel(const int (&depths)[NV], const F* a, ptrdiff_t a_stride, const F* b,
+                                   ptrdiff_t b_stride, Finish finish) {
+  static_assert(NV <= 3);
+  using T = Sum<F>;
+  Vec<T> c[kRows][NV];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) c[i][v] = T(0);
+  }
+  int k = 0;
+  auto steps = [&](auto first, int end) __attribute__((always_inline)) {
+    for (; k < end; ++k) {
+      decltype(load(b)) row[NV];
+#pragma GCC unroll 8
+      for (int v = first; v < NV; ++v) row[v] = load(b + v * kWidth<T>);
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+        for (int v = first; v < NV; ++v) c[i][v] = multiply_add(row[v], a[i], c[i][v]);
+      }
+      a += a_stride;
+      b += b_stride;
+    }
+  };
+  steps(std::integral_constant<int, 0>{}, depths[0]);
+  if constexpr (NV > 1) steps(std::integral_constant<int, 1>{}, depths[1]);
+  if constexpr (NV > 2) steps(std::integral_constant<int, 2>{}, depths[2]);
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) finish(i, v, c[i][v]);
+  }
+}
+
 // The same for row-major A, with other work between the steps of the sum: between(row, vector) for each vector of C.
 template <int NV, typename F, typename Between, typename Finish>
 JAX_FLASH_INLINE void interleaved_kernel(int depth, const F* a, ptrdiff_t a_stride, const F* b, ptrdiff_t b_stride,
