@@ -283,30 +283,35 @@ def rates(workers: Workers, rounds: int, part: Part, dtypes: list[str]) -> None:
             *("fwd / XLA", "fwd+bwd / XLA", "fwd / PyTorch", "fwd+bwd / PyTorch"),
         )
         for length, heads, head_dim in part(SHAPES):
+            rates_of(workers, rounds, dtype, length, heads, head_dim)
 
-            def case(name: str, causal: bool) -> Case:
-                return Case(name, dtype, 1, length, length, heads, heads, head_dim, causal)  # noqa: B023
 
-            runs = [("xla", MATMUL)]
-            for causal in (False, True):
-                runs += [(name, case("forward", causal)) for name in workers.names]
-                runs += [(name, case("both", causal)) for name in workers.names]
-                runs.append(("jax_flash", case("backward", causal)))
-            seconds = dict(zip(runs, workers.rounds(runs, rounds), strict=True))
-            peak = MATMUL.flops / min(seconds["xla", MATMUL]) / 1e9
+def rates_of(workers: Workers, rounds: int, dtype: str, length: int, heads: int, head_dim: int) -> None:
+    """The rows of one shape, full and causal."""
 
-            def rate(name: str, causal: bool) -> float:
-                return case(name, causal).flops / min(seconds["jax_flash", case(name, causal)]) / 1e9  # noqa: B023
+    def case(name: str, causal: bool) -> Case:
+        return Case(name, dtype, 1, length, length, heads, heads, head_dim, causal)
 
-            for causal in (False, True):
-                cells: list[Any] = [length, heads, head_dim, "yes" if causal else "no", round(peak)]
-                for name in ("forward", "backward"):
-                    ours = rate(name, causal)
-                    cells += [round(ours), round(100 * ours / peak), ours / rate(name, False) if causal else ""]
-                for other in workers.names[1:]:
-                    for name in ("forward", "both"):
-                        cells.append(times(*(seconds[who, case(name, causal)] for who in ("jax_flash", other))))
-                row(*cells, *[""] * (15 - len(cells)))
+    runs = [("xla", MATMUL)]
+    for causal in (False, True):
+        runs += [(name, case("forward", causal)) for name in workers.names]
+        runs += [(name, case("both", causal)) for name in workers.names]
+        runs.append(("jax_flash", case("backward", causal)))
+    seconds = dict(zip(runs, workers.rounds(runs, rounds), strict=True))
+    peak = MATMUL.flops / min(seconds["xla", MATMUL]) / 1e9
+
+    def rate(name: str, causal: bool) -> float:
+        return case(name, causal).flops / min(seconds["jax_flash", case(name, causal)]) / 1e9
+
+    for causal in (False, True):
+        cells: list[Any] = [length, heads, head_dim, "yes" if causal else "no", round(peak)]
+        for name in ("forward", "backward"):
+            ours = rate(name, causal)
+            cells += [round(ours), round(100 * ours / peak), ours / rate(name, False) if causal else ""]
+        for other in workers.names[1:]:
+            for name in ("forward", "both"):
+                cells.append(times(*(seconds[who, case(name, causal)] for who in ("jax_flash", other))))
+        row(*cells, *[""] * (15 - len(cells)))
 
 
 def grid(workers: Workers, rounds: int, part: Part) -> None:
