@@ -101,7 +101,12 @@ class BackwardItem {
           copy_row(dout, p_.value_head_dim, v_stride_, dout_copy(t));
         }
         T sum = dot(dout, row_of<const E>(p_.out, batch_, t, head_), p_.value_head_dim);
-        *delta(t) = sum - *statistic(p_.dlse, t);
+        // A row that keeps no key has weights exp2(-inf) = 0 whatever its gradients are; what is finite stays so.
+        double lse = *statistic(p_.lse, t);
+        bool none = lse == -kInfinity<double>;
+        constexpr double kLargest = std::numeric_limits<T>::max();
+        *row_lse(t) = none ? kInfinity<T> : static_cast<T>(std::max(lse * kLog2E, -kLargest));
+        *delta(t) = none ? 0 : sum - *statistic(p_.dlse, t);
       }
     }
   }
@@ -171,11 +176,13 @@ class BackwardItem {
     return static_cast<T*>(p_.scratch) + row * plan_.padded_head_dim;
   }
   T* delta(int64_t t) const { return statistic(static_cast<T*>(p_.scratch) + plan_.delta, t); }
+  // In units of log2, and +inf where the row keeps no key.
+  T* row_lse(int64_t t) const { return statistic(static_cast<T*>(p_.scratch) + plan_.row_lse, t); }
   // Row t, of the batch entry, in the copies of the head at hand.
-  T* q_copy(int64_t t) const { return row_of_copy(plan_.q_copy, t, k_stride_); }
-  T* dout_copy(int64_t t) const { return row_of_copy(plan_.dout_copy, t, v_stride_); }
-  T* row_of_copy(int64_t at, int64_t t, int stride) const {
-    return static_cast<T*>(p_.scratch) + at + ((batch_ * p_.q_heads + head_) * p_.q_length + t) * stride;
+  T* q_copy(int64_t t) const { return row_of_copy(plan_.q_copy, head_, t, k_stride_); }
+  T* dout_copy(int64_t t) const { return row_of_copy(plan_.dout_copy, head_, t, v_stride_); }
+  T* row_of_copy(int64_t at, int64_t head, int64_t t, int stride) const {
+    return static_cast<T*>(p_.scratch) + at + ((batch_ * p_.q_heads + head) * p_.q_length + t) * stride;
   }
   T* touched() const {
     int64_t at = ((chunk_ * p_.batch + batch_) * p_.kv_heads + kv_head_) * plan_.row_blocks;
@@ -344,35 +351,41 @@ class BackwardItem {
     if (plan_.copies && rows == padded) {
       tile_q_ = q_copy(row);
       tile_dout_ = dout_copy(row);
+      tile_lse_ = row_lse(row);
+      tile_delta_ = delta(row);
     } else {
       copy_rows(row_of<const E>(p_.q, batch_, row, head_), p_.q.row_stride, rows, p_.head_dim, padded, k_stride_,
                 q_ + at * k_stride_);
       copy_rows(row_of<const E>(p_.dout, batch_, row, head_), p_.dout.row_stride, rows, p_.value_head_dim, padded,
                 v_stride_, dout_ + at * v_stride_);
+      std::copy_n(row_lse(row), rows, lse_ + at);
+      std::copy_n(delta(row), rows, delta_ + at);
+      std::fill_n(lse_ + at + rows, padded - rows, kInfinity<T>);
+      std::fill_n(delta_ + at + rows, padded - rows, T(0));
       tile_q_ = q_;
       tile_dout_ = dout_;
+      tile_lse_ = lse_;
+      tile_delta_ = delta_;
     }
-    const T* lse = statistic(p_.lse, row);
-    const T* delta = this->delta(row);
-    constexpr T kLargest = std::numeric_limits<T>::max();
+    bool whole = band_.begin(document_, t + rows - 1) <= first_ && band_.end(document_, t) >= first_ + count_;
+    masked_ = count_ < kKeys || !whole;
+    if (whole) {
+      std::fill_n(kept_begin_ + at, padded, T(0));
+      std::fill_n(kept_end_ + at, padded, static_cast<T>(count_));
+      most_ = count_;
+      return;
+    }
     most_ = 0;
-    masked_ = count_ < kKeys;
-    for (int i = 0; i < padded; ++i) {
-      // A row that keeps no key, or that is padding, has weights exp2(-inf) = 0 whatever its gradients are.
-      bool none = i >= rows || lse[i] == -kInfinity<T>;
-      // What is finite stays so.
-      lse_[at + i] = none ? kInfinity<T> : static_cast<T>(std::max<double>(lse[i] * kLog2E, -kLargest));
-      delta_[at + i] = none ? 0 : delta[i];
-      int begin = 0, end = count_;
-      if (band_.limited() && i < rows) {
-        begin = static_cast<int>(std::clamp<int64_t>(band_.begin(document_, t + i) - first_, 0, count_));
-        end = static_cast<int>(std::clamp<int64_t>(band_.end(document_, t + i) - first_, begin, count_));
-      }
+    for (int i = 0; i < rows; ++i) {
+      int begin = static_cast<int>(std::clamp<int64_t>(band_.begin(document_, t + i) - first_, 0, count_));
+      int end = static_cast<int>(std::clamp<int64_t>(band_.end(document_, t + i) - first_, begin, count_));
       kept_begin_[at + i] = static_cast<T>(begin);
       kept_end_[at + i] = static_cast<T>(end);
       most_ = std::max(most_, end);
-      masked_ |= begin > 0 || end < count_;
     }
+    // Rows of padding do as the last one does.
+    std::fill_n(kept_begin_ + at + rows, padded - rows, kept_begin_[at + rows - 1]);
+    std::fill_n(kept_end_ + at + rows, padded - rows, kept_end_[at + rows - 1]);
   }
 
   // What becomes of the sums of a tile's first two products.
@@ -390,7 +403,8 @@ class BackwardItem {
     // The last product's sums are asked for while the first ones are made.
     int steps = (key_rows + kPanel<T> - 1) / kPanel<T> * (padded / kRows);
     next_dq_ = LinesAhead(dq(head_, t), padded * plan_.padded_head_dim * sizeof(T), steps);
-    ask_ahead(next, steps + register_tiles<T>(key_rows, k_columns) + register_tiles<T>(key_rows, v_columns));
+    int later_steps = register_tiles<T>(key_rows, k_columns) + register_tiles<T>(key_rows, v_columns);
+    ask_ahead(t, rows, next, steps + later_steps, later_steps);
     bool later = options_.any() || dropout_.active() || compare_segments_;
     find_kept(padded, key_rows);
     for (int lane = 0; lane < key_rows; lane += kPanel<T>) {
@@ -411,6 +425,10 @@ class BackwardItem {
     auto ask = [&]() __attribute__((always_inline)) {
       next_q_.template step<Access::read>();
       next_dout_.template step<Access::read>();
+      if (!asks_for_rows_) return;
+      dq_rows_.step();
+      dk_rows_.step();
+      dv_rows_.step();
     };
     accumulate<Layout::column_major>(key_rows, v_columns, rows_of_keys_, weights_, kKeys, tile_dout_, v_stride_, dv_,
                                      v_stride_, ask);
@@ -426,13 +444,34 @@ class BackwardItem {
     turns_->pass(turn_, of_group + 1);
   }
 
-  // The rows from t on, which the tile after this one reads in the copies.
-  void ask_ahead(int64_t t, int64_t steps) {
+  // What the tile after the one at hand reads in the copies, and the rows of the results that follow this one: of dq
+  // when it finishes some, of dk and dv when it is the block's last. They lie far apart, and storing them took 1.5% of
+  // a causal call's time.
+  void ask_ahead(int64_t t, int rows, int64_t next, int64_t steps, int64_t later_steps) {
     next_q_ = next_dout_ = {};
-    if (!plan_.copies) return;
-    int64_t row = document_.first_row + t;
-    next_q_ = LinesAhead(q_copy(row), int64_t{kQueries} * k_stride_ * sizeof(T), steps);
-    next_dout_ = LinesAhead(dout_copy(row), int64_t{kQueries} * v_stride_ * sizeof(T), steps);
+    dq_rows_ = dk_rows_ = dv_rows_ = {};
+    bool last_of_head = next <= t, last = last_of_head && head_ % group() == group() - 1;
+    bool finishes = plan_.reduce_items == 0 && band_.end(document_, t) <= first_ + count_ &&
+                    band_.end(document_, t + rows - 1) > first_;
+    asks_for_rows_ = last || finishes;
+    if (finishes) {
+      dq_rows_ = RowsAhead(row_of<E>(p_.dq, batch_, t, head_), p_.dq.row_stride, rows, p_.head_dim, later_steps,
+                           Access::write);
+    }
+    if (last) {
+      int64_t s = document_.first_key + first_;
+      dk_rows_ = RowsAhead(row_of<E>(p_.dk, batch_, s, kv_head_), p_.dk.row_stride, count_, p_.head_dim, later_steps,
+                           Access::write);
+      dv_rows_ = RowsAhead(row_of<E>(p_.dv, batch_, s, kv_head_), p_.dv.row_stride, count_, p_.value_head_dim,
+                           later_steps, Access::write);
+    }
+    // An item in turn is followed by one of another head.
+    if (!plan_.copies || (last && plan_.in_turn)) return;
+    int64_t head = !last_of_head ? head_ : last ? kv_head_ * group() : head_ + 1, row = document_.first_row + next;
+    next_q_ =
+        LinesAhead(row_of_copy(plan_.q_copy, head, row, k_stride_), int64_t{kQueries} * k_stride_ * sizeof(T), steps);
+    next_dout_ = LinesAhead(row_of_copy(plan_.dout_copy, head, row, v_stride_),
+                            int64_t{kQueries} * v_stride_ * sizeof(T), steps);
   }
 
   // What the band keeps of a tile, 8 rows with 8 keys at a time: the rest is left out of all five products, which is
@@ -631,7 +670,7 @@ class BackwardItem {
     T* dscores = dscores_ + i * kKeys + lane;
     auto weight = [&](int r, int vector, const Vec<T>& score) __attribute__((always_inline)) {
       if constexpr (finish == Finish::later) return Vec<T>(score * scale);
-      Vec<T> weight = exp2(score * scale - lse_[i + r]);
+      Vec<T> weight = exp2(score * scale - tile_lse_[i + r]);
       Vec<T> key = iota<T>() + static_cast<T>(lane + vector * kWidth<T>);
       if constexpr (finish == Finish::ended || finish == Finish::masked) {
         stdx::where(key >= kept_end_[i + r], weight) = T(0);
@@ -646,7 +685,7 @@ class BackwardItem {
     auto put_dscore = [&](int r, int vector, const Vec<T>& sum) __attribute__((always_inline)) {
       ptrdiff_t at = r * kKeys + vector * kWidth<T>;
       Vec<T> dscore = sum;
-      if constexpr (finish != Finish::later) dscore = load(weights + at) * (sum - delta_[i + r]);
+      if constexpr (finish != Finish::later) dscore = load(weights + at) * (sum - tile_delta_[i + r]);
       store<T>(dscores + at, dscore);
     };
     dot_kernel<NV>(p_.head_dim, tile_q_ + i * k_stride_, k_stride_, k, kPanel<T>,
@@ -694,7 +733,7 @@ class BackwardItem {
         }
         if (options_.has_addend) score = options_.add(score, options_.addend(row, first_ + lane));
         if (options_.has_slope) score -= slope_ * distance;
-        score -= lse_[i];
+        score -= tile_lse_[i];
         if (compare_segments_) {
           put_where<T>(IntVec<T>(segments_ + lane, stdx::element_aligned) != segment, score, -kInfinity<T>);
         }
@@ -709,7 +748,7 @@ class BackwardItem {
           put_where<T>(kept == 0, dweight, T(0));
           put_where<T>(kept == 0, used, T(0));
         }
-        Vec<T> dscore = weight * (dweight - delta_[i]);
+        Vec<T> dscore = weight * (dweight - tile_delta_[i]);
         stdx::where(weight == T(0), dscore) = T(0);
         store(weights, used);
         store<T>(dscores, dscore * derivative);
@@ -779,11 +818,13 @@ class BackwardItem {
   T* dout_;             // [kQueries][v_stride_]
   const T* tile_q_;     // [rows][k_stride_] of the tile at hand: q_, or in the copies
   const T* tile_dout_;  // [rows][v_stride_]
-  T* weights_;          // [kQueries][kKeys]
-  T* dscores_;          // [kQueries][kKeys]
-  T* lse_;              // [kQueries] in units of log2; +inf where a row keeps no key
-  T* delta_;            // [kQueries]
-  T* kept_begin_;       // [kQueries] the band's part of the block's keys
+  const T* tile_lse_;   // [rows] likewise
+  const T* tile_delta_;
+  T* weights_;     // [kQueries][kKeys]
+  T* dscores_;     // [kQueries][kKeys]
+  T* lse_;         // [kQueries] in units of log2; +inf where a row keeps no key
+  T* delta_;       // [kQueries]
+  T* kept_begin_;  // [kQueries] the band's part of the block's keys
   T* kept_end_;
   Int<T>* segments_;    // [kKeys]
   uint32_t* key_bits_;  // [rows][kKeys / kDropoutKeys]
@@ -793,6 +834,8 @@ class BackwardItem {
   const Turns* turns_;
   int64_t turn_;  // the block at hand, of all heads'
   LinesAhead next_dq_, next_q_, next_dout_;
+  RowsAhead dq_rows_, dk_rows_, dv_rows_;  // to be written
+  bool asks_for_rows_;
   int64_t batch_, kv_head_, head_, chunk_, document_index_;
   Document document_;
   int64_t first_block_;                          // of backward_reduce

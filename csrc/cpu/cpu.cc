@@ -130,18 +130,26 @@ void* workspace(size_t bytes) {
   return buffer.get();
 }
 
+// Bytes of an element.
+int64_t size_of(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
+
 // Asks for pages of 2 MB. glibc's malloc, which XLA's buffers come from, keeps no memory of more than 32 MB for the
-// next call, and less in some processes only: then it is new every time. Its 14000 faults of 4 KB took 13% of the
-// backward of (1, 2048, 8, 128), 6200 took 15% of that of (1, 1024, 8, 128).
-void ask_for_large_pages([[maybe_unused]] void* p, [[maybe_unused]] size_t bytes) {
+// next call, and less in some processes only: then it is new every time. A fault took 2.5 us of a virtual machine, and
+// twice as long where two threads meet the same page, which a row of all heads fills: of (1, 1024, 16, 64), causal,
+// 7000 faults of 4 KB took a quarter of forward and backward. The ends of a buffer keep small pages, for malloc has
+// written its own word there.
+void ask_for_large_pages([[maybe_unused]] void* p, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr size_t kWorthwhile = 4 << 20, kPage = 2 << 20;
+  constexpr int64_t kWorthwhile = 4 << 20, kPage = 2 << 20;
   if (bytes < kWorthwhile) return;
   uintptr_t begin = (reinterpret_cast<uintptr_t>(p) + kPage - 1) / kPage * kPage;
   uintptr_t end = (reinterpret_cast<uintptr_t>(p) + bytes) / kPage * kPage;
   // Advice: what comes of it changes no result.
   madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #endif
+}
+void ask_for_large_pages(const Tensor& x, int batch, DType dtype) {
+  ask_for_large_pages(x.data, x.batch_stride * batch * size_of(dtype));
 }
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -214,8 +222,7 @@ ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
   // the sum of the parts cost little. With 32 keys instead of 128 (1, 1024, 16, 64) takes 1.16 times as long in float32
   // and 1.29 in bfloat16.
   constexpr int64_t kBytes = 64 << 10, kKeys = 128;
-  int64_t element = dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
-  int64_t row_bytes = p.kv_heads * (int64_t{p.head_dim} + p.value_head_dim) * element;
+  int64_t row_bytes = p.kv_heads * (int64_t{p.head_dim} + p.value_head_dim) * size_of(dtype);
   int64_t most = std::min(divide_up(p.kv_length, kKeys), p.kv_length * row_bytes / kBytes);
   plan.splits = static_cast<int>(std::max<int64_t>(1, std::min(divide_up(kEnoughItems, p.batch), most)));
   plan.items = p.batch * plan.splits;
@@ -269,7 +276,8 @@ BackwardPlan plan_backward(const Problem& p) {
   plan.touched = plan.dout_copy + rows * (divide_up(p.value_head_dim, 16) * 16);
   plan.dslopes = plan.touched + parts * p.kv_heads * plan.row_blocks;
   plan.delta = plan.dslopes + (p.options.has_dalibi_slopes ? parts * p.q_heads * p.options.documents : 0);
-  plan.scratch = plan.delta + int64_t{p.batch} * p.q_heads * p.q_length;
+  plan.row_lse = plan.delta + int64_t{p.batch} * p.q_heads * p.q_length;
+  plan.scratch = plan.row_lse + int64_t{p.batch} * p.q_heads * p.q_length;
   return plan;
 }
 
@@ -277,20 +285,19 @@ BackwardPlan plan_backward(const Problem& p) {
 // it may take as long. (1, 64, 1, 16) took 18 us on two threads and 4 on one, (1, 64, 4, 64) 59 and 25.
 constexpr double kBytesOfThread = 6e5;
 int64_t worthwhile_threads(DType dtype, const Problem& p, double flops_of_pair) {
-  double element = dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
   double columns = p.head_dim + p.value_head_dim;
   double rows = static_cast<double>(p.batch) * p.q_heads * p.q_length;
   double keys = static_cast<double>(p.batch) * p.kv_heads * p.kv_length;
   double flops = flops_of_pair * rows * static_cast<double>(p.kv_length) * columns;
-  double bytes = keys * columns * element;
+  double bytes = keys * columns * static_cast<double>(size_of(dtype));
   constexpr double kFlops = 6e6;
   return static_cast<int64_t>(std::clamp(std::max(flops / kFlops, bytes / kBytesOfThread), 1.0, 1e6));
 }
 
 // To read out and dout.
 int64_t threads_to_read(DType dtype, const Problem& p) {
-  double element = dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
-  return 1 + static_cast<int64_t>(2 * element * p.batch * p.q_length * p.q_heads * p.value_head_dim / kBytesOfThread);
+  double elements = 2.0 * p.batch * p.q_length * p.q_heads * p.value_head_dim;
+  return 1 + static_cast<int64_t>(elements * static_cast<double>(size_of(dtype)) / kBytesOfThread);
 }
 
 // The gradient of bias is summed from zero on.
@@ -336,6 +343,7 @@ void forward(DType dtype, const Problem& problem, int64_t threads, const Paralle
     partial_bytes = k.forward_partial(dtype, problem, plan) * plan.blocks_in_all * plan.splits;
     partials = allocate(partial_bytes);
   }
+  ask_for_large_pages(problem.out, problem.batch, dtype);
   parallel_for(plan.items, worthwhile_threads(dtype, problem, 2),
                [&](int64_t item) { k.forward(dtype, problem, plan, item, workspace(bytes), partials.get()); });
   if (plan.splits == 1) return;
@@ -348,6 +356,7 @@ void backward(DType dtype, const Problem& problem, const ParallelFor& parallel_f
   BackwardPlan plan = plan_backward(problem);
   size_t bytes = k.backward_workspace(dtype, problem, plan);
   ask_for_large_pages(problem.scratch, plan.scratch * (dtype == DType::f64 ? sizeof(double) : sizeof(float)));
+  for (const Tensor* x : {&problem.dq, &problem.dk, &problem.dv}) ask_for_large_pages(*x, problem.batch, dtype);
   clear_dbias(dtype, problem, parallel_for);
   int64_t threads = worthwhile_threads(dtype, problem, 5);
   parallel_for(plan.prepare_items, plan.copies ? threads : std::min(threads, threads_to_read(dtype, problem)),

@@ -37,6 +37,7 @@ struct BackwardPlan {
   int64_t padded_q_length;  // rows of a head in a sum of dq, with a padding for each document
   int64_t padded_head_dim;  // elements of such a row
   int64_t delta;            // where in the scratch: [batch][q_heads][q_length] rowsum(dout * out) - dlse
+  int64_t row_lse;          // likewise: lse in units of log2
   bool copies;              // q and dout are copied then too, head by head: every block of keys reads them
   int64_t q_copy;           // where in the scratch: [batch][q_heads][q_length][rows of a tile]
   int64_t dout_copy;        // likewise
