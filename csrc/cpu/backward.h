@@ -10,7 +10,8 @@
 //
 // Every block of keys reads all of q and dout, whose rows lie as far apart as a head's do in memory. Where there are
 // many blocks both are copied into the scratch first, head by head, and converted there once. The same pass makes
-// delta: XLA's own sums over the last axis took 0.3 to 0.5 ms of 15 for (1, 1024, 16, 64), causal.
+// delta (XLA's own sums over the last axis took 0.3 to 0.5 ms of 15 for (1, 1024, 16, 64), causal) and lse in units of
+// log2, which each block of keys made again of every row.
 //
 // Heads, batch entries and chunks that share elements of dbias are one item, so its sums need no scratch.
 #pragma once

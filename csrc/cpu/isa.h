@@ -83,7 +83,7 @@ struct Kernels {
   // Writes out and lse from the partial results; splits items make one of these.
   void (*forward_combine)(DType, const Problem&, const ForwardPlan&, int64_t item, void* workspace,
                           const void* partials);
-  // Makes delta, and the copies of q and dout.
+  // Makes delta, lse in units of log2, and the copies of q and dout.
   void (*backward_prepare)(DType, const Problem&, const BackwardPlan&, int64_t item, void* workspace);
   // Writes dk and dv, adds to dbias, and leaves sums of dq and of the slopes' gradients in Problem::scratch; dq itself
   // where there are no reduce_items. The turns are null where the plan has none.
