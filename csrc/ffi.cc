@@ -411,7 +411,7 @@ ffi::Error run_cpu(ffi::ThreadPool pool, Options options, ffi::RemainingArgs arg
     if constexpr (pass == Pass::forward) {
       cpu::forward(call.dtype, call.problem, pool.num_threads(), parallel_for);
     } else {
-      cpu::backward(call.dtype, call.problem, parallel_for);
+      cpu::backward(call.dtype, call.problem, pool.num_threads(), parallel_for);
     }
   });
 }

@@ -121,7 +121,7 @@ def test_neon(tmp_path: pathlib.Path) -> None:
 @pytest.mark.skipif(not X86, reason="errors are stated for x86-64")
 def test_exp2(tmp_path: pathlib.Path) -> None:
     """Over every float. Stated in csrc/cpu/simd.h; without fused multiply-adds more is rounded."""
-    errors = {"baseline": ("1.132", "1.31"), "avx2": ("0.870", "1.04"), "avx512": ("0.870", "1.04")}
+    errors = {"baseline": ("1.132", "1.31"), "avx2": ("0.870", "1.04"), "avx512": ("0.988", "1.04")}
     isas = [isa for isa in errors if has(isa)]
     build(tmp_path, isas, [], [f"exp2_{isa}" for isa in isas])
     for isa in isas:

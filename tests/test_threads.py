@@ -80,3 +80,53 @@ def test_more_calls_than_threads(shape: tuple[int, ...]) -> None:
         check=False,
     )
     assert finished.stdout.strip() == "finished", finished.stderr
+
+
+LONG_BLOCKS = """
+    import hashlib, os
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
+    import jax, jax.numpy as jnp, numpy as np
+    import jax_flash
+
+    def run(implementation, causal, q, k, v):
+        attend = lambda *x: jax_flash.attention(*x, causal=causal, return_lse=True, implementation=implementation)
+        (out, lse), pullback = jax.vjp(attend, q, k, v)
+        return out, lse, *pullback((out, lse))
+
+    random = np.random.default_rng(0)
+    for q_length, kv_length in ((2100, 2050), (600, 960)):
+        q, k, v = (
+            jnp.asarray(random.standard_normal((1, length, 4, 16)), jnp.float32)
+            for length in (q_length, kv_length, kv_length)
+        )
+        for causal in (False, True):
+            got, want = (jax.jit(run, static_argnums=(0, 1))(x, causal, q, k, v) for x in ("cpu", "reference"))
+            for a, b in zip(got, want, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=3e-5)
+                print(hashlib.sha256(np.asarray(a)).hexdigest())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the operating system pins no process to processors")
+def test_long_blocks() -> None:
+    """Results are the same bit for bit.
+
+    In the first problem blocks of queries are 704 rows long for one thread and 432 for two, in the second one blocks of
+    keys 192 and 96, where the second-level cache has 512 KB.
+    """
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("two threads need two processors")
+    root = pathlib.Path(jax_flash.__file__).parent.parent
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(LONG_BLOCKS).replace("THREADS", str(threads))],
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        for threads in (1, 2)
+    ]
+    assert len(printed[0].stdout.split()) == 20, printed[0].stderr
+    assert printed[1].stdout == printed[0].stdout, printed[1].stderr

@@ -24,8 +24,8 @@
 
 namespace jax_flash::cpu::JAX_FLASH_ISA {
 
-constexpr int kQueries = kReduceRows;  // of a tile
-constexpr int kKeys = kBackwardKeys;   // of a block
+constexpr int kQueries = kReduceRows;     // of a tile
+constexpr int kKeys = kMostBackwardKeys;  // of a block at most; a row of a tile has room for them
 // Exponentials are made between the steps of the next product, where there are registers for both: 1.01 of the
 // backward's rate.
 #if defined(__AVX512F__)
@@ -37,8 +37,8 @@ constexpr bool kInterleaved = false;
 // Heads whose blocks of keys follow each other when in turn: one block of each head, then the next one of each. With
 // one head two threads pass the cache lines of its sums to and fro: 0.97 of the rate of 2, 4 or 8.
 constexpr int kHeadsTogether = 4;
-static_assert(kKeys % kPanel<float> == 0 && kKeys % kPanel<double> == 0);
-static_assert(kKeys % kDropoutKeys == 0 && kKeys % kSegmentBlock == 0);
+static_assert(kBackwardKeys % kPanel<float> == 0 && kBackwardKeys % kPanel<double> == 0 && kKeys % kBackwardKeys == 0);
+static_assert(kBackwardKeys % kDropoutKeys == 0 && kBackwardKeys % kSegmentBlock == 0);
 
 template <typename E>
 class BackwardItem {
@@ -54,7 +54,7 @@ class BackwardItem {
         k_stride_(padded_head_dim<T>(p.head_dim)),
         v_stride_(padded_head_dim<T>(p.value_head_dim)) {
     Arena arena(workspace);
-    int64_t k_rows = int64_t{kKeys} * k_stride_, v_rows = int64_t{kKeys} * v_stride_;
+    int64_t k_rows = int64_t{plan.keys} * k_stride_, v_rows = int64_t{plan.keys} * v_stride_;
     int64_t tile = int64_t{kQueries} * kKeys;
     k_panels_ = arena.take<T>(k_rows);
     v_panels_ = arena.take<T>(v_rows);
@@ -213,7 +213,7 @@ class BackwardItem {
     // Counted with padding: batch entries that share dbias must give the same keys to the same chunk.
     int64_t documents = document_count(p_), blocks = 0;
     for (int64_t index = 0; index < documents; ++index) {
-      blocks += (document(p_, batch_, index).all_keys + kKeys - 1) / kKeys;
+      blocks += (document(p_, batch_, index).all_keys + plan_.keys - 1) / plan_.keys;
     }
     int64_t run = (blocks + plan_.chunks - 1) / plan_.chunks;
     // Where a key block meets some rows only, chunks of blocks in a row share few rows, and few sums of dq. Else
@@ -222,7 +222,7 @@ class BackwardItem {
     int64_t block = 0;
     for (int64_t index = 0; index < documents; ++index) {
       go_to_document(index);
-      for (int64_t first = 0; first < document_.keys; first += kKeys, ++block) {
+      for (int64_t first = 0; first < document_.keys; first += plan_.keys, ++block) {
         if ((in_a_row ? block / run : block % plan_.chunks) == chunk_) attend_block(first);
       }
       if (chunk_ == 0) clear_padding();
@@ -243,9 +243,9 @@ class BackwardItem {
       clear_padding();
       if (plan_.reduce_items == 0) clear_rows();
     }
-    if (block * kKeys >= document_.keys) return;
+    if (block * plan_.keys >= document_.keys) return;
     turn_ = head * blocks + block;
-    attend_block(block * kKeys);
+    attend_block(block * plan_.keys);
     // Later blocks wait for this one alone: it has passed nothing that one before it has not.
     if (block > 0) turns_->wait(turn_ - 1, Turns::kAll - 1);
     turns_->pass(turn_, Turns::kAll);
@@ -280,7 +280,7 @@ class BackwardItem {
 
   void attend_block(int64_t first) {
     first_ = first;
-    count_ = static_cast<int>(std::min<int64_t>(kKeys, document_.keys - first));
+    count_ = static_cast<int>(std::min<int64_t>(plan_.keys, document_.keys - first));
     if (few()) return attend_few();
     load_keys();
     int64_t begin = round_down(band_.row_begin(document_, first), kRowPadding);
@@ -340,7 +340,7 @@ class BackwardItem {
     std::memset(dv_, 0, sizeof(T) * lanes * v_stride_);
     if (options_.has_segments) {
       const int* segments = p_.kv_segment_ids + batch_ * p_.kv_length + first_;
-      for (int j = 0; j < kKeys; ++j) segments_[j] = segments[std::min(j, count_ - 1)];
+      for (int j = 0; j < plan_.keys; ++j) segments_[j] = segments[std::min(j, count_ - 1)];
     }
   }
 
@@ -369,7 +369,7 @@ class BackwardItem {
       tile_delta_ = delta_;
     }
     bool whole = band_.begin(document_, t + rows - 1) <= first_ && band_.end(document_, t) >= first_ + count_;
-    masked_ = count_ < kKeys || !whole;
+    masked_ = count_ < plan_.keys || !whole;
     if (whole) {
       std::fill_n(kept_begin_ + at, padded, T(0));
       std::fill_n(kept_end_ + at, padded, static_cast<T>(count_));
@@ -438,8 +438,15 @@ class BackwardItem {
     int of_group = static_cast<int>((head_ - kv_head_ * group()) * plan_.row_blocks + t / kQueries);
     if (plan_.in_turn && first_ > 0) turns_->wait(turn_ - 1, of_group);
     touch(t);
-    accumulate<Layout::row_major>(padded, k_columns, keys_of_rows_, dscores_, kKeys, k_, k_stride_, dq(head_, t),
-                                  plan_.padded_head_dim, [] {});
+    // In parts of so many keys, so that the sums are the same bit for bit in blocks of any length.
+    for (int first = 0; first < most_; first += kBackwardKeys) {
+      Depths part[kQueries / kRowPadding];
+      for (int i = 0; i < padded / kRowPadding; ++i) {
+        part[i] = {std::max(keys_of_rows_[i].begin, first), std::min(keys_of_rows_[i].end, first + kBackwardKeys)};
+      }
+      accumulate<Layout::row_major>(padded, k_columns, part, dscores_, kKeys, k_, k_stride_, dq(head_, t),
+                                    plan_.padded_head_dim, [] {});
+    }
     if (!plan_.in_turn) return;
     if (plan_.reduce_items == 0) finish_rows(t, rows);
     turns_->pass(turn_, of_group + 1);
@@ -810,11 +817,11 @@ class BackwardItem {
   Dropout dropout_;
   int k_stride_;  // of a row of head_dim elements in all tiles
   int v_stride_;  // of value_head_dim
-  T* k_panels_;   // [kKeys / kPanel][head_dim][kPanel]
-  T* v_panels_;   // [kKeys / kPanel][value_head_dim][kPanel]
-  T* k_;          // [kKeys][k_stride_], and so dk_
+  T* k_panels_;   // [keys / kPanel][head_dim][kPanel]
+  T* v_panels_;   // [keys / kPanel][value_head_dim][kPanel]
+  T* k_;          // [keys][k_stride_], and so dk_
   T* dk_;
-  T* dv_;               // [kKeys][v_stride_]
+  T* dv_;               // [keys][v_stride_]
   T* q_;                // [kQueries][k_stride_]
   T* dout_;             // [kQueries][v_stride_]
   const T* tile_q_;     // [rows][k_stride_] of the tile at hand: q_, or in the copies
@@ -827,7 +834,7 @@ class BackwardItem {
   T* delta_;       // [kQueries]
   T* kept_begin_;  // [kQueries] the band's part of the block's keys
   T* kept_end_;
-  Int<T>* segments_;    // [kKeys]
+  Int<T>* segments_;    // [keys]
   uint32_t* key_bits_;  // [rows][kKeys / kDropoutKeys]
   T* dbias_;            // [kKeys] sums over the rows of a tile
   size_t workspace_;

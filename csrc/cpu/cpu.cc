@@ -154,6 +154,17 @@ void ask_for_large_pages(const Tensor& x, int batch, DType dtype) {
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Bytes of a core's second-level cache, taken for 512 KB where it has less or the system does not say.
+int64_t second_level_cache() {
+  constexpr long kLeast = 512 << 10;
+#if defined(__linux__) && defined(_SC_LEVEL2_CACHE_SIZE)
+  static const long size = std::max(sysconf(_SC_LEVEL2_CACHE_SIZE), kLeast);
+  return size;
+#else
+  return kLeast;
+#endif
+}
+
 // Enough items that some tens of threads find work and a causal triangle's unequal items even out.
 constexpr int64_t kEnoughItems = 32;
 
@@ -173,10 +184,10 @@ ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
   ForwardPlan plan{};
   int group = p.q_heads / p.kv_heads;
   // Blocks of 48 fill whole panels with every instruction set. Longer ones read K and V less often: 384 rows instead of
-  // 192 make 1.02 of the rate with head_dim 128 and 1.04 with 64. Beyond 192 their queries and sums have to stay in the
-  // second-level cache.
-  constexpr int kShort = 48, kLong = 192;
-  constexpr int64_t kLongBytes = 384 << 10;
+  // 192 make 1.02 of the rate with head_dim 128 and 1.04 with 64, 1024 instead of 384 1.01 to 1.04 from 2048 keys on,
+  // and 0.97 to 1.01 with fewer. Beyond 192 their queries and sums have to stay in the second-level cache.
+  constexpr int kShort = 48, kLong = 192, kLonger = 384, kLongest = 1024, kLongestKeys = 2048;
+  constexpr int64_t kLongerBytes = 384 << 10;
   int64_t rows = average_length(p, p.q_length);
   // Not with dropout, whose bits are made for rows of one head.
   plan.fold = rows < kShort && p.options.dropout_rate == 0 ? group : 1;
@@ -185,10 +196,11 @@ ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
   int64_t documents = heads * (is_packed(p) ? p.options.documents : 1);
   plan.block_rows = kShort;
   int64_t row = (int64_t{p.head_dim} + p.value_head_dim) * (dtype == DType::f64 ? 8 : 4);
-  auto block_rows = [&](int64_t items) {
-    for (int longer : {384, 288, kLong, 96}) {
-      int64_t blocks = divide_up(rows, longer);
-      if (documents * blocks < items || (longer > kLong && longer * row > kLongBytes)) continue;
+  // At most `longest` rows, so that there are `items` blocks, or the fewest.
+  auto block_rows = [&](int64_t items, int longest) {
+    for (int longer : {kLongest, 768, 512, kLonger, 288, kLong, 96}) {
+      int64_t blocks = divide_up(rows, longer), bytes = longer > kLonger ? second_level_cache() : kLongerBytes;
+      if (longer > longest || documents * blocks < items || (longer > kLong && longer * row > bytes)) continue;
       // Even shares: a rest of a few rows would read all keys for them.
       return longer > kLong ? divide_up(divide_up(rows, blocks), 16) * 16 : int64_t{longer};
     }
@@ -199,7 +211,7 @@ ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
     plan.blocks = static_cast<int>(block_count(p, int64_t{plan.fold} * p.q_length, plan.block_rows));
     plan.blocks_in_all = heads * plan.blocks;
   };
-  cut(block_rows(kEnoughItems));
+  cut(block_rows(kEnoughItems, kLonger));
   // Few blocks and many keys, as in decoding: parts of at least 512 keys.
   plan.splits = static_cast<int>(
       std::max<int64_t>(1, std::min<int64_t>(kEnoughItems / plan.blocks_in_all, average_length(p, p.kv_length) / 512)));
@@ -210,7 +222,8 @@ ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
                    p.options.window_left == 2147483647;
   if (same_rows && rows > kLong) {
     auto rest = [&](int64_t size) { return rows - (divide_up(rows, size) - 1) * size; };
-    int64_t longer = block_rows(std::min(kEnoughItems, kItemsOfThread * threads));
+    int64_t longer = block_rows(std::min(kEnoughItems, kItemsOfThread * threads), kLonger);
+    if (p.kv_length >= kLongestKeys) longer = std::max(longer, block_rows(kItemsOfThread * threads, kLongest));
     if (rest(plan.block_rows) > kFewRows && rest(longer) > kFewRows) cut(longer);
   }
   int64_t blocks = plan.blocks_in_all;
@@ -232,15 +245,17 @@ ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
 // Keys of a row from which on q and dout are copied.
 #if defined(JAX_FLASH_COPY_KEYS)  // of the tests, whose problems are short
 constexpr int64_t kCopyKeys = JAX_FLASH_COPY_KEYS;
-constexpr int64_t kTurnRows = 1, kTurnHeads = 1;
+constexpr int64_t kTurnRows = 1, kTurnHeads = 1, kBlocksOfThread = 1;
 #else
 constexpr int64_t kCopyKeys = 480;
 // From which on blocks of keys take turns: with fewer rows they would wait for each other, with fewer heads the cache
 // lines of a head's sums go to and fro between the threads (one head of 8192 keys 0.97 to 0.99).
 constexpr int64_t kTurnRows = 512, kTurnHeads = 4;
+// From so many on blocks are longer ones.
+constexpr int64_t kBlocksOfThread = 12;
 #endif
 
-BackwardPlan plan_backward(const Problem& p) {
+BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads) {
   BackwardPlan plan{};
   auto shares_bias = [&](long long stride) { return p.options.has_dbias && stride == 0; };
   plan.batch_items = shares_bias(p.bias_strides.batch) ? 1 : p.batch;
@@ -264,7 +279,16 @@ BackwardPlan plan_backward(const Problem& p) {
   bool alone = heads == int64_t{p.batch} * p.kv_heads && !shares_bias(p.bias_strides.column);
   plan.in_turn = plan.copies && p.q_length >= kTurnRows && heads >= kTurnHeads && alone && !is_packed(p) &&
                  !p.options.has_dalibi_slopes;
-  plan.blocks = static_cast<int>(divide_up(p.kv_length, kBackwardKeys));
+  // Longer blocks of keys read q and dout less often: 1.02 to 1.04 of the rate of 96 keys with head_dim 128, 1.00
+  // to 1.01 with 64, and 0.9 with 3 blocks a thread. Not with segments: what a shorter block leaves out would be zeros
+  // here.
+  plan.keys = kBackwardKeys;
+  int64_t tiles = kMostBackwardKeys * (int64_t{3} * p.head_dim + 2 * p.value_head_dim) * (dtype == DType::f64 ? 8 : 4);
+  if (plan.in_turn && !p.q_segment_ids && tiles <= second_level_cache() / 2 &&
+      heads * divide_up(p.kv_length, kMostBackwardKeys) >= kBlocksOfThread * threads) {
+    plan.keys = kMostBackwardKeys;
+  }
+  plan.blocks = static_cast<int>(divide_up(p.kv_length, plan.keys));
   if (plan.in_turn) plan.chunks = plan.chunk_items = 1;
   if (plan.in_turn && !p.q_segment_ids) plan.reduce_items = 0;
   plan.items = heads * (plan.in_turn ? plan.blocks : plan.chunk_items);
@@ -330,7 +354,7 @@ void Turns::wait(int64_t block, int tile) const {
 
 std::string isa() { return chosen().bf16->name; }
 
-int64_t backward_scratch(DType, const Problem& problem) { return plan_backward(problem).scratch; }
+int64_t backward_scratch(DType dtype, const Problem& problem) { return plan_backward(dtype, problem, 1).scratch; }
 
 void forward(DType dtype, const Problem& problem, int64_t threads, const ParallelFor& parallel_for) {
   const Kernels& k = kernels(dtype);
@@ -351,21 +375,21 @@ void forward(DType dtype, const Problem& problem, int64_t threads, const Paralle
                [&](int64_t item) { k.forward_combine(dtype, problem, plan, item, workspace(bytes), partials.get()); });
 }
 
-void backward(DType dtype, const Problem& problem, const ParallelFor& parallel_for) {
+void backward(DType dtype, const Problem& problem, int64_t threads, const ParallelFor& parallel_for) {
   const Kernels& k = kernels(dtype);
-  BackwardPlan plan = plan_backward(problem);
+  BackwardPlan plan = plan_backward(dtype, problem, threads);
   size_t bytes = k.backward_workspace(dtype, problem, plan);
   ask_for_large_pages(problem.scratch, plan.scratch * (dtype == DType::f64 ? sizeof(double) : sizeof(float)));
   for (const Tensor* x : {&problem.dq, &problem.dk, &problem.dv}) ask_for_large_pages(*x, problem.batch, dtype);
   clear_dbias(dtype, problem, parallel_for);
-  int64_t threads = worthwhile_threads(dtype, problem, 5);
-  parallel_for(plan.prepare_items, plan.copies ? threads : std::min(threads, threads_to_read(dtype, problem)),
+  int64_t worthwhile = worthwhile_threads(dtype, problem, 5);
+  parallel_for(plan.prepare_items, plan.copies ? worthwhile : std::min(worthwhile, threads_to_read(dtype, problem)),
                [&](int64_t item) { k.backward_prepare(dtype, problem, plan, item, workspace(bytes)); });
   if (plan.in_turn) {
     std::vector<std::atomic<int>> passed(plan.items);
     std::atomic<bool> failed{false};
     Turns turns(passed.data(), failed);
-    parallel_for(plan.items, threads, [&](int64_t item) {
+    parallel_for(plan.items, worthwhile, [&](int64_t item) {
       try {
         k.backward(dtype, problem, plan, item, workspace(bytes), &turns);
       } catch (...) {
@@ -374,11 +398,11 @@ void backward(DType dtype, const Problem& problem, const ParallelFor& parallel_f
       }
     });
   } else {
-    parallel_for(plan.items, threads,
+    parallel_for(plan.items, worthwhile,
                  [&](int64_t item) { k.backward(dtype, problem, plan, item, workspace(bytes), nullptr); });
   }
   if (plan.reduce_items == 0) return;
-  parallel_for(plan.reduce_items, threads,
+  parallel_for(plan.reduce_items, worthwhile,
                [&](int64_t item) { k.backward_reduce(dtype, problem, plan, item, workspace(bytes)); });
 }
 

@@ -20,7 +20,7 @@ int64_t backward_scratch(DType dtype, const Problem& problem);
 
 // `threads`: how many there are for parallel_for. Nothing that is computed depends on it.
 void forward(DType dtype, const Problem& problem, int64_t threads, const ParallelFor& parallel_for);
-void backward(DType dtype, const Problem& problem, const ParallelFor& parallel_for);
+void backward(DType dtype, const Problem& problem, int64_t threads, const ParallelFor& parallel_for);
 
 // The instruction set in use ("avx512_bf16", "avx512", "avx2", "neon" or "baseline"): the best that this processor has,
 // or the one that JAX_FLASH_CPU_ISA names. Throws std::runtime_error when that one is unknown or the processor lacks

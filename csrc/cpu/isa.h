@@ -1,7 +1,8 @@
 // What one instruction set offers to the dispatcher: the kernels of isa.cc, compiled once per set with its own flags.
 //
 // An item is the unit of work that one thread does alone; the plan says how many there are. Results are the same bit
-// for bit whatever the number of threads: plans depend on the shape only, but for the rows of a forward block.
+// for bit whatever the number of threads: plans depend on the shape only, but for the rows of a forward block and the
+// keys of a backward one.
 #pragma once
 
 #include <atomic>
@@ -29,6 +30,7 @@ constexpr int kFewRows = 8;
 struct BackwardPlan {
   int chunks;               // parts of the key blocks, each with its own sum of dq
   bool in_turn;             // a block of keys is an item, and all of a head add to one sum of dq in their order
+  int keys;                 // of a block: kBackwardKeys, or as many as kMostBackwardKeys when in turn
   int blocks;               // of a head, when in turn
   int batch_items;          // batch; 1 when its entries share dbias, and so are one item
   int head_items;           // kv_heads or 1, likewise
@@ -50,7 +52,7 @@ struct BackwardPlan {
 };
 
 constexpr int kReduceRows = 64;
-constexpr int kBackwardKeys = 96;  // of a block
+constexpr int kBackwardKeys = 96, kMostBackwardKeys = 192;  // of a block
 constexpr int kPreparedRows = 16;
 constexpr int kMaxChunks = 8;
 

@@ -266,6 +266,30 @@ JAX_FLASH_INLINE U32 pair_up(const Vec<float>& a, const Vec<float>& b) {
 // of f^2 is 6 units in its last place higher, for the sake of its rounding). 2^n is a factor, for adding n to the
 // exponent turned NaNs of some payloads into numbers. The error, over every float of the range, is at most 0.870 units
 // in the last place with fused multiply-adds, 1.132 without; over samples of doubles 1.04 and 1.31.
+//
+// With AVX-512 the floats' x = n + j / 16 + f, and 2^(j / 16) comes out of a register: the multipliers, which the
+// products around it are bound by, have 4 instructions of it instead of 7. Backward of head_dim 64 1.01 (Zen 4) to 1.04
+// (Emerald Rapids), of 128 1.00 to 1.04, forward 1.00. The error is at most 0.988 units in the last place.
+#if defined(__AVX512F__)
+JAX_FLASH_INLINE Vec<float> exp2(const Vec<float>& x) {
+  // The bits of 2^(j / 16) less j at the place where the shift below leaves it.
+  constexpr U32 kPowers = {0x3f800000, 0x3f7daac3, 0x3f7b95c2, 0x3f79c3d3, 0x3f7837f0, 0x3f76f532,
+                           0x3f75fed7, 0x3f75583f, 0x3f7504f3, 0x3f7508a4, 0x3f75672a, 0x3f76248c,
+                           0x3f7744fd, 0x3f78ccdf, 0x3f7ac0c7, 0x3f7d257d};
+  constexpr float kShift = 0x1.8p19f;  // its last bit is 1/16
+  Vec<float> shifted = x + kShift;
+  Vec<float> f = x - (shifted - kShift);
+  U32 bits = bits_as<U32>(shifted);
+  Vec<float> power = bits_as<Vec<float>>(__builtin_shuffle(kPowers, bits) + (bits << 19));
+  Vec<float> y = 0x1.c6b3f8p-5f;
+  y = y * f + 0x1.ebfffap-3f;
+  y = y * f + 0x1.62e43p-1f;
+  y *= f;
+  y = power * y + power;
+  stdx::where(x < -126.0f, y) = 0.0f;
+  return y;
+}
+#else
 JAX_FLASH_INLINE Vec<float> exp2(const Vec<float>& x) {
   using I = stdx::rebind_simd_t<int32_t, Vec<float>>;
   constexpr float kShift = 0x1.8p23f + 127;
@@ -282,6 +306,7 @@ JAX_FLASH_INLINE Vec<float> exp2(const Vec<float>& x) {
   stdx::where(x < -126.0f, y) = 0.0f;
   return y;
 }
+#endif
 
 JAX_FLASH_INLINE Vec<double> exp2(const Vec<double>& x) {
   using I = stdx::rebind_simd_t<int64_t, Vec<double>>;

@@ -6,14 +6,20 @@ in parentheses the median where two implementations are compared. With one threa
 CPU, so that a machine with other work to do gives usable ratios; with more they are wall clock, and the machine has to
 be quiet. PyTorch's figures need one: ``--torch PYTHON`` names the Python of an environment that has it, if it is not
 this one.
+
+Page faults are those of a call of ours, in the median: where malloc gives the memory of results back, which differs
+between processes, each page of the next call's takes a microsecond or more. MALLOC_MMAP_MAX_=0 and
+MALLOC_TRIM_THRESHOLD_=100000000000 in the environment keep it from that.
 """
 
 import argparse
+import collections
 import dataclasses
 import functools
 import importlib.util
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -159,7 +165,7 @@ def torch_runner() -> Callable[[Case], Callable[[], None]]:
 
 
 def worker(implementation: str, cpus: set[int]) -> None:
-    """Answers lines of [number of repeats, case] with seconds a call."""
+    """Answers lines of [number of repeats, case] with seconds and page faults a call."""
     os.sched_setaffinity(0, cpus)
     runner = torch_runner() if implementation == "torch" else jax_runner(implementation)
     clock = time.process_time if len(cpus) == 1 else time.perf_counter
@@ -175,10 +181,16 @@ def worker(implementation: str, cpus: set[int]) -> None:
         # One call more: others have been at work meanwhile, and the caches hold what is theirs. A backward of 26 ms
         # takes 30 then.
         ready[case]()
-        begin = clock()
+        faults, begin = page_faults(), clock()
         for _ in range(repeats):
             ready[case]()
-        print((clock() - begin) / repeats / (CHAIN if case.name.startswith("chain") else 1), flush=True)
+        calls = repeats * (CHAIN if case.name.startswith("chain") else 1)
+        print((clock() - begin) / calls, (page_faults() - faults) / calls, flush=True)
+
+
+def page_faults() -> int:
+    """Of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 class Workers:
@@ -200,6 +212,8 @@ class Workers:
             for name, python in pythons.items()
         }
         self.names = tuple(pythons)
+        self.faults: collections.defaultdict[tuple[str, Case], list[float]] = collections.defaultdict(list)
+        """Page faults a call in every round."""
         for name in self.names:
             if self._answer(name) != "ready":
                 raise RuntimeError(f"the process of {name} did not start")
@@ -214,7 +228,9 @@ class Workers:
         stdin = self._processes[name].stdin
         assert stdin is not None
         print(json.dumps([repeats, dataclasses.asdict(case)]), file=stdin, flush=True)
-        return float(self._answer(name))
+        seconds, faults = map(float, self._answer(name).split())
+        self.faults[name, case].append(faults)
+        return seconds
 
     def best(self, cases: list[tuple[str, Case]], rounds: int) -> list[float]:
         """Best seconds a call of each (implementation, case), all of them in turn in every round."""
@@ -280,6 +296,7 @@ def rates(workers: Workers, rounds: int, part: Part, dtypes: list[str]) -> None:
         head(
             f"{dtype}, B = 1: GFLOP/s, % of XLA's 2048-cubed float32 product; times XLA's and PyTorch's attention",
             *("S", "N", "H", "causal", "product", "forward", "%", "of full's", "backward", "%", "of full's"),
+            *("page faults, fwd", "fwd+bwd"),
             *("fwd / XLA", "fwd+bwd / XLA", "fwd / PyTorch", "fwd+bwd / PyTorch"),
         )
         for length, heads, head_dim in part(SHAPES):
@@ -308,10 +325,12 @@ def rates_of(workers: Workers, rounds: int, dtype: str, length: int, heads: int,
         for name in ("forward", "backward"):
             ours = rate(name, causal)
             cells += [round(ours), round(100 * ours / peak), ours / rate(name, False) if causal else ""]
+        for name in ("forward", "both"):
+            cells.append(round(statistics.median(workers.faults["jax_flash", case(name, causal)])))
         for other in workers.names[1:]:
             for name in ("forward", "both"):
                 cells.append(times(*(seconds[who, case(name, causal)] for who in ("jax_flash", other))))
-        row(*cells, *[""] * (15 - len(cells)))
+        row(*cells, *[""] * (17 - len(cells)))
 
 
 def grid(workers: Workers, rounds: int, part: Part) -> None:

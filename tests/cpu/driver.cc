@@ -476,7 +476,7 @@ bool check(Case& c, Drawer& drawer) {
   cpu::ParallelFor one = run_on(1);
   cpu::forward(c.dtype, c.p, 1, one);
   set_dlse(c, right);
-  cpu::backward(c.dtype, c.p, one);
+  cpu::backward(c.dtype, c.p, 1, one);
   double eps = epsilon(c.dtype), wide_eps = epsilon(wide(c.dtype)), gradient = 4 * eps + 160 * wide_eps;
   bool ok = close(c, "lse", c.lse, right.lse, 20 * wide_eps) &&
             close(c, "out", c.out, right.out, 2 * eps + 40 * wide_eps) && close(c, "dq", c.dq, right.dq, gradient, 1) &&
@@ -507,7 +507,7 @@ bool check(Case& c, Drawer& drawer) {
   int threads = drawer.integer(2, 5);
   cpu::ParallelFor several = run_on(threads);
   cpu::forward(c.dtype, c.p, threads, several);
-  cpu::backward(c.dtype, c.p, several);
+  cpu::backward(c.dtype, c.p, threads, several);
   for (size_t i = 0; i < again.size(); ++i) {
     if (results[i].array->equals(again[i])) continue;
     std::printf("%s depends on the number of threads: %s\n", results[i].name, c.text.c_str());

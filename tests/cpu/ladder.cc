@@ -204,7 +204,7 @@ int main(int argc, char** argv) {
   } else if (step == "backward") {
     cpu::forward(dtype, p, threads, parallel_for);
     flops *= 2.5;
-    run = [&] { cpu::backward(dtype, p, parallel_for); };
+    run = [&] { cpu::backward(dtype, p, threads, parallel_for); };
   } else {
     std::fprintf(stderr, "STEP must be naive, tiled, forward or backward, got %s\n", step.c_str());
     return 2;
