@@ -316,8 +316,8 @@ bool dropped(const Problem& p, const unsigned* seed, int64_t t, int64_t s) {
 
 struct Right {
   std::vector<double> out, lse, delta, dq, dk, dv, dbias, dslopes;
-  // Sums of the sizes of the terms of dbias and dslopes: all of these terms but a few may cancel.
-  std::vector<double> dbias_sizes, dslopes_sizes;
+  // Sums of the sizes of the terms of dk, dbias and dslopes: all of these terms but a few may cancel.
+  std::vector<double> dk_sizes, dbias_sizes, dslopes_sizes;
 };
 
 Right compute(const Case& c) {
@@ -327,6 +327,7 @@ Right compute(const Case& c) {
   r.out.resize(c.out.size());
   r.dq.resize(c.dq.size());
   r.dk.resize(c.dk.size());
+  r.dk_sizes.resize(c.dk.size());
   r.dv.resize(c.dv.size());
   r.lse.resize(c.lse.size());
   r.delta.resize(c.dlse.size());
@@ -429,6 +430,7 @@ Right compute(const Case& c) {
           for (int h = 0; h < p.head_dim; ++h) {
             r.dq[q + h] += dscore * derivative[s] * o.scale * all_k[k(s) + h];
             r.dk[k(s) + h] += dscore * derivative[s] * o.scale * all_q[q + h];
+            r.dk_sizes[k(s) + h] += size * derivative[s] * o.scale * std::abs(all_q[q + h]);
           }
         }
       }
@@ -478,9 +480,11 @@ bool check(Case& c, Drawer& drawer) {
   set_dlse(c, right);
   cpu::backward(c.dtype, c.p, 1, one);
   double eps = epsilon(c.dtype), wide_eps = epsilon(wide(c.dtype)), gradient = 4 * eps + 160 * wide_eps;
+  // With one key nothing is left of dk's terms but their rounding, which goes with their sizes.
+  double least_of_dk = std::max(1.0, largest(right.dk_sizes) / 20);
   bool ok = close(c, "lse", c.lse, right.lse, 20 * wide_eps) &&
             close(c, "out", c.out, right.out, 2 * eps + 40 * wide_eps) && close(c, "dq", c.dq, right.dq, gradient, 1) &&
-            close(c, "dk", c.dk, right.dk, gradient, 1) && close(c, "dv", c.dv, right.dv, gradient) &&
+            close(c, "dk", c.dk, right.dk, gradient, least_of_dk) && close(c, "dv", c.dv, right.dv, gradient) &&
             close(c, "dbias", c.dbias, right.dbias, 20 * wide_eps, largest(right.dbias_sizes)) &&
             close(c, "dalibi_slopes", c.dslopes, right.dslopes, 20 * wide_eps, largest(right.dslopes_sizes));
   if (!ok) return false;
