@@ -44,6 +44,19 @@ def test_repeated_and_concurrent_calls(target: Target) -> None:
                 np.testing.assert_array_equal(got[name], first[name])
 
 
+def run(code: str) -> "subprocess.CompletedProcess[str]":
+    """In a process of its own, on CPUs."""
+    root = pathlib.Path(jax_flash.__file__).parent.parent
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
 SIX_CALLS_ON_TWO_THREADS = """
     import concurrent.futures, os
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
@@ -70,15 +83,7 @@ def test_more_calls_than_threads(shape: tuple[int, ...]) -> None:
 
     Long calls' blocks of keys wait for each other.
     """
-    root = pathlib.Path(jax_flash.__file__).parent.parent
-    finished = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SIX_CALLS_ON_TWO_THREADS).replace("SHAPE", str(shape))],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    finished = run(SIX_CALLS_ON_TWO_THREADS.replace("SHAPE", str(shape)))
     assert finished.stdout.strip() == "finished", finished.stderr
 
 
@@ -116,17 +121,6 @@ def test_long_blocks() -> None:
     """
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("two threads need two processors")
-    root = pathlib.Path(jax_flash.__file__).parent.parent
-    printed = [
-        subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(LONG_BLOCKS).replace("THREADS", str(threads))],
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        for threads in (1, 2)
-    ]
+    printed = [run(LONG_BLOCKS.replace("THREADS", str(threads))) for threads in (1, 2)]
     assert len(printed[0].stdout.split()) == 20, printed[0].stderr
     assert printed[1].stdout == printed[0].stdout, printed[1].stderr
