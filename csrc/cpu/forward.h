@@ -40,6 +40,9 @@ constexpr int kFewKeys = 128;
 // first-level cache. Twice as many take up to 1.1 times as long. And how far ahead that is at most: 8 KB take 1.16 to
 // 1.5 times as long out of memory, 32 KB 1.03 times out of the third-level cache.
 constexpr int64_t kFewBytes = 16 << 10, kFewAhead = 24 << 10;
+// Bytes of K and V up to which one row a head asks for nothing: they may stay in the third-level cache, out of which
+// asking takes 1.05 (Zen 5) to 1.17 times as long (Zen 4), and out of memory so few make no difference (0.95 to 1.06).
+constexpr int64_t kFewCached = 4 << 20;
 
 constexpr int kQueriesAhead = 8;  // rows
 
@@ -670,7 +673,7 @@ class ForwardItem {
                                   int heads, Body body) {
     // Wider elements of one row take so little work that processors foresee the rest: there asking takes 1.08 times as
     // long out of memory.
-    constexpr bool kAsks = sizeof(E) == 2 || R > 1;
+    bool asks = R > 1 || (sizeof(E) == 2 && bytes_of_keys() > kFewCached);
     int group = p_.q_heads / p_.kv_heads, members = group / plan_.fold;
     bool in_place = columns == padded, in_order = in_place && heads > 1;
     int64_t row_bytes = x.row_stride * int64_t{sizeof(E)};
@@ -684,7 +687,7 @@ class ForwardItem {
       int keys = std::min(part, count - j);
       const E* rows = row_of<const E>(x, batch_, document_.first_key + first + j, first_head_ / group);
       const char* next = nullptr;
-      if (kAsks && in_order) next = reinterpret_cast<const char*>(rows) + std::min(part * row_bytes, kFewAhead);
+      if (asks && in_order) next = reinterpret_cast<const char*>(rows) + std::min(part * row_bytes, kFewAhead);
       int64_t share = keys * columns * int64_t{sizeof(E)};
       for (int head = 0; head < heads;) {
         if (!in_place) {
@@ -702,6 +705,11 @@ class ForwardItem {
         rows += x.head_stride;
       }
     }
+  }
+
+  // Of K and V.
+  int64_t bytes_of_keys() const {
+    return int64_t{p_.batch} * p_.kv_length * p_.kv_heads * (p_.head_dim + p_.value_head_dim) * int64_t{sizeof(E)};
   }
 
   // The scores of a row with keys in the lanes.
