@@ -130,8 +130,9 @@ void* workspace(size_t bytes) {
   return buffer.get();
 }
 
-// Bytes of an element.
+// Bytes of an element, and of what it is computed in.
 int64_t size_of(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
+int64_t computed_size_of(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
 
 // Asks for pages of 2 MB. glibc's malloc, which XLA's buffers come from, keeps no memory of more than 32 MB for the
 // next call, and less in some processes only: then it is new every time. A fault took 2.5 us of a virtual machine, and
@@ -195,7 +196,7 @@ ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
   int64_t heads = int64_t{p.batch} * (p.q_heads / plan.fold);
   int64_t documents = heads * (is_packed(p) ? p.options.documents : 1);
   plan.block_rows = kShort;
-  int64_t row = (int64_t{p.head_dim} + p.value_head_dim) * (dtype == DType::f64 ? 8 : 4);
+  int64_t row = (int64_t{p.head_dim} + p.value_head_dim) * computed_size_of(dtype);
   // At most `longest` rows, so that there are `items` blocks, or the fewest.
   auto block_rows = [&](int64_t items, int longest) {
     for (int longer : {kLongest, 768, 512, kLonger, 288, kLong, 96}) {
@@ -283,7 +284,7 @@ BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads) {
   // to 1.01 with 64, and 0.9 with 3 blocks a thread. Not with segments: what a shorter block leaves out would be zeros
   // here.
   plan.keys = kBackwardKeys;
-  int64_t tiles = kMostBackwardKeys * (int64_t{3} * p.head_dim + 2 * p.value_head_dim) * (dtype == DType::f64 ? 8 : 4);
+  int64_t tiles = kMostBackwardKeys * (int64_t{3} * p.head_dim + 2 * p.value_head_dim) * computed_size_of(dtype);
   if (plan.in_turn && !p.q_segment_ids && tiles <= second_level_cache() / 2 &&
       heads * divide_up(p.kv_length, kMostBackwardKeys) >= kBlocksOfThread * threads) {
     plan.keys = kMostBackwardKeys;
@@ -331,7 +332,7 @@ void clear_dbias(DType dtype, const Problem& p, const ParallelFor& parallel_for)
   auto size = [](long long stride, int size) { return stride == 0 ? int64_t{1} : size; };
   int64_t elements =
       size(s.batch, p.batch) * size(s.head, p.q_heads) * size(s.row, p.q_length) * size(s.column, p.kv_length);
-  int64_t bytes = elements * static_cast<int64_t>(dtype == DType::f64 ? sizeof(double) : sizeof(float));
+  int64_t bytes = elements * computed_size_of(dtype);
   constexpr int64_t kPart = 1 << 20;
   int64_t parts = divide_up(bytes, kPart);
   parallel_for(parts, parts, [&](int64_t part) {
@@ -379,7 +380,7 @@ void backward(DType dtype, const Problem& problem, int64_t threads, const Parall
   const Kernels& k = kernels(dtype);
   BackwardPlan plan = plan_backward(dtype, problem, threads);
   size_t bytes = k.backward_workspace(dtype, problem, plan);
-  ask_for_large_pages(problem.scratch, plan.scratch * (dtype == DType::f64 ? sizeof(double) : sizeof(float)));
+  ask_for_large_pages(problem.scratch, plan.scratch * computed_size_of(dtype));
   for (const Tensor* x : {&problem.dq, &problem.dk, &problem.dv}) ask_for_large_pages(*x, problem.batch, dtype);
   clear_dbias(dtype, problem, parallel_for);
   int64_t worthwhile = worthwhile_threads(dtype, problem, 5);

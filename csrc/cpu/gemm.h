@@ -40,35 +40,56 @@ constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + mu
 // How A lies: row i, depth k at a[i * stride + k], or at a[k * stride + i].
 enum class Layout { row_major, column_major };
 
+// A tile of registers of C.
+template <int NV, typename F>
+struct RegisterTile {
+  using T = Sum<F>;
+  Vec<T> c[kRows][NV];
+
+  JAX_FLASH_INLINE RegisterTile() {
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; ++v) c[i][v] = T(0);
+    }
+  }
+
+  // One step of the sum for the vectors from `first` on: row i's element of A is a[i * stride].
+  template <int first = 0>
+  JAX_FLASH_INLINE void step(const F* a, ptrdiff_t stride, const F* b) {
+    decltype(load(b)) row[NV];
+#pragma GCC unroll 8
+    for (int v = first; v < NV; ++v) row[v] = load(b + v * kWidth<T>);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+      F factor = a[i * stride];
+#pragma GCC unroll 8
+      for (int v = first; v < NV; ++v) c[i][v] = multiply_add(row[v], factor, c[i][v]);
+    }
+  }
+
+  // finish(row, vector, sum) for each vector.
+  template <typename Finish>
+  JAX_FLASH_INLINE void end(Finish finish) const {
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; ++v) finish(i, v, c[i][v]);
+    }
+  }
+};
+
 // `finish(row, vector, value)` takes the sum of A * B; `depth`, counted in factors, may be 0.
 template <int NV, Layout layout, typename F, typename Finish>
 JAX_FLASH_INLINE void micro_kernel(int depth, const F* a, ptrdiff_t a_stride, const F* b, ptrdiff_t b_stride,
                                    Finish finish) {
-  using T = Sum<F>;
-  Vec<T> c[kRows][NV];
-#pragma GCC unroll 8
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) c[i][v] = T(0);
-  }
+  RegisterTile<NV, F> tile;
   for (int k = 0; k < depth; ++k) {
-    decltype(load(b)) row[NV];
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) row[v] = load(b + v * kWidth<T>);
-#pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) {
-      F factor = layout == Layout::row_major ? a[i * a_stride] : a[i];
-#pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) c[i][v] = multiply_add(row[v], factor, c[i][v]);
-    }
+    tile.step(a, layout == Layout::row_major ? a_stride : 1, b);
     a += layout == Layout::row_major ? 1 : a_stride;
     b += b_stride;
   }
-#pragma GCC unroll 8
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) finish(i, v, c[i][v]);
-  }
+  tile.end(finish);
 }
 
 // The same for column-major A where vector v of B and C has depths[v] steps only, no fewer than the vector before it.
@@ -76,24 +97,11 @@ template <int NV, typename F, typename Finish>
 JAX_FLASH_INLINE void stair_kernel(const int (&depths)[NV], const F* a, ptrdiff_t a_stride, const F* b,
                                    ptrdiff_t b_stride, Finish finish) {
   static_assert(NV <= 3);
-  using T = Sum<F>;
-  Vec<T> c[kRows][NV];
-#pragma GCC unroll 8
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) c[i][v] = T(0);
-  }
+  RegisterTile<NV, F> tile;
   int k = 0;
   auto steps = [&](auto first, int end) __attribute__((always_inline)) {
     for (; k < end; ++k) {
-      decltype(load(b)) row[NV];
-#pragma GCC unroll 8
-      for (int v = first; v < NV; ++v) row[v] = load(b + v * kWidth<T>);
-#pragma GCC unroll 8
-      for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 8
-        for (int v = first; v < NV; ++v) c[i][v] = multiply_add(row[v], a[i], c[i][v]);
-      }
+      tile.template step<first>(a, 1, b);
       a += a_stride;
       b += b_stride;
     }
@@ -101,34 +109,17 @@ JAX_FLASH_INLINE void stair_kernel(const int (&depths)[NV], const F* a, ptrdiff_
   steps(std::integral_constant<int, 0>{}, depths[0]);
   if constexpr (NV > 1) steps(std::integral_constant<int, 1>{}, depths[1]);
   if constexpr (NV > 2) steps(std::integral_constant<int, 2>{}, depths[2]);
-#pragma GCC unroll 8
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) finish(i, v, c[i][v]);
-  }
+  tile.end(finish);
 }
 
 // The same for row-major A, with other work between the steps of the sum: between(row, vector) for each vector of C.
 template <int NV, typename F, typename Between, typename Finish>
 JAX_FLASH_INLINE void interleaved_kernel(int depth, const F* a, ptrdiff_t a_stride, const F* b, ptrdiff_t b_stride,
                                          Between between, Finish finish) {
-  using T = Sum<F>;
-  Vec<T> c[kRows][NV];
-#pragma GCC unroll 8
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) c[i][v] = T(0);
-  }
+  RegisterTile<NV, F> tile;
   auto steps = [&](int count) __attribute__((always_inline)) {
     for (int k = 0; k < count; ++k) {
-      decltype(load(b)) row[NV];
-#pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) row[v] = load(b + v * kWidth<T>);
-#pragma GCC unroll 8
-      for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 8
-        for (int v = 0; v < NV; ++v) c[i][v] = multiply_add(row[v], a[i * a_stride], c[i][v]);
-      }
+      tile.step(a, a_stride, b);
       ++a;
       b += b_stride;
     }
@@ -142,11 +133,7 @@ JAX_FLASH_INLINE void interleaved_kernel(int depth, const F* a, ptrdiff_t a_stri
     }
   }
   steps(depth - share * kRows * NV);
-#pragma GCC unroll 8
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) finish(i, v, c[i][v]);
-  }
+  tile.end(finish);
 }
 
 // Sums over head_dim are cut into even parts of at most this depth (in factors), which are added up: at 128 the root
