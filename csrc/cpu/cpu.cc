@@ -185,9 +185,11 @@ ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
   ForwardPlan plan{};
   int group = p.q_heads / p.kv_heads;
   // Blocks of 48 fill whole panels with every instruction set. Longer ones read K and V less often: 384 rows instead of
-  // 192 make 1.02 of the rate with head_dim 128 and 1.04 with 64, 1024 instead of 384 1.01 to 1.04 from 2048 keys on,
-  // and 0.97 to 1.01 with fewer. Beyond 192 their queries and sums have to stay in the second-level cache.
-  constexpr int kShort = 48, kLong = 192, kLonger = 384, kLongest = 1024, kLongestKeys = 2048;
+  // 192 make 1.02 of the rate with head_dim 128 and 1.04 with 64, 1024 instead of 384 1.01 to 1.04 from 2048 keys on.
+  // With 1024 keys 1.00 to 1.03, but 0.97 to 1.01 causal. Beyond 192 their queries and sums have to stay in the
+  // second-level cache.
+  constexpr int kShort = 48, kLong = 192, kLonger = 384, kLongest = 1024;
+  const int longest_keys = p.options.causal ? 2048 : 1024;
   constexpr int64_t kLongerBytes = 384 << 10;
   int64_t rows = average_length(p, p.q_length);
   // Not with dropout, whose bits are made for rows of one head.
@@ -224,7 +226,7 @@ ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
   if (same_rows && rows > kLong) {
     auto rest = [&](int64_t size) { return rows - (divide_up(rows, size) - 1) * size; };
     int64_t longer = block_rows(std::min(kEnoughItems, kItemsOfThread * threads), kLonger);
-    if (p.kv_length >= kLongestKeys) longer = std::max(longer, block_rows(kItemsOfThread * threads, kLongest));
+    if (p.kv_length >= longest_keys) longer = std::max(longer, block_rows(kItemsOfThread * threads, kLongest));
     if (rest(plan.block_rows) > kFewRows && rest(longer) > kFewRows) cut(longer);
   }
   int64_t blocks = plan.blocks_in_all;
