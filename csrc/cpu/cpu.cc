@@ -134,6 +134,11 @@ void* workspace(size_t bytes) {
 int64_t size_of(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
 int64_t computed_size_of(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
 
+// Of K and V.
+int64_t key_bytes(DType dtype, const Problem& p) {
+  return int64_t{p.batch} * p.kv_length * p.kv_heads * (int64_t{p.head_dim} + p.value_head_dim) * size_of(dtype);
+}
+
 // Asks for pages of 2 MB. glibc's malloc, which XLA's buffers come from, keeps no memory of more than 32 MB for the
 // next call, and less in some processes only: then it is new every time. A fault took 2.5 us of a virtual machine, and
 // twice as long where two threads meet the same page, which a row of all heads fills: of (1, 1024, 16, 64), causal,
@@ -183,6 +188,7 @@ int64_t block_count(const Problem& p, int64_t rows, int64_t block_rows) {
 
 ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
   ForwardPlan plan{};
+  plan.key_bytes = key_bytes(dtype, p);
   int group = p.q_heads / p.kv_heads;
   // Blocks of 48 fill whole panels with every instruction set. Longer ones read K and V less often: 384 rows instead of
   // 192 make 1.02 of the rate with head_dim 128 and 1.04 with 64, 1024 instead of 384 1.01 to 1.04 from 2048 keys on.
@@ -238,8 +244,7 @@ ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
   // the sum of the parts cost little. With 32 keys instead of 128 (1, 1024, 16, 64) takes 1.16 times as long in float32
   // and 1.29 in bfloat16.
   constexpr int64_t kBytes = 64 << 10, kKeys = 128;
-  int64_t row_bytes = p.kv_heads * (int64_t{p.head_dim} + p.value_head_dim) * size_of(dtype);
-  int64_t most = std::min(divide_up(p.kv_length, kKeys), p.kv_length * row_bytes / kBytes);
+  int64_t most = std::min(divide_up(p.kv_length, kKeys), plan.key_bytes / p.batch / kBytes);
   plan.splits = static_cast<int>(std::max<int64_t>(1, std::min(divide_up(kEnoughItems, p.batch), most)));
   plan.items = p.batch * plan.splits;
   return plan;
@@ -314,9 +319,8 @@ constexpr double kBytesOfThread = 6e5;
 int64_t worthwhile_threads(DType dtype, const Problem& p, double flops_of_pair) {
   double columns = p.head_dim + p.value_head_dim;
   double rows = static_cast<double>(p.batch) * p.q_heads * p.q_length;
-  double keys = static_cast<double>(p.batch) * p.kv_heads * p.kv_length;
   double flops = flops_of_pair * rows * static_cast<double>(p.kv_length) * columns;
-  double bytes = keys * columns * static_cast<double>(size_of(dtype));
+  double bytes = static_cast<double>(key_bytes(dtype, p));
   constexpr double kFlops = 6e6;
   return static_cast<int64_t>(std::clamp(std::max(flops / kFlops, bytes / kBytesOfThread), 1.0, 1e6));
 }

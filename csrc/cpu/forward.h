@@ -673,7 +673,7 @@ class ForwardItem {
                                   int heads, Body body) {
     // Wider elements of one row take so little work that processors foresee the rest: there asking takes 1.08 times as
     // long out of memory.
-    bool asks = R > 1 || (sizeof(E) == 2 && bytes_of_keys() > kFewCached);
+    bool asks = R > 1 || (sizeof(E) == 2 && plan_.key_bytes > kFewCached);
     int group = p_.q_heads / p_.kv_heads, members = group / plan_.fold;
     bool in_place = columns == padded, in_order = in_place && heads > 1;
     int64_t row_bytes = x.row_stride * int64_t{sizeof(E)};
@@ -705,11 +705,6 @@ class ForwardItem {
         rows += x.head_stride;
       }
     }
-  }
-
-  // Of K and V.
-  int64_t bytes_of_keys() const {
-    return int64_t{p_.batch} * p_.kv_length * p_.kv_heads * (p_.head_dim + p_.value_head_dim) * int64_t{sizeof(E)};
   }
 
   // The scores of a row with keys in the lanes.

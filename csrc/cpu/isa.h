@@ -21,6 +21,7 @@ struct ForwardPlan {
   bool together;   // an item serves all heads of a batch entry: few rows, whose keys are read once, in memory's order
   int64_t blocks_in_all;  // batch * q_heads / fold * blocks
   int64_t items;          // blocks_in_all * splits; batch * splits when together
+  int64_t key_bytes;      // of K and V
 };
 
 // Rows of a block that put head_dim in the lanes (few.h).
