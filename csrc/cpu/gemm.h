@@ -192,9 +192,10 @@ int register_tiles(int rows, int columns) {
 // C[rows][columns] += A * B for `rows` a multiple of kRows and `columns` one of kWidth, all row-major but A. Rows of C
 // from i on take A's and B's depths[i / kRowPadding]: beyond them A has zeros. before() is called before each tile of
 // registers, register_tiles() times.
-template <Layout layout, typename T, typename Before>
-JAX_FLASH_INLINE void accumulate(int rows, int columns, const Depths* depths, const T* a, ptrdiff_t a_stride,
-                                 const T* b, ptrdiff_t b_stride, T* c, ptrdiff_t c_stride, Before before) {
+template <Layout layout, typename F, typename Before>
+JAX_FLASH_INLINE void accumulate(int rows, int columns, const Depths* depths, const F* a, ptrdiff_t a_stride,
+                                 const F* b, ptrdiff_t b_stride, Sum<F>* c, ptrdiff_t c_stride, Before before) {
+  using T = Sum<F>;
   constexpr int W = kWidth<T>;
   int vectors = columns / W;
   int panels = (vectors + kVecs - 1) / kVecs;
@@ -207,7 +208,7 @@ JAX_FLASH_INLINE void accumulate(int rows, int columns, const Depths* depths, co
         auto [begin, end] = depths[i / kRowPadding];
         if (begin >= end) continue;
         T* tile = c + i * c_stride + first * W;
-        const T* left = a + (layout == Layout::row_major ? i * a_stride + begin : begin * a_stride + i);
+        const F* left = a + (layout == Layout::row_major ? i * a_stride + begin : begin * a_stride + i);
         micro_kernel<nv.value, layout>(end - begin, left, a_stride, b + begin * b_stride + first * W, b_stride,
                                        [&](int row, int v, const Vec<T>& sum) __attribute__((always_inline)) {
                                          T* p = tile + row * c_stride + v * W;

@@ -16,14 +16,16 @@ namespace {
 template <typename Body>
 auto with_element(DType dtype, Body body) {
 #if defined(__AVX512BF16__)
+  static_cast<void>(dtype);
   return body(std::type_identity<BFloat16>{});
-#endif
+#else
   switch (dtype) {
     case DType::f16: return body(std::type_identity<Half>{});
     case DType::bf16: return body(std::type_identity<BFloat16>{});
     case DType::f32: return body(std::type_identity<float>{});
     default: return body(std::type_identity<double>{});
   }
+#endif
 }
 
 template <typename Type>
@@ -53,6 +55,10 @@ size_t backward_workspace(DType dtype, const Problem& p, const BackwardPlan& pla
   return with_element(dtype, [&](auto e) { return BackwardItem<Element<decltype(e)>>(p, plan, nullptr).workspace(); });
 }
 
+int64_t backward_record(DType dtype, const Problem& p) {
+  return with_element(dtype, [&](auto e) { return BackwardItem<Element<decltype(e)>>::record_size(p); });
+}
+
 void backward_prepare(DType dtype, const Problem& p, const BackwardPlan& plan, int64_t item, void* workspace) {
   with_element(dtype, [&](auto e) { BackwardItem<Element<decltype(e)>>(p, plan, workspace).prepare(item); });
 }
@@ -73,6 +79,7 @@ void backward_reduce(DType dtype, const Problem& p, const BackwardPlan& plan, in
 const Kernels kKernels = {JAX_FLASH_TEXT(JAX_FLASH_ISA),
                           forward_workspace,
                           backward_workspace,
+                          backward_record,
                           forward_partial,
                           forward,
                           forward_combine,

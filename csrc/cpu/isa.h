@@ -44,7 +44,9 @@ struct BackwardPlan {
   bool copies;              // q and dout are copied then too, head by head: every block of keys reads them
   int64_t q_copy;           // where in the scratch: [batch][q_heads][q_length][rows of a tile]
   int64_t dout_copy;        // likewise
-  int64_t prepare_items;    // batch * parts of kPreparedRows rows, of all heads
+  int64_t record;           // elements of a copy of kReduceRows rows of q and dout as tiles have them, or 0
+  int prepared_rows;        // of all heads, an item of backward_prepare
+  int64_t prepare_items;    // batch * parts of prepared_rows rows
   int64_t touched;          // where in the scratch it says which sums are there: [chunks][batch][kv_heads][row_blocks]
   int64_t dslopes;          // and [chunks][batch][q_heads][documents]; only with the gradient of the slopes
   int64_t scratch;          // elements in all
@@ -54,7 +56,7 @@ struct BackwardPlan {
 
 constexpr int kReduceRows = 64;
 constexpr int kBackwardKeys = 96, kMostBackwardKeys = 192;  // of a block
-constexpr int kPreparedRows = 16;
+constexpr int kSumRows = 32;  // rows of a document's sums of dq are padded to this multiple
 constexpr int kMaxChunks = 8;
 
 // How far each block of keys is with its additions to dq: it and all before it have passed so many tiles of the rows of
@@ -78,6 +80,8 @@ struct Kernels {
   // Bytes of the buffer, aligned to 64 bytes, that a thread lends to an item.
   size_t (*forward_workspace)(DType, const Problem&, const ForwardPlan&);
   size_t (*backward_workspace)(DType, const Problem&, const BackwardPlan&);
+  // BackwardPlan::record of these kernels: 0 where they copy rows as they are.
+  int64_t (*backward_record)(DType, const Problem&);
   // Bytes of a split's result, per item; only for splits > 1.
   size_t (*forward_partial)(DType, const Problem&, const ForwardPlan&);
 

@@ -56,13 +56,14 @@ class LinesAhead {
   LinesAhead(const void* begin, int64_t bytes, int64_t steps)
       : at_(static_cast<const char*>(begin)), bytes_((bytes / steps + kCacheLine - 1) / kCacheLine * kCacheLine) {}
 
-  template <Access access>
+  // Into the cache of the level 4 - locality and those below.
+  template <Access access, int locality = 3>
   JAX_FLASH_INLINE void step() {
     for (int64_t byte = 0; byte < bytes_; byte += kCacheLine) {
       if constexpr (access == Access::write) {
-        __builtin_prefetch(at_ + byte, 1, 3);
+        __builtin_prefetch(at_ + byte, 1, locality);
       } else {
-        __builtin_prefetch(at_ + byte, 0, 3);
+        __builtin_prefetch(at_ + byte, 0, locality);
       }
     }
     at_ += bytes_;

@@ -207,10 +207,17 @@ JAX_FLASH_INLINE IntVec<T> load_bools(const bool* p, int64_t count) {
 
 // A factor of a product of matrices: what one lane of one instruction reads of each operand. That is an element, or
 // where there is an instruction for it (twice as many products a cycle) two neighbours along the sum.
-#if defined(__AVX512BF16__)
 struct Pair {
   uint32_t bits;  // two BFloat16, the first one in the low half
 };
+JAX_FLASH_INLINE U32 load(const Pair* p) {
+  U32 x;
+  std::memcpy(&x, p, sizeof(x));
+  return x;
+}
+JAX_FLASH_INLINE void store(Pair* p, const U32& x) { std::memcpy(p, &x, sizeof(x)); }
+
+#if defined(__AVX512BF16__)
 template <typename E>
 using Factor = std::conditional_t<std::is_same_v<E, BFloat16>, Pair, Compute<E>>;
 #else
@@ -235,13 +242,6 @@ JAX_FLASH_INLINE stdx::simd<T, Abi> multiply_add(const stdx::simd<T, Abi>& a, co
 }
 
 #if defined(__AVX512BF16__)
-JAX_FLASH_INLINE U32 load(const Pair* p) {
-  U32 x;
-  std::memcpy(&x, p, sizeof(x));
-  return x;
-}
-JAX_FLASH_INLINE void store(Pair* p, const U32& x) { std::memcpy(p, &x, sizeof(x)); }
-
 JAX_FLASH_INLINE Vec<float> multiply_add(const U32& a, const U32& b, const Vec<float>& c) {
   return bits_as<Vec<float>>(_mm512_dpbf16_ps(bits_as<__m512>(c), bits_as<__m512bh>(a), bits_as<__m512bh>(b)));
 }
@@ -249,9 +249,13 @@ JAX_FLASH_INLINE Vec<float> multiply_add(const U32& a, Pair b, const Vec<float>&
   return multiply_add(a, U32{} + b.bits, c);
 }
 
-// Lanes of a and b, rounded, side by side.
+// Lanes of a, rounded, then those of b: pairs along a row.
+JAX_FLASH_INLINE U32 round_row(const Vec<float>& a, const Vec<float>& b) {
+  return bits_as<U32>(_mm512_cvtne2ps_pbh(bits_as<__m512>(b), bits_as<__m512>(a)));
+}
+// The same side by side: pairs of two rows.
 JAX_FLASH_INLINE U32 pair_up(const Vec<float>& a, const Vec<float>& b) {
-  auto rounded = bits_as<Native<uint16_t, 32>>(_mm512_cvtne2ps_pbh(bits_as<__m512>(b), bits_as<__m512>(a)));
+  auto rounded = bits_as<Native<uint16_t, 32>>(round_row(a, b));
   constexpr Native<uint16_t, 32> kPicks = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                            8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   return bits_as<U32>(__builtin_shuffle(rounded, kPicks));

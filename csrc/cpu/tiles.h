@@ -1,7 +1,7 @@
 // Products by AMX: tile registers of 16 rows of 64 bytes, and an instruction that multiplies two of them.
 //
 // Its operands lie as those of the micro-kernel in gemm.h do: A has rows of pairs along the sum, B has a row of lanes
-// for each pair. Only V has to be transposed for it, in pack.h.
+// for each pair. What has rows along the sum and lies there otherwise is transposed: V, in the backward q and dout.
 #pragma once
 
 #include "simd.h"
@@ -41,10 +41,11 @@ class Tiles {
 };
 
 // C[rows][NV * 16] (+)= A * B for `rows` a multiple of kTileRows and `depth`, in pairs, one of kTilePairs. One row of
-// tiles of C at a time: its NV = 3 sums hide the latency of the instruction (52 cycles, one in 16).
+// tiles of C at a time: its NV = 3 or 4 sums hide the latency of the instruction (52 cycles, one in 16).
 template <int NV>
 void multiply_tiles(int rows, int depth, const Pair* a, ptrdiff_t a_stride, const Pair* b, ptrdiff_t b_stride, float* c,
                     ptrdiff_t c_stride, bool add) {
+  static_assert(NV <= 4);
   // The compiler does not know that tiles are loaded from memory and stored there.
   asm volatile("" ::: "memory");
   ptrdiff_t a_bytes = a_stride * 4, b_bytes = b_stride * 4, c_bytes = c_stride * 4;
@@ -54,28 +55,35 @@ void multiply_tiles(int rows, int depth, const Pair* a, ptrdiff_t a_stride, cons
       _tile_loadd(0, sums, c_bytes);
       if constexpr (NV > 1) _tile_loadd(1, sums + 16, c_bytes);
       if constexpr (NV > 2) _tile_loadd(2, sums + 32, c_bytes);
+      if constexpr (NV > 3) _tile_loadd(3, sums + 48, c_bytes);
     } else {
       _tile_zero(0);
       if constexpr (NV > 1) _tile_zero(1);
       if constexpr (NV > 2) _tile_zero(2);
+      if constexpr (NV > 3) _tile_zero(3);
     }
     for (int k = 0; k < depth; k += kTilePairs) {
       const Pair* rows_of_b = b + k * b_stride;
-      _tile_loadd(3, a + i * a_stride + k, a_bytes);
-      _tile_loadd(4, rows_of_b, b_bytes);
-      _tile_dpbf16ps(0, 3, 4);
+      _tile_loadd(4, a + i * a_stride + k, a_bytes);
+      _tile_loadd(5, rows_of_b, b_bytes);
+      _tile_dpbf16ps(0, 4, 5);
       if constexpr (NV > 1) {
-        _tile_loadd(5, rows_of_b + 16, b_bytes);
-        _tile_dpbf16ps(1, 3, 5);
+        _tile_loadd(6, rows_of_b + 16, b_bytes);
+        _tile_dpbf16ps(1, 4, 6);
       }
       if constexpr (NV > 2) {
-        _tile_loadd(6, rows_of_b + 32, b_bytes);
-        _tile_dpbf16ps(2, 3, 6);
+        _tile_loadd(7, rows_of_b + 32, b_bytes);
+        _tile_dpbf16ps(2, 4, 7);
+      }
+      if constexpr (NV > 3) {
+        _tile_loadd(5, rows_of_b + 48, b_bytes);
+        _tile_dpbf16ps(3, 4, 5);
       }
     }
     _tile_stored(0, sums, c_bytes);
     if constexpr (NV > 1) _tile_stored(1, sums + 16, c_bytes);
     if constexpr (NV > 2) _tile_stored(2, sums + 32, c_bytes);
+    if constexpr (NV > 3) _tile_stored(3, sums + 48, c_bytes);
   }
   asm volatile("" ::: "memory");
 }

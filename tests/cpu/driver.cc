@@ -50,7 +50,7 @@ class Array {
   Array(DType dtype, int64_t size) : dtype_(dtype), size_(size), bytes_(new char[size * size_of(dtype)]) {
     std::memset(bytes_.get(), 0xff, size * size_of(dtype));  // NaN: what is not written is seen
   }
-  // Of numbers that the dtype holds exactly.
+  // Of numbers that the dtype holds exactly, but a float rounds them.
   Array(DType dtype, int64_t size, const std::function<double()>& draw) : Array(dtype, size) {
     for (int64_t i = 0; i < size; ++i) set(i, draw());
   }
@@ -126,12 +126,16 @@ class Drawer {
 
   int integer(int low, int high) { return std::uniform_int_distribution<int>(low, high)(generator_); }
   bool chance(int percent) { return integer(1, 100) <= percent; }
-  // Few bits of mantissa, so that every dtype holds it.
-  double number() { return std::round(std::normal_distribution<double>(0, 1)(generator_) * 16) / 16; }
+  // Few bits of mantissa where the dtype has only such.
+  double number() {
+    double x = std::normal_distribution<double>(0, 1)(generator_);
+    return whole_mantissa_ ? x : std::round(x * 16) / 16;
+  }
 
   std::unique_ptr<Case> draw() {
     auto c = std::make_unique<Case>();
     c->dtype = static_cast<DType>(integer(0, 3));
+    whole_mantissa_ = wide(c->dtype) == c->dtype;
     Problem& p = c->p;
     constexpr int kLengths[] = {1, 2, 5, 8, 9, 17, 33, 48, 49, 64, 97, 130, 200};
     constexpr int kDims[] = {1, 8, 16, 24, 32, 40, 59, 64, 72, 128, 136};
@@ -295,6 +299,7 @@ class Drawer {
  private:
   std::mt19937_64 generator_;
   int largest_;
+  bool whole_mantissa_ = false;
 };
 
 // The plain computation

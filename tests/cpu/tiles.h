@@ -1,5 +1,5 @@
 // The instructions of AMX-BF16 that csrc/cpu/tiles.h uses, as the processor's manual defines them, for processors
-// without: 8 tiles of 16 rows of 64 bytes. Sums of pairs are rounded once instead of twice, and subnormals are kept.
+// without: 8 tiles of 16 rows of 64 bytes. Subnormals are kept here.
 #pragma once
 
 #include <immintrin.h>
@@ -28,12 +28,13 @@ inline void multiply(int c, int a, int b) {
   auto number = [](uint32_t bits) { return __builtin_bit_cast(float, bits); };
   for (int row = 0; row < 16; ++row) {
     for (int column = 0; column < 16; ++column) {
-      float sum = number(tiles[c][row][column]);
+      float even = 0, odd = 0;
       for (int k = 0; k < 16; ++k) {
         uint32_t left = tiles[a][row][k], right = tiles[b][k][column];
-        sum += number(left << 16) * number(right << 16) + number(left & 0xffff0000) * number(right & 0xffff0000);
+        even += number(left << 16) * number(right << 16);
+        odd += number(left & 0xffff0000) * number(right & 0xffff0000);
       }
-      tiles[c][row][column] = __builtin_bit_cast(uint32_t, sum);
+      tiles[c][row][column] = __builtin_bit_cast(uint32_t, number(tiles[c][row][column]) + (even + odd));
     }
   }
 }
