@@ -17,7 +17,7 @@
 //
 // bfloat16 goes by products of pairs where there are instructions for them, as in the forward: weights and the scores'
 // gradients are rounded to bfloat16, sums and all else stay in float. 1.7 times as fast as in float with AVX512-BF16
-// (Zen 4), 2.5 to 3.3 times with AMX (Emerald Rapids).
+// (Zen 4).
 #pragma once
 
 #include <algorithm>
@@ -39,7 +39,8 @@ template <typename E>
 constexpr bool kColumns = kTiled<Factor<E>>;
 // Queries and keys are padded to this multiple: there are sums over pairs of both, and AMX's tiles have 32.
 template <typename E>
-constexpr int kTilePadding = kPairedBackward<E> ? 2 * kTilePairs : kRowPadding;
+constexpr int kTilePadding = kPairedBackward<E> ? kPairedRows : kRowPadding;
+static_assert(kPairedRows == 2 * kTilePairs);
 // Exponentials are made between the steps of the next product, where there are registers for both: 1.01 of the
 // backward's rate.
 #if defined(__AVX512F__)
@@ -218,7 +219,7 @@ class BackwardItem {
     document_ = document(p_, batch_, index);
     first_block_ = is_packed(p_) ? first_block(p_, batch_, index, 1, kReduceRows) : 0;
     // Whole groups of rows: a tile may end in rows of zeros behind the document's.
-    first_sum_ = round_up(document_.first_row, int64_t{kSumRows}) + kSumRows * index;
+    first_sum_ = round_up(document_.first_row, int64_t{kTilePadding<E>}) + kTilePadding<E> * index;
   }
 
   // Of row t of the batch entry, and of the head at hand, in an array [batch][q_heads][q_length].
@@ -366,10 +367,7 @@ class BackwardItem {
         load_queries(t, rows);
         if (most_ == 0) continue;
         if constexpr (kPairedBackward<E>) {
-          int64_t pairs = plan_.copies && next < end ? record_size(p_) : 0;
-          int steps = round_up(rows, kTilePadding<E>) / 2 * ((most_ + kTileKeys - 1) / kTileKeys);
-          next_record_ = LinesAhead(record(head_, next), pairs * sizeof(Pair), steps);
-          tile_of_pairs(t, rows);
+          tile_of_pairs(t, rows, next < end ? next : begin);
         } else {
           tile(t, rows, next < end ? next : begin);
         }
@@ -535,8 +533,10 @@ class BackwardItem {
   }
 
   // tile() by products of pairs, kTileKeys keys at a time.
-  void tile_of_pairs(int64_t t, int rows) {
+  void tile_of_pairs(int64_t t, int rows, int64_t next) {
     int padded = round_up(rows, kTilePadding<E>), keys = round_up(most_, kTilePadding<E>);
+    int steps = padded / 2 * ((keys + kTileKeys - 1) / kTileKeys);
+    ask_ahead(t, rows, next, steps, steps);
     [[maybe_unused]] int k_columns = round_up(p_.head_dim, kWidth<T>);
     [[maybe_unused]] int v_columns = round_up(p_.value_head_dim, kWidth<T>);
     bool later = finishes_later();
@@ -649,6 +649,7 @@ class BackwardItem {
     Vec<T> scale = static_cast<T>(p_.options.scale * kLog2E);
     for (int i = 0; i < rows; i += 2) {
       next_record_.template step<Access::read, 2>();
+      ask_for_rows();
       for (int lane = first; lane < first + lanes; lane += 2 * W) {
         Vec<T> weight[2][2], dscore[2][2];
 #pragma GCC unroll 2
@@ -700,10 +701,7 @@ class BackwardItem {
     auto ask = [&]() __attribute__((always_inline)) {
       next_q_.template step<Access::read>();
       next_dout_.template step<Access::read>();
-      if (!asks_for_rows_) return;
-      dq_rows_.step();
-      dk_rows_.step();
-      dv_rows_.step();
+      ask_for_rows();
     };
     accumulate<Layout::column_major>(key_rows, v_columns, rows_of_keys_, weights_, kKeys, tile_dout_, v_stride_, dv_,
                                      v_stride_, ask);
@@ -737,7 +735,7 @@ class BackwardItem {
   // when it finishes some, of dk and dv when it is the block's last. They lie far apart, and storing them took 1.5% of
   // a causal call's time.
   void ask_ahead(int64_t t, int rows, int64_t next, int64_t steps, int64_t later_steps) {
-    next_q_ = next_dout_ = {};
+    next_q_ = next_dout_ = next_record_ = {};
     dq_rows_ = dk_rows_ = dv_rows_ = {};
     bool last_of_head = next <= t, last = last_of_head && head_ % group() == group() - 1;
     bool finishes = plan_.reduce_items == 0 && band_.end(document_, t) <= first_ + count_ &&
@@ -757,10 +755,20 @@ class BackwardItem {
     // An item in turn is followed by one of another head.
     if (!plan_.copies || (last && plan_.in_turn)) return;
     int64_t head = !last_of_head ? head_ : last ? kv_head_ * group() : head_ + 1, row = document_.first_row + next;
+    if constexpr (kPairedBackward<E>) {
+      next_record_ = LinesAhead(record(head, row), record_size(p_) * sizeof(Pair), steps);
+      return;
+    }
     next_q_ =
         LinesAhead(row_of_copy(plan_.q_copy, head, row, k_stride_), int64_t{kQueries} * k_stride_ * sizeof(T), steps);
     next_dout_ = LinesAhead(row_of_copy(plan_.dout_copy, head, row, v_stride_),
                             int64_t{kQueries} * v_stride_ * sizeof(T), steps);
+  }
+  JAX_FLASH_INLINE void ask_for_rows() {
+    if (!asks_for_rows_) return;
+    dq_rows_.step();
+    dk_rows_.step();
+    dv_rows_.step();
   }
 
   // What the band keeps of a tile, 8 rows with 8 keys at a time: the rest is left out of all five products, which is

@@ -113,14 +113,6 @@ const Chosen& chosen() {
 
 const Kernels& kernels(DType dtype) { return dtype == DType::bf16 ? *chosen().bf16 : *chosen().others; }
 
-// In the backward of pairs rows and keys are padded to 32: of 16 each its rate is 0.54 of that of floats, of 32 1.2
-// times (Zen 4, AVX512-BF16).
-const Kernels& backward_kernels(DType dtype, const Problem& p) {
-  constexpr int kWorthwhile = 32;
-  bool worthwhile = std::min(p.q_length, p.kv_length) >= kWorthwhile;
-  return worthwhile || chosen().named ? kernels(dtype) : *chosen().others;
-}
-
 // Memory that begins with a cache line.
 struct Free {
   void operator()(char* p) const { ::operator delete[](p, std::align_val_t{64}); }
@@ -189,6 +181,14 @@ constexpr int64_t kEnoughItems = 32;
 bool is_packed(const Problem& p) { return p.options.has_cu_q_lengths; }
 int64_t average_length(const Problem& p, int length) {
   return divide_up(length, is_packed(p) ? p.options.documents : 1);
+}
+
+// In the backward of pairs rows and keys are padded to 32: of 16 each its rate is 0.54 of that of floats, of 32 1.2
+// times (Zen 4, AVX512-BF16).
+const Kernels& backward_kernels(DType dtype, const Problem& p) {
+  constexpr int kWorthwhile = 32;
+  bool worthwhile = std::min(average_length(p, p.q_length), average_length(p, p.kv_length)) >= kWorthwhile;
+  return worthwhile || chosen().named ? kernels(dtype) : *chosen().others;
 }
 
 // Blocks of a head of `rows` rows. See first_block() in ranges.h for the bound when packed.
@@ -283,8 +283,9 @@ BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads) {
   plan.chunks = static_cast<int>(
       std::clamp<int64_t>(std::min(divide_up(kEnoughItems, heads), int64_t{p.kv_length} / 192), 1, kMaxChunks));
   plan.chunk_items = shares_bias(p.bias_strides.column) ? 1 : plan.chunks;
-  plan.padded_q_length = divide_up(p.q_length, kSumRows) * kSumRows;
-  if (is_packed(p)) plan.padded_q_length += (int64_t{p.options.documents} + 1) * kSumRows;
+  int64_t record = backward_kernels(dtype, p).backward_record(dtype, p), padding = record != 0 ? kPairedRows : 8;
+  plan.padded_q_length = divide_up(p.q_length, padding) * padding;
+  if (is_packed(p)) plan.padded_q_length += (int64_t{p.options.documents} + 1) * padding;
   plan.padded_head_dim = divide_up(p.head_dim, 16) * 16;
   plan.row_blocks = static_cast<int>(block_count(p, p.q_length, kReduceRows));
   plan.reduce_items = int64_t{p.batch} * p.q_heads * plan.row_blocks;
@@ -294,8 +295,7 @@ BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads) {
   if (p.options.causal) keys /= 2;
   for (int64_t side : {p.options.window_left, p.options.window_right}) keys = std::min(keys, 2 * side);
   plan.copies = keys >= kCopyKeys && average_length(p, p.q_length) >= kReduceRows;
-  // Records of tiles begin at multiples of kReduceRows rows, where those of a document's tiles do not.
-  int64_t record = backward_kernels(dtype, p).backward_record(dtype, p);
+  // Records begin at multiples of kReduceRows rows, where those of a document's tiles do not.
   if (record != 0 && is_packed(p)) plan.copies = false;
   plan.record = plan.copies ? record : 0;
   bool alone = heads == int64_t{p.batch} * p.kv_heads && !shares_bias(p.bias_strides.column);

@@ -56,7 +56,7 @@ struct BackwardPlan {
 
 constexpr int kReduceRows = 64;
 constexpr int kBackwardKeys = 96, kMostBackwardKeys = 192;  // of a block
-constexpr int kSumRows = 32;  // rows of a document's sums of dq are padded to this multiple
+constexpr int kPairedRows = 32;  // in the backward of pairs queries and keys of a tile are padded to this multiple
 constexpr int kMaxChunks = 8;
 
 // How far each block of keys is with its additions to dq: it and all before it have passed so many tiles of the rows of
