@@ -71,8 +71,10 @@ class BackwardItem {
     Arena arena(workspace);
     int64_t k_rows = int64_t{plan.keys} * k_stride_, v_rows = int64_t{plan.keys} * v_stride_;
     int64_t tile = int64_t{kQueries} * kKeys;
-    k_panels_ = arena.take<T>(k_rows);
-    v_panels_ = arena.take<T>(v_rows);
+    if constexpr (!kPairedBackward<E>) {
+      k_panels_ = arena.take<T>(k_rows);
+      v_panels_ = arena.take<T>(v_rows);
+    }
     k_ = arena.take<T>(k_rows);
     dk_ = arena.take<T>(k_rows);
     dv_ = arena.take<T>(v_rows);
@@ -89,8 +91,10 @@ class BackwardItem {
       weight_pairs_ = arena.take<Pair>(kQueries / 2 * kTileKeys);
       dscore_pairs_ = arena.take<Pair>(kQueries / 2 * kTileKeys);
       dscore_rows_ = arena.take<Pair>(tile / 2);
-      dk_columns_ = arena.take<T>(int64_t{k_stride_} * kKeys);
-      dv_columns_ = arena.take<T>(int64_t{v_stride_} * kKeys);
+    }
+    if constexpr (kColumns<E>) {
+      dk_columns_ = arena.take<T>(k_rows);
+      dv_columns_ = arena.take<T>(v_rows);
     }
     weights_ = arena.take<T>(tile);
     dscores_ = arena.take<T>(tile);
@@ -106,7 +110,7 @@ class BackwardItem {
 
   size_t workspace() const { return workspace_; }
 
-  // Of kQueries rows of q and dout as tiles have them: see Record.
+  // Elements of a Record; 0 without.
   static int64_t record_size(const Problem& p) {
     if constexpr (!kPairedBackward<E>) return 0;
     int64_t columns = padded_head_dim<T>(p.head_dim) + padded_head_dim<T>(p.value_head_dim);
@@ -239,7 +243,7 @@ class BackwardItem {
   // Row t, of the batch entry, in the copies of the head at hand.
   T* q_copy(int64_t t) const { return row_of_copy(plan_.q_copy, head_, t, k_stride_); }
   T* dout_copy(int64_t t) const { return row_of_copy(plan_.dout_copy, head_, t, v_stride_); }
-  // With tiles, of the kQueries rows that row t, of the batch entry, is one of.
+  // Of the kQueries rows that row t, of the batch entry, is one of: the copies where products are of pairs.
   Pair* record(int64_t head, int64_t t) const {
     int64_t records = (p_.q_length + kQueries - 1) / kQueries;
     int64_t at = plan_.q_copy + ((batch_ * p_.q_heads + head) * records + t / kQueries) * plan_.record;

@@ -320,8 +320,7 @@ BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads) {
   plan.prepared_rows = plan.record != 0 ? kReduceRows : kPreparedRows;
   plan.prepare_items = p.batch * divide_up(p.q_length, plan.prepared_rows);
   plan.q_copy = parts * p.q_heads * plan.padded_q_length * plan.padded_head_dim;
-  plan.dout_copy = plan.q_copy + rows * plan.padded_head_dim;
-  if (plan.record != 0) plan.dout_copy += plan.prepare_items * p.q_heads * plan.record;
+  plan.dout_copy = plan.q_copy + rows * plan.padded_head_dim + plan.prepare_items * p.q_heads * plan.record;
   plan.touched = plan.dout_copy + rows * (divide_up(p.value_head_dim, 16) * 16);
   plan.dslopes = plan.touched + parts * p.kv_heads * plan.row_blocks;
   plan.delta = plan.dslopes + (p.options.has_dalibi_slopes ? parts * p.q_heads * p.options.documents : 0);

@@ -42,9 +42,9 @@ struct BackwardPlan {
   int64_t delta;            // where in the scratch: [batch][q_heads][q_length] rowsum(dout * out) - dlse
   int64_t row_lse;          // likewise: lse in units of log2
   bool copies;              // q and dout are copied then too, head by head: every block of keys reads them
-  int64_t q_copy;           // where in the scratch: [batch][q_heads][q_length][rows of a tile]
-  int64_t dout_copy;        // likewise
-  int64_t record;           // elements of a copy of kReduceRows rows of q and dout as tiles have them, or 0
+  int64_t q_copy;           // where in the scratch: [batch][q_heads][q_length][a row]; or records of both
+  int64_t dout_copy;        // likewise: [batch][q_heads][q_length][a row]
+  int64_t record;           // elements of a copy of kReduceRows rows of q and dout as pairs, or 0
   int prepared_rows;        // of all heads, an item of backward_prepare
   int64_t prepare_items;    // batch * parts of prepared_rows rows
   int64_t touched;          // where in the scratch it says which sums are there: [chunks][batch][kv_heads][row_blocks]
