@@ -521,6 +521,16 @@ class BackwardItem {
     body(std::integral_constant<Finish, Finish::masked>{});
   }
 
+  // The weights of row i of the tile and the keys from `lane` on, of scores in units of log2.
+  template <Finish finish>
+  JAX_FLASH_INLINE Vec<T> weight_of(const Vec<T>& score, int i, int lane) const {
+    Vec<T> weight = exp2(score - tile_lse_[i]);
+    Vec<T> key = iota<T>() + static_cast<T>(lane);
+    if constexpr (finish != Finish::bare) stdx::where(key >= kept_end_[i], weight) = T(0);
+    if constexpr (finish == Finish::masked) stdx::where(key < kept_begin_[i], weight) = T(0);
+    return weight;
+  }
+
   // Records in the copies begin at multiples of kQueries rows, tiles at multiples of kTilePadding<E>.
   void load_record(int64_t t, int rows) {
     if (plan_.copies) {
@@ -548,16 +558,18 @@ class BackwardItem {
     auto for_vectors = [](int lanes, auto body) __attribute__((always_inline)) {
       constexpr int W = kWidth<T>, kFour = kColumns<E> ? 4 : 2;
       int lane = 0;
-      for (; lanes - lane >= 3 * W && lanes - lane != 4 * W; lane += 3 * W)
+      for (; lanes - lane >= 3 * W && lanes - lane != 4 * W; lane += 3 * W) {
         body(lane, std::integral_constant<int, 3>{});
+      }
       for (; lanes - lane >= kFour * W; lane += kFour * W) body(lane, std::integral_constant<int, kFour>{});
       if (lanes - lane == 2 * W) body(lane, std::integral_constant<int, 2>{});
       if (lanes - lane == W) body(lane, std::integral_constant<int, 1>{});
     };
     if constexpr (!kColumns<E>) {
       find_kept(padded, keys);
-      for (int j = 0; j < keys / kRowPadding; ++j)
+      for (int j = 0; j < keys / kRowPadding; ++j) {
         rows_of_keys_[j] = {rows_of_keys_[j].begin / 2, rows_of_keys_[j].end / 2};
+      }
     }
     auto make_scores = [&](int first, int lanes) __attribute__((always_inline)) {
       for_vectors(lanes, [&](int lane, auto nv) __attribute__((always_inline)) {
@@ -664,10 +676,7 @@ class BackwardItem {
             weight[r][v] = load(weights_ + at);
             dscore[r][v] = load(dscores_ + at);
             if constexpr (finish != Finish::later) {
-              weight[r][v] = exp2(weight[r][v] * scale - tile_lse_[i + r]);
-              Vec<T> key = iota<T>() + static_cast<T>(lane + v * W);
-              if constexpr (finish != Finish::bare) stdx::where(key >= kept_end_[i + r], weight[r][v]) = T(0);
-              if constexpr (finish == Finish::masked) stdx::where(key < kept_begin_[i + r], weight[r][v]) = T(0);
+              weight[r][v] = weight_of<finish>(weight[r][v] * scale, i + r, lane + v * W);
               dscore[r][v] = weight[r][v] * (dscore[r][v] - tile_delta_[i + r]);
             }
           }
@@ -971,13 +980,7 @@ class BackwardItem {
     T* dscores = dscores_ + i * kKeys + lane;
     auto weight = [&](int r, int vector, const Vec<T>& score) __attribute__((always_inline)) {
       if constexpr (finish == Finish::later) return Vec<T>(score * scale);
-      Vec<T> weight = exp2(score * scale - tile_lse_[i + r]);
-      Vec<T> key = iota<T>() + static_cast<T>(lane + vector * kWidth<T>);
-      if constexpr (finish == Finish::ended || finish == Finish::masked) {
-        stdx::where(key >= kept_end_[i + r], weight) = T(0);
-      }
-      if constexpr (finish == Finish::masked) stdx::where(key < kept_begin_[i + r], weight) = T(0);
-      return weight;
+      return weight_of<finish>(score * scale, i + r, lane + vector * kWidth<T>);
     };
     auto weigh = [&](int r, int vector) __attribute__((always_inline)) {
       T* score = weights + r * kKeys + vector * kWidth<T>;
