@@ -1,17 +1,14 @@
 """attention() and attention_varlen(): they check their arguments, make the option record, and own the derivative."""
 
-import functools
 import math
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 
-from jax_flash import _checks, _chunked, _dropout, _dtypes, _explain, _primitive, _reference, _varlen, _varying
-from jax_flash._options import OPERANDS, SEGMENT_BLOCK, UNLIMITED, Options
+from jax_flash import _checks, _chunked, _dropout, _dtypes, _explain, _primitive, _reference, _scores, _varlen, _varying
+from jax_flash._options import OPERANDS, UNLIMITED, Options
 
 ArrayLike = jax.typing.ArrayLike
 Window = int | tuple[int | None, int | None] | None
@@ -221,7 +218,7 @@ def attention(
 
     for name in ("q_segment_ids", "kv_segment_ids"):
         if name in operands:
-            operands[name.replace("_ids", "_ranges")] = _segment_ranges(operands[name])
+            operands[name.replace("_ids", "_ranges")] = _scores.segment_ranges(operands[name])
     batch = math.prod(leading)
     query4, key4, value4 = (x.reshape(batch, *x.shape[-3:]) for x in (record.query, key, value))
     out, lse = _run(options, _Static(implementation, None), query4, key4, value4, operands)
@@ -457,15 +454,6 @@ def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q
     return _Record(query, {**fields, "scale": scale}, operands)
 
 
-def _segment_ranges(ids: jax.Array) -> jax.Array:
-    """[B, blocks, 2]: the smallest and the largest of each block of [B, length]."""
-    batch, length = ids.shape
-    blocks = -(-length // SEGMENT_BLOCK)
-    padded = jnp.pad(ids, ((0, 0), (0, blocks * SEGMENT_BLOCK - length)), mode="edge")
-    grouped = padded.reshape(batch, blocks, SEGMENT_BLOCK)
-    return jnp.stack([grouped.min(axis=-1), grouped.max(axis=-1)], axis=-1)
-
-
 class _Static(NamedTuple):
     """What is known of a call when it is traced, besides the record."""
 
@@ -489,119 +477,9 @@ def _run(
     query, key, value, operands = _varying.vary_alike((query, key, value, operands))
     plain = {"reference": _reference.attention, "xla": _chunked.attention}.get(static.implementation or "")
     if plain is None:
-        return _kernel_attention(options, static, query, key, value, operands)
+        return _primitive.forward(
+            query, key, value, operands, options=options, implementation=static.implementation, limits=static.limits
+        )
     if static.limits is not None:
         return _varlen.attention(query, key, value, operands, options, *static.limits, plain)
     return plain(query, key, value, operands, options)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _kernel_attention(
-    options: Options, static: _Static, query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands
-) -> tuple[jax.Array, jax.Array]:
-    return _forward(options, static, query, key, value, operands)
-
-
-def _forward(
-    options: Options, static: _Static, query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands
-) -> tuple[jax.Array, jax.Array]:
-    return _primitive.forward(
-        query, key, value, operands, options=options, implementation=static.implementation, limits=static.limits
-    )
-
-
-@jax.tree_util.register_static
-class _Wanted(frozenset[str]):
-    """The trainable operands whose gradients somebody asks for: part of the residuals, and known when traced."""
-
-
-def _forward_rule(
-    options: Options, static: _Static, query: Any, key: Any, value: Any, operands: Any
-) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
-    wanted = _Wanted(name for name, x in operands.items() if OPERANDS[name].trainable and x.perturbed)
-    query, key, value, operands = jax.tree.map(
-        lambda x: x.value, (query, key, value, operands), is_leaf=lambda x: hasattr(x, "perturbed")
-    )
-    out, lse = _forward(options, static, query, key, value, operands)
-    # Named, so that remat policies can keep them (jax.checkpoint_policies.save_only_these_names).
-    out, lse = checkpoint_name(out, "jax_flash_out"), checkpoint_name(lse, "jax_flash_lse")
-    return (out, lse), (query, key, value, out, lse, operands, wanted)
-
-
-def _backward_rule(options: Options, static: _Static, residuals: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
-    query, key, value, out, lse, operands, wanted = residuals
-    results = zip(cotangents, (out, lse), strict=True)
-    dout, dlse = (jnp.zeros_like(result) if isinstance(x, SymbolicZero) else x for x, result in results)
-    # A bias that all keys of a row share moves the row's lse and nothing else: its gradient needs no kernel.
-    of_rows = "bias" in wanted and operands["bias"].shape[3] == 1
-    dquery, dkey, dvalue, gradients = _primitive.backward(
-        query,
-        key,
-        value,
-        dout,
-        lse,
-        dlse,
-        out,
-        operands,
-        gradients=wanted - {"bias"} if of_rows else wanted,
-        options=options,
-        implementation=static.implementation,
-        limits=static.limits,
-    )
-    if of_rows:
-        gradients["bias"] = _rows_gradient(operands, lse, _primitive.delta(dout, lse, dlse, out), dlse)
-    doperands = {name: gradients.get(name) for name in operands}
-    if "bias" in gradients:
-        doperands["bias"] = gradients["bias"].astype(operands["bias"].dtype)
-    if "sinks" in operands:
-        doperands["sinks"] = _sinks_gradient(operands, lse, _primitive.delta(dout, lse, dlse, out))
-    return dquery, dkey, dvalue, {name: _split_alike(x, operands[name]) for name, x in doperands.items()}
-
-
-def _split_alike(gradient: jax.Array | None, operand: jax.Array) -> jax.Array | None:
-    """On a mesh of explicit axes a gradient has to be split as its operand is, which may be less than the query is."""
-    if gradient is None:
-        return None
-    wanted = jax.typeof(operand).sharding
-    if wanted.mesh.empty or tuple(wanted.spec) == tuple(jax.typeof(gradient).sharding.spec):
-        return gradient
-    resharded: jax.Array = jax.sharding.reshard(gradient, wanted)
-    return resharded
-
-
-# Without optimize_remat, which hides the names from remat policies: the forward kernel would run twice.
-_kernel_attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
-
-
-def _sinks_gradient(operands: Operands, lse: jax.Array, delta: jax.Array) -> jax.Array:
-    """[B, N]: a sink is a score without a value, so its ds is p * (0 - delta)."""
-    return -_without_padding(operands, _sink_weights(operands, lse) * delta).sum(axis=-1)
-
-
-def _rows_gradient(operands: Operands, lse: jax.Array, delta: jax.Array, dlse: jax.Array) -> jax.Array:
-    """Of a bias [..., ..., ..., 1]: the sum of ds over the keys of a row, p summing to 1 less the weight of the sink.
-
-    It is rowsum(p * dp) - delta * rowsum(p), where rowsum(p * dp) = delta + dlse (FlashAttention-2, equation 4).
-    """
-    rows = dlse + _sink_weights(operands, lse) * delta if "sinks" in operands else dlse
-    rows = _without_padding(operands, jnp.where(jnp.isneginf(lse), 0.0, rows))[..., None]
-    shared = tuple(i for i, n in enumerate(operands["bias"].shape) if n == 1)
-    return rows.sum(axis=shared, keepdims=True)
-
-
-def _sink_weights(operands: Operands, lse: jax.Array) -> jax.Array:
-    sinks = operands["sinks"][:, :, None]
-    finite = jnp.where(jnp.isneginf(lse), 0.0, lse)
-    # An lse that is its sink but for rounding is that of a row without keys, whose gradients are 0 and not rounding.
-    alone = jnp.abs(sinks - finite) <= 4 * jnp.finfo(lse.dtype).eps * jnp.maximum(1.0, jnp.abs(finite))
-    return jnp.where(jnp.isneginf(sinks), 0.0, jnp.where(alone, 1.0, jnp.exp(sinks - finite)))
-
-
-def _without_padding(operands: Operands, x: jax.Array) -> jax.Array:
-    """[B, N, T] with 0 for rows that are padding, where cotangents may be anything."""
-    rows = jnp.arange(x.shape[-1], dtype=jnp.int32)
-    if "q_lengths" in operands:
-        x = jnp.where(rows < operands["q_lengths"][:, None, None], x, 0.0)
-    if "cu_q_lengths" in operands:
-        x = jnp.where(rows < operands["cu_q_lengths"][:, -1, None, None], x, 0.0)
-    return x

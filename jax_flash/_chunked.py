@@ -3,9 +3,16 @@
 A scan over chunks of queries, and inside it a scan over chunks of keys with an online softmax. Both bodies are
 checkpointed: a backward pass keeps the inputs of one chunk of queries and one carry per chunk of keys, never a
 [T, S] array. Being plain JAX it runs on any platform, in any dtype, and differentiates to any order in both modes.
+
+`tangent` and `backward` are the derivatives of `attention` as maps of their own, from out and lse as they were
+computed, by whatever implementation: the primitives of the kernels differentiate through them.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +25,9 @@ _CHUNK = 256
 Carry = tuple[jax.Array, jax.Array, jax.Array]
 """Maximum and sum of exponentials, [B, K, G, rows], and the weighted sum of values, [B, K, G, rows, V]."""
 
+Tangent = Callable[..., tuple[jax.Array, jax.Array]]
+"""`tangent`, or what does the same for packed sequences."""
+
 
 def attention(
     query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands, options: Options
@@ -27,25 +37,16 @@ def attention(
     Knows every option but packed documents, which `_varlen` unpacks.
     """
     dtype, accumulate = query.dtype, _dtypes.accumulation_dtype(query.dtype)
-    batch, q_length, q_heads, head_dim = query.shape
+    q_length, q_heads = query.shape[1:3]
     kv_length, kv_heads, value_head_dim = value.shape[1:]
-    group = q_heads // kv_heads
     q_chunk, kv_chunk = min(_CHUNK, q_length), min(_CHUNK, kv_length)
     precision = _scores.precision(options)
     query, key, value = _scores.without_padding(query, key, value, operands)
 
-    # Wide outside of the scans and narrow again inside them: gradients are then summed over chunks in the wide dtype.
-    # [chunks, B, K, G, rows, H] and [chunks, B, K, columns, H]: the chunk axis is what the scans walk along.
-    query, key, value = (x.astype(accumulate) for x in (query, key, value))
-    queries = _split(query, 1, q_chunk)
-    queries = queries.reshape(-1, batch, q_chunk, kv_heads, group, head_dim).transpose(0, 1, 3, 4, 2, 5)
-    keys, values = (_split(x, 1, kv_chunk).transpose(0, 1, 3, 2, 4) for x in (key, value))
-    q_starts = jnp.arange(queries.shape[0], dtype=jnp.int32) * q_chunk
-    kv_starts = jnp.arange(keys.shape[0], dtype=jnp.int32) * kv_chunk
-
-    groups: dict[str, dict[str, jax.Array]] = {"": {}, "t": {}, "s": {}, "ts": {}}
-    for name, x in _with_padded_keys(operands, key, kv_chunk).items():
-        groups[_lengths(name, x)][name] = _wide(name, x, accumulate)
+    queries = _rows(query, kv_heads, q_chunk)
+    keys, values = _columns(key, kv_chunk), _columns(value, kv_chunk)
+    q_starts, kv_starts = _starts(queries, q_chunk), _starts(keys, kv_chunk)
+    groups = _grouped(_with_padded_keys(operands, key, kv_chunk), accumulate)
     by_row = _split_operands(groups["t"] | groups["ts"], "t", q_chunk)
     by_column = _split_operands(groups["s"], "s", kv_chunk)
 
@@ -111,9 +112,239 @@ def attention(
         return None, (out, jnp.where(empty, -jnp.inf, maximum + jnp.log(total)))
 
     _, (out, lse) = jax.lax.scan(jax.checkpoint(over_queries), None, (queries, q_starts, by_row))
-    out = out.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, q_heads, value_head_dim)[:, :q_length]
-    lse = lse.transpose(1, 2, 3, 0, 4).reshape(batch, q_heads, -1)[:, :, :q_length]
-    return _scores.finish(out, lse, operands)
+    return _scores.finish(_joined(out, q_length, q_heads), _joined_statistic(lse, q_length, q_heads), operands)
+
+
+def tangent(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    operands: Operands,
+    tangents: Mapping[str, jax.Array],
+    options: Options,
+    *,
+    centered: bool = True,
+) -> tuple[jax.Array, jax.Array]:
+    """The tangents [B, T, N, V] of out and [B, N, T] of lse, linear in ``tangents``.
+
+    With weights p = exp(score - lse) and the tangents ts of scores and tv of values,
+
+        tlse = sum_s p * ts,    tout = sum_s p * (ts - tlse) * v + p * tv.
+
+    ``tangents`` hold those of "query", "key", "value" and of trainable operands, each in the dtype of what it belongs
+    to; what is not there is zero. With ``centered``, tlse is summed in a pass of its own, so that what all ts of a row
+    have in common is gone before anything is rounded. Without it there is one pass, and tout is ``(sum_s p * ts * v + p
+    * tv) - tlse * out``: its transpose is the backward pass of FlashAttention-2, delta and all.
+
+    Knows every option but packed sequences, which `_varlen` unpacks.
+    """
+    dtype, accumulate = query.dtype, _dtypes.accumulation_dtype(query.dtype)
+    q_length, q_heads = query.shape[1:3]
+    kv_length, kv_heads, value_head_dim = value.shape[1:]
+    q_chunk, kv_chunk = min(_CHUNK, q_length), min(_CHUNK, kv_length)
+    product = functools.partial(jnp.einsum, preferred_element_type=accumulate, precision=_scores.precision(options))
+    query, key, value = _scores.without_padding(query, key, value, operands)
+
+    def chunks(x: jax.Array, name: str) -> jax.Array:
+        return _rows(x, kv_heads, q_chunk) if name == "query" else _columns(x, kv_chunk)
+
+    inputs = {name: chunks(x, name) for name, x in (("query", query), ("key", key), ("value", value))}
+    moved = {
+        name: chunks(_scores.zero_padding(x, "q" if name == "query" else "kv", operands), name)
+        for name, x in tangents.items()
+        if name in inputs
+    }
+    q_starts, kv_starts = _starts(inputs["query"], q_chunk), _starts(inputs["key"], kv_chunk)
+    padded = _with_padded_keys(operands, key, kv_chunk)
+    groups = _grouped(padded, accumulate)
+    moved_groups = _grouped(
+        {name: x for name, x in tangents.items() if name in operands and name != "sinks"}, accumulate
+    )
+    by_row, moved_by_row = (_split_operands(x["t"] | x["ts"], "t", q_chunk) for x in (groups, moved_groups))
+    by_column, moved_by_column = (_split_operands(x["s"], "s", kv_chunk) for x in (groups, moved_groups))
+
+    of_rows: dict[str, Any] = {
+        "query": inputs["query"],
+        "moved": {name: moved[name] for name in ("query",) if name in moved},
+        # Rows that fill up the last chunk have no weights.
+        "lse": _row_statistic(_padded(lse, q_chunk, jnp.inf), kv_heads, q_chunk),
+        "start": q_starts,
+        "operands": by_row,
+        "moved_operands": moved_by_row,
+    }
+    if not centered:
+        of_rows["out"] = _rows(_scores.zero_padding(out, "q", operands), kv_heads, q_chunk)
+    if "sinks" in tangents:
+        sinks = _scores.sink_weights(operands, lse) * tangents["sinks"][:, :, None]
+        of_rows["sinks"] = _row_statistic(sinks, kv_heads, q_chunk)
+
+    def over_queries(_: None, rows: dict[str, Any]) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        def of_keys(
+            primal: Operands, group: Mapping[str, dict[str, jax.Array]], column: dict[str, jax.Array]
+        ) -> tuple[Operands, Operands]:
+            """The operands that all keys share, and chunk by chunk those that they don't."""
+            shared = group[""] | {name: primal[name] for name in group["t"]}
+            return shared, column | _split_operands({name: primal[name] for name in group["ts"]}, "s", kv_chunk)
+
+        shared, by_pair = of_keys(rows["operands"], groups, by_column)
+        moved_shared, moved_by_pair = of_keys(rows["moved_operands"], moved_groups, moved_by_column)
+        of_columns = {
+            "key": inputs["key"],
+            "value": inputs["value"],
+            "moved": {name: moved[name] for name in ("key", "value") if name in moved},
+            "start": kv_starts,
+            "operands": by_pair,
+            "moved_operands": moved_by_pair,
+        }
+        row_indices = rows["start"] + jnp.arange(q_chunk, dtype=jnp.int32)
+        anchor = jnp.where(jnp.isneginf(rows["lse"]), 0.0, rows["lse"])[..., None]
+
+        def over_keys(
+            shift: jax.Array | None, with_values: bool, carry: tuple[jax.Array, ...], columns: dict[str, Any]
+        ) -> tuple[tuple[jax.Array, ...], None]:
+            column_indices = columns["start"] + jnp.arange(kv_chunk, dtype=jnp.int32)
+            block = {**shared, **columns["operands"]}
+            moved_block = {**moved_shared, **columns["moved_operands"]}
+
+            def scores_of(products: jax.Array, trainable: Operands) -> jax.Array:
+                return _scores.of_products(products, options, {**block, **trainable}, row_indices, column_indices)
+
+            def attend(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                queries, keys, values = (x.astype(dtype) for x in (rows["query"], columns["key"], columns["value"]))
+                products = product("bkgth,bksh->bkgts", queries, keys)
+                moved_products = jnp.zeros_like(products)
+                if "query" in rows["moved"]:
+                    moved_products += product("bkgth,bksh->bkgts", rows["moved"]["query"].astype(dtype), keys)
+                if "key" in columns["moved"]:
+                    moved_products += product("bkgth,bksh->bkgts", queries, columns["moved"]["key"].astype(dtype))
+                scores, moved_scores = jax.jvp(
+                    scores_of,
+                    (products, {name: block[name] for name in moved_block}),
+                    (moved_products, moved_block),
+                )
+                weights = jnp.exp(scores - anchor)
+                if not with_values:
+                    return (carry[0] + (weights * moved_scores).sum(axis=-1),)
+                moved_weights = weights * (moved_scores if shift is None else moved_scores - shift[..., None])
+                dropped = functools.partial(
+                    _scores.dropped, options=options, operands=block, row=rows["start"], column=columns["start"]
+                )
+                weighted = product("bkgts,bksh->bkgth", dropped(moved_weights).astype(dtype), values)
+                if "value" in columns["moved"]:
+                    moved_values = columns["moved"]["value"].astype(dtype)
+                    weighted += product("bkgts,bksh->bkgth", dropped(weights).astype(dtype), moved_values)
+                return carry[0] + moved_weights.sum(axis=-1), carry[1] + weighted
+
+            may_keep = _scores.may_keep(options, block, row_indices, column_indices)
+            if may_keep is None:
+                return attend(carry), None
+            return jax.lax.cond(may_keep, attend, lambda carry: carry, carry), None
+
+        def sums(shift: jax.Array | None, with_values: bool) -> tuple[jax.Array, ...]:
+            statistics = rows["lse"].shape
+            start: tuple[jax.Array, ...] = (jnp.zeros(statistics, accumulate),)
+            if with_values:
+                start += (jnp.zeros((*statistics, value_head_dim), accumulate),)
+            start = _varying.vary_alike(start, (rows, of_columns))
+            step = jax.checkpoint(functools.partial(over_keys, shift, with_values))
+            return jax.lax.scan(step, start, of_columns)[0]
+
+        if centered:
+            (moved_lse,) = sums(None, with_values=False)
+            if "sinks" in rows:
+                moved_lse = moved_lse + rows["sinks"]
+            weighted = sums(moved_lse, with_values=True)[1]
+            return None, (_scores.dropout_factor(weighted, options).astype(dtype), moved_lse)
+        moved_lse, weighted = sums(None, with_values=True)
+        if "sinks" in rows:
+            moved_lse = moved_lse + rows["sinks"]
+        weighted = _scores.dropout_factor(weighted, options) - moved_lse[..., None] * rows["out"]
+        return None, (weighted.astype(dtype), moved_lse)
+
+    _, (moved_out, moved_lse) = jax.lax.scan(jax.checkpoint(over_queries), None, of_rows)
+    moved_out, moved_lse = _joined(moved_out, q_length, q_heads), _joined_statistic(moved_lse, q_length, q_heads)
+    return (
+        _scores.zero_padding(moved_out, "q", operands),
+        jnp.swapaxes(_scores.zero_padding(jnp.swapaxes(moved_lse, 1, 2), "q", operands), 1, 2),
+    )
+
+
+def backward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    dout: jax.Array,
+    lse: jax.Array,
+    dlse: jax.Array,
+    out: jax.Array,
+    operands: Operands,
+    options: Options,
+    wanted: Sequence[str],
+    tangent: Tangent = tangent,
+) -> dict[str, jax.Array]:
+    """The gradients of what is named in ``wanted``, inputs and trainable operands, each in the dtype of its own."""
+    everything = {"query": query, "key": key, "value": value, **operands}
+
+    def linear(tangents: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return tangent(
+            query, key, value, out, lse, operands=operands, tangents=tangents, options=options, centered=False
+        )
+
+    gradients: dict[str, jax.Array]
+    (gradients,) = jax.linear_transpose(linear, {name: everything[name] for name in wanted})((dout, dlse))
+    return gradients
+
+
+def _rows(x: jax.Array, kv_heads: int, chunk: int) -> jax.Array:
+    """[B, T, N, H] -> [chunks, B, K, G, rows, H], the chunk axis being what scans walk along.
+
+    Wide outside of the scans, and narrow again inside them: gradients are then summed over chunks in the wide dtype.
+    """
+    chunks = _split(x.astype(_dtypes.accumulation_dtype(x.dtype)), 1, chunk)
+    *shape, q_heads, head_dim = chunks.shape
+    return chunks.reshape(*shape, kv_heads, q_heads // kv_heads, head_dim).transpose(0, 1, 3, 4, 2, 5)
+
+
+def _columns(x: jax.Array, chunk: int) -> jax.Array:
+    """[B, S, K, H] -> [chunks, B, K, columns, H], wide as `_rows`."""
+    return _split(x.astype(_dtypes.accumulation_dtype(x.dtype)), 1, chunk).transpose(0, 1, 3, 2, 4)
+
+
+def _row_statistic(x: jax.Array, kv_heads: int, chunk: int) -> jax.Array:
+    """[B, N, T] -> [chunks, B, K, G, rows]."""
+    batch, q_heads, q_length = x.shape
+    return _split(x.reshape(batch, kv_heads, q_heads // kv_heads, q_length), 3, chunk)
+
+
+def _padded(x: jax.Array, chunk: int, fill: float) -> jax.Array:
+    """[..., length] up to the next multiple of ``chunk``."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % chunk)], constant_values=fill)
+
+
+def _joined(x: jax.Array, length: int, q_heads: int) -> jax.Array:
+    """The inverse of `_rows`."""
+    x = x.transpose(1, 0, 4, 2, 3, 5)
+    return x.reshape(x.shape[0], -1, q_heads, x.shape[-1])[:, :length]
+
+
+def _joined_statistic(x: jax.Array, length: int, q_heads: int) -> jax.Array:
+    """The inverse of `_row_statistic`."""
+    x = x.transpose(1, 2, 3, 0, 4)
+    return x.reshape(x.shape[0], q_heads, -1)[:, :, :length]
+
+
+def _starts(chunks: jax.Array, chunk: int) -> jax.Array:
+    return jnp.arange(chunks.shape[0], dtype=jnp.int32) * chunk
+
+
+def _grouped(operands: Operands, accumulate: jax.typing.DTypeLike) -> dict[str, dict[str, jax.Array]]:
+    """Operands by which of the lengths t and s they have."""
+    groups: dict[str, dict[str, jax.Array]] = {"": {}, "t": {}, "s": {}, "ts": {}}
+    for name, x in operands.items():
+        groups[_lengths(name, x)][name] = _wide(name, x, accumulate)
+    return groups
 
 
 def _with_padded_keys(operands: Operands, key: jax.Array, chunk: int) -> Operands:

@@ -94,16 +94,13 @@ _DETERMINISTIC_FLAGS = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondet
 
 
 def deterministic_by_default() -> bool:
-    """Whether gradients are summed in one order unless a call says otherwise.
-
-    Where XLA is told by XLA_FLAGS to be deterministic on GPUs, and on GPUs where it costs nothing.
-    """
+    """Whether gradients are summed in one order unless a call says otherwise: where XLA_FLAGS tell XLA to."""
     told: dict[str, bool] = {}  # by the last word
     for word in os.environ.get("XLA_FLAGS", "").split():
         name, _, value = word.partition("=")
         if name in _DETERMINISTIC_FLAGS:
             told[name] = value.lower() in ("", "true", "1")
-    return any(told.values()) or has_old_gpu()
+    return any(told.values())
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash import _dropout
-from jax_flash._options import UNLIMITED, Operands, Options
+from jax_flash._options import SEGMENT_BLOCK, UNLIMITED, Operands, Options
 
 _INT32 = np.iinfo(np.int32)
 
@@ -26,12 +26,19 @@ def without_padding(
     query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The inputs with zeros for what lies beyond their lengths: NaN there would survive a weight of zero."""
-    if "q_lengths" in operands:
-        query = jnp.where(_within(query.shape[1], operands["q_lengths"])[:, :, None, None], query, 0)
-    if "kv_lengths" in operands:
-        within = _within(key.shape[1], operands["kv_lengths"])[:, :, None, None]
-        key, value = jnp.where(within, key, 0), jnp.where(within, value, 0)
-    return query, key, value
+    return (
+        zero_padding(query, "q", operands),
+        zero_padding(key, "kv", operands),
+        zero_padding(value, "kv", operands),
+    )
+
+
+def zero_padding(x: jax.Array, side: str, operands: Operands) -> jax.Array:
+    """[B, length, ...] of the "q" or "kv" side with zeros from its lengths on."""
+    if f"{side}_lengths" not in operands:
+        return x
+    within = _within(x.shape[1], operands[f"{side}_lengths"])
+    return jnp.where(within.reshape(*within.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
 def finish(out: jax.Array, lse: jax.Array, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -90,6 +97,24 @@ def dropped(
 def dropout_factor(out: jax.Array, options: Options) -> jax.Array:
     """``out`` times the factor of kept weights."""
     return out * jnp.asarray(_dropout.factor(options.dropout_rate), out.dtype) if options.dropout_rate else out
+
+
+def sink_weights(operands: Operands, lse: jax.Array) -> jax.Array:
+    """[B, N, T]: what sinks have of the sum of weights of a row, exp(sink - lse)."""
+    sinks = operands["sinks"][:, :, None]
+    finite = jnp.where(jnp.isneginf(lse), 0.0, lse)
+    # An lse that is its sink but for rounding is that of a row without keys, whose gradients are 0 and not rounding.
+    alone = jnp.abs(sinks - finite) <= 4 * jnp.finfo(lse.dtype).eps * jnp.maximum(1.0, jnp.abs(finite))
+    return jnp.where(jnp.isneginf(sinks), 0.0, jnp.where(alone, 1.0, jnp.exp(sinks - finite)))
+
+
+def segment_ranges(ids: jax.Array) -> jax.Array:
+    """[B, blocks, 2]: the smallest and the largest of each block of [B, length]."""
+    batch, length = ids.shape
+    blocks = -(-length // SEGMENT_BLOCK)
+    padded = jnp.pad(ids, ((0, 0), (0, blocks * SEGMENT_BLOCK - length)), mode="edge")
+    grouped = padded.reshape(batch, blocks, SEGMENT_BLOCK)
+    return jnp.stack([grouped.min(axis=-1), grouped.max(axis=-1)], axis=-1)
 
 
 def grouped(x: jax.Array, kv_heads: int) -> jax.Array:

@@ -31,7 +31,6 @@ class Target:
     implementation: str
     platform: str  # "cpu" or "cuda"
     dtypes: tuple[str, ...]
-    orders: int  # of differentiation; 2 stands for any
     kernel: bool  # lowers to this package's custom calls
     max_head_dim: int | None = None
 
@@ -44,10 +43,10 @@ class Target:
         return jax.devices(self.platform)[0]
 
 
-CPU = Target("cpu", "cpu", DTYPES, orders=1, kernel=True)
-XLA = Target("xla", "cpu", DTYPES, orders=2, kernel=False)
-REFERENCE = Target("reference", "cpu", DTYPES, orders=2, kernel=False)
-CUDA = Target("cuda", "cuda", ("float16", "bfloat16", "float32"), orders=1, kernel=True, max_head_dim=256)
+CPU = Target("cpu", "cpu", DTYPES, kernel=True)
+XLA = Target("xla", "cpu", DTYPES, kernel=False)
+REFERENCE = Target("reference", "cpu", DTYPES, kernel=False)
+CUDA = Target("cuda", "cuda", ("float16", "bfloat16", "float32"), kernel=True, max_head_dim=256)
 XLA_ON_CUDA = dataclasses.replace(XLA, platform="cuda")
 REFERENCE_ON_CUDA = dataclasses.replace(REFERENCE, platform="cuda")
 
@@ -860,6 +859,38 @@ def conformance(results: str) -> list[Any]:
         for dtype in DTYPES
         if serves(target, case, dtype, results)
     ]
+
+
+# For derivatives by differences, and to see NaN
+
+SMALL = Case("small", 5, 7, q_heads=4, kv_heads=2, head_dim=3, causal=True, q_offset=(-2, 1), scale=-0.7)
+
+
+SMALL_EVERYTHING = dataclasses.replace(
+    SMALL,
+    name="small_everything",
+    value_head_dim=2,
+    bias="nts",
+    bias_holes=0.1,
+    mask="bts",
+    window=(4, None),
+    softcap=1.5,
+    alibi="bn",
+    sinks=True,
+    dropout_rate=0.2,
+    segments=2,
+    q_lengths=(5, 4),
+    kv_lengths=(6, 7),
+)
+SMALL_PACKED = PackedCase(
+    *("small_packed", (3, 0, 4), (5, 2, 3), (1, 2), 4, 2, 3),
+    causal=True,
+    q_offset=(1, 0, -1),
+    softcap=2.0,
+    alibi="dn",
+    sinks=True,
+    dropout_rate=0.2,
+)
 
 
 def by_name(name: str) -> Case:

@@ -18,6 +18,7 @@ import pytest
 import jax_flash
 from jax_flash import _accuracy, _core, _doctor, _dtypes, _explain, _kernels_cli, _origins, _primitive, _registration
 from jax_flash.__main__ import main
+from jax_flash._primitive import lowering
 
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 ARCHES = "sm_70, sm_75, sm_80, sm_86, sm_89, sm_90, sm_90a"
@@ -479,17 +480,17 @@ def test_the_default_calls_of_an_old_gpu_are_prebuilt(monkeypatch, gpu):
     monkeypatch.setattr(_explain, "_cuda_devices", lambda: machine.devices["cuda"])
     monkeypatch.setattr(_registration, "cuda_status", lambda: machine.status)
     asked = []
-    custom_call = _primitive._custom_call
+    custom_call = lowering._custom_call
 
     def note(pass_, platform, params, results, *args):
         record = {
-            name: x.item() if isinstance(x, np.generic) else x for name, x in _primitive._attributes(params).items()
+            name: x.item() if isinstance(x, np.generic) else x for name, x in lowering._attributes(params).items()
         }
         asked.append((pass_, args[0].dtype.name, args[0].shape[-1], record))
         return custom_call(pass_, platform, params, results, *args)
 
-    monkeypatch.setattr(_primitive, "_custom_call", note)
-    caches = (_explain._cuda_unavailable, _explain.has_old_gpu, _primitive._partitioned)
+    monkeypatch.setattr(lowering, "_custom_call", note)
+    caches = (_explain._cuda_unavailable, _explain.has_old_gpu, _primitive.partitioning.partitioned)
     for cache in caches:
         cache.cache_clear()
     try:

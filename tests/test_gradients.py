@@ -1,8 +1,6 @@
-"""Gradients flow through out and lse and are right, in every implementation, to every order that it declares."""
+"""Gradients flow through out and lse and are right, in every implementation."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import cases
@@ -11,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import Case, PackedCase, Target
-from jax.test_util import check_grads
+from cases import SMALL, SMALL_EVERYTHING, SMALL_PACKED, Case, PackedCase, Target
 
 
 @pytest.mark.parametrize(("target", "case", "dtype"), cases.conformance("gradients"))
@@ -37,34 +34,6 @@ def test_float32_of_any_magnitude(target: Target, precision: str) -> None:
     problem.check(target.platform, cases.differentiate(cases.call(target, problem), problem))
 
 
-SMALL = Case("small", 5, 7, q_heads=4, kv_heads=2, head_dim=3, causal=True, q_offset=(-2, 1), scale=-0.7)
-
-
-SMALL_EVERYTHING = dataclasses.replace(
-    SMALL,
-    name="small_everything",
-    value_head_dim=2,
-    bias="nts",
-    bias_holes=0.1,
-    mask="bts",
-    window=(4, None),
-    softcap=1.5,
-    alibi="bn",
-    sinks=True,
-    dropout_rate=0.2,
-    segments=2,
-    q_lengths=(5, 4),
-    kv_lengths=(6, 7),
-)
-SMALL_PACKED = PackedCase(
-    *("small_packed", (3, 0, 4), (5, 2, 3), (1, 2), 4, 2, 3),
-    causal=True,
-    q_offset=(1, 0, -1),
-    softcap=2.0,
-    alibi="dn",
-    sinks=True,
-    dropout_rate=0.2,
-)
 ARGUMENTS = ("query", "key", "value", *oracle.TRAINABLE)
 
 
@@ -137,70 +106,6 @@ def test_by_one_argument(target: Target, argument: int) -> None:
     problem.check(target.platform, {("dq", "dk", "dv")[argument]: np.asarray(gradient)})
 
 
-def _finite_results(
-    attend: Callable[..., tuple[jax.Array, jax.Array]], padding: np.ndarray, inputs: Any, trainable: Any
-) -> Any:
-    """out, and lse without the rows that keep no key, whose differences are NaN, and without padding's, its sinks."""
-    out, lse = attend(*inputs, **trainable)
-    return out, jnp.where((lse > -jnp.inf) & ~padding, lse, 0.0)
-
-
-def _check_grads(target: Target, case: Case | PackedCase, order: int, mode: str) -> None:
-    problem = cases.problem_of(case, "float64")
-    # Differences see what is in padding, where NaN is right to make no difference.
-    arguments = jax.tree.map(np.nan_to_num, (problem.inputs, problem.trainable))
-    results = functools.partial(_finite_results, jax.jit(cases.call(target, problem)), np.isnan(problem.dlse))
-    check_grads(results, arguments, order, [mode], atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("target", cases.targets(lambda target: "float64" in target.dtypes))
-def test_check_grads(target: Target) -> None:
-    _check_grads(target, SMALL, target.orders, "rev")
-
-
-SMALL_OPTIONS = dataclasses.replace(SMALL_EVERYTHING, name="small_options", bias_holes=0.0)
-
-
-@pytest.mark.parametrize(
-    ("target", "case"),
-    [
-        cases.param(target, case, id=case.name)
-        for target, case in ((cases.XLA, SMALL_OPTIONS), (cases.REFERENCE, SMALL_PACKED))
-    ],
-)
-def test_check_grads_with_options(target: Target, case: Case | PackedCase) -> None:
-    _check_grads(target, case, 2, "rev")
-
-
-@pytest.mark.parametrize("target", cases.targets(lambda target: target.orders > 1))
-def test_forward_mode(target: Target) -> None:
-    _check_grads(target, SMALL, 1, "fwd")
-
-
-@pytest.mark.parametrize("target", cases.targets(lambda target: target.implementation == "xla"))
-def test_forward_mode_with_options(target: Target) -> None:
-    _check_grads(target, SMALL_OPTIONS, 1, "fwd")
-
-
-@pytest.mark.parametrize("target", cases.targets(lambda target: target.implementation == "xla"))
-def test_no_nan_in_second_derivatives(target: Target) -> None:
-    """With rows that keep nothing, -inf in bias and NaN in padding."""
-    problem = cases.problem(SMALL_EVERYTHING, "float64")
-    attend = cases.call(target, problem)
-
-    def gradients(inputs: Any, trainable: Any) -> Any:
-        _, pullback = jax.vjp(lambda inputs, trainable: attend(*inputs, **trainable), inputs, trainable)
-        return pullback((problem.dout, problem.dlse))
-
-    @jax.jit
-    def second(inputs: Any, trainable: Any) -> Any:
-        first, pullback = jax.vjp(gradients, inputs, trainable)
-        return pullback(jax.tree.map(jnp.ones_like, first))
-
-    for x in jax.tree.leaves(second(problem.inputs, problem.trainable)):
-        assert np.isfinite(x).all()
-
-
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
 @pytest.mark.parametrize("argument", oracle.TRAINABLE)
 def test_by_one_option(target: Target, argument: str) -> None:
@@ -219,21 +124,6 @@ def test_by_one_option(target: Target, argument: str) -> None:
 
     problem.check(target.platform, {f"d{argument}": by_option(getattr(problem, argument))})
     problem.check(target.platform, dict(zip(("dq", "dk", "dv"), by_inputs(*problem.inputs), strict=True)))
-
-
-@pytest.mark.parametrize("target", cases.targets(lambda target: target.orders == 1))
-def test_undeclared_orders_are_refused(target: Target) -> None:
-    """No wrong number: forward mode and second derivatives through a kernel raise."""
-    problem = cases.problem(SMALL, target.dtypes[0])
-
-    def loss(query: jax.Array) -> jax.Array:
-        return cases.call(target, problem)(query, *problem.inputs[1:])[0].sum()
-
-    query = jnp.asarray(problem.query)
-    with pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(loss, (query,), (query,))
-    with pytest.raises(NotImplementedError, match=f"implementation='{target.implementation}'.*'xla'"):
-        jax.grad(lambda query: jax.grad(loss)(query).sum())(query)
 
 
 @pytest.mark.parametrize(("target", "dtype"), cases.targets_and_dtypes(lambda target: target.kernel))

@@ -105,7 +105,7 @@ def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 def forget() -> None:
     """What was traced and lowered for another family."""
-    for known in (_explain.separate_dq, _explain.has_old_gpu, _primitive._partitioned):
+    for known in (_explain.separate_dq, _explain.has_old_gpu, _primitive.partitioning.partitioned):
         known.cache_clear()
     jax.clear_caches()
 

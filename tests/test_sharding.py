@@ -10,7 +10,7 @@ import pytest
 from cases import Case, Target
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_flash import _primitive
+from jax_flash._primitive import lowering
 
 COLLECTIVES = re.compile(r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -211,7 +211,7 @@ def test_the_part_of_a_device_knows_no_mesh(monkeypatch: pytest.MonkeyPatch) -> 
     problem = cases.problem(Case("mesh", 9, 12, 4, 4, 8, bias="ts"), "float32")
     devices = mesh(target, (2, 1), ("x", "y")).devices
     grid = jax.sharding.Mesh(devices, ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-    call, empty = _primitive._call, []
+    call, empty = lowering.call, []
 
     def watched(*args: Any) -> Any:
         empty.append(jax.sharding.get_abstract_mesh().empty)
@@ -220,7 +220,7 @@ def test_the_part_of_a_device_knows_no_mesh(monkeypatch: pytest.MonkeyPatch) -> 
     def loss(inputs: Any, trainable: Any) -> Any:
         return cases.call(target, problem)(*inputs, **trainable)[0].sum()
 
-    monkeypatch.setattr(_primitive, "_call", watched)
+    monkeypatch.setattr(lowering, "call", watched)
     with jax.set_mesh(grid):
         inputs = jax.device_put(problem.inputs, NamedSharding(grid, PartitionSpec("x", None, "y")))
         trainable = jax.device_put(problem.trainable, NamedSharding(grid, PartitionSpec()))

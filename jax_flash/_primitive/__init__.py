@@ -1,0 +1,68 @@
+"""The primitives of attention: forward, tangent and backward, and their rules.
+
+    forward:  (q, k, v, *operands) -> (out, lse)
+    tangent:  (q, k, v, out, lse, *operands, *tangents of inputs and operands) -> (tangent of out, tangent of lse)
+    backward: (q, k, v, dout, lse, dlse, out, *operands) -> (dq, dk, dv, *gradients of operands)
+
+q, dq are [B, T, N, H]; k, dk [B, S, K, H]; v, dv [B, S, K, V]; out, dout [B, T, N, V]; lse and dlse [B, N, T]. The
+option record and the operands pass through without a look at what is in them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowering
+from jax.extend.core import Primitive
+from jax.interpreters import batching as jax_batching
+from jax.interpreters import mlir
+
+from jax_flash import _explain
+from jax_flash._options import Options
+from jax_flash._primitive import derivatives, lowering, params, partitioning
+from jax_flash._primitive.batching import batch
+
+
+def forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    operands: Mapping[str, jax.Array],
+    *,
+    options: Options,
+    implementation: str | None,
+    limits: tuple[int, int] | None,
+) -> tuple[jax.Array, jax.Array]:
+    """out and lse, differentiable to any order in the inputs and the trainable operands."""
+    of_call, arrays = params.params_of(options, operands, implementation, limits)
+    out, lse = _forward_p.bind(query, key, value, *arrays, params=of_call)
+    return out, lse
+
+
+def _lowering(pass_: str, platform: str, ctx: Any, *args: Any, params: params.Params) -> Any:
+    # Errors belong to the lowering of this call, not to a callback of the partitioner.
+    query, value = ctx.avals_in[0], ctx.avals_in[2]
+    _explain.choose(params.implementation, platform, _explain.Call.of(query, value, params.options))
+    target = lowering.Target(platform, portable=ctx.module_context.lowering_parameters.for_export)
+    return mlir.lower_fun(partitioning.partitioned(pass_, target, params), multiple_results=True)(ctx, *args)
+
+
+def _define(pass_: str) -> Primitive:
+    primitive = Primitive(f"jax_flash_{pass_}")
+    primitive.multiple_results = True
+    primitive.def_impl(functools.partial(apply_primitive, primitive))
+    primitive.def_abstract_eval(functools.partial(params.abstract_eval, pass_))
+    for platform in ("cpu", "cuda"):
+        mlir.register_lowering(primitive, functools.partial(_lowering, pass_, platform), platform=platform)
+    mlir.register_lowering(primitive, functools.partial(_lowering, pass_, "other"))
+    # Lowered to a partitioned function, it needs to see the devices; JAX has no public name for saying so.
+    prim_requires_devices_during_lowering.add(primitive)
+    jax_batching.primitive_batchers[primitive] = functools.partial(batch, primitive, pass_)
+    return primitive
+
+
+_forward_p, _tangent_p, _backward_p = map(_define, ("forward", "tangent", "backward"))
+derivatives.define(_forward_p, _tangent_p, _backward_p)

@@ -1,0 +1,226 @@
+"""Derivatives of the primitives, to any order: forward --jvp--> tangent --transpose--> backward --transpose--> tangent.
+
+`tangent` is linear in the tangents and `backward` in the cotangents, so each is the other's transpose, and reverse mode
+of first order is the two kernels: nobody evaluates `tangent`. What else the two depend on is differentiated in plain
+JAX, in O(T + S) memory (_chunked.py). out and lse are arguments of both, and have derivatives of their own: a
+derivative of second order reaches the inputs through them, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad
+
+from jax_flash import _scores, _varying
+from jax_flash._options import OPERANDS
+from jax_flash._primitive import plain
+from jax_flash._primitive.params import ARGUMENTS, INPUTS, Params, in_order
+from jax_flash.checkpoint_policies import LSE, OUT
+
+Arrays = dict[str, jax.Array]
+
+
+def define(forward_p: Primitive, tangent_p: Primitive, backward_p: Primitive) -> None:
+    """Gives the primitives their rules."""
+
+    def forward_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, params: Params) -> Any:
+        out, lse = forward_p.bind(*primals, params=params)
+        # Named, so that remat policies can keep them.
+        out, lse = checkpoint_name(out, OUT), checkpoint_name(lse, LSE)
+        moved = _nonzero((*INPUTS, *params.names), tangents)
+        if not moved:
+            return [out, lse], [_zero(x) for x in (out, lse)]
+        return [out, lse], _tangent(tangent_p, params, (*primals[:3], out, lse, *primals[3:]), moved)
+
+    def tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, params: Params) -> Any:
+        count = len(primals) - len(params.tangents)
+        fixed, linear = list(primals[:count]), primals[count:]
+        terms = []
+        if moved := _nonzero(params.tangents, tangents[count:]):
+            terms.append(_tangent(tangent_p, params, fixed, moved))
+        terms += _plain_jvp(lambda *fixed: plain.tangent(params, *fixed, *linear), fixed, tangents[:count])
+        results = tangent_p.bind(*primals, params=params)
+        return results, _added(results, terms)
+
+    def backward_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, params: Params) -> Any:
+        names = list(ARGUMENTS["backward"])
+        at = {name: names.index(name) for name in ("dout", "dlse")}
+        terms: list[Sequence[Any]] = []
+        if _nonzero(at, [tangents[i] for i in at.values()]):
+            cotangents = list(primals)
+            for i in at.values():
+                cotangents[i] = _instantiated(tangents[i], primals[i])
+            terms.append(backward_p.bind(*cotangents, params=params))
+        others = [_zero(p) if i in at.values() else t
+                  for i, (p, t) in enumerate(zip(primals, tangents, strict=True))]  # fmt: skip
+        terms += _plain_jvp(lambda *args: plain.backward(params, *args), primals, others)
+        results = backward_p.bind(*primals, params=params)
+        return results, _added(results, terms)
+
+    def tangent_transpose(cotangents: Sequence[Any], *args: Any, params: Params) -> Any:
+        count = len(args) - len(params.tangents)
+        inputs, operands, linear = params.split("tangent", args)
+        unknown = {name for name, x in linear.items() if ad.is_undefined_primal(x)}
+        if all(type(x) is ad.Zero for x in cotangents):
+            return [None] * count + [ad.Zero(x.aval) if name in unknown else None for name, x in linear.items()]
+        results = (inputs["out"], inputs["lse"])
+        dout, dlse = (_instantiated(x, result) for x, result in zip(cotangents, results, strict=True))
+        gradients = _gradients(backward_p, params, inputs | {"dout": dout, "dlse": dlse}, operands, unknown)
+        return [None] * count + [
+            _split_alike(gradients[name].astype(x.aval.dtype), x.aval) if name in unknown else None
+            for name, x in linear.items()
+        ]
+
+    def backward_transpose(cotangents: Sequence[Any], *args: Any, params: Params) -> Any:
+        inputs, operands, _ = params.split("backward", args)
+        wanted = [ad.is_undefined_primal(inputs[name]) for name in ("dout", "dlse")]
+        moved = {
+            name: ct.astype(operands[name].dtype if name in operands else ct.dtype)
+            for name, ct in _nonzero((*INPUTS, *params.gradients), cotangents).items()
+        }
+        names = [*inputs, *operands]
+        result: dict[str, Any] = dict.fromkeys(names)
+        if moved:
+            fixed = [inputs[name] for name in ARGUMENTS["tangent"]]
+            terms = _tangent(tangent_p, params, (*fixed, *operands.values()), moved)
+        else:
+            terms = [ad.Zero(inputs[name].aval) if is_wanted else None
+                     for name, is_wanted in zip(("dout", "dlse"), wanted, strict=True)]  # fmt: skip
+        for name, term, is_wanted in zip(("dout", "dlse"), terms, wanted, strict=True):
+            result[name] = term if is_wanted else None
+        return [result[name] for name in names]
+
+    ad.primitive_jvps[forward_p] = forward_jvp
+    ad.primitive_jvps[tangent_p] = tangent_jvp
+    ad.primitive_jvps[backward_p] = backward_jvp
+    ad.primitive_transposes[tangent_p] = tangent_transpose
+    ad.primitive_transposes[backward_p] = backward_transpose
+
+
+def _tangent(tangent_p: Primitive, params: Params, fixed: Sequence[Any], moved: Arrays) -> Any:
+    params = dataclasses.replace(params, gradients=(), tangents=tuple(moved))
+    return tangent_p.bind(*fixed, *moved.values(), params=params)
+
+
+def _nonzero(names: Collection[str], tangents: Sequence[Any]) -> Arrays:
+    """The tangents that are there, by name."""
+    return {name: t for name, t in zip(names, tangents, strict=True) if type(t) is not ad.Zero}
+
+
+def _zero(primal: Any) -> Any:
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())
+
+
+def _instantiated(tangent: Any, like: jax.Array) -> jax.Array:
+    if type(tangent) is not ad.Zero:
+        return tangent
+    zeros: jax.Array = _varying.vary_alike(jnp.zeros_like(like), like)
+    return zeros
+
+
+def _plain_jvp(function: Any, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Sequence[Any]]:
+    """The tangents of ``function``, a list of one, or of none where all ``tangents`` are zero."""
+    moved = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    if not moved:
+        return []
+
+    def of_moved(*xs: Any) -> Any:
+        everything = list(primals)
+        for i, x in zip(moved, xs, strict=True):
+            everything[i] = x
+        return function(*everything)
+
+    return [jax.jvp(of_moved, [primals[i] for i in moved], [tangents[i] for i in moved])[1]]
+
+
+def _added(results: Sequence[Any], terms: Sequence[Sequence[Any]]) -> list[Any]:
+    if not terms:
+        return [_zero(x) for x in results]
+    return [sum(xs[1:], start=xs[0]) for xs in zip(*terms, strict=True)]
+
+
+# The backward pass around the kernels
+
+
+def _gradients(
+    backward_p: Primitive, params: Params, inputs: Arrays, operands: Arrays, wanted: Collection[str]
+) -> Arrays:
+    """The gradients of inputs and operands that are ``wanted``, and maybe others."""
+    # A bias that all keys of a row share moves the row's lse and nothing else: its gradient needs no kernel.
+    of_rows = "bias" in wanted and operands["bias"].shape[3] == 1
+    by_kernel = {name for name in wanted if name in operands and OPERANDS[name].trainable}
+    params = dataclasses.replace(
+        params, tangents=(), gradients=in_order(by_kernel - {"bias"} if of_rows else by_kernel)
+    )
+    results = backward_p.bind(*(inputs[name] for name in ARGUMENTS["backward"]), *operands.values(), params=params)
+    gradients: Arrays = dict(zip((*INPUTS, *params.gradients), results, strict=True))
+    if of_rows or "sinks" in wanted:
+        row_sums = delta(inputs["dout"], inputs["lse"], inputs["dlse"], inputs["out"])
+    if of_rows:
+        gradients["bias"] = _rows_gradient(operands, inputs["lse"], row_sums, inputs["dlse"])
+    if "sinks" in wanted:
+        gradients["sinks"] = _sinks_gradient(operands, inputs["lse"], row_sums)
+    return gradients
+
+
+def delta(dout: jax.Array, lse: jax.Array, dlse: jax.Array, out: jax.Array) -> jax.Array:
+    """[B, N, T]: ds = p * (dp - delta) with delta = rowsum(dout * out) - dlse.
+
+    d lse / d score is the softmax itself, so its cotangent joins the row sum of FlashAttention-2 (equation 4).
+    """
+
+    def row_sums(dout: jax.Array, out: jax.Array) -> jax.Array:
+        return jnp.swapaxes((dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(axis=-1), 1, 2)
+
+    def by_halves(dout: jax.Array, out: jax.Array) -> jax.Array:
+        # XLA makes vector instructions of these, but not of a sum over the last axis: 0.18 ms instead of 3.5 for
+        # (1, 1024, 16, 64).
+        x = dout.astype(lse.dtype) * out.astype(lse.dtype)
+        while x.shape[-1] % 2 == 0 and x.shape[-1] > 4:
+            x = x[..., : x.shape[-1] // 2] + x[..., x.shape[-1] // 2 :]
+        return jnp.swapaxes(x.sum(axis=-1), 1, 2)
+
+    sums: jax.Array = jax.lax.platform_dependent(dout, out, cpu=by_halves, default=row_sums)
+    return sums - dlse
+
+
+def _sinks_gradient(operands: Mapping[str, jax.Array], lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """[B, N]: a sink is a score without a value, so its ds is p * (0 - delta)."""
+    return -_without_padding(operands, _scores.sink_weights(operands, lse) * delta).sum(axis=-1)
+
+
+def _rows_gradient(operands: Mapping[str, jax.Array], lse: jax.Array, delta: jax.Array, dlse: jax.Array) -> jax.Array:
+    """Of a bias [..., ..., ..., 1]: the sum of ds over the keys of a row, p summing to 1 less the weight of the sink.
+
+    It is rowsum(p * dp) - delta * rowsum(p), where rowsum(p * dp) = delta + dlse (FlashAttention-2, equation 4).
+    """
+    rows = dlse + _scores.sink_weights(operands, lse) * delta if "sinks" in operands else dlse
+    rows = _without_padding(operands, jnp.where(jnp.isneginf(lse), 0.0, rows))[..., None]
+    shared = tuple(i for i, n in enumerate(operands["bias"].shape) if n == 1)
+    return rows.sum(axis=shared, keepdims=True)
+
+
+def _without_padding(operands: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
+    """[B, N, T] with 0 for rows that are padding, where cotangents may be anything."""
+    rows = jnp.arange(x.shape[-1], dtype=jnp.int32)
+    if "q_lengths" in operands:
+        x = jnp.where(rows < operands["q_lengths"][:, None, None], x, 0.0)
+    if "cu_q_lengths" in operands:
+        x = jnp.where(rows < operands["cu_q_lengths"][:, -1, None, None], x, 0.0)
+    return x
+
+
+def _split_alike(gradient: jax.Array, aval: Any) -> jax.Array:
+    """On a mesh of explicit axes a gradient has to be split as its operand is, which may be less than the query is."""
+    wanted = aval.sharding
+    if wanted.mesh.empty or tuple(wanted.spec) == tuple(jax.typeof(gradient).sharding.spec):
+        return gradient
+    resharded: jax.Array = jax.sharding.reshard(gradient, wanted)
+    return resharded

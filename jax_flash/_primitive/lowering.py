@@ -1,0 +1,165 @@
+"""What one device runs: a custom call, or plain JAX where no kernel serves the call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash import _core, _dtypes, _explain, _half, _registration
+from jax_flash._options import OPERANDS
+from jax_flash._primitive import plain
+from jax_flash._primitive.derivatives import delta
+from jax_flash._primitive.params import ARGUMENTS, Params, in_order, result_shapes
+
+
+class Target(NamedTuple):
+    """For what a call is lowered."""
+
+    platform: str  # "cpu", "cuda" or "other"
+    portable: bool  # for devices that need not be those of this process (jax.export)
+
+
+def call(pass_: str, target: Target, params: Params, *args: jax.Array) -> tuple[jax.Array, ...]:
+    results = result_shapes(pass_, params, args)
+    if 0 in args[0].shape:  # vmap over an axis of size 0; the kernels want one problem at least
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in results)
+    if pass_ == "tangent":
+        return plain.evaluate(pass_, params, *args)
+    platform = target.platform
+    chosen = _explain.choose(params.implementation, platform, _explain.Call.of(args[0], args[2], params.options))
+    if chosen == "cuda":
+        if pass_ == "backward":
+            args = (*args[:5], delta(*args[3:7]), *args[6:])
+        if not target.portable:
+            params = _for_local_gpus(pass_, params, max(args[0].shape[-1], args[2].shape[-1]))
+        dtype = args[0].dtype
+        old = not target.portable and _explain.has_old_gpu()
+        if dtype == jnp.float32 or (dtype == jnp.bfloat16 and old):
+            wide = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in results]
+            called = _aligned(pass_, params, wide, functools.partial(_half_precision, pass_, params), *args)
+            return tuple(x.astype(result.dtype) for x, result in zip(called, results, strict=True))
+        return _aligned(pass_, params, results, functools.partial(_custom_call, pass_, chosen, params), *args)
+    if chosen == "cpu":
+        return _custom_call(pass_, chosen, params, results, *args)
+    return plain.evaluate(pass_, params, *args)
+
+
+def _for_local_gpus(pass_: str, params: Params, largest_head_dim: int) -> Params:
+    """The parameters where the GPUs of this process sum gradients in one order whatever is asked for.
+
+    Kernels that add nothing to dq want no accumulator: it is said by an option that every GPU serves.
+    """
+    if pass_ != "backward":
+        return params
+    separate = _explain.has_old_gpu() or (not params.gradients and _explain.separate_dq(largest_head_dim))
+    options = dataclasses.replace(params.options, deterministic=params.options.deterministic or separate)
+    return dataclasses.replace(params, options=options)
+
+
+def _half_precision(
+    pass_: str, params: Params, results: Sequence[jax.ShapeDtypeStruct], *args: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The custom call for CUDA on float16 arrays, with delta for dlse; its results are float32."""
+    _, operands, _ = params.split(pass_, args)
+    gradients = (args[3], args[5]) if pass_ == "backward" else ()
+    if "bias" in operands:
+        operands["bias"] = operands["bias"].astype(jnp.float32)
+    halves, operands["unscales"] = _half.scaled(params.options, operands, *args[:3], *gradients)
+    dims = {**dict(params.operands), "unscales": OPERANDS["unscales"].dims}
+    names = in_order(operands)
+    params = dataclasses.replace(
+        params,
+        options=dataclasses.replace(params.options, wide_bias="bias" in operands),
+        operands=tuple((name, dims[name]) for name in names),
+    )
+    fixed = len(ARGUMENTS[pass_])
+    args = (*halves, *args[len(halves) : fixed], *(operands[name] for name in names))
+    return _custom_call(pass_, "cuda", params, results, *args)
+
+
+def _custom_call(
+    pass_: str, platform: str, params: Params, results: Sequence[jax.ShapeDtypeStruct], *args: jax.Array
+) -> tuple[jax.Array, ...]:
+    shapes = tuple(x.shape for x in results)
+    attributes = _attributes(params)
+    if platform == "cuda" and "bias" in params.gradients and dict(params.operands)["bias"][2] == "1":
+        # Of a bias that all rows share, the kernels leave a sum for every batch entry and head.
+        batch, _, q_heads, _ = args[0].shape
+        at = 3 + params.gradients.index("bias")
+        results = list(results)
+        results[at] = jax.ShapeDtypeStruct((batch, q_heads, *shapes[at][2:]), results[at].dtype)
+    if scratch := _scratch(pass_, platform, params, attributes, *args):
+        wide = _dtypes.accumulation_dtype(args[0].dtype)
+        results = (*results, jax.ShapeDtypeStruct((scratch,), wide))
+    if pass_ == "backward" and platform == "cuda":
+        args = (*args[:6], *args[7:])  # these kernels take delta, which stands in dlse's place, for dlse and out
+    target = _registration.FORWARD_TARGET if pass_ == "forward" else _registration.BACKWARD_TARGET
+    called = jax.ffi.ffi_call(target, results)(*args, **attributes)
+    return tuple(_summed_to(shape, x) for shape, x in zip(shapes, called, strict=False))
+
+
+def _summed_to(shape: tuple[int, ...], x: jax.Array) -> jax.Array:
+    axes = tuple(i for i, (wanted, n) in enumerate(zip(shape, x.shape, strict=True)) if wanted != n)
+    return x.sum(axis=axes, keepdims=True) if axes else x
+
+
+def _attributes(params: Params) -> dict[str, Any]:
+    """The record by name, as the handlers decode it: int32 for ints."""
+    attributes: dict[str, Any] = {
+        name: np.int32(x) if type(x) is int else x for name, x in dataclasses.asdict(params.options).items()
+    }
+    attributes.update({f"has_{name}": name in params.names for name in OPERANDS})
+    attributes.update({f"has_d{name}": name in params.gradients for name, x in OPERANDS.items() if x.trainable})
+    return attributes
+
+
+def _scratch(pass_: str, platform: str, params: Params, attributes: Mapping[str, Any], *args: jax.Array) -> int:
+    query, key, value = args[:3]
+    batch, q_length, q_heads, head_dim = query.shape
+    _, operands, _ = params.split(pass_, args)
+    elements: int = _core.scratch(
+        pass_=pass_,
+        platform=platform,
+        dtype=query.dtype.name,
+        options={name: int(x) if isinstance(x, np.int32) else x for name, x in attributes.items()},
+        batch=batch,
+        q_length=q_length,
+        kv_length=key.shape[1],
+        q_heads=q_heads,
+        kv_heads=key.shape[2],
+        head_dim=head_dim,
+        value_head_dim=value.shape[3],
+        bias_shape=operands["bias"].shape if "bias" in operands else (),
+    )
+    return elements
+
+
+def _aligned(
+    pass_: str,
+    params: Params,
+    results: Sequence[jax.ShapeDtypeStruct],
+    call: Callable[..., tuple[jax.Array, ...]],
+    *args: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Calls with head dims padded by zeros to the next multiple of 8, so that every row starts on 16 bytes."""
+    sizes = {"h": args[0].shape[-1], "v": args[2].shape[-1]}
+
+    def missing(dims: str) -> int:
+        return -sizes.get(dims[-1], 0) % 8
+
+    def pad(x: jax.Array, dims: str) -> jax.Array:
+        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing(dims)),)) if missing(dims) else x
+
+    dims = params.result_dims(pass_)
+    padded = [
+        jax.ShapeDtypeStruct((*x.shape[:-1], x.shape[-1] + missing(d)), x.dtype)
+        for x, d in zip(results, dims, strict=True)
+    ]
+    called = call(padded, *map(pad, args, params.argument_dims(pass_)))
+    return tuple(x[..., : sizes[d[-1]]] if d[-1] in sizes else x for x, d in zip(called, dims, strict=True))

@@ -1,0 +1,231 @@
+"""Splitting a call over devices along batch, query heads and rows of query, each device with the keys that it needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+
+from jax_flash import _dtypes, _scores
+from jax_flash._options import UNLIMITED, Options
+from jax_flash._primitive import lowering
+from jax_flash._primitive.params import Params, in_order
+
+Axes = Any  # an entry of a PartitionSpec: None, the name of a mesh axis, or several
+Arrays = dict[str, jax.Array]
+
+_INT32_MAX = np.iinfo(np.int32).max
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """The mesh axes along which batch, rows of query and query heads are split.
+
+    ``shares_keys``: key heads are on every device, which takes those of its query heads.
+    """
+
+    batch: Axes
+    rows: Axes
+    heads: Axes
+    shares_keys: bool
+
+    def axes(self) -> dict[str, Axes]:
+        """For the letters of dimensions; those that are not there are not split."""
+        return {"b": self.batch, "t": self.rows, "n": self.heads, "k": None if self.shares_keys else self.heads}
+
+
+def split_of(
+    devices: Mapping[Any, int], spec: Sequence[Axes], query_shape: Sequence[int], kv_heads: int, *, rows_can_split: bool
+) -> tuple[Split, list[str]]:
+    """How a call is split whose query has the sharding ``spec``, and what of that is not, with the reasons.
+
+    ``devices`` are the sizes of the mesh axes.
+    """
+    obstacles = []
+
+    def divided(dim: int, what: str) -> Axes:
+        count = _count(devices, spec[dim])
+        if query_shape[dim] % count == 0:
+            return spec[dim]
+        obstacles.append(f"{what} is gathered: {query_shape[dim]} do not divide evenly over {count} devices")
+        return None
+
+    batch, heads = divided(0, "the batch of query"), divided(2, "the heads of query")
+    rows = None
+    if rows_can_split:
+        rows = divided(1, "the length of query")
+    elif _count(devices, spec[1]) > 1:
+        obstacles.append("the length of query is gathered: rows of packed sequences or with dropout are not split")
+    if _count(devices, spec[3]) > 1:
+        obstacles.append("head_dim is gathered: it is never split")
+    return Split(batch, rows, heads, kv_heads % _count(devices, heads) != 0), obstacles
+
+
+def rows_can_split(options: Options, packed: bool) -> bool:
+    """Dropout and packed sequences count rows from the first one of the array."""
+    return not options.dropout_rate and not packed
+
+
+@functools.cache
+def partitioned(pass_: str, target: lowering.Target, params: Params) -> Callable[..., Any]:
+    """The call, split over devices; the length of key and head dims are gathered."""
+    argument_dims, result_dims = params.argument_dims(pass_), params.result_dims(pass_)
+    can_split_rows = rows_can_split(params.options, params.limits is not None)
+
+    @custom_partitioning
+    def attend(*args: jax.Array) -> tuple[jax.Array, ...]:
+        return lowering.call(pass_, target, params, *args)
+
+    def partition(mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+        if mesh.empty:  # no mesh to split over, though there are several devices: all of them do all of it
+            return (
+                mesh,
+                functools.partial(_apart, functools.partial(lowering.call, pass_, target, params)),
+                tuple(x.sharding for x in results),
+                tuple(x.sharding for x in args),
+            )
+        query, key = args[:2]
+        split, _ = split_of(mesh.shape, _spec(query), query.shape, key.shape[2], rows_can_split=can_split_rows)
+        axes = split.axes()
+
+        def sharding(dims: str) -> NamedSharding:
+            return NamedSharding(mesh, PartitionSpec(*(axes.get(dim) for dim in dims)))
+
+        local = functools.partial(_of_one_device, split, key.shape[2], pass_, target, params)
+        return (
+            mesh,
+            functools.partial(_apart, local),
+            tuple(map(sharding, result_dims)),
+            tuple(map(sharding, argument_dims)),
+        )
+
+    def rule(mesh: Mesh, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+        q_heads, kv_heads = arguments[0].shape[2], arguments[1].shape[2]
+        # Two factors, not a compound one: that could split a key head, which `partition` has no sharding for, and it
+        # must not have a part of size 1, as a single key head would make it.
+        letters = {"2": "pair"} | ({"n": "k"} if q_heads == kv_heads else {})
+        order: dict[str, None] = {}
+
+        def factors(dims: str, name: str) -> str:
+            found = [f"{name}{i}" if dim == "1" else letters.get(dim, dim) for i, dim in enumerate(dims)]
+            order.update(dict.fromkeys(found))
+            return " ".join(found)
+
+        left = ", ".join(factors(dims, f"x{i}_") for i, dims in enumerate(argument_dims))
+        right = ", ".join(factors(dims, f"y{i}_") for i, dims in enumerate(result_dims))
+        split = "btnk" if can_split_rows else "bnk"
+        return f"{left} -> {right}", {"need_replication_factors": tuple(x for x in order if x not in split)}
+
+    attend.def_partition(partition=partition, sharding_rule=rule)
+    return attend
+
+
+def _of_one_device(
+    split: Split, kv_heads: int, pass_: str, target: lowering.Target, params: Params, *args: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The results of a device whose arguments are split by ``split``."""
+    fixed, operands, tangents = params.split(pass_, args)
+    query = fixed["query"]
+    if split.rows is not None:
+        first_row = jax.lax.axis_index(split.rows) * np.int32(query.shape[1])
+        params, operands = _from_row(first_row, query.shape[:2], params, operands)
+    key_heads = None
+    if split.shares_keys:
+        key_heads = _key_heads(split.heads, query.shape[2], kv_heads)
+        for arrays in (fixed, tangents):
+            arrays.update({name: arrays[name][:, :, key_heads] for name in ("key", "value") if name in arrays})
+    results = list(lowering.call(pass_, target, params, *fixed.values(), *operands.values(), *tangents.values()))
+
+    everything, axes = _mesh_axes(split.batch, split.rows, split.heads), split.axes()
+    for i, dims in enumerate(params.result_dims(pass_)):
+        x = results[i]
+        shared = tuple(name for name in everything if name not in _mesh_axes(*(axes.get(dim) for dim in dims)))
+        if not shared:
+            continue
+        # What several devices share is the sum over them: of keys, and of operands without these dimensions.
+        x = x.astype(_dtypes.accumulation_dtype(x.dtype))
+        if key_heads is not None and "k" in dims:
+            x = jnp.zeros((*x.shape[:2], kv_heads, *x.shape[3:]), x.dtype).at[:, :, key_heads].add(x)
+        results[i] = jax.lax.psum(x, shared).astype(results[i].dtype)
+    return tuple(results)
+
+
+def _from_row(first_row: jax.Array, shape: tuple[int, ...], params: Params, operands: Arrays) -> tuple[Params, Arrays]:
+    """Parameters and operands of the rows from ``first_row`` on; ``shape`` is that of query, [B, rows]."""
+    batch, rows = shape
+    operands, dims = dict(operands), dict(params.operands)
+    options = params.options
+    window = (options.window_left, options.window_right)
+    if options.causal or window != (UNLIMITED, UNLIMITED) or "alibi_slopes" in operands:
+        offset = operands.get("q_offset", jnp.zeros((batch, 1), jnp.int32))
+        # Positions beyond int32 keep what its largest keeps.
+        operands["q_offset"] = jnp.where(offset > _INT32_MAX - first_row, _INT32_MAX, offset + first_row)
+        dims["q_offset"] = "bd"
+    if "q_lengths" in operands:
+        operands["q_lengths"] = jnp.clip(operands["q_lengths"] - first_row, 0, rows)
+    if "q_segment_ranges" in operands:
+        operands["q_segment_ranges"] = _scores.segment_ranges(operands["q_segment_ids"])
+    names = in_order(operands)
+    params = dataclasses.replace(params, operands=tuple((name, dims[name]) for name in names))
+    return params, {name: operands[name] for name in names}
+
+
+def _key_heads(heads: Axes, q_heads: int, kv_heads: int) -> jax.Array:
+    """Which key heads this device's ``q_heads`` attend to, one for every so many of them, int32 [..]."""
+    group = jax.lax.axis_size(heads) * q_heads // kv_heads
+    common = math.gcd(group, q_heads)  # query heads in a row that begin and end with a device's and share a key head
+    first = jax.lax.axis_index(heads) * np.int32(q_heads)
+    indices: jax.Array = (first + jnp.arange(0, q_heads, common, dtype=jnp.int32)) // np.int32(group)
+    return indices
+
+
+# What one device runs knows nothing of the mesh that the surrounding program is traced with: where its axes are
+# explicit, jax 0.11 would put a sharding behind every operation, a sum or the addition within a psum, and XLA's
+# partitioner, by then, leaves it there for somebody to run. Traced and lowered both, hence by a primitive.
+
+_NO_MESH = AbstractMesh((), ())
+
+
+def _apart(run: Callable[..., tuple[jax.Array, ...]], *args: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(_part_p.bind(*args, run=run))
+
+
+def _part_shapes(*avals: Any, run: Callable[..., Any]) -> list[Any]:
+    with use_abstract_mesh(_NO_MESH):
+        return [ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(run, *avals)]
+
+
+def _part_lowering(ctx: Any, *args: Any, run: Callable[..., Any]) -> Any:
+    with use_abstract_mesh(_NO_MESH):
+        return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
+
+
+_part_p = Primitive("jax_flash_part")
+_part_p.multiple_results = True
+_part_p.def_abstract_eval(_part_shapes)
+mlir.register_lowering(_part_p, _part_lowering)
+
+
+def _spec(arg: Any) -> tuple[Axes, ...]:
+    spec = tuple(arg.sharding.spec)
+    return spec + (None,) * (len(arg.shape) - len(spec))
+
+
+def _mesh_axes(*specs: Axes) -> tuple[Any, ...]:
+    """The names in entries of a PartitionSpec."""
+    return tuple(name for spec in specs if spec is not None for name in (spec if isinstance(spec, tuple) else (spec,)))
+
+
+def _count(devices: Mapping[Any, int], spec: Axes) -> int:
+    return math.prod(devices[name] for name in _mesh_axes(spec))

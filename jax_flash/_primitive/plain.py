@@ -1,0 +1,51 @@
+"""The primitives in plain JAX: where no kernel serves a call, and for derivatives that have no kernel."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+
+from jax_flash import _chunked, _dtypes, _varlen
+from jax_flash._primitive.params import INPUTS, Params
+
+
+def evaluate(pass_: str, params: Params, *args: jax.Array) -> tuple[jax.Array, ...]:
+    return {"forward": forward, "tangent": tangent, "backward": backward}[pass_](params, *args)
+
+
+def forward(params: Params, *args: jax.Array) -> tuple[jax.Array, ...]:
+    inputs, operands, _ = params.split("forward", args)
+    if params.limits is None:
+        return _chunked.attention(inputs["query"], inputs["key"], inputs["value"], operands, params.options)
+    return _varlen.attention(
+        inputs["query"],
+        inputs["key"],
+        inputs["value"],
+        operands,
+        params.options,
+        *params.limits,
+        attend=_chunked.attention,
+    )
+
+
+def tangent(params: Params, *args: jax.Array) -> tuple[jax.Array, ...]:
+    inputs, operands, tangents = params.split("tangent", args)
+    return _tangent_of(params)(**inputs, operands=operands, tangents=tangents, options=params.options)
+
+
+def backward(params: Params, *args: jax.Array) -> tuple[jax.Array, ...]:
+    inputs, operands, _ = params.split("backward", args)
+    wanted = (*INPUTS, *params.gradients)
+    gradients = _chunked.backward(
+        **inputs, operands=operands, options=params.options, wanted=wanted, tangent=_tangent_of(params)
+    )
+    wide = _dtypes.accumulation_dtype(inputs["query"].dtype)
+    return tuple(gradients[name] if name in INPUTS else gradients[name].astype(wide) for name in wanted)
+
+
+def _tangent_of(params: Params) -> _chunked.Tangent:
+    if params.limits is None:
+        return _chunked.tangent
+    max_q_length, max_kv_length = params.limits
+    return functools.partial(_varlen.tangent, max_q_length=max_q_length, max_kv_length=max_kv_length)

@@ -1,0 +1,19 @@
+"""What ``jax.checkpoint`` (remat) may keep of attention, so that its forward pass runs once.
+
+    jax.checkpoint(block, policy=jax_flash.checkpoint_policies.save_attention)
+    jax.checkpoint(block, policy=jax.checkpoint_policies.save_from_both_policies(
+        jax_flash.checkpoint_policies.save_attention, jax.checkpoint_policies.dots_with_no_batch_dims_saveable))
+
+The backward pass needs out and lse as the call made them, [B, T, N, V] and [B, N, T]. A name that a model gives to its
+own attention output (``jax.ad_checkpoint.checkpoint_name``) keeps an array that the backward pass has no use for.
+"""
+
+import jax
+
+OUT = "jax_flash_out"
+LSE = "jax_flash_lse"
+NAMES = (OUT, LSE)
+"""The names of out and lse, for ``jax.checkpoint_policies.save_only_these_names`` and its like; both are needed."""
+
+save_attention = jax.checkpoint_policies.save_only_these_names(*NAMES)
+"""Keeps out and lse of every `jax_flash.attention`, and nothing else."""
