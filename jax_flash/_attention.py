@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_flash import _checks, _chunked, _dropout, _dtypes, _explain, _primitive, _reference, _varlen, _varying
-from jax_flash._options import OPERANDS, SEGMENT_BLOCK, UNLIMITED, Options
+from jax_flash._options import OPERANDS, SEGMENT_BLOCK, UNLIMITED, Implementation, Options, Precision
 
 ArrayLike = jax.typing.ArrayLike
 Window = int | tuple[int | None, int | None] | None
@@ -29,9 +29,9 @@ class _Shared(TypedDict, total=False):
     sinks: ArrayLike | None
     dropout_rate: float
     dropout_key: ArrayLike | None
-    precision: str | jax.lax.Precision | None
-    deterministic: bool | None
-    implementation: str | None
+    precision: Precision | None
+    deterministic_backward: bool | None
+    implementation: Implementation | None
 
 
 class _Padded(_Shared, total=False):
@@ -100,10 +100,10 @@ def attention(
     kv_segment_ids: ArrayLike | None = None,
     q_lengths: ArrayLike | None = None,
     kv_lengths: ArrayLike | None = None,
-    precision: str | jax.lax.Precision | None = None,
-    deterministic: bool | None = None,
+    precision: Precision | None = None,
+    deterministic_backward: bool | None = None,
     return_lse: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Exact attention, ``softmax(scale * query @ key.T) @ value``, in O(T + S) memory, forward and backward.
 
@@ -149,9 +149,9 @@ def attention(
       kv_lengths: the same for keys, clipped to [0, S].
       precision: of float32 products on GPUs: "default" and "high" are TF32's accuracy, "highest" float32's own; None
         follows ``jax.default_matmul_precision``. Other dtypes and CPUs have their full accuracy always.
-      deterministic: whether the backward pass on GPUs sums in one order, so that its results are the same bits every
-        time, or by atomic additions, which is faster from compute capability 8.0 on. None takes what is faster, and
-        means True where ``XLA_FLAGS`` has ``--xla_gpu_deterministic_ops`` or
+      deterministic_backward: whether the backward pass on GPUs sums in one order, so that its results are the same bits
+        every time, or by atomic additions, which is faster from compute capability 8.0 on. None takes what is faster,
+        and means True where ``XLA_FLAGS`` has ``--xla_gpu_deterministic_ops`` or
         ``--xla_gpu_exclude_nondeterministic_ops``. Other implementations are deterministic always.
       return_lse: also return lse.
       implementation: None picks the best one that serves the call where it runs (``jax_flash.explain`` says which);
@@ -181,7 +181,7 @@ def attention(
         dropout_rate,
         dropout_key,
         precision,
-        deterministic,
+        deterministic_backward,
     )
     record = _record(arguments, query, leading, q_heads)
     return_lse = _checks.boolean("return_lse", return_lse)
@@ -292,10 +292,10 @@ def attention_varlen(
     sinks: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
-    precision: str | jax.lax.Precision | None = None,
-    deterministic: bool | None = None,
+    precision: Precision | None = None,
+    deterministic_backward: bool | None = None,
     return_lse: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention inside each of D documents that lie packed behind each other, without padding.
 
@@ -323,7 +323,7 @@ def attention_varlen(
       dropout_rate: see `attention`.
       dropout_key: the mask is ``dropout_mask(dropout_key, dropout_rate, (D, N, max_q_length, max_kv_length))``.
       precision: see `attention`.
-      deterministic: see `attention`.
+      deterministic_backward: see `attention`.
       return_lse: also return lse.
       implementation: see `attention`.
 
@@ -358,7 +358,7 @@ def attention_varlen(
         dropout_rate,
         dropout_key,
         precision,
-        deterministic,
+        deterministic_backward,
     )
     record = _record(arguments, query, (documents,), q_heads)
     return_lse = _checks.boolean("return_lse", return_lse)
@@ -406,7 +406,7 @@ class _Arguments(NamedTuple):
     dropout_rate: object
     dropout_key: object
     precision: object
-    deterministic: object
+    deterministic_backward: object
 
 
 class _Record(NamedTuple):
@@ -423,9 +423,9 @@ def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q
     left, right = _checks.window(arguments.window)
     offset = _checks.q_offset(arguments.q_offset, leading)
     scale = _checks.scale(arguments.scale, query.shape[-1])
-    deterministic = arguments.deterministic
+    deterministic = arguments.deterministic_backward
     if deterministic is not None:
-        deterministic = _checks.boolean("deterministic", deterministic)
+        deterministic = _checks.boolean("deterministic_backward", deterministic)
     rate, dropout_key = _checks.dropout(arguments.dropout_rate, arguments.dropout_key, (*leading, q_heads))
     fields = {
         "causal": causal,
@@ -469,7 +469,7 @@ def _segment_ranges(ids: jax.Array) -> jax.Array:
 class _Static(NamedTuple):
     """What is known of a call when it is traced, besides the record."""
 
-    implementation: str | None
+    implementation: Implementation | None
     limits: tuple[int, int] | None  # longest query and key document of a packed call
 
 

@@ -3,16 +3,17 @@
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_flash import _dtypes
-from jax_flash._options import UNLIMITED
+from jax_flash._options import UNLIMITED, Precision
 
 _LIMIT = np.iinfo(np.int32)
+_PRECISIONS: tuple[str, ...] = get_args(get_args(Precision)[0])
 
 
 def describe(value: object) -> str:
@@ -231,11 +232,10 @@ def dropout(rate: object, key: object, shape: tuple[int, ...]) -> tuple[float, j
 
 def highest_precision(precision: object, dtype: Any) -> bool:
     """Whether float32 products are to have float32's accuracy; None follows jax.default_matmul_precision."""
-    names = ("default", "high", "highest")
     if isinstance(precision, jax.lax.Precision):
         precision = precision.name.lower()
-    if precision is not None and precision not in names:
-        raise ValueError(f"precision must be None or one of {', '.join(names)}, got {describe(precision)}")
+    if precision is not None and precision not in _PRECISIONS:
+        raise ValueError(f"precision must be None or one of {', '.join(_PRECISIONS)}, got {describe(precision)}")
     if np.dtype(dtype) != np.float32:
         return False
     if precision is None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_flash import _checks, _dtypes
 from jax_flash._attention import attention
+from jax_flash._options import Implementation
 
 _IMPLEMENTATIONS = {"cudnn": "cuda"}
 """What jax.nn calls otherwise. Its "cudnn" asks for fused kernels on an NVIDIA GPU, or an exception: so does "cuda"."""
@@ -27,7 +28,7 @@ def dot_product_attention(
     query_seq_lengths: jax.typing.ArrayLike | None = None,
     key_value_seq_lengths: jax.typing.ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | Literal["cudnn"] | None = None,
     return_residual: Literal[False] = ...,
 ) -> jax.Array: ...
 
@@ -45,7 +46,7 @@ def dot_product_attention(
     query_seq_lengths: jax.typing.ArrayLike | None = None,
     key_value_seq_lengths: jax.typing.ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | Literal["cudnn"] | None = None,
     return_residual: Literal[True],
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -62,7 +63,7 @@ def dot_product_attention(
     query_seq_lengths: jax.typing.ArrayLike | None = None,
     key_value_seq_lengths: jax.typing.ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | Literal["cudnn"] | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`attention` by the arguments of ``jax.nn.dot_product_attention``, so that an import is all that changes.

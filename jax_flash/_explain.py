@@ -7,16 +7,15 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
 
 from jax_flash import _checks, _core, _origins, _registration, _tuned
-from jax_flash._options import Options
+from jax_flash._options import Implementation, Options, Precision
 
-IMPLEMENTATIONS = ("cuda", "cpu", "xla", "reference")
-"""Every implementation, in the order in which they are tried; the reference is never picked unasked."""
+IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
 _PLATFORM = {"cpu": "cpu", "cuda": "cuda"}  # the one platform of each kernel implementation
 
@@ -108,7 +107,7 @@ def deterministic_by_default() -> bool:
 
 @functools.cache
 def separate_dq(largest_head_dim: int) -> bool:
-    """Whether dquery has a pass of its own on every CUDA device here, whatever ``deterministic`` says."""
+    """Whether dquery has a pass of its own on every CUDA device here, whatever ``deterministic_backward`` says."""
     return bool(_cuda_devices()) and all(
         _core.separate_dq(arch=device["compute_capability"], largest_head_dim=largest_head_dim)
         for device in _registration.cuda_status()["devices"]
@@ -200,7 +199,7 @@ class Explanation:
       platform: where the call was taken to run.
       obstacles: for every implementation that can't serve it, the reason.
       tuned: tile rows of ``bench tune --store`` for this GPU and head_dim: kernels of calls without options but
-        ``causal`` and ``deterministic`` have them in place of the table's.
+        ``causal`` and ``deterministic_backward`` have them in place of the table's.
     """
 
     implementation: str
@@ -222,7 +221,14 @@ class Explanation:
 
 
 def explain(
-    query: Any, key: Any, value: Any, *, platform: str | None = None, implementation: str | None = None, **options: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    platform: str | None = None,
+    implementation: Implementation | None = None,
+    precision: Precision | None = None,
+    **options: Any,
 ) -> Explanation:
     """Says which implementation serves ``attention(query, key, value, ...)``, and why not the others.
 
@@ -235,6 +241,7 @@ def explain(
       value: see ``query``.
       platform: "cpu", "cuda" or another platform of JAX; None means that of JAX's default device.
       implementation: as for `attention`.
+      precision: as for `attention`.
       **options: the other keyword arguments of `attention`.
 
     Raises:
@@ -243,15 +250,16 @@ def explain(
     from jax_flash._attention import attention  # the call graph runs the other way: attention asks this module
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)]
-    precise = _checks.highest_precision(options.get("precision"), shapes[0].dtype)
-    jax.eval_shape(lambda *arrays: attention(*arrays, implementation=implementation, **options), *shapes)
+    precise = _checks.highest_precision(precision, shapes[0].dtype)
+    attend = functools.partial(attention, implementation=implementation, precision=precision, **options)
+    jax.eval_shape(attend, *shapes)
     if platform is None:
         # A device, the name of a platform, or None; set by name at run time, so unknown to type checkers.
         device = jax.config.jax_default_device  # type: ignore[attr-defined]
         platform = getattr(device, "platform", device) or jax.default_backend()
         platform = "cuda" if platform == "gpu" else platform
     call = Call(np.dtype(shapes[0].dtype).name, shapes[0].shape[-1], shapes[2].shape[-1], precise)
-    obstacles = {name: reason for name in IMPLEMENTATIONS if (reason := obstacle(name, platform, call))}
+    obstacles: dict[str, str] = {name: reason for name in IMPLEMENTATIONS if (reason := obstacle(name, platform, call))}
     tuned: tuple[str, ...] = ()
     chosen = choose(implementation, platform, call)
     if chosen == "cuda" and _cuda_devices() and call.head_dim == call.value_head_dim:

@@ -218,7 +218,11 @@ OPTIONS = {
         ValueError,
         r"precision must be None or one of default, high, highest",
     ),
-    "deterministic_number": ({"deterministic": 1}, TypeError, r"deterministic must be a bool.*got 1 of type int"),
+    "deterministic_number": (
+        {"deterministic_backward": 1},
+        TypeError,
+        r"deterministic_backward must be a bool.*got 1 of type int",
+    ),
     "precision_number": ({"precision": 1}, ValueError, r"precision must be None or one of.*got 1 of type int"),
     "implementation_unknown": (
         {"implementation": "triton"},

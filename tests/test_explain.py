@@ -1,5 +1,8 @@
 """explain() tells who serves a call, and why not the others."""
 
+import typing
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -68,6 +71,30 @@ def test_takes_arrays_and_every_option() -> None:
         x, x, x, causal=True, q_offset=jnp.array([1], jnp.int32), scale=0.5, return_lse=True, platform="cpu"
     )
     assert explanation.implementation == "cpu"
+
+
+@pytest.mark.parametrize("function", ["attention", "attention_varlen", "dot_product_attention", "explain"])
+def test_names_are_typed(function: str) -> None:
+    """A type checker knows which implementations and precisions there are, in every overload too."""
+    public = getattr(jax_flash, function)
+    overloads = typing.get_overloads(public)
+    assert len(overloads) == {"explain": 0, "dot_product_attention": 2}.get(function, 3)
+    for signature in (public, *overloads):
+        hints = typing.get_type_hints(signature)
+        if "implementation" not in hints:  # an overload that takes its options by a TypedDict
+            (hints,) = (typing.get_type_hints(typing.get_args(x)[0]) for x in (hints["options"],))
+        names = {"cuda", "cpu", "xla", "reference"} | ({"cudnn"} if function == "dot_product_attention" else set())
+        assert values(hints["implementation"]) == {None, *names}
+        if function != "dot_product_attention":
+            assert values(hints["precision"]) == {None, "default", "high", "highest", jax.lax.Precision}
+
+
+def values(hint: Any) -> set[Any]:
+    """Of a union of literals and types, None for its type."""
+    if typing.get_origin(hint) is typing.Literal:
+        return set(typing.get_args(hint))
+    members = typing.get_args(hint)
+    return set().union(*map(values, members)) if members else {None if hint is type(None) else hint}
 
 
 def test_checks_as_attention_does() -> None:
