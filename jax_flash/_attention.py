@@ -7,11 +7,25 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_flash import _checks, _chunked, _dropout, _dtypes, _explain, _primitive, _reference, _varlen, _varying
+from jax_flash import (
+    _checks,
+    _chunked,
+    _dropout,
+    _dtypes,
+    _explain,
+    _private,
+    _reference,
+    _registration,
+    _varlen,
+    _varying,
+)
 from jax_flash._options import OPERANDS, SEGMENT_BLOCK, UNLIMITED, Implementation, Options, Precision
+
+if _private.MISSING is None:
+    from jax_flash import _primitive
+    from jax_flash._private import checkpoint_name
 
 ArrayLike = jax.typing.ArrayLike
 Window = int | tuple[int | None, int | None] | None
@@ -487,7 +501,9 @@ def _run(
             name: jnp.broadcast_to(x, (*full, *x.shape[2:])) if name == "bias" else x for name, x in operands.items()
         }
     query, key, value, operands = _varying.vary_alike((query, key, value, operands))
-    plain = {"reference": _reference.attention, "xla": _chunked.attention}.get(static.implementation or "")
+    # Where the library has no kernels to call, nobody has to ask a primitive, which may not be there.
+    implementation = static.implementation or ("xla" if _registration.UNAVAILABLE else None)
+    plain = {"reference": _reference.attention, "xla": _chunked.attention}.get(implementation or "")
     if plain is None:
         return _kernel_attention(options, static, query, key, value, operands)
     if static.limits is not None:

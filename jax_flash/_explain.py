@@ -155,6 +155,8 @@ def obstacle(implementation: str, platform: str, call: Call) -> str | None:
     wanted = _PLATFORM.get(implementation)
     if wanted is not None and platform != wanted:
         return f"it runs on platform {wanted!r}, the call on {platform!r}"
+    if wanted is not None and _registration.UNAVAILABLE:
+        return _registration.UNAVAILABLE
     for rule in RULES.get(implementation, ()):
         if rule.applies(call):
             return rule.reason(call)

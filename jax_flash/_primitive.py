@@ -17,15 +17,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowering
-from jax.core import ShapedArray
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jax_flash import _chunked, _core, _dtypes, _explain, _half, _registration, _varlen
 from jax_flash._options import OPERANDS, Options
+from jax_flash._private import (
+    Primitive,
+    ShapedArray,
+    ad,
+    apply_primitive,
+    batching,
+    custom_partitioning,
+    mlir,
+    prim_requires_devices_during_lowering,
+)
 
 # Dimensions of every fixed argument and result: b batch, t and s lengths, n and k heads, h and v head dims. Operands
 # have their letters in _options.py; a dimension of size 1 that is broadcast is written 1.
