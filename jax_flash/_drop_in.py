@@ -88,8 +88,8 @@ def dot_product_attention(
       mask: pairs where it is True are kept; boolean, up to 4 dimensions, broadcastable to ``[B, N, T, S]``.
       scale: multiplies the scores; None means ``1 / sqrt(H)``.
       is_causal: keep keys s <= t only: the first query and the first key are aligned.
-      query_seq_lengths: int32 ``[B]``; rows of ``query`` from these on are padding.
-      key_value_seq_lengths: int32 ``[B]``; rows of ``key`` and ``value`` from these on are padding.
+      query_seq_lengths: integers ``[B]`` as for `attention`; rows of ``query`` from these on are padding.
+      key_value_seq_lengths: integers ``[B]``; rows of ``key`` and ``value`` from these on are padding.
       local_window_size: ``(left, right)``: keep keys t - left <= s <= t + right only; an int stands for both sides.
       implementation: as for `attention`: None, "cpu", "cuda", "xla" or "reference". Code written for ``jax.nn`` keeps
         its meaning: "xla" is plain JAX, here in chunks, and "cudnn" means "cuda", because what it asks for is fused
@@ -144,7 +144,7 @@ def _pairs(name: str, array: jax.typing.ArrayLike) -> jax.Array:
     array = jnp.asarray(array)
     if array.ndim > 4:
         raise ValueError(f"{name} must have at most rank 4, [batch, heads, q_length, kv_length], got {array.shape}")
-    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+    return array
 
 
 def takeable_bias(bias: jax.typing.ArrayLike, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -174,15 +174,13 @@ def _window(size: Any) -> tuple[int, int] | None:
     return left, right
 
 
-def _lengths(name: str, lengths: jax.typing.ArrayLike | None, batch: int) -> jax.Array | None:
+def _lengths(name: str, lengths: jax.typing.ArrayLike | None, batch: int) -> jax.typing.ArrayLike | None:
     if lengths is None:
         return None
-    lengths = jnp.asarray(lengths)
-    if lengths.dtype != jnp.int32:
-        raise TypeError(f"{name} must be an int32 array, got dtype {lengths.dtype.name}")
-    if lengths.shape != (batch,):
-        raise ValueError(f"{name} must have the shape [batch], {(batch,)}, got {lengths.shape}")
-    return lengths
+    array = _checks.int32(name, lengths)
+    if array.shape != (batch,):
+        raise ValueError(f"{name} must have the shape [batch], {(batch,)}, got {array.shape}")
+    return array
 
 
 def _implementation(implementation: Any) -> Any:

@@ -423,15 +423,20 @@ BAD = {
     "dtype_of_bias": ({"bias": np.ones((1, 4, 5, 7), np.complex64)}, TypeError, r"bias must .*got .*complex64"),
     "rank_of_mask": ({"mask": np.ones((1, 1, 1, 5, 7), bool)}, ValueError, r"mask must have at most rank 4"),
     "shape_of_mask": ({"mask": np.ones((3, 1, 5, 7), bool)}, ValueError, r"mask must .*got .*\(3, 1, 5, 7\)"),
+    "mask_of_keys": (
+        {"mask": np.ones((2, 7), bool)},
+        ValueError,
+        r"mask must .*got shape \(2, 7\): use mask\[:, None, None, :\]",
+    ),
     "dtype_of_mask": ({"mask": np.ones((5, 7), np.float32)}, TypeError, r"mask must .*bool.*got .*float32"),
     "scale_text": ({"scale": "1"}, TypeError, r"scale must be a real number.*got '1' of type str"),
     "scale_infinite": ({"scale": np.inf}, ValueError, r"scale must be finite, got inf"),
     "causal_number": ({"is_causal": 1}, TypeError, r"is_causal must be a bool.*got 1 of type int"),
     "residual_text": ({"return_residual": "yes"}, TypeError, r"return_residual must be a bool.*got 'yes'"),
-    "dtype_of_query_lengths": (
-        {"query_seq_lengths": np.ones(2, np.int64)},
-        TypeError,
-        r"query_seq_lengths must be an int32 array, got dtype int64",
+    "values_of_query_lengths": (
+        {"query_seq_lengths": np.array([1, 2**31])},
+        ValueError,
+        r"query_seq_lengths must be in the range of int32, got 2147483648",
     ),
     "shape_of_query_lengths": (
         {"query_seq_lengths": np.ones((2, 1), np.int32)},
@@ -441,7 +446,7 @@ BAD = {
     "dtype_of_key_value_lengths": (
         {"key_value_seq_lengths": np.ones(2, np.float32)},
         TypeError,
-        r"key_value_seq_lengths must be an int32 array, got dtype float32",
+        r"key_value_seq_lengths must be an int32 array, or integers.*, got dtype float32",
     ),
     "shape_of_key_value_lengths": (
         {"key_value_seq_lengths": np.ones(3, np.int32)},
