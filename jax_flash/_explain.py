@@ -17,6 +17,9 @@ from jax_flash._options import Implementation, Options, Precision
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
+PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
+"""What `explain` is asked of; JAX has more by way of plugins, where its default device may be."""
+
 _PLATFORM = {"cpu": "cpu", "cuda": "cuda"}  # the one platform of each kernel implementation
 
 
@@ -241,7 +244,7 @@ def explain(
       query: as for `attention`, also a ``jax.ShapeDtypeStruct``; likewise ``key`` and ``value``.
       key: see ``query``.
       value: see ``query``.
-      platform: "cpu", "cuda" or another platform of JAX; None means that of JAX's default device.
+      platform: "cpu", "cuda" (or "gpu", which means it), "rocm" or "tpu"; None means that of JAX's default device.
       implementation: as for `attention`.
       precision: as for `attention`.
       **options: the other keyword arguments of `attention`.
@@ -259,7 +262,9 @@ def explain(
         # A device, the name of a platform, or None; set by name at run time, so unknown to type checkers.
         device = jax.config.jax_default_device  # type: ignore[attr-defined]
         platform = getattr(device, "platform", device) or jax.default_backend()
-        platform = "cuda" if platform == "gpu" else platform
+    elif platform not in PLATFORMS:
+        raise ValueError(f"platform must be None or one of {', '.join(PLATFORMS)}, got {_checks.describe(platform)}")
+    platform = "cuda" if platform == "gpu" else platform
     call = Call(np.dtype(shapes[0].dtype).name, shapes[0].shape[-1], shapes[2].shape[-1], precise)
     obstacles: dict[str, str] = {name: reason for name in IMPLEMENTATIONS if (reason := obstacle(name, platform, call))}
     tuned: tuple[str, ...] = ()

@@ -25,15 +25,31 @@ def shapes(dtype: str = "float32", head_dim: int = 64) -> tuple[jax.ShapeDtypeSt
         ("cuda", "bfloat16", "cuda"),
         ("cuda", "float32", "cuda"),
         ("cuda", "float64", "xla"),
+        ("gpu", "bfloat16", "cuda"),
+        ("gpu", "float64", "xla"),
+        ("rocm", "bfloat16", "xla"),
         ("tpu", "bfloat16", "xla"),
     ],
 )
 def test_who_serves(platform: str, dtype: str, server: str) -> None:
     explanation = jax_flash.explain(*shapes(dtype), platform=platform)
     assert explanation.implementation == server
-    assert explanation.platform == platform
+    assert explanation.platform == {"gpu": "cuda"}.get(platform, platform)
     assert server not in explanation.obstacles
     assert {"xla", "reference"}.isdisjoint(explanation.obstacles)
+
+
+@pytest.mark.parametrize("platform", ["GPU", "nvidia", "", 1])
+def test_unknown_platforms(platform: Any) -> None:
+    with pytest.raises(
+        ValueError, match=f"platform must be None or one of cpu, cuda, gpu, rocm, tpu, got {platform!r}"
+    ):
+        jax_flash.explain(*shapes(), platform=platform)
+
+
+def test_a_named_implementation_on_the_platform_gpu() -> None:
+    with pytest.raises(NotImplementedError, match=r"implementation='cpu'.*'cpu'.*'cuda'"):
+        jax_flash.explain(*shapes(), platform="gpu", implementation="cpu")
 
 
 def test_why_not() -> None:
