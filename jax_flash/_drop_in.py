@@ -72,8 +72,6 @@ def dot_product_attention(
 
     - A row that keeps no key, also one from ``query_seq_lengths`` on, gives zeros with a residual of -inf. ``jax.nn``
       gives the mean of ``value`` (zeros from ``query_seq_lengths`` on) and a residual of about -2e38.
-    - The residual is float32 (float64 for float64 inputs) and has a gradient. ``jax.nn`` rounds it to the dtype of
-      ``key`` and stops its gradient.
     - Memory grows with T + S, unless ``bias`` or ``mask`` is itself [T, S].
     - What lies in padding, also NaN, reaches no result and no gradient.
     - ``scale`` is known when the call is traced; a learned one multiplies ``query``.
@@ -94,7 +92,8 @@ def dot_product_attention(
       implementation: as for `attention`: None, "cpu", "cuda", "xla" or "reference". Code written for ``jax.nn`` keeps
         its meaning: "xla" is plain JAX, here in chunks, and "cudnn" means "cuda", because what it asks for is fused
         kernels on an NVIDIA GPU, or an exception; here they are this package's, never cuDNN's.
-      return_residual: also return the residual.
+      return_residual: also return the residual, rounded to the dtype of ``key`` and without a gradient, as ``jax.nn``
+        does. ``attention(return_lse=True)`` has the exact one, in float32 or wider and differentiable.
 
     Returns:
       out ``[B, T, N, V]`` or ``[T, N, V]`` in the dtype of ``query``; with ``return_residual`` also the residual
@@ -128,7 +127,10 @@ def dot_product_attention(
         implementation=_implementation(implementation),
     )
     out = out.reshape(*shape[:-1], value.shape[-1])
-    return (out, lse.swapaxes(-1, -2).reshape(shape[:-1])) if return_residual else out
+    if not return_residual:
+        return out
+    residual: jax.Array = jax.lax.stop_gradient(lse.swapaxes(-1, -2).astype(key.dtype))
+    return out, residual.reshape(shape[:-1])
 
 
 def _batched(name: str, array: jax.typing.ArrayLike) -> jax.Array:
