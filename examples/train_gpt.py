@@ -155,7 +155,7 @@ def rotate(x: jax.Array, position: jax.typing.ArrayLike) -> jax.Array:
 
 
 class SelfAttention(nnx.Module):
-    def __init__(self, config: Config, implementation: str | None, *, rngs: nnx.Rngs):
+    def __init__(self, config: Config, implementation: jax_flash.Implementation | None, *, rngs: nnx.Rngs):
         def project(heads: int) -> nnx.LinearGeneral:
             return nnx.LinearGeneral(
                 config.width, (heads, config.head_dim), use_bias=False, dtype=config.dtype, rngs=rngs
@@ -189,7 +189,7 @@ class SelfAttention(nnx.Module):
 
 
 class Block(nnx.Module):
-    def __init__(self, config: Config, implementation: str | None, *, rngs: nnx.Rngs):
+    def __init__(self, config: Config, implementation: jax_flash.Implementation | None, *, rngs: nnx.Rngs):
         linear = functools.partial(nnx.Linear, use_bias=False, dtype=config.dtype, rngs=rngs)
         self.attention_norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
         self.attention = SelfAttention(config, implementation, rngs=rngs)
@@ -213,7 +213,7 @@ class GPT(nnx.Module):
     hold, and also returns the caches with the new tokens in them.
     """
 
-    def __init__(self, config: Config, implementation: str | None = None, *, rngs: nnx.Rngs):
+    def __init__(self, config: Config, implementation: jax_flash.Implementation | None = None, *, rngs: nnx.Rngs):
         self.config = config
         # As it also reads out, at this size the first logits are about 1 (with GPT-2's 0.02 the tiny preset stood at
         # a validation loss of 2.32 after 200 steps, so at 2.17).
@@ -281,7 +281,7 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
     )
 
 
-def initial_state(config: Config, implementation: str | None) -> tuple[nnx.GraphDef, State]:
+def initial_state(config: Config, implementation: jax_flash.Implementation | None) -> tuple[nnx.GraphDef, State]:
     """The model taken apart: its structure, which stays, and the arrays, which go through the steps."""
     graphdef, params = nnx.split(GPT(config, implementation, rngs=nnx.Rngs(config.seed)))
     return graphdef, State(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(params))
@@ -586,7 +586,7 @@ def choose_config(args: argparse.Namespace, record: dict[str, Any] | None) -> Co
     return config
 
 
-def explain(config: Config, implementation: str | None) -> jax_flash.Explanation:
+def explain(config: Config, implementation: jax_flash.Implementation | None) -> jax_flash.Explanation:
     """Which implementation serves the model's attention; ValueError when the one asked for can't."""
     query, key = (
         jax.ShapeDtypeStruct((config.batch, config.length, heads, config.head_dim), config.dtype)

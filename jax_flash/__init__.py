@@ -4,11 +4,14 @@ from jax_flash._attention import attention, attention_varlen
 from jax_flash._drop_in import dot_product_attention
 from jax_flash._dropout import dropout_mask
 from jax_flash._explain import Explanation, explain
+from jax_flash._options import Implementation, Precision
 from jax_flash._registration import EXPORT_SAFE_TARGETS
 
 __all__ = [
     "EXPORT_SAFE_TARGETS",
     "Explanation",
+    "Implementation",
+    "Precision",
     "attention",
     "attention_varlen",
     "dot_product_attention",

@@ -15,6 +15,7 @@ import numpy as np
 
 from jax_flash import _dtypes
 from jax_flash._attention import attention
+from jax_flash._options import Implementation, Precision
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 
@@ -36,7 +37,7 @@ class Problem:
       q_offset: position of the first query; None aligns the last query with the last key.
       precision: of float32 on GPUs, as for attention().
       everything: every option of attention() at once, beside ``causal``.
-      deterministic: as for attention().
+      deterministic_backward: as for attention().
     """
 
     dtype: str
@@ -48,9 +49,9 @@ class Problem:
     batch: int = 2
     causal: bool = False
     q_offset: int | None = 0
-    precision: str | None = "highest"
+    precision: Precision | None = "highest"
     everything: bool = False
-    deterministic: bool = False
+    deterministic_backward: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +154,9 @@ def draw(problem: Problem) -> dict[str, np.ndarray[Any, Any]]:
     return arrays
 
 
-def results(problem: Problem, arrays: Arrays, device: jax.Device, implementation: str | None) -> dict[str, jax.Array]:
+def results(
+    problem: Problem, arrays: Arrays, device: jax.Device, implementation: Implementation | None
+) -> dict[str, jax.Array]:
     """out, lse and the gradients of the operands in ``arrays`` on ``device``, through out and lse."""
     found: dict[str, jax.Array] = jax.jit(program(problem, implementation))(
         {name: jax.device_put(x, device) for name, x in arrays.items()}
@@ -161,13 +164,15 @@ def results(problem: Problem, arrays: Arrays, device: jax.Device, implementation
     return found
 
 
-def program(problem: Problem, implementation: str | None) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
+def program(
+    problem: Problem, implementation: Implementation | None
+) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
     """What `results` compiles."""
     p = problem
     options: dict[str, Any] = {"causal": p.causal, "precision": p.precision}
     options["q_offset"] = p.kv_length - p.q_length if p.q_offset is None else p.q_offset
-    if p.deterministic:
-        options["deterministic"] = True
+    if p.deterministic_backward:
+        options["deterministic_backward"] = True
     if p.everything:
         options |= {"window": (p.kv_length // 2, None), "softcap": 20.0, "dropout_rate": 0.1}
 

@@ -1,16 +1,33 @@
 """attention() and attention_varlen(): they check their arguments, make the option record, and own the derivative."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import _checks, _chunked, _dropout, _dtypes, _explain, _primitive, _reference, _scores, _varlen, _varying
-from jax_flash._options import OPERANDS, UNLIMITED, Options
+from jax_flash import (
+    _checks,
+    _chunked,
+    _dropout,
+    _dtypes,
+    _explain,
+    _private,
+    _reference,
+    _registration,
+    _scores,
+    _varlen,
+    _varying,
+)
+from jax_flash._options import OPERANDS, UNLIMITED, Implementation, Options, Precision
+
+if _private.MISSING is None:
+    from jax_flash import _primitive
 
 ArrayLike = jax.typing.ArrayLike
+Integers = ArrayLike | Sequence[Any]
 Window = int | tuple[int | None, int | None] | None
 
 
@@ -18,7 +35,7 @@ class _Shared(TypedDict, total=False):
     """Keywords of both functions, for the overloads."""
 
     causal: bool
-    q_offset: int | ArrayLike
+    q_offset: Integers
     window: Window
     scale: float | None
     softcap: float | None
@@ -26,16 +43,16 @@ class _Shared(TypedDict, total=False):
     sinks: ArrayLike | None
     dropout_rate: float
     dropout_key: ArrayLike | None
-    precision: str | jax.lax.Precision | None
-    deterministic: bool | None
-    implementation: str | None
+    precision: Precision | None
+    deterministic_backward: bool | None
+    implementation: Implementation | None
 
 
 class _Padded(_Shared, total=False):
-    q_segment_ids: ArrayLike | None
-    kv_segment_ids: ArrayLike | None
-    q_lengths: ArrayLike | None
-    kv_lengths: ArrayLike | None
+    q_segment_ids: Integers | None
+    kv_segment_ids: Integers | None
+    q_lengths: Integers | None
+    kv_lengths: Integers | None
 
 
 @overload
@@ -85,7 +102,7 @@ def attention(
     mask: ArrayLike | None = None,
     *,
     causal: bool = False,
-    q_offset: int | ArrayLike = 0,
+    q_offset: Integers = 0,
     window: Window = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -93,14 +110,14 @@ def attention(
     sinks: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
-    q_segment_ids: ArrayLike | None = None,
-    kv_segment_ids: ArrayLike | None = None,
-    q_lengths: ArrayLike | None = None,
-    kv_lengths: ArrayLike | None = None,
-    precision: str | jax.lax.Precision | None = None,
-    deterministic: bool | None = None,
+    q_segment_ids: Integers | None = None,
+    kv_segment_ids: Integers | None = None,
+    q_lengths: Integers | None = None,
+    kv_lengths: Integers | None = None,
+    precision: Precision | None = None,
+    deterministic_backward: bool | None = None,
     return_lse: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Exact attention, ``softmax(scale * query @ key.T) @ value``, in O(T + S) memory, forward and backward.
 
@@ -112,6 +129,8 @@ def attention(
 
     A row that keeps no key gives out = 0, lse = -inf (or its sink) and zero gradients.
 
+    Integers are int32 arrays, or others and lists whose values are known when the call is traced and which int32 holds.
+
     Args:
       query: ``[..., T, N, H]``, typically ``[B, T, N, H]``; any number of leading batch dimensions, also none.
         float16, bfloat16, float32 or float64.
@@ -122,7 +141,7 @@ def attention(
         that float32 (float64 for float64 inputs) holds.
       mask: booleans that broadcast to ``[..., N, T, S]``; keys are kept where it is True.
       causal: keep only keys with position s <= t + ``q_offset``.
-      q_offset: position of query row 0; an int or an int32 array that broadcasts to the leading dimensions. 0 aligns
+      q_offset: position of query row 0; integers that broadcast to the leading dimensions. 0 aligns
         the first query with the first key (as ``jax.nn.dot_product_attention``), S - T the last with the last (as
         FlashAttention). It may be traced, as decoding with a cache wants. Of use to ``causal``, ``window`` and
         ``alibi_slopes``; without them no result depends on it.
@@ -138,17 +157,17 @@ def attention(
         divided by 1 - rate. lse is that of the weights before dropout. `dropout_mask` returns the mask.
       dropout_key: a key of jax.random; needed when ``dropout_rate`` is not 0. Keys that broadcast to ``[..., N]`` are
         one for each head: with equal ones, as ``key[None]`` is, heads drop the same weights.
-      q_segment_ids: int32 ``[..., T]``; with ``kv_segment_ids``. A query attends to keys of its own segment only.
+      q_segment_ids: integers ``[..., T]``; with ``kv_segment_ids``. A query attends to keys of its own segment only.
         Blocks that hold no such pair are skipped, which for ids in ascending order are all that can be.
-      kv_segment_ids: int32 ``[..., S]``.
-      q_lengths: int32 that broadcasts to the leading dimensions: rows from these on are padding, which is never read;
+      kv_segment_ids: integers ``[..., S]``.
+      q_lengths: integers that broadcast to the leading dimensions: rows from these on are padding, which is never read;
         they get zeros, lse as of a row that keeps no key, and zero gradients. Clipped to [0, T].
       kv_lengths: the same for keys, clipped to [0, S].
       precision: of float32 products on GPUs: "default" and "high" are TF32's accuracy, "highest" float32's own; None
         follows ``jax.default_matmul_precision``. Other dtypes and CPUs have their full accuracy always.
-      deterministic: whether the backward pass on GPUs sums in one order, so that its results are the same bits every
-        time, or by atomic additions, which is faster from compute capability 8.0 on. None takes what is faster, and
-        means True where ``XLA_FLAGS`` has ``--xla_gpu_deterministic_ops`` or
+      deterministic_backward: whether the backward pass on GPUs sums in one order, so that its results are the same bits
+        every time, or by atomic additions, which is faster from compute capability 8.0 on. None takes what is faster,
+        and means True where ``XLA_FLAGS`` has ``--xla_gpu_deterministic_ops`` or
         ``--xla_gpu_exclude_nondeterministic_ops``. Other implementations are deterministic always.
       return_lse: also return lse.
       implementation: None picks the best one that serves the call where it runs (``jax_flash.explain`` says which);
@@ -178,7 +197,7 @@ def attention(
         dropout_rate,
         dropout_key,
         precision,
-        deterministic,
+        deterministic_backward,
     )
     record = _record(arguments, query, leading, q_heads)
     return_lse = _checks.boolean("return_lse", return_lse)
@@ -231,10 +250,10 @@ def attention_varlen(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    cu_q_lengths: ArrayLike,
-    cu_kv_lengths: ArrayLike,
-    max_q_length: int,
-    max_kv_length: int,
+    cu_q_lengths: Integers,
+    cu_kv_lengths: Integers,
+    max_q_length: int | None = None,
+    max_kv_length: int | None = None,
     *,
     return_lse: Literal[False] = False,
     **options: Unpack[_Shared],
@@ -246,10 +265,10 @@ def attention_varlen(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    cu_q_lengths: ArrayLike,
-    cu_kv_lengths: ArrayLike,
-    max_q_length: int,
-    max_kv_length: int,
+    cu_q_lengths: Integers,
+    cu_kv_lengths: Integers,
+    max_q_length: int | None = None,
+    max_kv_length: int | None = None,
     *,
     return_lse: Literal[True],
     **options: Unpack[_Shared],
@@ -261,10 +280,10 @@ def attention_varlen(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    cu_q_lengths: ArrayLike,
-    cu_kv_lengths: ArrayLike,
-    max_q_length: int,
-    max_kv_length: int,
+    cu_q_lengths: Integers,
+    cu_kv_lengths: Integers,
+    max_q_length: int | None = None,
+    max_kv_length: int | None = None,
     *,
     return_lse: bool,
     **options: Unpack[_Shared],
@@ -275,13 +294,13 @@ def attention_varlen(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    cu_q_lengths: ArrayLike,
-    cu_kv_lengths: ArrayLike,
-    max_q_length: int,
-    max_kv_length: int,
+    cu_q_lengths: Integers,
+    cu_kv_lengths: Integers,
+    max_q_length: int | None = None,
+    max_kv_length: int | None = None,
     *,
     causal: bool = False,
-    q_offset: int | ArrayLike = 0,
+    q_offset: Integers = 0,
     window: Window = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -289,10 +308,10 @@ def attention_varlen(
     sinks: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
-    precision: str | jax.lax.Precision | None = None,
-    deterministic: bool | None = None,
+    precision: Precision | None = None,
+    deterministic_backward: bool | None = None,
     return_lse: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention inside each of D documents that lie packed behind each other, without padding.
 
@@ -304,23 +323,24 @@ def attention_varlen(
       query: ``[tokens, N, H]``; float16, bfloat16, float32 or float64.
       key: ``[key tokens, K, H]``, same dtype.
       value: ``[key tokens, K, V]``, same dtype.
-      cu_q_lengths: int32 ``[D + 1]``, from 0 ascending to at most ``tokens``; documents may be empty. Values that are
-        traced can't be checked: they are clipped and made to ascend.
+      cu_q_lengths: integers ``[D + 1]`` as for `attention`, from 0 ascending to at most ``tokens``; documents may be
+        empty. Values that are traced can't be checked: they are clipped and made to ascend.
       cu_kv_lengths: the same for keys.
-      max_q_length: no document has more query rows. The kernels don't need it; where plain JAX serves the call, a
-        longer document makes all results NaN.
-      max_kv_length: no document has more keys.
+      max_q_length: no document has more query rows; None means ``tokens``. It changes no result, and the kernels don't
+        need it; plain JAX pads every document to it, and where it serves the call a longer one makes all results NaN.
+      max_kv_length: no document has more keys; None means ``key tokens``.
       causal: see `attention`, as the other keywords.
-      q_offset: an int or int32 ``[D]``.
+      q_offset: integers ``[]`` or ``[D]``.
       window: see `attention`.
       scale: see `attention`.
       softcap: see `attention`.
       alibi_slopes: ``[N]`` or ``[D, N]``.
       sinks: ``[N]``.
       dropout_rate: see `attention`.
-      dropout_key: the mask is ``dropout_mask(dropout_key, dropout_rate, (D, N, max_q_length, max_kv_length))``.
+      dropout_key: the mask is ``dropout_mask(dropout_key, dropout_rate, (D, N, max_q_length, max_kv_length))``, whose
+        bits don't depend on the maxima.
       precision: see `attention`.
-      deterministic: see `attention`.
+      deterministic_backward: see `attention`.
       return_lse: also return lse.
       implementation: see `attention`.
 
@@ -335,8 +355,11 @@ def attention_varlen(
         if array.ndim != 3:
             raise ValueError(f"{name} must have rank 3, [tokens, heads, head_dim], got {array.shape}")
     _checks.heads(query, key, value)
-    limits = _checks.length("max_q_length", max_q_length), _checks.length("max_kv_length", max_kv_length)
     (tokens, q_heads), kv_tokens = query.shape[:2], key.shape[0]
+    limits = (
+        tokens if max_q_length is None else _checks.length("max_q_length", max_q_length),
+        kv_tokens if max_kv_length is None else _checks.length("max_kv_length", max_kv_length),
+    )
     cu_q = _checks.cumulative("cu_q_lengths", cu_q_lengths, tokens, limits[0])
     cu_kv = _checks.cumulative("cu_kv_lengths", cu_kv_lengths, kv_tokens, limits[1])
     if cu_q.shape != cu_kv.shape:
@@ -355,7 +378,7 @@ def attention_varlen(
         dropout_rate,
         dropout_key,
         precision,
-        deterministic,
+        deterministic_backward,
     )
     record = _record(arguments, query, (documents,), q_heads)
     return_lse = _checks.boolean("return_lse", return_lse)
@@ -403,7 +426,7 @@ class _Arguments(NamedTuple):
     dropout_rate: object
     dropout_key: object
     precision: object
-    deterministic: object
+    deterministic_backward: object
 
 
 class _Record(NamedTuple):
@@ -420,9 +443,9 @@ def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q
     left, right = _checks.window(arguments.window)
     offset = _checks.q_offset(arguments.q_offset, leading)
     scale = _checks.scale(arguments.scale, query.shape[-1])
-    deterministic = arguments.deterministic
+    deterministic = arguments.deterministic_backward
     if deterministic is not None:
-        deterministic = _checks.boolean("deterministic", deterministic)
+        deterministic = _checks.boolean("deterministic_backward", deterministic)
     rate, dropout_key = _checks.dropout(arguments.dropout_rate, arguments.dropout_key, (*leading, q_heads))
     fields = {
         "causal": causal,
@@ -457,7 +480,7 @@ def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q
 class _Static(NamedTuple):
     """What is known of a call when it is traced, besides the record."""
 
-    implementation: str | None
+    implementation: Implementation | None
     limits: tuple[int, int] | None  # longest query and key document of a packed call
 
 
@@ -475,7 +498,9 @@ def _run(
             name: jnp.broadcast_to(x, (*full, *x.shape[2:])) if name == "bias" else x for name, x in operands.items()
         }
     query, key, value, operands = _varying.vary_alike((query, key, value, operands))
-    plain = {"reference": _reference.attention, "xla": _chunked.attention}.get(static.implementation or "")
+    # Where the library has no kernels to call, nobody has to ask a primitive, which may not be there.
+    implementation = static.implementation or ("xla" if _registration.UNAVAILABLE else None)
+    plain = {"reference": _reference.attention, "xla": _chunked.attention}.get(implementation or "")
     if plain is None:
         return _primitive.forward(
             query, key, value, operands, options=options, implementation=static.implementation, limits=static.limits

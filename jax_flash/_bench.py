@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(_peers.PEERS)} (default: all but xla; with --family sm80 the fa2 ones)",
     )
     grid_.add_argument("--rounds", type=_positive, default=4, metavar="N", help="rounds of all in turn (default: 4)")
-    grid_.add_argument("--deterministic", action="store_true", help="time deterministic=True too, backward")
+    grid_.add_argument("--deterministic", action="store_true", help="time deterministic_backward=True too, backward")
     grid_.add_argument(
         "--numerics",
         action="store_true",
@@ -198,7 +198,7 @@ def _speeds(
     for pass_, cell in itertools.product(passes, shapes):
         entrants = {OURS: _peers.ours()}
         if deterministic and pass_ == "backward":
-            entrants["deterministic"] = _peers.ours(deterministic=True)
+            entrants["deterministic"] = _peers.ours(deterministic_backward=True)
         arrays = cell.draw()
         makers = {name: functools.partial(make, cell, pass_, arrays) for name, make in {**entrants, **peers}.items()}
         found = _race.race(makers, rounds, seconds=0.03, pause=0.03)

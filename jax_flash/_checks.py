@@ -3,16 +3,17 @@
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_flash import _dtypes
-from jax_flash._options import UNLIMITED
+from jax_flash._options import UNLIMITED, Precision
 
 _LIMIT = np.iinfo(np.int32)
+_PRECISIONS: tuple[str, ...] = get_args(get_args(Precision)[0])
 
 
 def describe(value: object) -> str:
@@ -135,16 +136,35 @@ def q_offset(value: object, leading: tuple[int, ...]) -> jax.Array | None:
         if not _LIMIT.min <= value <= _LIMIT.max:
             raise ValueError(f"q_offset must be in the range of int32, got {value}")
         return jnp.full(leading, int(value), jnp.int32) if value else None
-    return integers("q_offset", value, leading, "an int or an int32 array")
+    return integers("q_offset", value, leading)
 
 
-def integers(name: str, value: object, shape: tuple[int, ...], expected: str = "an int32 array") -> jax.Array:
-    """An int32 array that broadcasts to ``shape``, broadcast to it."""
-    if not isinstance(value, (jax.Array, np.ndarray)):
-        raise TypeError(f"{name} must be {expected}, got {describe(value)}")
-    if value.dtype != jnp.int32:
+def integers(name: str, value: object, shape: tuple[int, ...]) -> jax.Array:
+    """What `int32` takes and broadcasts to ``shape``, broadcast to it."""
+    return jnp.broadcast_to(_fitting(name, int32(name, value), shape), shape)
+
+
+def int32(name: str, value: object) -> jax.Array | np.ndarray[Any, Any]:
+    """An int32 array as it is; other integers, also in lists, where their values are known and in its range."""
+    if isinstance(value, (jax.Array, np.ndarray)) and value.dtype == jnp.int32:
+        return value
+    expected = "an int32 array, or integers that are known when the call is traced"
+    if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{name} must be {expected}, got dtype {value.dtype.name}")
-    return jnp.broadcast_to(_fitting(name, value, shape), shape)
+    try:
+        known = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):  # of tracers, of rows that differ in length, on other hosts
+        raise TypeError(f"{name} must be {expected}, got {describe(value)}") from None
+    if known.size == 0 and isinstance(value, (tuple, list)):
+        known = known.astype(np.int32)  # which NumPy makes floats
+    # NumPy keeps as objects what its integers do not hold.
+    if known.dtype.kind not in "iu" and not (known.dtype.kind == "O" and all(map(_is_int, known.flat))):
+        got = f"dtype {known.dtype.name}" if isinstance(value, (jax.Array, np.ndarray)) else describe(value)
+        raise TypeError(f"{name} must be {expected}, got {got}")
+    beyond = (known < _LIMIT.min) | (known > _LIMIT.max)
+    if beyond.any():
+        raise ValueError(f"{name} must be in the range of int32, got {known[beyond][0]}")
+    return known.astype(np.int32)
 
 
 def lengths(name: str, value: object, leading: tuple[int, ...], limit: int) -> jax.Array:
@@ -157,10 +177,7 @@ def cumulative(name: str, value: object, tokens: int, longest: int) -> jax.Array
 
     Values that are known are checked; values that are traced are made so, for the kernels rely on it.
     """
-    if not isinstance(value, (jax.Array, np.ndarray)):
-        raise TypeError(f"{name} must be an int32 array, got {describe(value)}")
-    if value.dtype != jnp.int32:
-        raise TypeError(f"{name} must be an int32 array, got dtype {value.dtype.name}")
+    value = int32(name, value)
     if value.ndim != 1 or value.shape[0] < 2:
         raise ValueError(f"{name} must have shape [documents + 1] with at least one document, got {value.shape}")
     if not isinstance(value, jax.core.Tracer):
@@ -182,7 +199,7 @@ def scores(name: str, value: object, shape: tuple[int, ...], dtypes: Sequence[st
         raise TypeError(f"{name} must be an array, got {describe(value)}")
     if value.dtype.name not in dtypes:
         raise TypeError(f"{name} must have one of the dtypes {', '.join(dtypes)}, got {value.dtype.name}")
-    array = _fitting(name, value, shape)
+    array = _fitting(name, value, shape, _hint(name, value.shape, shape))
     array = array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
     leading = shape[:-3]
     if any(size != 1 for size in array.shape[:-3]):
@@ -201,13 +218,26 @@ def per_head(name: str, value: object, shape: tuple[int, ...], dtype: Any) -> ja
     return jnp.broadcast_to(_fitting(name, value, shape), shape).astype(dtype)
 
 
-def _fitting(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
+def _hint(name: str, shape: tuple[int, ...], scores: tuple[int, ...]) -> str:
+    """How an array of ``shape`` whose dimensions are some of ``scores`` [..., N, T, S] gets the others."""
+    leading, q_length, kv_length = scores[:-3], *scores[-2:]
+    inserted = {
+        (*leading, q_length, kv_length): "None",
+        (*leading, kv_length): "None, None, :",
+        (*leading, q_length): "None, :, None",
+    }
+    if shape not in inserted:
+        return ""
+    return f": use {name}[{':, ' * len(leading)}{inserted[shape]}]"
+
+
+def _fitting(name: str, value: Any, shape: tuple[int, ...], hint: str = "") -> jax.Array:
     try:
         fits = np.broadcast_shapes(value.shape, shape) == shape
     except ValueError:
         fits = False
     if not fits:
-        raise ValueError(f"{name} must broadcast to shape {shape}, got shape {value.shape}")
+        raise ValueError(f"{name} must broadcast to shape {shape}, got shape {value.shape}{hint}")
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
@@ -231,11 +261,10 @@ def dropout(rate: object, key: object, shape: tuple[int, ...]) -> tuple[float, j
 
 def highest_precision(precision: object, dtype: Any) -> bool:
     """Whether float32 products are to have float32's accuracy; None follows jax.default_matmul_precision."""
-    names = ("default", "high", "highest")
     if isinstance(precision, jax.lax.Precision):
         precision = precision.name.lower()
-    if precision is not None and precision not in names:
-        raise ValueError(f"precision must be None or one of {', '.join(names)}, got {describe(precision)}")
+    if precision is not None and precision not in _PRECISIONS:
+        raise ValueError(f"precision must be None or one of {', '.join(_PRECISIONS)}, got {describe(precision)}")
     if np.dtype(dtype) != np.float32:
         return False
     if precision is None:

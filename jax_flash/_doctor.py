@@ -136,7 +136,13 @@ def _cudnn() -> str | None:
 
 def versions(problems: list[str]) -> list[list[str]]:
     """Rows on Python, JAX and the CPU; what is wrong there is added to ``problems``."""
-    library, runtime = (".".join(map(str, v)) for v in (_core.FFI_API_VERSION, _registration.runtime_ffi_version()))
+    if _registration.UNAVAILABLE:
+        problems.append(f"the kernels can't be called: {_registration.UNAVAILABLE}")
+    library = ".".join(map(str, _core.FFI_API_VERSION))
+    try:
+        runtime = ".".join(map(str, _registration.runtime_ffi_version()))
+    except (OSError, ValueError):
+        runtime = "none that is known"
     try:
         isa = _core.cpu_isa()
     except RuntimeError as error:
@@ -152,6 +158,8 @@ def versions(problems: list[str]) -> list[list[str]]:
 
 
 def _graphs() -> str:
+    if _registration.UNAVAILABLE:
+        return "no kernels to capture"
     if _registration.records_kernels():
         return "forward kernels recorded as XLA's own nodes"
     version = _registration.runtime_record_version()

@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_flash import _checks, _dtypes
 from jax_flash._attention import attention
+from jax_flash._options import Implementation
 
 _IMPLEMENTATIONS = {"cudnn": "cuda"}
 """What jax.nn calls otherwise. Its "cudnn" asks for fused kernels on an NVIDIA GPU, or an exception: so does "cuda"."""
@@ -27,7 +28,7 @@ def dot_product_attention(
     query_seq_lengths: jax.typing.ArrayLike | None = None,
     key_value_seq_lengths: jax.typing.ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | Literal["cudnn"] | None = None,
     return_residual: Literal[False] = ...,
 ) -> jax.Array: ...
 
@@ -45,7 +46,7 @@ def dot_product_attention(
     query_seq_lengths: jax.typing.ArrayLike | None = None,
     key_value_seq_lengths: jax.typing.ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | Literal["cudnn"] | None = None,
     return_residual: Literal[True],
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -62,7 +63,7 @@ def dot_product_attention(
     query_seq_lengths: jax.typing.ArrayLike | None = None,
     key_value_seq_lengths: jax.typing.ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | Literal["cudnn"] | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`attention` by the arguments of ``jax.nn.dot_product_attention``, so that an import is all that changes.
@@ -71,8 +72,6 @@ def dot_product_attention(
 
     - A row that keeps no key, also one from ``query_seq_lengths`` on, gives zeros with a residual of -inf. ``jax.nn``
       gives the mean of ``value`` (zeros from ``query_seq_lengths`` on) and a residual of about -2e38.
-    - The residual is float32 (float64 for float64 inputs) and has a gradient. ``jax.nn`` rounds it to the dtype of
-      ``key`` and stops its gradient.
     - Memory grows with T + S, unless ``bias`` or ``mask`` is itself [T, S].
     - What lies in padding, also NaN, reaches no result and no gradient.
     - ``scale`` is known when the call is traced; a learned one multiplies ``query``.
@@ -87,13 +86,14 @@ def dot_product_attention(
       mask: pairs where it is True are kept; boolean, up to 4 dimensions, broadcastable to ``[B, N, T, S]``.
       scale: multiplies the scores; None means ``1 / sqrt(H)``.
       is_causal: keep keys s <= t only: the first query and the first key are aligned.
-      query_seq_lengths: int32 ``[B]``; rows of ``query`` from these on are padding.
-      key_value_seq_lengths: int32 ``[B]``; rows of ``key`` and ``value`` from these on are padding.
+      query_seq_lengths: integers ``[B]`` as for `attention`; rows of ``query`` from these on are padding.
+      key_value_seq_lengths: integers ``[B]``; rows of ``key`` and ``value`` from these on are padding.
       local_window_size: ``(left, right)``: keep keys t - left <= s <= t + right only; an int stands for both sides.
       implementation: as for `attention`: None, "cpu", "cuda", "xla" or "reference". Code written for ``jax.nn`` keeps
         its meaning: "xla" is plain JAX, here in chunks, and "cudnn" means "cuda", because what it asks for is fused
         kernels on an NVIDIA GPU, or an exception; here they are this package's, never cuDNN's.
-      return_residual: also return the residual.
+      return_residual: also return the residual, rounded to the dtype of ``key`` and without a gradient, as ``jax.nn``
+        does. ``attention(return_lse=True)`` has the exact one, in float32 or wider and differentiable.
 
     Returns:
       out ``[B, T, N, V]`` or ``[T, N, V]`` in the dtype of ``query``; with ``return_residual`` also the residual
@@ -127,7 +127,10 @@ def dot_product_attention(
         implementation=_implementation(implementation),
     )
     out = out.reshape(*shape[:-1], value.shape[-1])
-    return (out, lse.swapaxes(-1, -2).reshape(shape[:-1])) if return_residual else out
+    if not return_residual:
+        return out
+    residual: jax.Array = jax.lax.stop_gradient(lse.swapaxes(-1, -2).astype(key.dtype))
+    return out, residual.reshape(shape[:-1])
 
 
 def _batched(name: str, array: jax.typing.ArrayLike) -> jax.Array:
@@ -143,7 +146,7 @@ def _pairs(name: str, array: jax.typing.ArrayLike) -> jax.Array:
     array = jnp.asarray(array)
     if array.ndim > 4:
         raise ValueError(f"{name} must have at most rank 4, [batch, heads, q_length, kv_length], got {array.shape}")
-    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+    return array
 
 
 def takeable_bias(bias: jax.typing.ArrayLike, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -173,15 +176,13 @@ def _window(size: Any) -> tuple[int, int] | None:
     return left, right
 
 
-def _lengths(name: str, lengths: jax.typing.ArrayLike | None, batch: int) -> jax.Array | None:
+def _lengths(name: str, lengths: jax.typing.ArrayLike | None, batch: int) -> jax.typing.ArrayLike | None:
     if lengths is None:
         return None
-    lengths = jnp.asarray(lengths)
-    if lengths.dtype != jnp.int32:
-        raise TypeError(f"{name} must be an int32 array, got dtype {lengths.dtype.name}")
-    if lengths.shape != (batch,):
-        raise ValueError(f"{name} must have the shape [batch], {(batch,)}, got {lengths.shape}")
-    return lengths
+    array = _checks.int32(name, lengths)
+    if array.shape != (batch,):
+        raise ValueError(f"{name} must have the shape [batch], {(batch,)}, got {array.shape}")
+    return array
 
 
 def _implementation(implementation: Any) -> Any:

@@ -7,16 +7,18 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
 
 from jax_flash import _checks, _core, _origins, _registration, _tuned
-from jax_flash._options import Options
+from jax_flash._options import Implementation, Options, Precision
 
-IMPLEMENTATIONS = ("cuda", "cpu", "xla", "reference")
-"""Every implementation, in the order in which they are tried; the reference is never picked unasked."""
+IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
+
+PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
+"""What `explain` is asked of; JAX has more by way of plugins, where its default device may be."""
 
 _PLATFORM = {"cpu": "cpu", "cuda": "cuda"}  # the one platform of each kernel implementation
 
@@ -105,7 +107,7 @@ def deterministic_by_default() -> bool:
 
 @functools.cache
 def separate_dq(largest_head_dim: int) -> bool:
-    """Whether dquery has a pass of its own on every CUDA device here, whatever ``deterministic`` says."""
+    """Whether dquery has a pass of its own on every CUDA device here, whatever ``deterministic_backward`` says."""
     return bool(_cuda_devices()) and all(
         _core.separate_dq(arch=device["compute_capability"], largest_head_dim=largest_head_dim)
         for device in _registration.cuda_status()["devices"]
@@ -153,6 +155,8 @@ def obstacle(implementation: str, platform: str, call: Call) -> str | None:
     wanted = _PLATFORM.get(implementation)
     if wanted is not None and platform != wanted:
         return f"it runs on platform {wanted!r}, the call on {platform!r}"
+    if wanted is not None and _registration.UNAVAILABLE:
+        return _registration.UNAVAILABLE
     for rule in RULES.get(implementation, ()):
         if rule.applies(call):
             return rule.reason(call)
@@ -197,7 +201,7 @@ class Explanation:
       platform: where the call was taken to run.
       obstacles: for every implementation that can't serve it, the reason.
       tuned: tile rows of ``bench tune --store`` for this GPU and head_dim: kernels of calls without options but
-        ``causal`` and ``deterministic`` have them in place of the table's.
+        ``causal`` and ``deterministic_backward`` have them in place of the table's.
     """
 
     implementation: str
@@ -219,7 +223,14 @@ class Explanation:
 
 
 def explain(
-    query: Any, key: Any, value: Any, *, platform: str | None = None, implementation: str | None = None, **options: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    platform: str | None = None,
+    implementation: Implementation | None = None,
+    precision: Precision | None = None,
+    **options: Any,
 ) -> Explanation:
     """Says which implementation serves ``attention(query, key, value, ...)``, and why not the others.
 
@@ -230,8 +241,9 @@ def explain(
       query: as for `attention`, also a ``jax.ShapeDtypeStruct``; likewise ``key`` and ``value``.
       key: see ``query``.
       value: see ``query``.
-      platform: "cpu", "cuda" or another platform of JAX; None means that of JAX's default device.
+      platform: "cpu", "cuda" (or "gpu", which means it), "rocm" or "tpu"; None means that of JAX's default device.
       implementation: as for `attention`.
+      precision: as for `attention`.
       **options: the other keyword arguments of `attention`.
 
     Raises:
@@ -240,15 +252,18 @@ def explain(
     from jax_flash._attention import attention  # the call graph runs the other way: attention asks this module
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)]
-    precise = _checks.highest_precision(options.get("precision"), shapes[0].dtype)
-    jax.eval_shape(lambda *arrays: attention(*arrays, implementation=implementation, **options), *shapes)
+    precise = _checks.highest_precision(precision, shapes[0].dtype)
+    attend = functools.partial(attention, implementation=implementation, precision=precision, **options)
+    jax.eval_shape(attend, *shapes)
     if platform is None:
         # A device, the name of a platform, or None; set by name at run time, so unknown to type checkers.
         device = jax.config.jax_default_device  # type: ignore[attr-defined]
         platform = getattr(device, "platform", device) or jax.default_backend()
-        platform = "cuda" if platform == "gpu" else platform
+    elif platform not in PLATFORMS:
+        raise ValueError(f"platform must be None or one of {', '.join(PLATFORMS)}, got {_checks.describe(platform)}")
+    platform = "cuda" if platform == "gpu" else platform
     call = Call(np.dtype(shapes[0].dtype).name, shapes[0].shape[-1], shapes[2].shape[-1], precise)
-    obstacles = {name: reason for name in IMPLEMENTATIONS if (reason := obstacle(name, platform, call))}
+    obstacles: dict[str, str] = {name: reason for name in IMPLEMENTATIONS if (reason := obstacle(name, platform, call))}
     tuned: tuple[str, ...] = ()
     chosen = choose(implementation, platform, call)
     if chosen == "cuda" and _cuda_devices() and call.head_dim == call.value_head_dim:

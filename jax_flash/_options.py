@@ -2,8 +2,15 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Literal
 
 import jax
+
+Implementation = Literal["cuda", "cpu", "xla", "reference"]
+"""What may serve a call, in the order in which they are tried; the reference is never picked unasked."""
+
+Precision = Literal["default", "high", "highest"] | jax.lax.Precision
+"""Of float32 products on GPUs."""
 
 UNLIMITED = 2**31 - 1
 """A side of the window that has no limit."""

@@ -1,7 +1,7 @@
 """Finds the compiled library, checks that this jaxlib can take it, and registers its handlers with XLA.
 
 An FFI library that is newer than the running jaxlib makes the whole CPU backend fail to start, so the versions are
-compared before anything is registered.
+compared before anything is registered; where they can't be, nothing is, and plain JAX serves every call.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ except ImportError as error:
         ) from error
     raise
 
-from jax_flash import _tuned  # only where there is a library
+from jax_flash import _private, _tuned, _warn  # only where there is a library
 
 FORWARD_TARGET = "jax_flash_forward"
 BACKWARD_TARGET = "jax_flash_backward"
@@ -41,14 +41,15 @@ def _version(header: str, prefix: str, names: tuple[str, str], include_dir: path
     text = path.read_text(encoding="utf-8")
     major, minor = (re.search(rf"#define {prefix}_{name}\s+(\d+)", text) for name in names)
     if not (major and minor):
-        raise ImportError(
-            f"jax_flash: {path} does not state the FFI API version of jaxlib {jaxlib.version.__version__}"
-        )
+        raise ValueError(f"{path} does not state the version of jaxlib {jaxlib.version.__version__}")
     return int(major[1]), int(minor[1])
 
 
 def runtime_ffi_version(include_dir: pathlib.Path | None = None) -> tuple[int, int]:
-    """The FFI API version of the running jaxlib, read from the headers that it ships."""
+    """The FFI API version of the running jaxlib, read from the headers that it ships.
+
+    Raises OSError where the header can't be read, ValueError where it doesn't say.
+    """
     return _version("c_api.h", "XLA_FFI_API", ("MAJOR", "MINOR"), include_dir)
 
 
@@ -56,7 +57,7 @@ def runtime_record_version(include_dir: pathlib.Path | None = None) -> tuple[int
     """That of its interface for recording kernels into CUDA graphs, which has no stable form yet; None without one."""
     try:
         return _version("record_c_api.h", "XLA_FFI_Extension_Record", ("MajorVersion", "MinorVersion"), include_dir)
-    except (FileNotFoundError, ImportError):
+    except (OSError, ValueError):
         return None
 
 
@@ -76,7 +77,8 @@ def records_kernels(include_dir: pathlib.Path | None = None) -> bool:
     The library has its own account of that interface (csrc/recording.h), whatever headers it was built with. As it is
     not stable yet, it is used with versions for which that account is known to be right, and no others.
     """
-    return (runtime_ffi_version(include_dir), runtime_record_version(include_dir)) in _core.RECORD_API_VERSIONS
+    recorded = runtime_record_version(include_dir)
+    return recorded is not None and (runtime_ffi_version(include_dir), recorded) in _core.RECORD_API_VERSIONS
 
 
 def nvrtc_paths() -> list[str]:
@@ -113,14 +115,24 @@ def cuda_status() -> dict[str, Any]:
     return status
 
 
-def _register() -> None:
-    library, runtime = _core.FFI_API_VERSION, runtime_ffi_version()
-    check_ffi_version(library, runtime)
-    configure(SOURCES)
-    _tuned.use_stored()
+def _register() -> str | None:
+    """Registers the handlers, or returns why there is nothing to call them by or no telling whether they can run."""
+    if _private.MISSING:
+        return _private.MISSING
+    try:
+        runtime = runtime_ffi_version()
+    except (OSError, ValueError) as error:
+        return f"the FFI API version of the running jaxlib is unknown: {error}"
+    check_ffi_version(_core.FFI_API_VERSION, runtime)
     for platform, handlers in _core.handlers(records=records_kernels()).items():
         for name, handler in handlers.items():
             jax.ffi.register_ffi_target(name, handler, platform=platform)
+    return None
 
 
-_register()
+UNAVAILABLE = _register()
+"""Why no kernel of this package can be called in this process; None where they can."""
+if UNAVAILABLE:
+    _warn.warn(f'plain JAX (implementation "xla") serves every call, for the kernels can\'t be called: {UNAVAILABLE}')
+configure(SOURCES)
+_tuned.use_stored()

@@ -20,6 +20,7 @@ import jax
 import jax_flash
 from jax_flash import _accuracy, _doctor, _explain, _race
 from jax_flash._attention import attention
+from jax_flash._options import Precision
 from jax_flash._race import Cell, Entry, Race, timed
 from jax_flash._table import table
 
@@ -151,7 +152,7 @@ def _clocks() -> None:
 def self_tests(platform: str, quick: bool) -> list[_accuracy.Problem]:
     """Lengths that are no multiple of any tile, grouped heads with causal, and every option at once."""
     # On CPUs float32 always has its own accuracy.
-    kinds = [("float16", None), ("bfloat16", None), ("float32", "highest")]
+    kinds: list[tuple[str, Precision | None]] = [("float16", None), ("bfloat16", None), ("float32", "highest")]
     kinds += [("float32", "default")] if platform == "cuda" else []
     make = functools.partial(_accuracy.Problem, q_length=333, kv_length=389, q_heads=4)
     full = [make(dtype, kv_heads=4, head_dim=h, precision=p) for (dtype, p), h in itertools.product(kinds, _HEAD_DIMS)]

@@ -197,7 +197,7 @@ def wrong(row: TunedRow, gpu: jax.Device) -> str:
             batch=5,  # few enough queries would be served by another pass
             causal=causal,
             q_offset=None if causal else 0,
-            deterministic=row.pass_ == "backward_dq",
+            deterministic_backward=row.pass_ == "backward_dq",
         )
         arrays, plain, exact = _oracle(problem)
         try:
@@ -229,7 +229,7 @@ def _time(kept: Sequence[Candidate], place: Any, pass_: str, head_dim: int, roun
     timed_pass = "forward" if pass_ == "forward" else "backward"
     for causal in (False, True):
         cell = Cell("float16", head_dim, LENGTH, causal, TOKENS // LENGTH, max(1, WIDTH // head_dim))
-        own = _peers.ours(_peers.WITHOUT_GRAPHS, **({"deterministic": True} if deterministic else {}))
+        own = _peers.ours(_peers.WITHOUT_GRAPHS, **({"deterministic_backward": True} if deterministic else {}))
         made = own(cell, timed_pass, cell.draw())  # one for all rows, as in _program
 
         def entry(row: TunedRow, made: _race.Entry) -> _race.Entry:

@@ -5,11 +5,10 @@ import json
 import os
 import pathlib
 import tempfile
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax_flash import _core
+from jax_flash import _core, _warn
 
 FILE = "tuned.json"
 PASSES = ("forward", "backward", "backward_dq")
@@ -59,25 +58,34 @@ def load() -> list[TunedRow]:
     """What is stored. Raises ValueError for a file that is not what `store` writes, or that other sources' kernels were
     tuned for, with what to do about it."""
     file = path()
-    if file is None or not file.is_file():
+    if file is None:
         return []
     remedy = f"run `python -m jax_flash bench tune --store` again, or remove {file}"
     try:
+        if not file.is_file():
+            return []
         stored = json.loads(file.read_text(encoding="utf-8"))
-        if stored["sources"] != _core.sources_key():
-            raise ValueError(f"tuned tile rows are not used: they are of another version of the kernels; {remedy}")
-        return [_row(x) for x in stored["rows"]]
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        current = stored["sources"] == _core.sources_key()
+        rows = [_row(x) for x in stored["rows"]] if current else []
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"tuned tile rows are not used: {file} can't be read ({type(error).__name__}: {error}); {remedy}"
         ) from error
+    if not current:
+        raise ValueError(f"tuned tile rows are not used: they are of another version of the kernels; {remedy}")
+    return rows
 
 
 def _row(stored: Any) -> TunedRow:
     row = {field: stored["row"][field] for field in _core.TILE_FIELDS}
     found = TunedRow(stored["gpu"], stored["family"], stored["pass"], stored["head_dim"], row)
-    numbers = [found.head_dim, *row.values()]
-    if found.pass_ not in PASSES or not all(type(x) is int and 0 < x <= 1024 for x in numbers) or found.head_dim % 8:
+    numbers, texts = [found.head_dim, *row.values()], [found.gpu, found.family]
+    if (
+        found.pass_ not in PASSES
+        or not all(type(x) is str and x.isprintable() for x in texts)
+        or not all(type(x) is int and 0 < x <= 1024 for x in numbers)
+        or found.head_dim % 8
+    ):
         raise TypeError(f"no row of a table is {stored!r}")
     return found
 
@@ -129,7 +137,7 @@ def use_stored() -> None:
     try:
         tell(load())
     except ValueError as error:
-        warnings.warn(f"jax_flash: {error}", stacklevel=2)
+        _warn.warn(str(error))
 
 
 def in_use(devices: Iterable[dict[str, Any]], head_dim: int | None = None) -> list[TunedRow]:

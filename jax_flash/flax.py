@@ -5,25 +5,66 @@
 
 What Flax has no word for is bound beforehand, also for these modules:
 
-    attention_fn=functools.partial(jax_flash.flax.attention_fn, window=(255, 0), softcap=30.0)
+    attention_fn=functools.partial(jax_flash.flax.attention_fn, causal=True, window=(255, 0), softcap=30.0)
 
-Nothing here imports Flax.
+Flax is imported where its own function serves a call, and not before.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_flash import _dtypes
+from jax_flash import _checks, _dtypes
 from jax_flash._attention import attention
 from jax_flash._drop_in import takeable_bias
+
+_Function = TypeVar("_Function", bound=Callable[..., jax.Array])
 
 _ACCURATE = {"F32_F32_F32", "F64_F64_F64", "TF32_TF32_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9"}
 """The presets of jax.lax.DotAlgorithmPreset that are more accurate than TF32."""
 
+_PASSED_BY_NNX = (
+    "mask",
+    "dropout_rng",
+    "dropout_rate",
+    "broadcast_dropout",
+    "deterministic",
+    "dtype",
+    "precision",
+    "module",
+)
+"""What flax.nnx.MultiHeadAttention passes by name in every call, before is_causal."""
 
+
+def _sees_what_was_bound(function: _Function) -> _Function:
+    """Raises where ``is_causal=True`` may have been bound and nnx's module passes False, as it does unless told.
+
+    functools.partial has put the module's value in the place of the bound one, but in that one's place too: among the
+    keywords of the call is_causal then stands in front of what the module passes before it. Only a function that takes
+    its keywords as a dictionary sees their order.
+    """
+
+    @functools.wraps(function)
+    def watching(*arguments: Any, **keywords: Any) -> jax.Array:
+        is_causal = keywords.get("is_causal")
+        of_nnx = "force_fp32_for_softmax" not in keywords and all(name in keywords for name in _PASSED_BY_NNX)
+        if of_nnx and isinstance(is_causal, (bool, np.bool_)) and not is_causal:
+            order = list(keywords)
+            if order.index("is_causal") < order.index("mask"):
+                raise ValueError(
+                    "is_causal must not be bound beforehand: the module passes its own instead, which is False here; "
+                    "bind causal, which no module overrides"
+                )
+        return function(*arguments, **keywords)
+
+    return watching  # type: ignore[return-value]
+
+
+@_sees_what_was_bound
 def attention_fn(
     query: jax.typing.ArrayLike,
     key: jax.typing.ArrayLike,
@@ -39,9 +80,10 @@ def attention_fn(
     precision: Any = None,
     module: Any = None,
     is_causal: bool = False,
-    force_fp32_for_softmax: bool = False,
+    force_fp32_for_softmax: bool | None = None,
     qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
     attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
+    causal: bool = False,
     **options: Any,
 ) -> jax.Array:
     """`attention` by the arguments that Flax's attention modules pass to their ``attention_fn``.
@@ -55,6 +97,12 @@ def attention_fn(
     - dropout has Flax's distribution, but other bits; the rate is rounded to a multiple of 1 / 65536;
     - scores, softmax and sums are float32 whatever ``dtype`` is (float64 for float64).
 
+    Complex numbers and other dtypes that `attention` doesn't take, a ``jax.lax.DotAlgorithm`` and einsums of one's own
+    go to Flax's function: nnx's, or Linen's where a keyword is given that only Linen has.
+
+    A module passes its own value for every keyword of Flax's, whatever was bound beforehand. What is to hold in any
+    case is bound by a name that Flax doesn't have: ``causal`` and ``options``.
+
     Args:
       query: ``[..., T, N, H]``, any number of leading batch dimensions, also none; any dtype that can be cast to
         ``dtype``.
@@ -66,45 +114,69 @@ def attention_fn(
       dropout_rng: a JAX key; wanted where dropout acts.
       dropout_rate: 0 <= rate < 1, the part of the weights that dropout sets to zero; the others are divided by
         1 - rate.
-      deterministic: no dropout.
+      deterministic: no dropout. Of no concern to ``deterministic_backward``, which is an option of `attention`.
       dtype: what ``query``, ``key`` and ``value`` are made; None promotes them to a common float dtype.
       precision: of float32 products on GPUs, as for JAX's own products: a ``jax.lax.Precision``, a
         ``jax.lax.DotAlgorithmPreset``, the name of one, or a pair, of which the more accurate one counts. Never less
         accurate than asked for: TF32, or all of float32. See ``precision`` of `attention`.
       module: sow the attention weights ``[..., N, T, S]``, before dropout, into this module as "attention_weights"
         (``sow_weights=True`` in Flax). They are made by the "reference", in O(T * S) memory; the result is not.
-      is_causal: keep keys s <= t only.
+      is_causal: keep keys s <= t only. nnx's module passes its own, False unless it is called with ``is_causal=True``;
+        one that was bound beforehand raises there.
       force_fp32_for_softmax: the result is float32 where it would have fewer bits, and so are weights that are sown.
         The softmax is float32 in any case.
-      qk_attn_weights_einsum: refused; products are made inside of the kernels.
-      attn_weights_value_einsum: refused, likewise.
-      **options: the options of `attention` that Flax has no word for: ``window``, ``softcap``, ``implementation``, ...
+      qk_attn_weights_einsum: see Linen's function, which serves such a call.
+      attn_weights_value_einsum: likewise.
+      causal: keep keys s <= t only, whatever ``is_causal`` is: bound beforehand, it makes a model causal.
+      **options: the other options of `attention` that Flax has no word for: ``window``, ``softcap``,
+        ``deterministic_backward``, ``implementation``, ...
 
     Returns:
       ``[..., T, N, V]``.
 
     Raises:
       TypeError: an argument has the wrong type or dtype, or is unknown.
-      ValueError: an argument has the wrong shape or value, or dropout acts and ``dropout_rng`` is None.
-      NotImplementedError: an einsum is given, ``precision`` is a ``jax.lax.DotAlgorithm``, or the named
-        ``implementation`` does not serve this call here.
+      ValueError: an argument has the wrong shape or value, dropout acts and ``dropout_rng`` is None, or ``is_causal``
+        was bound beforehand and a module of nnx passes False.
+      NotImplementedError: Flax's own function would serve the call, but is not there or doesn't have one of
+        ``options``; or the named ``implementation`` does not serve this call here.
     """
-    for name, einsum in (
-        ("qk_attn_weights_einsum", qk_attn_weights_einsum),
-        ("attn_weights_value_einsum", attn_weights_value_einsum),
-    ):
-        if einsum is not None:
-            raise NotImplementedError(f"{name} must be None: jax_flash makes the products inside of its kernels")
+    causal = _checks.boolean("causal", causal) | _checks.boolean("is_causal", is_causal)
+    for name, instead in (("dropout_key", "dropout_rng"), ("return_lse", "jax_flash.attention for lse")):
+        if name in options:
+            raise TypeError(f"{name} must not be given to Flax's hook: use {instead}")
     query, key, value = _promoted(query, key, value, dtype=dtype)
+    einsums = {
+        "qk_attn_weights_einsum": qk_attn_weights_einsum,
+        "attn_weights_value_einsum": attn_weights_value_einsum,
+    }
+    of_linen: dict[str, Any] = {name: x for name, x in einsums.items() if x is not None}
+    if force_fp32_for_softmax is not None:
+        of_linen["force_fp32_for_softmax"] = force_fp32_for_softmax
+    if reason := _not_ours(query, precision, einsums):
+        return _flax_function(bool(of_linen), reason, options)(
+            query,
+            key,
+            value,
+            bias,
+            _and_causal(mask, query.shape[-3], key.shape[-3]) if causal else mask,
+            broadcast_dropout=broadcast_dropout,
+            dropout_rng=dropout_rng,
+            dropout_rate=dropout_rate,
+            deterministic=deterministic,
+            dtype=query.dtype,
+            precision=precision,
+            module=module,
+            **of_linen,
+        )
     wide = _dtypes.accumulation_dtype(query.dtype)
     given: dict[str, Any] = {
         "bias": None if bias is None else takeable_bias(bias, query.dtype),
         "mask": None if mask is None else jnp.asarray(mask).astype(bool),
-        "causal": is_causal,
+        "causal": causal,
         "precision": _precision(precision),
         "return_lse": False,
     }
-    # Two sets of keywords: Python refuses what stands in both.
     if module is not None:
         weights = _weights(query, key, given, options)
         weights = weights.astype(wide) if force_fp32_for_softmax else weights
@@ -126,12 +198,40 @@ def _promoted(*arrays: jax.typing.ArrayLike, dtype: jax.typing.DTypeLike | None)
     return tuple(jnp.asarray(array, dtype) for array in arrays)
 
 
+def _not_ours(query: jax.Array, precision: Any, einsums: dict[str, Any]) -> str | None:
+    """What about a call `attention` has no way to serve; None where there is nothing."""
+    if query.dtype.name not in _dtypes.INPUTS:
+        return f"query of dtype {query.dtype.name}"
+    for name, einsum in einsums.items():
+        if einsum is not None:
+            return name
+    return f"precision {precision}" if isinstance(precision, jax.lax.DotAlgorithm) else None
+
+
+def _flax_function(linen: bool, reason: str, options: dict[str, Any]) -> Callable[..., jax.Array]:
+    """Flax's own, which has none of ``options``."""
+    for name, x in options.items():
+        if x is not None:
+            raise NotImplementedError(f"{name} must not be given with {reason}, which Flax's own function serves")
+    try:
+        from flax import linen as flax_linen
+        from flax import nnx
+    except ImportError as error:
+        raise NotImplementedError(f"Flax must be installed for {reason}, which its own function serves") from error
+    function: Callable[..., jax.Array] = flax_linen.dot_product_attention if linen else nnx.dot_product_attention
+    return function
+
+
+def _and_causal(mask: jax.typing.ArrayLike | None, q_length: int, kv_length: int) -> jax.Array:
+    """As a mask, for Linen's function has no is_causal, and nnx's no masks that are broadcast with it."""
+    causal = jnp.tril(jnp.ones((q_length, kv_length), bool))
+    return causal if mask is None else jnp.asarray(mask).astype(bool) & causal
+
+
 def _precision(precision: Any) -> str | None:
     """The least accurate of `attention`'s that is not less accurate than ``precision``, which is one of JAX's."""
     if precision is None:
         return None
-    if isinstance(precision, jax.lax.DotAlgorithm):  # which is a tuple
-        raise NotImplementedError(f"precision must not be a jax.lax.DotAlgorithm, got {precision}")
     if isinstance(precision, (tuple, list)):
         return max(map(_precision, precision), key=(None, "default", "highest").index)
     if isinstance(precision, str) and precision in jax.lax.DotAlgorithmPreset.__members__:

@@ -54,7 +54,9 @@ def replays(head_dim: int, options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["sm80", "sm90a"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("options", [{}, {"causal": True, "deterministic": True}], ids=["plain", "deterministic"])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True, "deterministic_backward": True}], ids=["plain", "deterministic"]
+)
 def test_captured_and_replayed(family: str, head_dim: int, options: dict[str, Any]) -> None:
     """In a process of its own, because the family is a process's."""
     capability = _registration.cuda_status()["devices"][0]["compute_capability"]

@@ -1,4 +1,4 @@
-"""deterministic=True: the same bits every time, and the same gradients as without."""
+"""deterministic_backward=True: the same bits every time, and the same gradients as without."""
 
 import dataclasses
 import os
@@ -24,7 +24,9 @@ def test_values(target: Target, dtype: str, head_dim: int) -> None:
     if target.max_head_dim and dtype == "float32" and head_dim > cases.highest_precision_head_dim():
         pytest.skip(f"no kernels of float32's accuracy for head_dim {head_dim} on this GPU")
     problem = cases.problem(dataclasses.replace(CASE, head_dim=head_dim), dtype)
-    problem.check(target.platform, cases.differentiate(cases.call(target, problem, deterministic=True), problem))
+    problem.check(
+        target.platform, cases.differentiate(cases.call(target, problem, deterministic_backward=True), problem)
+    )
 
 
 def bits(x: jax.Array) -> jax.Array:
@@ -33,7 +35,7 @@ def bits(x: jax.Array) -> jax.Array:
 
 def count_differences(target: Target, problem: cases.Problem) -> int:
     """How many of REPEATS runs of a backward pass have other bits than the first."""
-    attend = cases.call(target, problem, deterministic=True)
+    attend = cases.call(target, problem, deterministic_backward=True)
 
     @jax.jit
     def run(inputs: Any, trainable: Any, cotangents: Any) -> Any:
@@ -100,7 +102,7 @@ def test_gradients_that_are_shared(target: Target, dtype: str, case: Case) -> No
     if target.max_head_dim and dtype == "float32" and case.head_dim > cases.highest_precision_head_dim():
         pytest.skip(f"no kernels of float32's accuracy for head_dim {case.head_dim} on this GPU")
     problem = cases.problem(case, dtype)
-    attend = cases.call(target, problem, deterministic=True)
+    attend = cases.call(target, problem, deterministic_backward=True)
     problem.check(target.platform, cases.differentiate(attend, problem))
     assert count_differences(target, problem) == 0
 
@@ -118,7 +120,9 @@ def test_slopes_of_documents(target: Target) -> None:
     lengths = (40, 0, 200, 37, 1), (33, 9, 170, 16, 5)
     case = cases.PackedCase("slopes", *lengths, tails=(5, 3), q_heads=4, kv_heads=2, head_dim=64, alibi="dn")
     problem = cases.packed_problem(case, "float16")
-    problem.check(target.platform, cases.differentiate(cases.call(target, problem, deterministic=True), problem))
+    problem.check(
+        target.platform, cases.differentiate(cases.call(target, problem, deterministic_backward=True), problem)
+    )
     assert count_differences(target, problem) == 0
 
 
@@ -140,7 +144,7 @@ def test_the_default_follows_xla(flags: str, wanted: bool, monkeypatch: pytest.M
 
     def record(deterministic: bool | None) -> bool:
         def loss(x: jax.Array) -> jax.Array:
-            return jax_flash.attention(x, x, x, deterministic=deterministic).astype(jnp.float32).sum()
+            return jax_flash.attention(x, x, x, deterministic_backward=deterministic).astype(jnp.float32).sum()
 
         calls = [x for x in jax.make_jaxpr(jax.grad(loss))(query).eqns if x.primitive.name == "jax_flash_backward"]
         (call,) = calls

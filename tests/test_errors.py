@@ -97,18 +97,26 @@ OPTIONS = {
     "q_offset_float": (
         {"q_offset": 1.0},
         TypeError,
-        r"q_offset must be an int or an int32 array, got 1.0 of type float",
+        r"q_offset must be an int32 array, or integers that are known.*, got 1.0 of type float",
     ),
     "q_offset_bool": (
         {"q_offset": True},
         TypeError,
-        r"q_offset must be an int or an int32 array, got True of type bool",
+        r"q_offset must be an int32 array, or integers that are known.*, got True of type bool",
     ),
-    "q_offset_none": ({"q_offset": None}, TypeError, r"q_offset must be an int or an int32 array, got None"),
-    "q_offset_list": ({"q_offset": [0, 1]}, TypeError, r"q_offset must be an int or an int32 array, got \[0, 1\] of"),
-    "q_offset_int64": ({"q_offset": np.zeros(2, np.int64)}, TypeError, r"q_offset must.*int32.*got dtype int64"),
+    "q_offset_none": ({"q_offset": None}, TypeError, r"q_offset must be an int32 array.*got None"),
+    "q_offset_bools": (
+        {"q_offset": [True, False]},
+        TypeError,
+        r"q_offset must.*int32.*got \[True, False\] of type list",
+    ),
     "q_offset_float_array": ({"q_offset": jnp.zeros(2, jnp.float32)}, TypeError, r"q_offset.*int32.*got dtype float32"),
     "q_offset_too_large": ({"q_offset": 2**31}, ValueError, r"q_offset must be in the range of int32, got 2147483648"),
+    "q_offset_far_too_large": (
+        {"q_offset": [0, 2**70]},
+        ValueError,
+        r"q_offset must be in the range of int32, got 1180",
+    ),
     "q_offset_too_small": ({"q_offset": -(2**31) - 1}, ValueError, r"q_offset must.*of int32, got -2147483649"),
     "q_offset_shape": (
         {"q_offset": np.zeros(3, np.int32)},
@@ -129,9 +137,20 @@ OPTIONS = {
         r"bias must broadcast to shape \(2, 4, 5, 7\), got shape \(4, 5, 6\)",
     ),
     "bias_rank": ({"bias": array((1, 2, 4, 5, 7))}, ValueError, r"bias must broadcast to.*got shape \(1, 2, 4, 5, 7\)"),
-    "bias_key_heads": ({"bias": array((2, 5, 7))}, ValueError, r"bias must broadcast to.*got shape \(2, 5, 7\)"),
+    "bias_key_heads": (
+        {"bias": array((2, 5, 7))},
+        ValueError,
+        r"bias must.*got shape \(2, 5, 7\): use bias\[:, None\]",
+    ),
     "mask_floats": ({"mask": array((5, 7))}, TypeError, r"mask must have one of the dtypes bool, got float32"),
-    "mask_shape": ({"mask": array((7, 5), bool)}, ValueError, r"mask must broadcast to.*got shape \(7, 5\)"),
+    "mask_shape": ({"mask": array((7, 5), bool)}, ValueError, r"mask must broadcast to.*got shape \(7, 5\)(?!: use)"),
+    "mask_of_pairs": (
+        {"mask": array((2, 5, 7), bool)},
+        ValueError,
+        r"got shape \(2, 5, 7\): use mask\[:, None\](?!\S)",
+    ),
+    "mask_of_keys": ({"mask": array((2, 7), bool)}, ValueError, r"\(2, 7\): use mask\[:, None, None, :\]"),
+    "mask_of_rows": ({"mask": array((2, 5), bool)}, ValueError, r"\(2, 5\): use mask\[:, None, :, None\]"),
     "mask_bool": ({"mask": True}, TypeError, r"mask must be an array, got True of type bool"),
     "window_float": ({"window": 2.0}, TypeError, r"window must be None, an int, or a pair.*got 2.0 of type float"),
     "window_three": ({"window": (1, 2, 3)}, TypeError, r"window must be None.*pair.*got \(1, 2, 3\) of type tuple"),
@@ -192,22 +211,29 @@ OPTIONS = {
         ValueError,
         r"q_segment_ids must be given with kv_segment_ids, got None",
     ),
-    "segments_int64": (
-        {"q_segment_ids": np.zeros((2, 5), np.int64), "kv_segment_ids": array((2, 7), jnp.int32)},
-        TypeError,
-        r"q_segment_ids must be an int32 array, got dtype int64",
+    "segments_beyond_int32": (
+        {"q_segment_ids": np.full((2, 5), -(2**31) - 1), "kv_segment_ids": array((2, 7), jnp.int32)},
+        ValueError,
+        r"q_segment_ids must be in the range of int32, got -2147483649",
     ),
     "segments_shape": (
         {"q_segment_ids": array((2, 5), jnp.int32), "kv_segment_ids": array((2, 5), jnp.int32)},
         ValueError,
         r"kv_segment_ids must broadcast to shape \(2, 7\), got shape \(2, 5\)",
     ),
-    "q_lengths_list": (
-        {"q_lengths": [1, 2]},
+    "q_lengths_ragged": (
+        {"q_lengths": [[1], [2, 3]]},
         TypeError,
-        r"q_lengths must be an int32 array, got \[1, 2\] of type list",
+        r"q_lengths must be an int32 array, or integers that are known.*, got \[\[1\], \[2, 3\]\] of type list",
     ),
-    "q_lengths_floats": ({"q_lengths": array((2,))}, TypeError, r"q_lengths must be an int32 array, got dtype float32"),
+    "q_lengths_of_three": ({"q_lengths": [1, 2, 3]}, ValueError, r"q_lengths must broadcast to shape \(2,\), got.*3,"),
+    "q_lengths_text": ({"q_lengths": "12"}, TypeError, r"q_lengths must be an int32 array.*got '12' of type str"),
+    "q_lengths_beyond_int32": (
+        {"q_lengths": np.array([1, 2**31], np.uint32)},
+        ValueError,
+        r"q_lengths must be in the range of int32, got 2147483648",
+    ),
+    "q_lengths_floats": ({"q_lengths": array((2,))}, TypeError, r"q_lengths must be an int32 array.*got dtype float32"),
     "kv_lengths_shape": (
         {"kv_lengths": array((3,), jnp.int32)},
         ValueError,
@@ -218,7 +244,11 @@ OPTIONS = {
         ValueError,
         r"precision must be None or one of default, high, highest",
     ),
-    "deterministic_number": ({"deterministic": 1}, TypeError, r"deterministic must be a bool.*got 1 of type int"),
+    "deterministic_number": (
+        {"deterministic_backward": 1},
+        TypeError,
+        r"deterministic_backward must be a bool.*got 1 of type int",
+    ),
     "precision_number": ({"precision": 1}, ValueError, r"precision must be None or one of.*got 1 of type int"),
     "implementation_unknown": (
         {"implementation": "triton"},
@@ -277,11 +307,11 @@ PACKED = {
 BAD_PACKED = {
     "rank": ({"query": array((1, 10, 4, 8))}, ValueError, r"query must have rank 3.*got \(1, 10, 4, 8\)"),
     "head_dim": ({"key": array((12, 2, 9))}, ValueError, r"key must have the head_dim of query, 8, got 9"),
-    "list": ({"cu_q_lengths": [0, 4, 10]}, TypeError, r"cu_q_lengths must be an int32 array, got \[0, 4, 10\]"),
-    "int64": (
-        {"cu_q_lengths": np.array([0, 4, 10])},
-        TypeError,
-        r"cu_q_lengths must be an int32 array, got dtype int64",
+    "floats": ({"cu_q_lengths": [0, 4.0, 10]}, TypeError, r"cu_q_lengths must be an int32 array.*got \[0, 4.0, 10\]"),
+    "beyond_int32": (
+        {"cu_q_lengths": np.array([0, 4, 2**40])},
+        ValueError,
+        r"cu_q_lengths must be in the range of int32, got 1099511627776",
     ),
     "no_document": (
         {"cu_q_lengths": np.zeros(1, np.int32)},
@@ -329,6 +359,76 @@ def test_bad_packed_calls(bad: dict[str, Any], error: type[Exception], text: str
 
 def test_packed_calls_take_what_is_good() -> None:
     assert jax_flash.attention_varlen(**PACKED).shape == (10, 4, 8)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (2, 3, 7), (2, 3, 5)])
+def test_the_hint_at_a_mask_works(shape: tuple[int, ...]) -> None:
+    query, key = array((2, 3, 5, 4, 8)), array((2, 3, 7, 2, 8))
+    mask = array(shape, bool)
+    with pytest.raises(ValueError, match="use mask") as caught:
+        jax_flash.attention(query, key, key, mask=mask)
+    hinted = eval(str(caught.value).splitlines()[0].rpartition("use ")[2], {"mask": mask})
+    jax_flash.attention(query, key, key, mask=hinted)
+
+
+def drawn(*shape: int) -> np.ndarray:
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
+
+
+INTEGERS = {
+    "q_offset": [3, -1],
+    "kv_lengths": [6, 3],
+    "q_lengths": [2, 5],
+    "kv_segment_ids": [[0] * 4 + [1] * 3, [1] * 7],
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("make", [list, np.array, jnp.array, np.uint8, tuple], ids=lambda make: make.__name__)
+def test_integers_that_are_known(name: str, make: Any) -> None:
+    """Lists and other dtypes are what int32 arrays are, eager and inside jit."""
+    values = INTEGERS[name]
+    if make is np.uint8:
+        values = np.abs(values)
+    arrays = [drawn(*shape) for shape in GOOD.values()]
+    others = {"q_segment_ids": [[0, 1] * 2 + [1]] * 2} if "segment" in name else {}
+    attend = functools.partial(jax_flash.attention, *arrays, causal=name == "q_offset", **others)
+    want = attend(**{name: np.array(values, np.int32)})
+    assert not np.array_equal(want, attend(**{name: np.zeros_like(values, np.int32)}))
+    known = make(values)
+    np.testing.assert_array_equal(attend(**{name: known}), want)
+    np.testing.assert_array_equal(jax.jit(lambda: attend(**{name: known}))(), want)
+
+
+def test_one_length_for_all() -> None:
+    arrays = [drawn(*shape) for shape in GOOD.values()]
+    want = jax_flash.attention(*arrays, kv_lengths=np.full(2, 3, np.int32), q_lengths=np.full(2, 4, np.int32))
+    got = jax_flash.attention(*arrays, kv_lengths=3, q_lengths=np.int64(4))
+    np.testing.assert_array_equal(got, want)
+    assert jax_flash.explain(*arrays, kv_lengths=[3, 4], platform="cpu").implementation == "cpu"
+
+
+@pytest.mark.parametrize("make", [list, np.array, jnp.array], ids=lambda make: make.__name__)
+def test_cumulative_lengths_that_are_known(make: Any) -> None:
+    arrays = [drawn(*shape) for shape in ((10, 4, 8), (12, 2, 8), (12, 2, 8))]
+    lengths = [[0, 4, 10], [0, 6, 12]]
+    want = jax_flash.attention_varlen(*arrays, *(np.array(x, np.int32) for x in lengths), 6, 6)
+    np.testing.assert_array_equal(jax_flash.attention_varlen(*arrays, *map(make, lengths), 6, 6), want)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int16", "uint32"])
+def test_traced_integers_are_int32(dtype: str) -> None:
+    """Their values are not known."""
+    arrays = [array(shape) for shape in GOOD.values()]
+    text = f"must be an int32 array, or integers that are known when the call is traced, got dtype {dtype}"
+    lengths = np.array([3, 4], dtype)
+    with pytest.raises(TypeError, match=f"kv_lengths {text}"):
+        jax.jit(lambda lengths: jax_flash.attention(*arrays, kv_lengths=lengths)).trace(lengths)
+    with pytest.raises(TypeError, match=r"kv_lengths must be an int32 array.* of type list"):
+        jax.jit(lambda length: jax_flash.attention(*arrays, kv_lengths=[3, length])).trace(lengths[0])
+    flat = [array(shape) for shape in ((10, 4, 8), (12, 2, 8), (12, 2, 8))]
+    with pytest.raises(TypeError, match=f"cu_q_lengths {text}"):
+        jax.jit(lambda cu: jax_flash.attention_varlen(*flat, cu, [0, 12])).trace(np.array([0, 10], dtype))
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -427,7 +527,7 @@ def test_version_of_the_running_jaxlib(tmp_path: pathlib.Path) -> None:
 
 def test_a_jaxlib_without_a_version(tmp_path: pathlib.Path) -> None:
     folder = header(tmp_path, "#define XLA_FFI_API_MAJOR 2\n")
-    with pytest.raises(ImportError, match="does not state the FFI API version"):
+    with pytest.raises(ValueError, match=r"c_api.h does not state the version of jaxlib"):
         _registration.runtime_ffi_version(folder)
 
 

@@ -1,5 +1,8 @@
 """explain() tells who serves a call, and why not the others."""
 
+import typing
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -22,15 +25,31 @@ def shapes(dtype: str = "float32", head_dim: int = 64) -> tuple[jax.ShapeDtypeSt
         ("cuda", "bfloat16", "cuda"),
         ("cuda", "float32", "cuda"),
         ("cuda", "float64", "xla"),
+        ("gpu", "bfloat16", "cuda"),
+        ("gpu", "float64", "xla"),
+        ("rocm", "bfloat16", "xla"),
         ("tpu", "bfloat16", "xla"),
     ],
 )
 def test_who_serves(platform: str, dtype: str, server: str) -> None:
     explanation = jax_flash.explain(*shapes(dtype), platform=platform)
     assert explanation.implementation == server
-    assert explanation.platform == platform
+    assert explanation.platform == {"gpu": "cuda"}.get(platform, platform)
     assert server not in explanation.obstacles
     assert {"xla", "reference"}.isdisjoint(explanation.obstacles)
+
+
+@pytest.mark.parametrize("platform", ["GPU", "nvidia", "", 1])
+def test_unknown_platforms(platform: Any) -> None:
+    with pytest.raises(
+        ValueError, match=f"platform must be None or one of cpu, cuda, gpu, rocm, tpu, got {platform!r}"
+    ):
+        jax_flash.explain(*shapes(), platform=platform)
+
+
+def test_a_named_implementation_on_the_platform_gpu() -> None:
+    with pytest.raises(NotImplementedError, match=r"implementation='cpu'.*'cpu'.*'cuda'"):
+        jax_flash.explain(*shapes(), platform="gpu", implementation="cpu")
 
 
 def test_why_not() -> None:
@@ -68,6 +87,30 @@ def test_takes_arrays_and_every_option() -> None:
         x, x, x, causal=True, q_offset=jnp.array([1], jnp.int32), scale=0.5, return_lse=True, platform="cpu"
     )
     assert explanation.implementation == "cpu"
+
+
+@pytest.mark.parametrize("function", ["attention", "attention_varlen", "dot_product_attention", "explain"])
+def test_names_are_typed(function: str) -> None:
+    """A type checker knows which implementations and precisions there are, in every overload too."""
+    public = getattr(jax_flash, function)
+    overloads = typing.get_overloads(public)
+    assert len(overloads) == {"explain": 0, "dot_product_attention": 2}.get(function, 3)
+    for signature in (public, *overloads):
+        hints = typing.get_type_hints(signature)
+        if "implementation" not in hints:  # an overload that takes its options by a TypedDict
+            (hints,) = (typing.get_type_hints(typing.get_args(x)[0]) for x in (hints["options"],))
+        names = {"cuda", "cpu", "xla", "reference"} | ({"cudnn"} if function == "dot_product_attention" else set())
+        assert values(hints["implementation"]) == {None, *names}
+        if function != "dot_product_attention":
+            assert values(hints["precision"]) == {None, "default", "high", "highest", jax.lax.Precision}
+
+
+def values(hint: Any) -> set[Any]:
+    """Of a union of literals and types, None for its type."""
+    if typing.get_origin(hint) is typing.Literal:
+        return set(typing.get_args(hint))
+    members = typing.get_args(hint)
+    return set().union(*map(values, members)) if members else {None if hint is type(None) else hint}
 
 
 def test_checks_as_attention_does() -> None:

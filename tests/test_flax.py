@@ -7,6 +7,7 @@ import functools
 import inspect
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from flax import linen, nnx
 
 import jax_flash
+import jax_flash.flax
 from jax_flash.flax import attention_fn
 
 LEADING, T, S, N, H, FEATURES = (2,), 9, 12, 4, 8, 32
@@ -169,11 +171,12 @@ class _Anything(inspect.Signature):
         return self._Names()
 
 
-def passed(module: type[Nnx] | type[Linen]) -> set[str]:
-    names: set[str] = set()
+def passed(module: type[Nnx] | type[Linen]) -> dict[str, None]:
+    """The names, in their order."""
+    names: dict[str, None] = {}
 
     def spy(query: Any, key: Any, value: Any, **arguments: Any) -> Any:
-        names.update(arguments)
+        names.update(dict.fromkeys(arguments))
         return jnp.zeros_like(query)
 
     spy.__signature__ = _Anything()  # type: ignore[attr-defined]
@@ -183,14 +186,37 @@ def passed(module: type[Nnx] | type[Linen]) -> set[str]:
 
 
 def test_every_argument_is_named_and_tested() -> None:
-    names = passed(Nnx) | passed(Linen)
+    names = {*passed(Nnx), *passed(Linen)}
     assert names <= set(inspect.signature(attention_fn).parameters)
     assert names | {"is_causal"} == ARGUMENTS
 
 
+@pytest.mark.skipif(not NNX_IS_CAUSAL, reason=f"the module of flax {flax.__version__} has no is_causal")
+def test_the_order_that_nnx_passes() -> None:
+    """By which the hook sees that is_causal was bound: mask comes before it, and Linen passes none."""
+    order = list(passed(Nnx))
+    assert order.index("mask") < order.index("is_causal")
+    assert set(order) == {*jax_flash.flax._PASSED_BY_NNX, "is_causal"}
+    assert "is_causal" not in passed(Linen)
+    assert "force_fp32_for_softmax" in passed(Linen)
+
+
 def test_flax_is_not_imported() -> None:
-    program = "import sys, jax_flash, jax_flash.flax; sys.exit('flax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    program = """if True:
+        import sys, jax_flash, jax_flash.flax, jax.numpy as jnp
+        x = jnp.ones((3, 1, 4))
+        jax_flash.flax.attention_fn(x, x, x)
+        assert 'flax' not in sys.modules
+        sys.modules['flax'] = None  # not installed
+        try:
+            jax_flash.flax.attention_fn(x + 1j, x, x)
+        except NotImplementedError as error:
+            assert "Flax must be installed for query of dtype complex64" in str(error)
+        else:
+            raise AssertionError
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # mask, and bias which Flax leaves to those who bind it
@@ -320,6 +346,68 @@ def test_is_causal_of_the_function(masked: bool) -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
+CAUSAL = np.tril(np.ones((T, S), bool))
+
+
+@modules
+def test_causal_that_is_bound(module: Any) -> None:
+    """No module overrides it: not nnx's, which passes is_causal=False, nor one that passes a mask."""
+    flax_module, arrays = module(), inputs()
+    causal = functools.partial(attention_fn, causal=True)
+    mask = keep(*LEADING, N, T, S)
+    assert_close(run(flax_module, [causal], arrays), run(flax_module, [None], arrays, mask=CAUSAL))
+    assert_close(
+        run(flax_module, [causal], arrays, mask=mask, gradients=True),
+        run(flax_module, [None], arrays, mask=mask & CAUSAL, gradients=True),
+    )
+    if module is Nnx and NNX_IS_CAUSAL:
+        assert_close(run(flax_module, [causal], arrays, is_causal=True), run(flax_module, [None], arrays, mask=CAUSAL))
+
+
+def test_causal_and_other_options_that_are_bound() -> None:
+    arrays = inputs()
+    hook = functools.partial(attention_fn, causal=True, window=(2, 5), deterministic_backward=True)
+    mask = CAUSAL & (np.arange(T)[:, None] - np.arange(S) <= 2)
+    for flax_module in (Nnx(), Linen()):
+        assert_close(run(flax_module, [hook], arrays), run(flax_module, [None], arrays, mask=mask))
+
+
+def test_is_causal_that_is_bound_in_linen() -> None:
+    """Whose modules have no such argument, and so override none."""
+    hook = functools.partial(attention_fn, is_causal=True)
+    assert_close(run(Linen(), [hook], inputs()), run(Linen(), [None], inputs(), mask=CAUSAL))
+    full = functools.partial(attention_fn, is_causal=False)
+    assert_close(run(Linen(), [full], inputs()), run(Linen(), [None], inputs()))
+
+
+@pytest.mark.skipif(not NNX_IS_CAUSAL, reason=f"the module of flax {flax.__version__} has no is_causal")
+@pytest.mark.parametrize(
+    "bind",
+    [
+        lambda f: functools.partial(f, is_causal=True),
+        lambda f: functools.partial(functools.partial(f, is_causal=True), window=(3, 3)),
+        lambda f: functools.partial(f, softcap=5.0, is_causal=True),
+        lambda f: functools.partial(functools.partial(f, scale=0.5), is_causal=True),
+    ],
+    ids=["alone", "twice", "behind", "outside"],
+)
+def test_is_causal_that_is_bound_in_nnx(bind: Any) -> None:
+    """The module's False contradicts it, silently in Flax's own function; its True does not."""
+    hook = bind(attention_fn)
+    module = Nnx()
+    for call in ({}, {"mask": keep(*LEADING, N, T, S)}, {"sow_weights": True}, {"is_causal": False}):
+        with pytest.raises(ValueError, match=r"is_causal must not be bound beforehand: .*; bind causal"):
+            module.apply(hook, module.parameters(), *inputs(), **call)
+    module.apply(hook, module.parameters(), *inputs(), is_causal=True)
+
+
+def test_is_causal_that_is_not_bound_is_taken() -> None:
+    """In any order, by those who call the hook themselves."""
+    x = normal(0, T, N, H)
+    mask = keep(T, T)
+    np.testing.assert_array_equal(attention_fn(x, x, x, is_causal=False, mask=mask), attention_fn(x, x, x, mask=mask))
+
+
 # dtype, precision, force_fp32_for_softmax
 
 
@@ -391,8 +479,6 @@ def test_precision_unknown() -> None:
     x = normal(0, T, N, H)
     with pytest.raises(ValueError, match=r"precision must be None, a jax.lax.Precision.*got 'exact'"):
         attention_fn(x, x, x, precision="exact")
-    with pytest.raises(NotImplementedError, match=r"precision must not be a jax.lax.DotAlgorithm"):
-        attention_fn(x, x, x, precision=jax.lax.DotAlgorithm(jnp.float32, jnp.float32, jnp.float32))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -578,16 +664,66 @@ def test_gradients_with_dropout(broadcast: bool) -> None:
     assert_close(jit(lambda: both(attend))(), jit(lambda: both(plain))(), 1e-5)
 
 
-# qk_attn_weights_einsum and attn_weights_value_einsum
+# What Flax's own function serves
 
 
-def test_einsums_are_refused() -> None:
-    module = Linen(qk_attn_weights_einsum_cls=lambda: jnp.einsum, attn_weights_value_einsum_cls=lambda: jnp.einsum)
-    with pytest.raises(NotImplementedError, match="qk_attn_weights_einsum must be None"):
-        module.apply(attention_fn, Linen().parameters(), *inputs())
+def rounded(equation: str, *arrays: jax.Array) -> jax.Array:
+    """An einsum that no other gives."""
+    return jnp.einsum(equation, *(x.astype(jnp.float16).astype(x.dtype) for x in arrays))
+
+
+@modules
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_complex_numbers(module: Any, dtype: str) -> None:
+    """Each module has those of its own function, for they differ."""
+    flax_module = module(dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of nnx's function, which drops imaginary parts
+        got, want = run(flax_module, (attention_fn, None), inputs(), mask=keep(*LEADING, N, T, S))
+        assert got["out"].dtype == dtype
+        np.testing.assert_array_equal(got["out"], want["out"])
+        causal = functools.partial(attention_fn, causal=True)
+        got, want = (run(flax_module, [h], inputs(), mask=m)[0] for h, m in ((causal, None), (None, CAUSAL)))
+        np.testing.assert_array_equal(got["out"], want["out"])
+
+
+def test_einsums() -> None:
+    """Linen's own, as quantized products are."""
+    cls = {"qk_attn_weights_einsum_cls": lambda: rounded, "attn_weights_value_einsum_cls": lambda: rounded}
+    got, want, plain = (
+        run(module, [hook], inputs(), mask=keep(*LEADING, 1, T, S))[0]["out"]
+        for module, hook in ((Linen(**cls), attention_fn), (Linen(**cls), None), (Linen(), None))
+    )
+    np.testing.assert_array_equal(got, want)
+    assert (got != plain).any()
+    sown = compare(Linen(**cls), inputs(), sow_weights=True)["sown"]
+    assert jax.tree.leaves(sown)[0].shape == (*LEADING, N, T, S)
     x = normal(0, T, N, H)
-    with pytest.raises(NotImplementedError, match="attn_weights_value_einsum must be None"):
-        attention_fn(x, x, x, attn_weights_value_einsum=jnp.einsum)
+    with pytest.raises(ValueError, match="must be specified together"):  # Linen's word
+        attention_fn(x, x, x, attn_weights_value_einsum=rounded)
+
+
+def test_an_algorithm() -> None:
+    """force_fp32_for_softmax is Linen's, whose function hands precision on; nnx's does not without dropout."""
+    x = normal(0, T, N, H)
+    algorithm = jax.lax.DotAlgorithm(jnp.float32, jnp.float32, jnp.float32)
+    options = {"precision": algorithm, "force_fp32_for_softmax": True}
+    ours, linen_s = (
+        str(jax.make_jaxpr(functools.partial(function, **options))(x, x, x))
+        for function in (attention_fn, linen.dot_product_attention)
+    )
+    assert ours == linen_s
+    assert "DotAlgorithm" in ours
+
+
+@pytest.mark.parametrize("option", [{"window": (2, 2)}, {"implementation": "xla"}, {"deterministic_backward": True}])
+def test_options_that_flax_does_not_have(option: dict[str, Any]) -> None:
+    x = normal(0, T, N, H).astype(np.complex64)
+    (name,) = option
+    with pytest.raises(NotImplementedError, match=f"{name} must not be given with query of dtype complex64"):
+        attention_fn(x, x, x, **option)
+    with pytest.raises(NotImplementedError, match=f"{name} must not be given with qk_attn_weights_einsum"):
+        attention_fn(x.real, x.real, x.real, qk_attn_weights_einsum=rounded, **option)
 
 
 def test_unknown_arguments_are_refused() -> None:
@@ -596,12 +732,19 @@ def test_unknown_arguments_are_refused() -> None:
         attention_fn(x, x, x, einsum_dot_general=jax.lax.dot_general)
 
 
-@pytest.mark.parametrize("name", ["causal", "return_lse", "dropout_key"])
-def test_what_flax_calls_otherwise_is_refused(name: str) -> None:
-    """attention()'s own words for what Flax has a word for."""
+@pytest.mark.parametrize(("name", "instead"), [("return_lse", "jax_flash.attention"), ("dropout_key", "dropout_rng")])
+def test_what_flax_calls_otherwise_is_refused(name: str, instead: str) -> None:
+    """attention()'s own words for what Flax has a word for, or no use."""
     x = normal(0, T, N, H)
-    with pytest.raises(TypeError, match=f"multiple values for keyword argument '{name}'"):
+    with pytest.raises(TypeError, match=f"{name} must not be given to Flax's hook: use {instead}"):
         attention_fn(x, x, x, dropout_rate=0.5, dropout_rng=jax.random.key(0), **{name: True})
+
+
+@pytest.mark.parametrize("name", ["causal", "is_causal"])
+def test_what_is_no_bool(name: str) -> None:
+    x = normal(0, T, N, H)
+    with pytest.raises(TypeError, match=f"^{name} must be a bool.*got 1 of type int"):
+        attention_fn(x, x, x, **{name: 1})
 
 
 # Decoding

@@ -200,6 +200,18 @@ def test_padding_is_never_read(target: Target) -> None:
         np.testing.assert_array_equal(got[name], want[name])
 
 
+@pytest.mark.parametrize("target", cases.targets())
+def test_maxima_that_are_not_said(target: Target) -> None:
+    """The same results as with the longest documents, gradients and dropout among them, also for traced lengths."""
+    case = PackedCase("no_maxima", (5, 0, 9), (6, 3, 8), (2, 1), causal=True, dropout_rate=0.3)
+    problem = cases.packed_problem(case, target.dtypes[0])
+    attend = cases.call(target, problem, max_q_length=None, max_kv_length=None)
+    problem.check(target.platform, cases.differentiate(attend, problem))
+    lengths = {"cu_q_lengths": problem.cu_q_lengths, "cu_kv_lengths": problem.cu_kv_lengths}
+    out, lse = jax.jit(lambda lengths: attend(*problem.inputs, **lengths))(lengths)
+    problem.check(target.platform, {"out": out, "lse": lse})
+
+
 @pytest.mark.parametrize("target", cases.targets(lambda target: not target.kernel))
 def test_documents_longer_than_said(target: Target) -> None:
     """Where it can't be known when the call is traced, it shows: plain JAX pads documents to the longest."""

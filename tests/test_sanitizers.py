@@ -24,10 +24,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 # Of 260 keys and up to 700 rows: every tile is met whole and in part.
 MANY: list[dict[str, Any]] = [
     *({"head_dim": head_dim, "causal": causal} for head_dim in (64, 128, 256) for causal in (False, True)),
-    *({"head_dim": head_dim, "causal": True, "deterministic": True} for head_dim in (64, 128, 256)),
+    *({"head_dim": head_dim, "causal": True, "deterministic_backward": True} for head_dim in (64, 128, 256)),
     {"head_dim": 40, "causal": True},
     {"head_dim": 128, "lengths": (700, 260), "heads": (8, 1), "batch": 1},  # query heads split over blocks
-    {"head_dim": 128, "lengths": (700, 260), "heads": (8, 1), "batch": 1, "deterministic": True},
+    {"head_dim": 128, "lengths": (700, 260), "heads": (8, 1), "batch": 1, "deterministic_backward": True},
     {"head_dim": 64, "dropout_rate": 0.1},
     {"head_dim": 128, "softcap": 20.0},
     {"head_dim": 64, "window": 64, "causal": True},

@@ -194,7 +194,7 @@ def test_gradients_of_what_devices_share(target: Target, bias: str, kind: str) -
     whole = NamedSharding(grid, PartitionSpec())
 
     def run(inputs: Any, trainable: Any, dout: Any, dlse: Any) -> Any:
-        attend = cases.call(target, problem, deterministic=True)
+        attend = cases.call(target, problem, deterministic_backward=True)
         results, pullback = jax.vjp(lambda inputs, trainable: attend(*inputs, **trainable), inputs, trainable)
         return results, *pullback((dout, dlse))
 

@@ -85,13 +85,18 @@ def test_what_is_compiled(cache: pathlib.Path) -> None:
         ({"row": {"block_q": True}}, "can't be read"),
         ({"place": {"pass": "sideways"}}, "can't be read"),
         ({"place": {"head_dim": 65}}, "can't be read"),
+        ({"place": {"gpu": 7}}, "can't be read"),
+        ({"place": {"family": "\ud800"}}, "can't be read"),
+        ("[" * 100_000, "can't be read"),
+        ('{"rows": ' + "1" * 10_000 + "}", "can't be read"),
+        (b"\xff", "can't be read"),
     ],
 )
 def test_refused(cache: pathlib.Path, content: Any, message: str) -> None:
     """What is not ours, or of other kernels, is said and not used."""
     file = _tuned.store([TUNED])
-    if isinstance(content, str):
-        file.write_text(content)
+    if isinstance(content, (str, bytes)):
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
     else:
         stored = json.loads(file.read_text())
         stored["rows"][0]["row"] |= content.pop("row", {})
@@ -113,9 +118,13 @@ def test_at_import() -> None:
         f"import jax_flash._core as c; print(c.tile_row(arch=90, pass_='forward', head_dim=64, gpu={GPU!r})['tuned'])"
     )
 
-    def run() -> tuple[str, str]:
+    def run(*options: str) -> tuple[str, str]:
         done = subprocess.run(
-            [sys.executable, "-c", f"import jax_flash; {code}"], capture_output=True, text=True, timeout=120, check=True
+            [sys.executable, *options, "-c", f"import jax_flash; {code}"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
         )
         return done.stdout.strip(), done.stderr
 
@@ -123,9 +132,14 @@ def test_at_import() -> None:
     file = _tuned.store([TUNED])
     assert run() == ("True", "")
     file.write_text(file.read_text().replace(_core.sources_key(), "0" * 32))
-    used, said = run()
-    assert used == "False"
-    assert "another version of the kernels" in said
+    for options in ((), ("-W", "error")):  # the import goes on, whatever becomes of warnings
+        used, said = run(*options)
+        assert used == "False"
+        assert said.count("another version of the kernels") == 1
+    assert run("-W", "ignore") == ("False", "")
+    file.unlink()
+    file.mkdir()
+    assert run("-W", "error") == ("False", "")
 
 
 def test_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:

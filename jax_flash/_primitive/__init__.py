@@ -15,15 +15,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowering
-from jax.extend.core import Primitive
-from jax.interpreters import batching as jax_batching
-from jax.interpreters import mlir
 
 from jax_flash import _explain
 from jax_flash._options import Options
 from jax_flash._primitive import derivatives, lowering, params, partitioning
 from jax_flash._primitive.batching import batch
+from jax_flash._private import Primitive, apply_primitive, mlir, prim_requires_devices_during_lowering
+from jax_flash._private import batching as jax_batching
 
 
 def forward(

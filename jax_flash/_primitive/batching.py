@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 
 from jax_flash._primitive import plain
 from jax_flash._primitive.params import ARGUMENTS, Params, result_shapes
+from jax_flash._private import Primitive
 
 
 def batch(

@@ -14,14 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Primitive
-from jax.interpreters import ad
 
 from jax_flash import _scores, _varying
 from jax_flash._options import OPERANDS
 from jax_flash._primitive import plain
 from jax_flash._primitive.params import ARGUMENTS, INPUTS, Params, in_order
+from jax_flash._private import Primitive, ad, checkpoint_name
 from jax_flash.checkpoint_policies import LSE, OUT
 
 Arrays = dict[str, jax.Array]

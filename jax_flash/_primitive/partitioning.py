@@ -11,16 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jax_flash import _dtypes, _scores
 from jax_flash._options import UNLIMITED, Options
 from jax_flash._primitive import lowering
 from jax_flash._primitive.params import Params, in_order
+from jax_flash._private import Primitive, ShapedArray, custom_partitioning, mlir
 
 Axes = Any  # an entry of a PartitionSpec: None, the name of a mesh axis, or several
 Arrays = dict[str, jax.Array]
