@@ -1,5 +1,7 @@
-"""Arrays inside jax.shard_map: over which mesh axes their values vary."""
+"""The types of arrays on meshes: over which axes of a jax.shard_map values vary, and along which explicit ones they are
+split."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -28,3 +30,21 @@ def vary_alike(tree: Tree, *others: Any) -> Tree:
         return varied
 
     return jax.tree.map(vary, tree)
+
+
+def on_automatic_axes(function: Callable[..., Any], results: Sequence[Any]) -> Callable[..., Any]:
+    """``function``, whose results are split as ``results`` are, for a mesh of explicit axes.
+
+    What is written for automatic axes, as scans over chunks with their branches are, would have to state there how
+    every array is split. The function takes all its arrays as arguments: what it encloses would keep its type.
+    """
+    mesh = jax.typeof(results[0]).sharding.mesh
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(name for name, kind in kinds if kind == jax.sharding.AxisType.Explicit)
+    if not explicit:
+        return function
+    shardings = tuple(jax.typeof(x).sharding for x in results)
+    automatic: Callable[..., Any] = jax.sharding.auto_axes(
+        lambda *args: tuple(function(*args)), axes=explicit, out_sharding=shardings
+    )
+    return automatic

@@ -86,30 +86,145 @@ def test_the_measure_sees_communication(target: Target) -> None:
     problem.check(target.platform, dict(zip(NAMES, map(np.asarray, program(*arguments)), strict=True)))
 
 
-@pytest.mark.parametrize("heads", [(8, 2), (4, 1), (8, 1)], ids=str)
+def kernel_shapes(text: str, name: str) -> list[tuple[int, ...]]:
+    """The shape of the first result of every custom call of ``name`` in compiled HLO."""
+    calls = [line for line in text.splitlines() if f'custom_call_target="{name}"' in line]
+    return [tuple(map(int, re.search(r"= \(\w+\[([\d,]+)\]", line)[1].split(","))) for line in calls]
+
+
+def split_call(target: Target, problem: cases.Problem, grid: jax.sharding.Mesh, spec: PartitionSpec) -> Any:
+    """A compiled forward and backward with query split by ``spec`` and keys whole, and its arguments."""
+    axes = tuple(spec) + (None,) * (4 - len(spec))
+    split, whole = NamedSharding(grid, spec), NamedSharding(grid, PartitionSpec(axes[0]))
+    statistic = NamedSharding(grid, PartitionSpec(axes[0], axes[2], axes[1]))
+    trainable = jax.device_put(problem.trainable, NamedSharding(grid, PartitionSpec()))
+
+    @jax.jit
+    def run(query: Any, key: Any, value: Any, trainable: Any, dout: Any, dlse: Any) -> Any:
+        results, pullback = jax.vjp(
+            lambda query, key, value, trainable: cases.call(target, problem)(query, key, value, **trainable),
+            *(query, key, value, trainable),
+        )
+        *gradients, by_options = pullback((dout, dlse))
+        return cases.named(results, gradients, by_options)
+
+    shardings = (split, whole, whole, split, statistic)
+    arrays = (*problem.inputs, problem.dout, problem.dlse)
+    query, key, value, dout, dlse = map(jax.device_put, arrays, shardings)
+    arguments = (query, key, value, trainable, dout, dlse)
+    return run.lower(*arguments).compile(), arguments
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (4, 1), (8, 1), (12, 6), (12, 3)], ids=str)
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
 def test_more_devices_than_key_heads(target: Target, heads: tuple[int, int]) -> None:
-    """Query heads split over devices that have to share a key head: right, if not free."""
-    case = Case("shared", 9, 12, *heads, head_dim=8, leading=(2,), causal=True, q_offset=(3, -2))
+    """Query heads are split over devices that share key heads: each computes its own, and none is gathered."""
+    case = Case("shared", 9, 12, *heads, head_dim=8, leading=(2,), causal=True, q_offset=(3, -2), alibi="n")
     problem = cases.problem(case, target.dtypes[0])
     many = 4 if target.platform == "cpu" else 2
     grid = mesh(target, (1, many), ("x", "y"))
-    split = NamedSharding(grid, PartitionSpec(None, None, "y"))
+    program, arguments = split_call(target, problem, grid, PartitionSpec(None, None, "y"))
+    for name in ("jax_flash_forward", "jax_flash_backward"):
+        assert set(kernel_shapes(program.as_text(), name)) == {(2, 9, heads[0] // many, 8)}
+    assert "all-gather" not in program.as_text()
+    problem.check(target.platform, jax.tree.map(np.asarray, program(*arguments)))
+
+
+ROWS = (
+    Case("rows_plain", 16, 12, 4, 2, 8),
+    Case("rows_causal", 16, 12, 4, 2, 8, causal=True, q_offset=(4, -3)),
+    Case("rows_no_offset", 16, 24, 4, 4, 8, window=(5, 2), sinks=True),
+    Case("rows_lengths", 16, 24, 4, 2, 8, q_lengths=(16, 5), kv_lengths=(9, 24), alibi="n", bias="ts"),
+    Case("rows_masks", 16, 24, 4, 2, 8, causal=True, q_offset=9, mask="bts", segments=3, bias="nt", softcap=2.0),
+)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("case", ROWS, ids=lambda case: case.name)
+@pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
+def test_rows_of_query(target: Target, case: Case, kind: str) -> None:
+    """Each device computes its rows, with all keys."""
+    problem = cases.problem(case, target.dtypes[0])
+    many = 4 if target.platform == "cpu" else 2
+    devices = mesh(target, (many,), ("x",)).devices
+    grid = jax.sharding.Mesh(devices, ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+    with jax.set_mesh(grid):
+        program, arguments = split_call(target, problem, grid, PartitionSpec(None, "x"))
+        for name in ("jax_flash_forward", "jax_flash_backward"):
+            assert set(kernel_shapes(program.as_text(), name)) == {(2, 16 // many, 4, 8)}
+        results = program(*arguments)
+    assert results["out"].sharding.spec[1] == results["dq"].sharding.spec[1] == "x"
+    problem.check(target.platform, jax.tree.map(np.asarray, results))
+
+
+@pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
+def test_rows_and_keys_of_one_axis(target: Target) -> None:
+    """Sequence parallelism with nothing more said: K and V are gathered, the query is not."""
+    problem = cases.problem(Case("rows_and_keys", 16, 24, 4, 2, 8, causal=True, q_offset=8), target.dtypes[0])
+    many = 4 if target.platform == "cpu" else 2
+    grid = mesh(target, (many,), ("x",))
+    placed = [jax.device_put(x, NamedSharding(grid, PartitionSpec(None, "x"))) for x in problem.inputs]
+    program = jax.jit(cases.call(target, problem)).lower(*placed).compile()
+    gathered = [line for line in program.as_text().splitlines() if re.search(r"= .*all-gather(-start)?\(", line)]
+    assert gathered
+    assert not any("[2,16,4,8]" in line for line in gathered)
+    assert kernel_shapes(program.as_text(), "jax_flash_forward") == [(2, 16 // many, 4, 8)]
+    out, lse = program(*placed)
+    problem.check(target.platform, {"out": np.asarray(out), "lse": np.asarray(lse)})
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("rows_dropout", 16, 12, 4, 2, 8, dropout_rate=0.3),
+        Case("rows_uneven", 18, 12, 4, 2, 8, causal=True),
+        Case("batch_uneven", 16, 12, 4, 2, 8, leading=(2,), causal=True),
+    ],
+    ids=lambda case: case.name,
+)
+@pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
+def test_what_is_not_split_is_right(target: Target, case: Case) -> None:
+    problem = cases.problem(case, target.dtypes[0])
+    grid = mesh(target, (4 if target.platform == "cpu" else 2,), ("x",))
     whole = NamedSharding(grid, PartitionSpec())
+    spec = PartitionSpec("x") if case.name == "batch_uneven" else PartitionSpec(None, "x")
 
     @jax.jit
-    def run(query: Any, key: Any, value: Any, dout: Any, dlse: Any) -> Any:
+    def run(query: Any, key: Any, value: Any) -> Any:
+        query = jax.lax.with_sharding_constraint(query, NamedSharding(grid, spec))
         results, pullback = jax.vjp(cases.call(target, problem), query, key, value)
-        return (*results, *pullback((dout, dlse)))
+        return (*results, *pullback((problem.dout, problem.dlse)))
 
-    results = run(
-        jax.device_put(problem.query, split),
-        jax.device_put(problem.key, whole),
-        jax.device_put(problem.value, whole),
-        jax.device_put(problem.dout, split),
-        jax.device_put(problem.dlse, NamedSharding(grid, PartitionSpec(None, "y"))),
-    )
+    results = run(*(jax.device_put(x, whole) for x in problem.inputs))
     problem.check(target.platform, dict(zip(NAMES, map(np.asarray, results), strict=True)))
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize(
+    "spec", [PartitionSpec("x"), PartitionSpec(None, "x"), PartitionSpec(None, None, "x")], ids=str
+)
+@pytest.mark.parametrize("target", cases.targets(lambda target: target.platform == "cpu" and target.kernel))
+def test_second_order_where_split(target: Target, spec: PartitionSpec, kind: str) -> None:
+    """Tangents and Hessian-vector products of what is split over devices are those of one device."""
+    problem = cases.problem(Case("split_twice", 8, 12, 4, 2, 8, causal=True, q_offset=4), "float64")
+    devices = mesh(target, (2,), ("x",)).devices
+    grid = jax.sharding.Mesh(devices, ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+
+    def loss(*inputs: Any) -> Any:
+        out, lse = cases.call(target, problem)(*inputs)
+        return (out**2).sum() + (lse**2).sum()
+
+    def second(*inputs: Any) -> Any:
+        return jax.jvp(loss, inputs, inputs)[1], jax.jvp(jax.grad(loss, (0, 1, 2)), inputs, inputs)[1]
+
+    want = jax.jit(second)(*problem.inputs)
+    with jax.set_mesh(grid):
+        whole = NamedSharding(grid, PartitionSpec(*tuple(spec)[:1]))
+        placed = [jax.device_put(problem.query, NamedSharding(grid, spec))]
+        placed += [jax.device_put(x, whole) for x in problem.inputs[1:]]
+        got = jax.jit(second)(*placed)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
@@ -127,18 +242,23 @@ def test_mapped_over_a_split_axis(target: Target) -> None:
 
 @pytest.mark.parametrize("target", cases.targets())
 @pytest.mark.parametrize("check_vma", [False, True], ids=["unchecked", "checked"])
-def test_shard_map(target: Target, check_vma: bool) -> None:
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_shard_map(target: Target, check_vma: bool, jitted: bool, kind: str) -> None:
     """Inside shard_map a call sees one device's part."""
     problem = cases.problem(GROUPED, target.dtypes[0])
-    grid = mesh(target, (2, 1), ("x", "y"))
+    devices = mesh(target, (2, 1), ("x", "y")).devices
+    grid = jax.sharding.Mesh(devices, ("x", "y"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
 
     def part(query: Any, key: Any, value: Any, offset: Any, dout: Any, dlse: Any) -> Any:
         results, pullback = jax.vjp(cases.call(target, problem, q_offset=offset), query, key, value)
         return (*results, *pullback((dout, dlse)))
 
     spec = PartitionSpec("x")
-    run = jax.jit(jax.shard_map(part, mesh=grid, in_specs=spec, out_specs=spec, check_vma=check_vma))
-    results = run(*problem.inputs, problem.q_offset, problem.dout, problem.dlse)
+    run = jax.shard_map(part, mesh=grid, in_specs=spec, out_specs=spec, check_vma=check_vma)
+    arguments = (*problem.inputs, problem.q_offset, problem.dout, problem.dlse)
+    placed = [jax.device_put(x, NamedSharding(grid, spec)) for x in arguments]
+    results = (jax.jit(run) if jitted else run)(*placed)
     problem.check(target.platform, dict(zip(NAMES, map(np.asarray, results), strict=True)))
 
 

@@ -9,7 +9,8 @@ derivative of second order reaches the inputs through them, too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,12 +40,13 @@ def define(forward_p: Primitive, tangent_p: Primitive, backward_p: Primitive) ->
 
     def tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, params: Params) -> Any:
         count = len(primals) - len(params.tangents)
-        fixed, linear = list(primals[:count]), primals[count:]
+        fixed, linear = primals[:count], primals[count:]
         terms = []
         if moved := _nonzero(params.tangents, tangents[count:]):
             terms.append(_tangent(tangent_p, params, fixed, moved))
-        terms += _plain_jvp(lambda *fixed: plain.tangent(params, *fixed, *linear), fixed, tangents[:count])
         results = tangent_p.bind(*primals, params=params)
+        others = (*tangents[:count], *map(_zero, linear))
+        terms += _plain_jvp(functools.partial(plain.tangent, params), primals, others, results)
         return results, _added(results, terms)
 
     def backward_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, params: Params) -> Any:
@@ -58,8 +60,8 @@ def define(forward_p: Primitive, tangent_p: Primitive, backward_p: Primitive) ->
             terms.append(backward_p.bind(*cotangents, params=params))
         others = [_zero(p) if i in at.values() else t
                   for i, (p, t) in enumerate(zip(primals, tangents, strict=True))]  # fmt: skip
-        terms += _plain_jvp(lambda *args: plain.backward(params, *args), primals, others)
         results = backward_p.bind(*primals, params=params)
+        terms += _plain_jvp(functools.partial(plain.backward, params), primals, others, results)
         return results, _added(results, terms)
 
     def tangent_transpose(cotangents: Sequence[Any], *args: Any, params: Params) -> Any:
@@ -123,11 +125,14 @@ def _instantiated(tangent: Any, like: jax.Array) -> jax.Array:
     return zeros
 
 
-def _plain_jvp(function: Any, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Sequence[Any]]:
-    """The tangents of ``function``, a list of one, or of none where all ``tangents`` are zero."""
+def _plain_jvp(
+    function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], results: Sequence[Any]
+) -> list[Sequence[Any]]:
+    """The tangents of ``results``, those of ``function``: a list of one, or of none where all ``tangents`` are zero."""
     moved = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
     if not moved:
         return []
+    function = _varying.on_automatic_axes(function, results)
 
     def of_moved(*xs: Any) -> Any:
         everything = list(primals)

@@ -82,7 +82,7 @@ def partitioned(pass_: str, target: lowering.Target, params: Params) -> Callable
 
     @custom_partitioning
     def attend(*args: jax.Array) -> tuple[jax.Array, ...]:
-        return lowering.call(pass_, target, params, *args)
+        return _apart(functools.partial(lowering.call, pass_, target, params), *args)
 
     def partition(mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
         if mesh.empty:  # no mesh to split over, though there are several devices: all of them do all of it
