@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -308,19 +309,17 @@ def test_files_of_others_are_not_read(tmp_path: pathlib.Path) -> None:
 
 
 @needs_root
-def test_a_user_takes_what_root_has_made(tmp_path: pathlib.Path) -> None:
+def test_a_user_takes_what_root_has_made() -> None:
     """By a process that gives up being root, in a folder of root's and then in one of its own."""
-    cache = tmp_path / "cache"
-    assert fetch(cache) == "compiled"
-    cache.chmod(0o755)
-    for folder in tmp_path.parents:
-        if folder.stat().st_uid == os.geteuid() and not folder.stat().st_mode & stat.S_IXOTH:
-            folder.chmod(mode(folder) | stat.S_IXOTH)
-    tmp_path.chmod(0o755)
-    as_stranger = FETCH.replace("print(", f"import os; os.setgid({STRANGER}); os.setuid({STRANGER}); print(")
-    assert fetch(cache, as_stranger) == "cached"
-    os.chown(cache, STRANGER, STRANGER)
-    assert fetch(cache, as_stranger) == "cached"
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own are for root alone
+        os.chmod(folder, 0o755)
+        cache = pathlib.Path(folder) / "cache"
+        assert fetch(cache) == "compiled"
+        cache.chmod(0o755)
+        as_stranger = FETCH.replace("print(", f"import os; os.setgid({STRANGER}); os.setuid({STRANGER}); print(")
+        assert fetch(cache, as_stranger) == "cached"
+        os.chown(cache, STRANGER, STRANGER)
+        assert fetch(cache, as_stranger) == "cached"
 
 
 def test_files_that_all_can_write_are_not_read(tmp_path: pathlib.Path) -> None:
