@@ -20,6 +20,7 @@
 #include <string_view>
 #include <thread>
 #include <type_traits>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -32,6 +33,7 @@
 
 #include "cpu/cpu.h"
 #include "cuda/cuda.h"
+#include "cuda/disk_cache.h"
 #include "cuda/jit.h"
 #include "cuda/tuned.h"
 #include "options.h"
@@ -232,6 +234,7 @@ ffi::AnyBuffer result(ffi::RemainingRets rets, size_t index) {
 struct Call {
   DType dtype;
   Problem problem;
+  int64_t room;  // elements of its scratch
 };
 
 // Arrays in two parts have the columns of both.
@@ -241,9 +244,10 @@ enum class Platform { cpu, cuda };
 
 // forward:  (q, k, v, operands...) -> (out, lse[, scratch])
 // backward: (q, k, v, dout, lse, delta, operands...) -> (dq, dk, dv, gradients of operands...[, scratch])
-// On CPUs the backward takes (dlse, out) instead of delta.
-Call decode(Platform platform, Pass pass, const Options& options, ffi::RemainingArgs args, ffi::RemainingRets rets,
-            int64_t (*scratch)(DType, const Problem&)) {
+// On CPUs the backward takes (dlse, out) instead of delta. How large the scratch is was said when the call was lowered,
+// maybe for another machine, and where there is none none was wanted: what a call needs of it is for the platform to
+// say.
+Call decode(Platform platform, Pass pass, const Options& options, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   Call call{};
   Problem& p = call.problem;
   p.options = options;
@@ -322,10 +326,10 @@ Call decode(Platform platform, Pass pass, const Options& options, ffi::Remaining
 #undef JAX_FLASH_CONSTANT
   require(options.documents == 1 || (options.has_cu_q_lengths && options.has_cu_kv_lengths),
           "documents need cu_q_lengths and cu_kv_lengths");
-  if (int64_t wanted = scratch ? scratch(call.dtype, p) : 0; wanted > 0) {
+  if (rets.size() == results + 1) {
     ffi::AnyBuffer buffer = result(rets, results++);
-    require(buffer.element_type() == wide(type) && static_cast<int64_t>(buffer.element_count()) >= wanted,
-            "scratch has the wrong dtype or is too small");
+    require(buffer.element_type() == wide(type), "scratch has the wrong dtype");
+    call.room = static_cast<int64_t>(buffer.element_count());
     p.scratch = buffer.untyped_data();
   }
   require(args.size() == next, "wrong number of operands");
@@ -342,6 +346,8 @@ ffi::Error guarded(Body&& body) {
     return ffi::Error::InvalidArgument(std::string("jax_flash: ") + e.what());
   } catch (const std::exception& e) {
     return ffi::Error::Internal(std::string("jax_flash: ") + e.what());
+  } catch (...) {  // XLA is compiled without exceptions
+    return ffi::Error::Internal("jax_flash: an exception of an unknown type");
   }
 }
 
@@ -397,20 +403,20 @@ void run_on_pool(ffi::ThreadPool& pool, int64_t items, int64_t threads, const st
 }
 
 template <Pass pass>
-constexpr auto cpu_scratch = pass == Pass::backward ? cpu::backward_scratch : nullptr;
-template <Pass pass>
-constexpr auto cuda_scratch = pass == Pass::backward ? cuda::backward_scratch : cuda::forward_scratch;
-
-template <Pass pass>
 ffi::Error run_cpu(ffi::ThreadPool pool, Options options, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   return guarded([&] {
-    Call call = decode(Platform::cpu, pass, options, args, rets, cpu_scratch<pass>);
+    Call call = decode(Platform::cpu, pass, options, args, rets);
     cpu::ParallelFor parallel_for = [&](int64_t items, int64_t threads, const std::function<void(int64_t)>& body) {
       run_on_pool(pool, items, threads, body);
     };
     if constexpr (pass == Pass::forward) {
       cpu::forward(call.dtype, call.problem, pool.num_threads(), parallel_for);
     } else {
+      const int64_t wanted = cpu::backward_scratch(call.dtype, call.problem);
+      if (call.room < wanted) {
+        throw std::invalid_argument("scratch must have at least " + std::to_string(wanted) + " elements, got " +
+                                    std::to_string(call.room));
+      }
       cpu::backward(call.dtype, call.problem, pool.num_threads(), parallel_for);
     }
   });
@@ -419,8 +425,8 @@ ffi::Error run_cpu(ffi::ThreadPool pool, Options options, ffi::RemainingArgs arg
 template <Pass pass>
 ffi::Error prepare_cuda(int32_t device, Options options, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   return guarded([&] {
-    Call call = decode(Platform::cuda, pass, options, args, rets, cuda_scratch<pass>);
-    cuda::prepare(device, pass, call.dtype, call.problem);
+    Call call = decode(Platform::cuda, pass, options, args, rets);
+    cuda::prepare(device, pass, call.dtype, call.problem, call.room);
   });
 }
 
@@ -428,8 +434,8 @@ template <Pass pass>
 ffi::Error run_cuda(cuda::Stream stream, int32_t device, Options options, ffi::RemainingArgs args,
                     ffi::RemainingRets rets) {
   return guarded([&] {
-    Call call = decode(Platform::cuda, pass, options, args, rets, cuda_scratch<pass>);
-    cuda::launch(device, stream, pass, call.dtype, call.problem);
+    Call call = decode(Platform::cuda, pass, options, args, rets);
+    cuda::launch(device, stream, pass, call.dtype, call.problem, call.room);
   });
 }
 
@@ -469,6 +475,25 @@ XLA_FFI_Error* handed_over(const XLA_FFI_Api* api, const ffi::Error& error) {
   return api->XLA_FFI_Error_Create(&args);
 }
 
+// What the recorded calls are made of, by the first node of each. XLA does not say when it destroys a graph; but it
+// takes the memory of nodes for other ones then, which come to stand in the place of what was there.
+class RecordedCalls {
+ public:
+  void put(const recording::Command* first, const cuda::Recorded& call) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    calls_.insert_or_assign(first, call);
+  }
+  std::optional<cuda::Recorded> get(const recording::Command* first) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = calls_.find(first);
+    return found == calls_.end() ? std::nullopt : std::optional(found->second);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::unordered_map<const recording::Command*, cuda::Recorded> calls_;
+};
+
 // From jaxlib 0.11.2 on a handler can say which kernels XLA is to put into its CUDA graph. XLA's own decoding of calls
 // knows of it in newer headers than those that we may be built with.
 XLA_FFI_Error* record_forward_cuda(XLA_FFI_CallFrame* call_frame) {
@@ -493,15 +518,21 @@ XLA_FFI_Error* record_forward_cuda(XLA_FFI_CallFrame* call_frame) {
         ffi::AttrDecoding<Options>::Decode(XLA_FFI_AttrType_DICTIONARY, &call_frame->attrs, diagnostic);
     require(options.has_value(), diagnostic.Result());
     const Call call = decode(Platform::cuda, Pass::forward, *options, ffi::RemainingArgs(&call_frame->args, 0),
-                             ffi::RemainingRets(&call_frame->rets, 0), cuda_scratch<Pass::forward>);
-    const std::vector<cuda::GraphNode> nodes = cuda::graph_nodes(device.device_ordinal, call.dtype, call.problem);
+                             ffi::RemainingRets(&call_frame->rets, 0));
+    static RecordedCalls calls;
+    const bool updates = frame.action == recording::Action::update;
+    const std::optional<cuda::Recorded> recorded =
+        updates ? calls.get(frame.commands[0])
+                : cuda::record(device.device_ordinal, call.dtype, call.problem, call.room);
+    require(recorded.has_value(), "XLA updates a node that was not recorded here");
+    const std::vector<cuda::GraphNode> nodes = cuda::graph_nodes(*recorded, call.problem);
     require(static_cast<int64_t>(nodes.size()) <= frame.capacity, "XLA has room for fewer kernels than the call needs");
     for (size_t i = 0; i < nodes.size() && !error; ++i) {
       const cuda::GraphNode& node = nodes[i];
       const recording::Argument values[] = {{&node.problem, sizeof(node.problem), recording::Kind::host_value},
                                             {&node.maps, sizeof(node.maps), recording::Kind::host_value}};
       const recording::Arguments arguments{values, node.has_maps ? 2 : 1};
-      if (frame.action == recording::Action::update) {
+      if (updates) {
         error = frame.functions->update_launch(frame.context, frame.commands[i], &arguments);
         continue;
       }
@@ -515,7 +546,9 @@ XLA_FFI_Error* record_forward_cuda(XLA_FFI_CallFrame* call_frame) {
                                              i ? &frame.commands[i - 1] : nullptr, i ? 1 : 0, &frame.commands[i]);
       *frame.count = static_cast<int64_t>(i) + 1;
     }
-    if (!error && frame.action == recording::Action::create) cuda::count_recorded();
+    if (error || updates) return;
+    calls.put(frame.commands[0], *recorded);
+    cuda::count_recorded();
   });
   return error ? error : handed_over(call_frame->api, ours);
 }
@@ -620,6 +653,42 @@ Problem shape_of(const Options& options, int batch, int q_length, int kv_length,
   return p;
 }
 
+// Elements of scratch that a call of Python's description wants.
+struct Scratch {
+  Pass pass;
+  bool cuda;
+  DType dtype;
+  Problem problem;
+
+  Scratch(const std::string& pass_, const std::string& platform, const std::string& dtype_, const nb::dict& options,
+          int q_length, int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,
+          const std::vector<int64_t>& bias_shape)
+      : pass(named_pass(pass_)),
+        cuda(platform == "cuda"),
+        dtype(named_dtype(dtype_)),
+        problem(shape_of(named_options(options), 1, q_length, kv_length, q_heads, kv_heads)) {
+    problem.head_dim = head_dim / parts_of(problem.options);
+    problem.value_head_dim = value_head_dim / parts_of(problem.options);
+    if (!bias_shape.empty()) problem.bias_strides = strides(bias_shape);
+  }
+
+  int64_t of_batch(int batch) {
+    problem.batch = batch;
+    if (cuda) return (pass == Pass::forward ? cuda::forward_scratch : cuda::backward_scratch)(dtype, problem);
+    return pass == Pass::forward ? 0 : cpu::backward_scratch(dtype, problem);
+  }
+
+  // (a, b) with of_batch(B) <= a * B + b for all B. From kMany batch entries on there is work for all threads and
+  // multiprocessors, so that nothing is split any more: then scratch grows by as much with each.
+  std::pair<int64_t, int64_t> of_any_batch() {
+    constexpr int kMany = 1024;
+    const int64_t each = of_batch(kMany + 1) - of_batch(kMany);
+    int64_t more = 0;
+    for (int batch = 1; batch <= kMany; ++batch) more = std::max(more, of_batch(batch) - each * batch);
+    return {each, more};
+  }
+};
+
 nb::capsule capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); }
 
 }  // namespace
@@ -674,18 +743,26 @@ NB_MODULE(_core, m) {
       [](const std::string& pass, const std::string& platform, const std::string& dtype, const nb::dict& options,
          int batch, int q_length, int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,
          const std::vector<int64_t>& bias_shape) -> int64_t {
-        Problem p = shape_of(named_options(options), batch, q_length, kv_length, q_heads, kv_heads);
-        p.head_dim = head_dim / parts_of(p.options);
-        p.value_head_dim = value_head_dim / parts_of(p.options);
-        if (!bias_shape.empty()) p.bias_strides = strides(bias_shape);
-        const bool forward = named_pass(pass) == Pass::forward;
-        const DType type = named_dtype(dtype);
-        if (platform == "cuda") return (forward ? cuda::forward_scratch : cuda::backward_scratch)(type, p);
-        return forward ? 0 : cpu::backward_scratch(type, p);
+        return Scratch(pass, platform, dtype, options, q_length, kv_length, q_heads, kv_heads, head_dim, value_head_dim,
+                       bias_shape)
+            .of_batch(batch);
       },
       nb::kw_only(), nb::arg("pass_"), nb::arg("platform"), nb::arg("dtype"), nb::arg("options"), nb::arg("batch"),
       nb::arg("q_length"), nb::arg("kv_length"), nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
       nb::arg("value_head_dim"), nb::arg("bias_shape"));
+
+  m.def(
+      "scratch_of_any_batch",
+      [](const std::string& pass, const std::string& platform, const std::string& dtype, const nb::dict& options,
+         int q_length, int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,
+         const std::vector<int64_t>& bias_shape) {
+        return Scratch(pass, platform, dtype, options, q_length, kv_length, q_heads, kv_heads, head_dim, value_head_dim,
+                       bias_shape)
+            .of_any_batch();
+      },
+      nb::kw_only(), nb::arg("pass_"), nb::arg("platform"), nb::arg("dtype"), nb::arg("options"), nb::arg("q_length"),
+      nb::arg("kv_length"), nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_head_dim"),
+      nb::arg("bias_shape"));
 
   m.def(
       "plan_few",
@@ -751,6 +828,7 @@ NB_MODULE(_core, m) {
     out["nvrtc"] = s.nvrtc;
     out["nvrtc_error"] = s.nvrtc_error;
     out["cache_dir"] = s.cache_dir;
+    out["cache_problem"] = s.cache_problem;
     out["devices"] = devices;
     return out;
   });
@@ -790,6 +868,20 @@ NB_MODULE(_core, m) {
       nb::arg("value_head_dim"), nb::arg("options"), nb::arg("gpu") = "");
 
   m.def("cache_path", &cuda::cache_path);
+  m.def("cache_refusal", [] {
+    const cuda::KernelFolder cache = cuda::KernelFolder::cache(false);
+    return cache.refused() ? cache.problem() : "";
+  });
+  m.def("make_cache", [] {
+    const cuda::KernelFolder cache = cuda::KernelFolder::cache(true);
+    if (!cache.usable() && !cache.path().empty()) throw std::runtime_error(cache.problem());
+  });
+  m.def("clear_cache", [] {
+    const cuda::KernelFolder cache = cuda::KernelFolder::cache(false);
+    if (!cache.problem().empty()) throw std::runtime_error(cache.problem());
+    const cuda::KernelFolder::Removed removed = cache.clear();
+    return std::make_pair(removed.files, removed.bytes);
+  });
   m.def("sources_key", &cuda::sources_key);
   nb::list fields;
 #define JAX_FLASH_FIELD(field) fields.append(#field);

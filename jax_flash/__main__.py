@@ -1,4 +1,4 @@
-"""The command line: ``python -m jax_flash doctor``, ``report``, ``bench`` and ``kernels build|list|model``."""
+"""The command line: ``python -m jax_flash doctor``, ``report``, ``bench`` and ``kernels build|list|model|clear``."""
 
 import argparse
 import functools
@@ -26,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _kernels_cli.build(args.arch, args.out)
         elif args.action == "model":
             _kernels_cli.model(args.arch, args.conflicts)
+        elif args.action == "clear":
+            _kernels_cli.clear()
         else:
             _kernels_cli.list_(args.arch)
     except (RuntimeError, ValueError, OSError) as error:
@@ -83,6 +85,12 @@ def _parser() -> argparse.ArgumentParser:
         default=1.0,
         metavar="X",
         help="multiplies the wavefronts of loads from and stores to shared memory (default: 1, no bank conflicts)",
+    )
+    actions.add_parser(
+        "clear",
+        help="empty the cache of compiled kernels",
+        description="Removes the kernels that were compiled on first use from the cache (JAX_FLASH_CACHE_DIR). Kernels "
+        "that were built ahead of time stay, and so does tuned.json.",
     )
     modelled = {f"sm_{arch}": arch for arch in _model.CHIPS}
     for action, arches, required in (

@@ -31,7 +31,30 @@ def scratch(
     value_head_dim: int,
     bias_shape: Sequence[int],
 ) -> int:
-    """Elements of float32 (float64 for float64 inputs) that a "forward" or "backward" call wants as an extra result."""
+    """Elements of float32 (float64 for float64 inputs) that a "forward" or "backward" call wants as an extra result.
+
+    A function of its arguments alone, but for JAX_FLASH_FEW_QUERIES. The handlers take more, and on GPUs less too, or
+    no such result: then they split keys and query heads less. What the error "scratch must have at least" names is what
+    a call can't do without: all of it on CPUs, and on GPUs the accumulator of dq, where it has no pass of its own, and
+    the sums for the gradient of slopes.
+    """
+
+def scratch_of_any_batch(
+    *,
+    pass_: str,
+    platform: str,
+    dtype: str,
+    options: Mapping[str, Any],
+    q_length: int,
+    kv_length: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_head_dim: int,
+    bias_shape: Sequence[int],
+) -> tuple[int, int]:
+    """(each, more) with ``scratch(..., batch=B) <= each * B + more`` for every B >= 1: for a batch size that is not
+    known when a call is lowered. A bias that each batch entry has for itself is said by any first dimension above 1."""
 
 def plan_few(
     *, batch: int, q_length: int, kv_length: int, q_heads: int, kv_heads: int, options: Mapping[str, Any]
@@ -71,7 +94,12 @@ def cuda_launches() -> tuple[int, int, int]:
     as nodes that XLA made itself."""
 
 def cuda_status() -> dict[str, Any]:
-    """driver, driver_error, nvrtc, nvrtc_error, cache_dir and devices (name, compute_capability, family)."""
+    """driver, driver_error, nvrtc, nvrtc_error, cache_dir, cache_problem and devices (name, compute_capability,
+    family).
+
+    The cache's folder is made where it is not there; cache_problem says why it can't be used, and is empty where it
+    can, or is switched off.
+    """
 
 def build_kernels(
     *,
@@ -110,6 +138,16 @@ TILE_FIELDS: tuple[str, ...]
 
 def cache_path() -> str:
     """The folder of the cache on disk, whether it is there or not; empty where there is no place for one."""
+
+def cache_refusal() -> str:
+    """Why the cache's folder, which is there, is not trusted (or its limit not understood); empty where it is used."""
+
+def make_cache() -> None:
+    """Makes the cache's folder, for its owner alone, where it is not there. Raises RuntimeError where it can't be
+    used."""
+
+def clear_cache() -> tuple[int, int]:
+    """Removes the kernels from the cache; returns how many files and bytes. Raises RuntimeError where it can't."""
 
 def sources_key() -> str:
     """What the device sources and the table of tile rows say, as 32 hexadecimal digits."""

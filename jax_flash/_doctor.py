@@ -176,7 +176,7 @@ def gpu_versions(here: Machine) -> list[list[str]]:
         ["NVRTC", ", ".join(status["nvrtc"]) or f"none: {status['nvrtc_error'] or 'no reason given'}"],
     ]
     rows += [["cuDNN", here.cudnn]] if here.cudnn else []
-    rows += [["kernel cache", _cache(status["cache_dir"])]]
+    rows += [["kernel cache", _cache(status["cache_dir"], status["cache_problem"])]]
     rows += [["prebuilt kernels", str(folder)] for folder in here.prebuilt]
     try:
         tuned = _tuned.load()
@@ -191,7 +191,9 @@ def _where(row: _tuned.TunedRow, devices: Iterable[Mapping[str, Any]]) -> str:
     return "" if served else " (not used: no such GPU here, or served by another family)"
 
 
-def _cache(folder: str) -> str:
+def _cache(folder: str, problem: str) -> str:
+    if problem:
+        return f"not used, so that every process compiles its kernels: {problem}"
     if not folder:
         return "off, or no folder to keep it in"
     sizes = []

@@ -1,4 +1,5 @@
-"""``kernels build``, ``list`` and ``model``: the common variants of the CUDA kernels, compiled without a GPU."""
+"""``kernels build``, ``list`` and ``model``: the common variants of the CUDA kernels, compiled without a GPU. And
+``kernels clear``, for the cache of compiled ones."""
 
 import pathlib
 import sys
@@ -62,6 +63,13 @@ def list_(arches: Iterable[int] | None) -> None:
     """Shows the common variants for each of ``arches``, or for all. Raises RuntimeError and OSError."""
     with tempfile.TemporaryDirectory(prefix="jax_flash_") as folder:
         _show(_compiled(ARCHES.values() if arches is None else arches, pathlib.Path(folder)))
+
+
+def clear() -> None:
+    """Removes the kernels from the cache, and nothing else that is there. Raises RuntimeError."""
+    folder = _core.cache_path()
+    files, size = _core.clear_cache()
+    print(f"{files} kernels, {size / 2**20:.1f} MiB, removed from {folder}" if folder else "the kernel cache is off")
 
 
 def modelled(arch: int) -> dict[str, Any]:

@@ -55,8 +55,10 @@ def path() -> pathlib.Path | None:
 
 
 def load() -> list[TunedRow]:
-    """What is stored. Raises ValueError for a file that is not what `store` writes, or that other sources' kernels were
-    tuned for, with what to do about it."""
+    """What is stored. Raises ValueError for a folder that is not trusted, for a file that is not what `store` writes,
+    or that other sources' kernels were tuned for, with what to do about it."""
+    if refusal := _core.cache_refusal():
+        raise ValueError(f"kernels and tuned tile rows on disk are not used: {refusal}")
     file = path()
     if file is None:
         return []
@@ -96,6 +98,10 @@ def store(rows: Iterable[TunedRow]) -> pathlib.Path:
     if file is None:
         raise OSError("there is no folder for tuned tile rows: set JAX_FLASH_CACHE_DIR")
     try:
+        _core.make_cache()
+    except RuntimeError as error:
+        raise OSError(f"tuned tile rows can't be stored: {error}") from error
+    try:
         known = load()
     except ValueError:  # stale or broken: what is found now takes its place
         known = []
@@ -107,7 +113,6 @@ def store(rows: Iterable[TunedRow]) -> pathlib.Path:
             for x in merged.values()
         ],
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
     # Renamed into place, so that a process that starts meanwhile reads all of it or what was there before.
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, suffix=".tmp", delete=False) as temporary:
         json.dump(content, temporary, indent=1)

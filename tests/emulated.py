@@ -40,6 +40,7 @@ def build(folder: pathlib.Path, sources: pathlib.Path = ROOT / "csrc") -> ctypes
         HOST / "emulator.cc": ["-O3", "-U_FORTIFY_SOURCE"],  # which forbids jumps to other stacks
         HOST / "runtime.cc": ["-O0"],
         sources / "cuda/launch.cc": ["-O0"],
+        sources / "cuda/disk_cache.cc": ["-O0"],
         sources / "cuda/jit.cc": ["-O0", "-Dkernels_of=device_kernels_of"],
         sources / "cuda/tuned.cc": ["-O0"],
         sources / "cuda/driver.cc": ["-O0", "-DDriver=DeviceDriver"],
@@ -113,9 +114,8 @@ class Call:
         for name in problem.results(kernel_pass):
             self.outputs[name] = problem.output(name)
             self.put(name, self.outputs[name].array)
-        if kernel_pass == "backward" and (elements := emulator.call_scratch(self.call)):
-            self.scratch = Guarded((elements,), np.float32)
-            self.put("scratch", self.scratch.array)
+        self.wanted = emulator.call_scratch(self.call) if kernel_pass == "backward" else 0
+        self.give_scratch(self.wanted)
 
     def __del__(self) -> None:
         self.emulator.call_delete(self.call)
@@ -130,6 +130,13 @@ class Call:
         four = (ctypes.c_longlong * 4)(*(strides + [0] * 4)[:4])
         assert self.emulator.call_array(self.call, name.encode(), pointer, four), name
 
+    def give_scratch(self, elements: int) -> None:
+        """Of the size that the call wants, or of another one; 0: none."""
+        self.emulator.call_room(self.call, ctypes.c_longlong(elements))
+        if elements:
+            self.scratch = Guarded((elements,), np.float32)
+            self.put("scratch", self.scratch.array)
+
     def prepare(self) -> None:
         """Compiles the kernels; may run beside others."""
         error = self.emulator.call_prepare(self.call, int(self.kernel_pass == "backward")).decode()
@@ -141,6 +148,8 @@ class Call:
             output.all[:] = np.nan
         error = self.emulator.call_run(self.call, int(self.kernel_pass == "backward"), seed).decode()
         assert not error, error
+        if hasattr(self, "scratch"):
+            self.scratch.check("scratch")
         return {name: output.check(name) for name, output in self.outputs.items()}
 
 

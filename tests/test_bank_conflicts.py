@@ -82,7 +82,10 @@ def counted(folder: pathlib.Path, objects: list[pathlib.Path]) -> list[dict[str,
 
 def count_kernels(folder: pathlib.Path) -> list[dict[str, Any]]:
     """Every kernel that bank_conflicts/variants.cc lists."""
-    sources = [HOST / "variants.cc", *(ROOT / "csrc" / "cuda" / name for name in ("jit.cc", "driver.cc"))]
+    sources = [
+        HOST / "variants.cc",
+        *(ROOT / "csrc" / "cuda" / name for name in ("jit.cc", "disk_cache.cc", "driver.cc")),
+    ]
     run(COMPILER, "-o", folder / "variants", *compiled(folder, sources, "-std=c++20", "-O0"), "-ldl", "-pthread")
     (folder / "kernels").mkdir()
     run(folder / "variants", folder / "kernels")

@@ -4,12 +4,16 @@ import concurrent.futures
 import os
 import pathlib
 import shutil
+import stat
 import subprocess
 import sys
+import tempfile
+import time
+from typing import Any
 
 import pytest
 
-from jax_flash import _core, _registration
+from jax_flash import __main__, _core, _doctor, _origins, _registration, _tuned
 
 pytestmark = pytest.mark.skipif(
     not _registration.cuda_status()["nvrtc"], reason="no NVRTC here (the [test] extra installs it on Linux)"
@@ -26,16 +30,19 @@ print(_core.fetch_kernel(**{KERNEL!r}))
 """
 
 
-def fetching(sources: pathlib.Path = _registration.SOURCES) -> str:
+def fetching(
+    sources: pathlib.Path = _registration.SOURCES, kernel: dict[str, Any] = KERNEL, prebuilt: tuple[str, ...] = ()
+) -> str:
     """The same by the compiled library alone, told what the package tells it: without the import of JAX, which takes
     longer than the compiler."""
+    settings = {"prebuilt_dirs": list(prebuilt), "nvrtc_paths": _registration.nvrtc_paths()}
     return f"""
 import importlib.util
 spec = importlib.util.spec_from_file_location("_core", {_core.__file__!r})
 _core = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(_core)
-_core.configure_cuda(source_dir={str(sources)!r}, prebuilt_dirs=[], nvrtc_paths={_registration.nvrtc_paths()!r})
-print(_core.fetch_kernel(**{KERNEL!r}))
+_core.configure_cuda(source_dir={str(sources)!r}, **{settings!r})
+print(_core.fetch_kernel(**{kernel!r}))
 """
 
 
@@ -180,3 +187,300 @@ def test_changed_source_is_another_kernel(tmp_path: pathlib.Path) -> None:
     assert "can't compile kernel sm80-forward-bf16-d16-sm_80" in error
     assert "forward.cu" in error
     assert "this does not compile" in error
+
+
+# Names
+
+EVERYTHING = {
+    name: True
+    for name in ("causal", "wide_bias", "has_q_offset", "has_q_lengths", "has_kv_lengths", "has_cu_q_lengths",
+                 "has_cu_kv_lengths", "has_q_segment_ids", "has_kv_segment_ids", "has_q_segment_ranges",
+                 "has_kv_segment_ranges", "has_mask", "has_dropout_seeds", "has_sinks", "has_alibi_slopes", "has_bias")
+} | {"window_left": 5, "window_right": 7, "softcap": 2.0, "dropout_rate": 0.5}  # fmt: skip
+
+
+def test_names_of_many_options_are_short_enough(tmp_path: pathlib.Path) -> None:
+    """Of 255 bytes, which file systems take; encrypted ones take 143, and a temporary name is up to 26 longer."""
+    kernels = [{**KERNEL, "options": options} for options in (EVERYTHING, {**EVERYTHING, "has_sinks": False})]
+    for kernel in kernels:
+        assert fetch(tmp_path, fetching(kernel=kernel)) == "compiled"
+    names = [entry.name for entry in entries(tmp_path)]
+    assert len(set(names)) == 2
+    for name in names:
+        assert name.startswith("sm80-forward-bf16-d16-causal-")
+        assert len(name) <= 143 - 26
+    assert [fetch(tmp_path, fetching(kernel=kernel)) for kernel in kernels] == ["cached", "cached"]
+
+
+def test_long_names_of_prebuilt_kernels(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "prebuilt"
+    few = {"dtypes": ["bfloat16"], "head_dims": [(16, 16)], "options": [EVERYTHING], "passes": ["forward"]}
+    (built,) = _core.build_kernels(arch=80, out_dir=str(folder), **few)
+    assert len(built["name"]) + len("-0123456789abcdef.cubin") > 255, "else this shows nothing"
+    assert entries(folder) == [pathlib.Path(built["path"])]
+    (found,) = _origins.prebuilt([str(folder)], [80])
+    assert found.counts == found.usable == {80: 1}
+    kernel = {**KERNEL, "options": EVERYTHING}
+    assert fetch(tmp_path / "cache", fetching(kernel=kernel, prebuilt=(str(folder),))) == "prebuilt"
+
+
+# Who may write
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+STRANGER = 12345
+
+
+def mode(path: pathlib.Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_folders_that_are_made_are_their_owners(tmp_path: pathlib.Path) -> None:
+    open_to_all = "import os; os.umask(0)\n"
+    assert fetch(tmp_path / "new" / "cache", open_to_all + FETCH) == "compiled"
+    assert mode(tmp_path / "new") == mode(tmp_path / "new" / "cache") == 0o700
+    (entry,) = entries(tmp_path / "new" / "cache")
+    assert mode(entry) == 0o644
+
+
+def test_stored_rows_make_the_same_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path / "cache"))
+    _tuned.store([])
+    assert mode(tmp_path / "cache") == 0o700
+
+
+def refused(folder: pathlib.Path, reason: str) -> None:
+    """The folder is not used, a warning says so once, and so does doctor; unless the environment says it may be."""
+    before = entries(folder), mode(folder)
+    (folder / _tuned.FILE).write_text("{}")
+    said = start(folder, WHOLE.replace("import jax_flash", "import warnings; warnings.simplefilter('always')\n"
+                                       "import jax_flash, jax_flash._tuned\njax_flash._tuned.in_use([])"))  # fmt: skip
+    out, err = said.communicate(timeout=120)
+    assert out.strip() == "compiled", err
+    assert err.count("UserWarning") == 1, err
+    for part in (str(folder), reason, "JAX_FLASH_CACHE_SHARED=1"):
+        assert part in err
+    (folder / _tuned.FILE).unlink()
+    assert (entries(folder), mode(folder)) == before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_FLASH_CACHE_DIR", str(folder))
+        (row,) = (text for name, text in _doctor.gpu_versions(_doctor.machine()) if name == "kernel cache")
+        assert row.startswith("not used")
+        assert reason in row
+        with pytest.raises(ValueError, match="not used"):
+            _tuned.load()
+        with pytest.raises(OSError, match="can't be stored"):
+            _tuned.store([])
+        assert __main__.main(["kernels", "clear"]) == 1
+    assert (entries(folder), mode(folder)) == before
+
+
+def test_a_folder_that_all_can_write_is_not_used(tmp_path: pathlib.Path) -> None:
+    cache = tmp_path / "cache"
+    assert fetch(cache) == "compiled"
+    cache.chmod(0o770)
+    assert fetch(cache) == "cached", "a group is trusted"
+    for bits in (0o777, 0o1777, 0o702):
+        cache.chmod(bits)
+        refused(cache, "can be written by every user")
+    assert fetch(cache, JAX_FLASH_CACHE_SHARED="0") == "compiled"
+    assert fetch(cache, JAX_FLASH_CACHE_SHARED="1") == "cached"
+    assert mode(cache) == 0o702, "nobody changes the mode of a folder that the user has named"
+
+
+@needs_root
+def test_a_folder_of_another_user_is_not_used(tmp_path: pathlib.Path) -> None:
+    cache = tmp_path / "cache"
+    assert fetch(cache) == "compiled"
+    os.chown(cache, STRANGER, STRANGER)
+    refused(cache, f"belongs to user {STRANGER}")
+    assert fetch(cache, JAX_FLASH_CACHE_SHARED="1") == "cached"
+
+
+@needs_root
+def test_files_of_others_are_not_read(tmp_path: pathlib.Path) -> None:
+    """Those that this user, root or the folder's owner have made are, and what is refused is made again."""
+    assert fetch(tmp_path) == "compiled"
+    (entry,) = entries(tmp_path)
+    os.chown(entry, STRANGER, STRANGER)
+    assert fetch(tmp_path, JAX_FLASH_CACHE_SHARED="1") == "cached"
+    assert fetch(tmp_path) == "compiled"
+    assert entry.stat().st_uid == os.geteuid()
+    assert fetch(tmp_path) == "cached"
+
+
+@needs_root
+def test_a_user_takes_what_root_has_made() -> None:
+    """By a process that gives up being root, in a folder of root's and then in one of its own."""
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own are for root alone
+        os.chmod(folder, 0o755)
+        cache = pathlib.Path(folder) / "cache"
+        assert fetch(cache) == "compiled"
+        cache.chmod(0o755)
+        as_stranger = FETCH.replace("print(", f"import os; os.setgid({STRANGER}); os.setuid({STRANGER}); print(")
+        assert fetch(cache, as_stranger) == "cached"
+        os.chown(cache, STRANGER, STRANGER)
+        assert fetch(cache, as_stranger) == "cached"
+
+
+def test_files_that_all_can_write_are_not_read(tmp_path: pathlib.Path) -> None:
+    assert fetch(tmp_path) == "compiled"
+    (entry,) = entries(tmp_path)
+    entry.chmod(0o666)
+    assert fetch(tmp_path, JAX_FLASH_CACHE_SHARED="1") == "cached"
+    assert fetch(tmp_path) == "compiled"
+    assert mode(entry) & stat.S_IWOTH == 0
+
+
+def test_links_and_pipes_are_not_read(tmp_path: pathlib.Path) -> None:
+    cache = tmp_path / "cache"
+    assert fetch(cache) == "compiled"
+    (entry,) = entries(cache)
+    elsewhere = tmp_path / "elsewhere"
+    content = entry.read_bytes()
+    entry.rename(elsewhere)
+    entry.symlink_to(elsewhere)
+    assert fetch(cache) == "compiled"
+    assert entry.is_file()
+    assert not entry.is_symlink()
+    assert elsewhere.read_bytes() == content
+    entry.unlink()
+    os.mkfifo(entry)
+    assert fetch(cache) == "compiled", "nor does it wait for somebody to write"
+    assert fetch(cache) == "cached"
+
+
+def test_prebuilt_kernels_may_be_links(tmp_path: pathlib.Path) -> None:
+    """A package may be installed as a forest of them; its folder is trusted whoever may write there."""
+    folder, store = tmp_path / "prebuilt", tmp_path / "store"
+    few = {"dtypes": ["bfloat16"], "head_dims": [(16, 16)], "options": [{}], "passes": ["forward"]}
+    (built,) = _core.build_kernels(arch=80, out_dir=str(folder), **few)
+    entry = pathlib.Path(built["path"])
+    entry.rename(store)
+    entry.symlink_to(store)
+    folder.chmod(0o777)
+    assert fetch("", fetching(prebuilt=(str(folder),))) == "prebuilt"
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> str:
+    compiler = shutil.which("cc")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("needs a C compiler on Linux")
+    library = tmp_path_factory.mktemp("faults") / "faults.so"
+    source = pathlib.Path(__file__).parent / "faults.c"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True, timeout=120)
+    return str(library)
+
+
+def test_what_lies_where_a_file_is_to_be_is_not_written_to(tmp_path: pathlib.Path, faults: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    environment = {"LD_PRELOAD": faults, "FAULT_LINK": str(victim), "PYTHONDONTWRITEBYTECODE": "1"}
+    cache = tmp_path / "cache"
+    assert fetch(cache, **environment) == "compiled"
+    assert victim.read_text() == "mine"
+    assert not [entry for entry in entries(cache) if entry.suffix == ".cubin"]
+    assert fetch(cache) == "compiled"
+    assert fetch(cache) == "cached"
+
+
+def test_a_listing_that_breaks_off_is_an_error(tmp_path: pathlib.Path, faults: str) -> None:
+    """A part of the device sources would be other kernels."""
+    listing = start(tmp_path, LD_PRELOAD=faults, FAULT_LISTING=str(_registration.SOURCES))
+    _, error = listing.communicate(timeout=120)
+    assert listing.returncode != 0
+    assert f"can't list the device sources in {_registration.SOURCES}" in error
+    assert entries(tmp_path) == []
+
+
+# How large it may grow
+
+DAY = 86400
+
+
+def old_entry(cache: pathlib.Path, key: str, kibibytes: int, days: float) -> pathlib.Path:
+    path = cache / f"sm80-forward-bf16-d64-sm_80-{key:0>16}.cubin"
+    path.write_bytes(bytes(1024 * kibibytes))
+    os.utime(path, (time.time() - days * DAY,) * 2)
+    return path
+
+
+def test_what_was_not_used_for_longest_goes(tmp_path: pathlib.Path) -> None:
+    older, old, recent = (old_entry(tmp_path, key, 400, days) for key, days in (("a", 9), ("b", 5), ("c", 1)))
+    others = [tmp_path / name for name in (_tuned.FILE, "notes.cubin", "sm80-forward-sm_80-xyz.cubin")]
+    for other in others:
+        other.write_bytes(bytes(1 << 20))
+        os.utime(other, (0, 0))
+    left, writing = (tmp_path / f"{old.name}.{pid}.7.tmp" for pid in (1, 2))
+    left.write_bytes(b"x")
+    writing.write_bytes(b"x")
+    os.utime(left, (time.time() - 2 * 3600,) * 2)
+    assert fetch(tmp_path, JAX_FLASH_CACHE_LIMIT="0") == "compiled", "0 is no limit"
+    assert not left.exists(), "nobody is writing that any more"
+    (new,) = tmp_path.glob("sm80-forward-bf16-d16-*")
+    new.unlink()
+    assert fetch(tmp_path, JAX_FLASH_CACHE_LIMIT="1") == "compiled"
+    assert not older.exists()
+    assert all(path.exists() for path in (old, recent, writing, *others))
+    (new,) = tmp_path.glob("sm80-forward-bf16-d16-*")
+    os.utime(new, (0, 0))
+    assert fetch(tmp_path, JAX_FLASH_CACHE_LIMIT="1") == "cached"
+    assert time.time() - new.stat().st_mtime < 3600, "it was used now"
+    kernel = {**KERNEL, "head_dim": 24, "value_head_dim": 24}
+    old_entry(tmp_path, "d", 1000, 0)
+    assert fetch(tmp_path, fetching(kernel=kernel), JAX_FLASH_CACHE_LIMIT="1") == "compiled"
+    assert not old.exists()
+    assert not recent.exists()
+    assert fetch(tmp_path, fetching(kernel=kernel)) == "cached", "what was made last stays"
+
+
+def test_a_recent_use_is_not_written_down_again(tmp_path: pathlib.Path) -> None:
+    assert fetch(tmp_path) == "compiled"
+    (entry,) = entries(tmp_path)
+    used = time.time() - 600
+    os.utime(entry, (used, used))
+    assert fetch(tmp_path) == "cached"
+    assert entry.stat().st_mtime == pytest.approx(used, abs=1)
+
+
+def test_processes_that_shrink_it_at_the_same_time(tmp_path: pathlib.Path) -> None:
+    for i in range(256):
+        old_entry(tmp_path, f"{i:x}", 20, 1 + i)
+    kernels = [{**KERNEL, "head_dim": 8 * i} for i in (1, 2, 3, 4)]
+    processes = [start(tmp_path, fetching(kernel=k), JAX_FLASH_CACHE_LIMIT="1") for k in kernels]
+    assert {finish(process) for process in processes} == {"compiled"}
+    assert sum(entry.stat().st_size for entry in entries(tmp_path)) <= 1 << 20
+    assert len(list(tmp_path.glob("sm80-forward-bf16-d64-*"))) > 30, "no more goes than has to"
+    assert [fetch(tmp_path, fetching(kernel=k)) for k in kernels] == ["cached"] * 4
+
+
+@pytest.mark.parametrize("limit", ["lots", "-1", "1.5", "1 MiB", "99999999999999999999"])
+def test_a_limit_that_is_none(tmp_path: pathlib.Path, limit: str) -> None:
+    assert fetch(tmp_path, JAX_FLASH_CACHE_LIMIT=limit) == "compiled"
+    assert entries(tmp_path) == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path))
+        patch.setenv("JAX_FLASH_CACHE_LIMIT", limit)
+        assert _core.cache_refusal() == (
+            f"JAX_FLASH_CACHE_LIMIT must be a number of MiB, or 0 for no limit, got {limit}"
+        )
+
+
+def test_clear(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(cache))
+    assert __main__.main(["kernels", "clear"]) == 0
+    assert capsys.readouterr().out == f"0 kernels, 0.0 MiB, removed from {cache}\n"
+    assert not cache.exists()
+    assert fetch(cache) == "compiled"
+    old = old_entry(cache, "a", 1024, 3)
+    kept = [cache / name for name in (_tuned.FILE, "notes.cubin", "notes.tmp")]
+    for path in kept:
+        path.write_text("mine")
+    old.with_name(f"{old.name}.1.7.tmp").write_text("unfinished")
+    assert __main__.main(["kernels", "clear"]) == 0
+    assert capsys.readouterr().out.startswith("2 kernels, 1.")
+    assert entries(cache) == sorted(kept)
+    monkeypatch.setenv("JAX_FLASH_CACHE_DIR", "")
+    assert __main__.main(["kernels", "clear"]) == 0
+    assert capsys.readouterr().out == "the kernel cache is off\n"

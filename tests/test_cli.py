@@ -28,6 +28,7 @@ NO_CUDA = {
     "nvrtc": [],
     "nvrtc_error": "libnvrtc.so is not here",
     "cache_dir": "",
+    "cache_problem": "",
     "devices": [],
 }
 KERNEL = {
@@ -236,6 +237,7 @@ def faked(gpu, nvrtc=(), *, prebuilt=0, cudnn=None, seen=True, stale=False, **ch
         "nvrtc": [NVRTC[major] for major in nvrtc],
         "nvrtc_error": "" if nvrtc else "libnvrtc.so.12: cannot open shared object file: No such file or directory",
         "cache_dir": "/home/me/.cache/jax_flash",
+        "cache_problem": "",
         "devices": [gpu],
     } | changes
     devices = {"cpu": [types.SimpleNamespace(platform="cpu", id=0, device_kind="cpu")]}

@@ -117,6 +117,24 @@ def test_neon(tmp_path: pathlib.Path) -> None:
     drive([emulator, tmp_path / "driver"], "neon", 5000, 40)
 
 
+MEASURING = """
+#include "cpu/pack.h"
+int main() {
+  jax_flash::cpu::baseline::Arena arena(nullptr);
+  const bool nulls = !arena.take<float>(17) && !arena.take<double>(1) && !arena.take<char>(3);
+  return nulls && arena.used() == 4 * 64 ? 0 : 1;
+}
+"""
+
+
+def test_what_only_counts_hands_out_nulls(tmp_path: pathlib.Path) -> None:
+    """To add anything to a null pointer is undefined, which g++'s sanitizers don't see."""
+    (tmp_path / "main.cc").write_text(MEASURING)
+    flags = ["-std=gnu++20", "-Wno-psabi", "-DJAX_FLASH_ISA=baseline", "-I", SOURCE.parent.parent / "csrc"]
+    run(tool("g++"), *flags, "-o", tmp_path / "main", tmp_path / "main.cc")
+    run(tmp_path / "main")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not X86, reason="errors are stated for x86-64")
 def test_exp2(tmp_path: pathlib.Path) -> None:

@@ -146,6 +146,20 @@ def test_values_of_ampere(emulator: ctypes.CDLL, name: str, kernel_pass: str) ->
         assert not any(wrong), (order, wrong)
 
 
+def test_values_with_other_scratch(emulator: ctypes.CDLL) -> None:
+    """Query heads are split as far as sums of their shares find room, and the results are right whatever there is."""
+    problem = emulated.Problem(**CASES["split-deterministic"])  # type: ignore[arg-type]
+    call = emulated.Call(emulator, problem, "backward", "sm80")
+    assert call.wanted > 0, "else there is no other way"
+    different = set()
+    for elements in (call.wanted, call.wanted + 1000, call.wanted - 1, call.wanted // 3, 0):
+        call.give_scratch(elements)
+        results = call.run(0)
+        assert not any(problem.wrong(of, got)[1] for of, got in results.items()), elements
+        different.add(results["dk"].tobytes())
+    assert len(different) > 1, "fewer shares are other sums"
+
+
 KERNELS: dict[str, list[tuple[int, list[str]]]] = {
     "forward": [(64, [])],
     "backward": [(64, []), (64, ["deterministic"]), (256, [])],

@@ -163,7 +163,10 @@ def test_explain_and_doctor_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert jax_flash.explain(x, x, x, platform="cpu").tuned == ()
 
     here = _doctor.Machine(
-        {"driver": "13.0", "nvrtc": ["13.0 (x)"], "cache_dir": "", "devices": [DEVICE]}, {}, [], None
+        {"driver": "13.0", "nvrtc": ["13.0 (x)"], "cache_dir": "", "cache_problem": "", "devices": [DEVICE]},
+        {},
+        [],
+        None,
     )
     said = [text for title, text in _doctor.gpu_versions(here) if title == "tuned tile row"]
     assert said[0] == str(TUNED)

@@ -110,7 +110,8 @@ class BackwardItem {
 
   size_t workspace() const { return workspace_; }
 
-  // Elements of a Record; 0 without.
+  // Elements of a Record; 0 without. largest_record() in cpu.cc, a bound whatever the machine, counts with these.
+  static_assert(kTilePairs == 16 && kRowPadding <= 16 && kWidth<float> <= 16 && sizeof(Pair) == sizeof(float));
   static int64_t record_size(const Problem& p) {
     if constexpr (!kPairedBackward<E>) return 0;
     int64_t columns = padded_head_dim<T>(p.head_dim) + padded_head_dim<T>(p.value_head_dim);

@@ -273,7 +273,8 @@ constexpr int64_t kTurnRows = 512, kTurnHeads = 4;
 constexpr int64_t kBlocksOfThread = 12;
 #endif
 
-BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads) {
+// `record` is BackwardPlan::record of the kernels that serve the call.
+BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads, int64_t record) {
   BackwardPlan plan{};
   auto shares_bias = [&](long long stride) { return p.options.has_dbias && stride == 0; };
   plan.batch_items = shares_bias(p.bias_strides.batch) ? 1 : p.batch;
@@ -283,7 +284,7 @@ BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads) {
   plan.chunks = static_cast<int>(
       std::clamp<int64_t>(std::min(divide_up(kEnoughItems, heads), int64_t{p.kv_length} / 192), 1, kMaxChunks));
   plan.chunk_items = shares_bias(p.bias_strides.column) ? 1 : plan.chunks;
-  int64_t record = backward_kernels(dtype, p).backward_record(dtype, p), padding = record != 0 ? kPairedRows : 8;
+  int64_t padding = record != 0 ? kPairedRows : 8;
   plan.padded_q_length = divide_up(p.q_length, padding) * padding;
   if (is_packed(p)) plan.padded_q_length += (int64_t{p.options.documents} + 1) * padding;
   plan.padded_head_dim = divide_up(p.head_dim, 16) * 16;
@@ -327,6 +328,13 @@ BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads) {
   plan.row_lse = plan.delta + int64_t{p.batch} * p.q_heads * p.q_length;
   plan.scratch = plan.row_lse + int64_t{p.batch} * p.q_heads * p.q_length;
   return plan;
+}
+
+// The most elements of a record, whichever instruction set has pairs.
+int64_t largest_record(const Problem& p) {
+  int64_t columns = divide_up(p.head_dim, 16) * 16 + divide_up(p.value_head_dim, 16) * 16;
+  int64_t pairs = divide_up(p.head_dim, 32) * 16 + divide_up(p.value_head_dim, 32) * 16;
+  return kReduceRows * pairs + kReduceRows / 2 * columns;
 }
 
 // How many threads a pass is worth, each of which is to have some 30 microseconds of work: to wake one and to wait for
@@ -377,7 +385,11 @@ void Turns::wait(int64_t block, int tile) const {
 
 std::string isa() { return chosen().bf16->name; }
 
-int64_t backward_scratch(DType dtype, const Problem& problem) { return plan_backward(dtype, problem, 1).scratch; }
+int64_t backward_scratch(DType dtype, const Problem& problem) {
+  int64_t scratch = plan_backward(dtype, problem, 1, 0).scratch;
+  if (dtype != DType::bf16) return scratch;
+  return std::max(scratch, plan_backward(dtype, problem, 1, largest_record(problem)).scratch);
+}
 
 void forward(DType dtype, const Problem& problem, int64_t threads, const ParallelFor& parallel_for) {
   const Kernels& k = kernels(dtype);
@@ -400,7 +412,7 @@ void forward(DType dtype, const Problem& problem, int64_t threads, const Paralle
 
 void backward(DType dtype, const Problem& problem, int64_t threads, const ParallelFor& parallel_for) {
   const Kernels& k = backward_kernels(dtype, problem);
-  BackwardPlan plan = plan_backward(dtype, problem, threads);
+  BackwardPlan plan = plan_backward(dtype, problem, threads, k.backward_record(dtype, problem));
   size_t bytes = k.backward_workspace(dtype, problem, plan);
   ask_for_large_pages(problem.scratch, plan.scratch * computed_size_of(dtype));
   for (const Tensor* x : {&problem.dq, &problem.dk, &problem.dv}) ask_for_large_pages(*x, problem.batch, dtype);

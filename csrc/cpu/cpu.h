@@ -14,8 +14,9 @@ namespace jax_flash::cpu {
 // than they work.
 using ParallelFor = std::function<void(int64_t items, int64_t threads, const std::function<void(int64_t)>& body)>;
 
-// Elements of float (double for f64) that backward wants in Problem::scratch; 0 for none. It depends on the shape
-// alone, never on the machine: the lowering asks for it when a call is traced, maybe on another machine.
+// Elements of float (double for f64) that backward needs in Problem::scratch at least. It depends on dtype, shape and
+// options alone, never on the machine, whose instruction set may need less: the lowering asks for it when a call is
+// traced, maybe on another machine.
 int64_t backward_scratch(DType dtype, const Problem& problem);
 
 // `threads`: how many there are for parallel_for. Nothing that is computed depends on it.

@@ -270,13 +270,13 @@ JAX_FLASH_INLINE void store_row(const Compute<E>* from, int columns, Compute<E> 
   if (c < columns) store_some<E>(to + c, load(from + c) * factor, columns - c);
 }
 
-// Hands out consecutive aligned parts of a workspace; with a null base it only counts.
+// Hands out consecutive aligned parts of a workspace; with a null base it only counts, and hands out nulls.
 class Arena {
  public:
   explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
   template <typename T>
   T* take(int64_t elements) {
-    T* p = reinterpret_cast<T*>(base_ + used_);
+    T* p = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
     used_ += (elements * sizeof(T) + 63) / 64 * 64;
     return p;
   }

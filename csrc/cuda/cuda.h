@@ -24,34 +24,13 @@ struct Settings {
 void configure(Settings settings);
 
 // Makes the kernels of this call ready on the device: from memory, prebuilt, cached on disk, or compiled. Called
-// when XLA initialises the call, never inside a CUDA graph capture. Throws std::runtime_error.
-void prepare(int device, Pass pass, DType dtype, const Problem& problem);
+// when XLA initialises the call, never inside a CUDA graph capture. Throws std::runtime_error. `room` is how many
+// elements Problem::scratch has.
+void prepare(int device, Pass pass, DType dtype, const Problem& problem, int64_t room);
 
-// Enqueues the kernels. Neither allocates nor compiles nor synchronises when prepare() came before.
-void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem);
-
-// A kernel of a call, for XLA to put into a CUDA graph by itself: with other arrays it then changes the kernel's
-// parameters, where what a handler launches would be captured anew; and the kernel may begin before the one that it
-// follows has ended, which one that is captured may not.
-struct GraphNode {
-  const char* name;
-  const std::string* cubin;
-  unsigned blocks, cluster, threads, shared_bytes;
-  bool overlaps;  // it waits by itself for the kernel before
-  Problem problem;
-  TensorMaps maps;
-  bool has_maps;
-};
-// Of a forward call, one behind the other. Makes them ready first, where prepare() did not come before.
-std::vector<GraphNode> graph_nodes(int device, DType dtype, const Problem& problem);
-void count_recorded();  // that XLA has put a call's kernels into a graph
-
-// How many calls this process has launched, and how many of these went into a CUDA graph, which replays them without
-// us; and of how many of these XLA has made nodes itself.
-struct Launches {
-  int64_t all, captured, recorded;
-};
-Launches launches();
+// Enqueues the kernels. Neither allocates nor compiles nor synchronises when prepare() came before. Throws
+// std::invalid_argument where the scratch has less room than the call can do with.
+void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem, int64_t room);
 
 // How a call of few queries is served: by blocks of so many rows, on so many slices of the keys. A function of the
 // shape alone, so that results are the same on every GPU of a family; that a GPU has kMultiprocessors is a guess.
@@ -63,6 +42,12 @@ constexpr int kFewRows[] = {16, 64};
 constexpr int kMultiprocessors = 132;
 FewPlan plan_few(const Problem& problem);
 
+// How a forward call is to be served where its family can: a function of shape, options and scratch.
+struct ForwardPlan {
+  FewPlan few{0, 1};
+  bool tiny = false;
+};
+
 // Whether a call is one for the kernel for tiny problems, where there is one for its options and head dims: a function
 // of the shape alone.
 bool is_tiny(const Problem& problem);
@@ -71,7 +56,43 @@ bool is_tiny(const Problem& problem);
 // for the multiprocessors; a divisor of their number, and a function of the shape alone, as plan_few is.
 int group_splits(const Problem& problem);
 
-// Elements of float that a pass wants in Problem::scratch; a function of the shape alone.
+// A forward call whose kernels XLA puts into a CUDA graph by itself: with other arrays it then changes the kernels'
+// parameters, where what a handler launches would be captured anew; and a kernel may begin before the one that it
+// follows has ended, which one that is captured may not. The kernels of a graph stay what they were when it was made,
+// whatever tune() or the environment say by the time of an update: so this is found once for a graph and kept.
+struct Found;
+struct Recorded {
+  int device;
+  const Found* found;  // lives as long as the process
+  ForwardPlan plan;
+};
+// Makes the kernels ready first, where prepare() did not come before.
+Recorded record(int device, DType dtype, const Problem& problem, int64_t room);
+
+// One of its kernels.
+struct GraphNode {
+  const char* name;
+  const std::string* cubin;
+  unsigned blocks, cluster, threads, shared_bytes;
+  bool overlaps;  // it waits by itself for the kernel before
+  Problem problem;
+  TensorMaps maps;
+  bool has_maps;
+};
+// With these arrays, one behind the other.
+std::vector<GraphNode> graph_nodes(const Recorded& recorded, const Problem& problem);
+void count_recorded();  // that XLA has put a call's kernels into a graph
+
+// How many calls this process has launched, and how many of these went into a CUDA graph, which replays them without
+// us; and of how many of these XLA has made nodes itself.
+struct Launches {
+  int64_t all, captured, recorded;
+};
+Launches launches();
+
+// Elements of float that a call wants in Problem::scratch: a function of shape and options alone, since a call may be
+// lowered on another machine than it runs on. A call that has less is planned within what it has; what it can't do
+// without is the accumulator of dQ, where its kernels add to one, and the sums for the gradient of slopes.
 int64_t forward_scratch(DType dtype, const Problem& problem);
 int64_t backward_scratch(DType dtype, const Problem& problem);
 
@@ -86,7 +107,8 @@ struct Status {
   std::string driver_error;        // why there is none
   std::vector<std::string> nvrtc;  // "12.9 (path)" each
   std::string nvrtc_error;
-  std::string cache_dir;  // empty when caching on disk is off or impossible
+  std::string cache_dir;      // empty when caching on disk is off or impossible
+  std::string cache_problem;  // why it is impossible; empty where it is off
   std::vector<Device> devices;
 };
 Status status();

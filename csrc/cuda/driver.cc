@@ -3,7 +3,11 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <stdexcept>
+#include <utility>
 
 namespace jax_flash::cuda {
 namespace {
@@ -231,63 +235,69 @@ struct Nvrtc::Functions {
   int (*get_cubin)(NvrtcProgram, char*);
 };
 
-const std::vector<Nvrtc>& Nvrtc::all(const std::vector<std::string>& paths, std::string* error) {
-  struct Found {
-    std::vector<Nvrtc> libraries;
-    std::string error;
-  };
-  static const Found found = [&] {
-    Found found;
-    std::vector<std::string> names = paths;
-    names.insert(names.end(), {"libnvrtc.so.13", "libnvrtc.so.12"});
-    for (const std::string& name : names) {
-      // NVRTC opens its builtins by name when it compiles, and finds them beside itself only when they are loaded.
-      size_t stem = name.rfind("libnvrtc.so.");
-      void* library = nullptr;
-      if (size_t slash = name.rfind('/'); slash != std::string::npos && stem != std::string::npos) {
-        for (int minor = 9; minor >= 0; --minor) {
-          std::string builtins =
-              name.substr(0, slash) + "/libnvrtc-builtins.so." + name.substr(stem + 12) + "." + std::to_string(minor);
-          if (dlopen(builtins.c_str(), RTLD_NOW | RTLD_GLOBAL)) break;
-        }
-      }
-      library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
-      if (!library) {
-        found.error += (found.error.empty() ? "" : "; ") + loader_error();
-        continue;
-      }
-      try {
-        auto* f = new Functions;  // lives as long as the library, which is never closed
-        bind(library, "nvrtcGetErrorString", f->get_error_string);
-        bind(library, "nvrtcVersion", f->version);
-        bind(library, "nvrtcGetNumSupportedArchs", f->get_num_supported_archs);
-        bind(library, "nvrtcGetSupportedArchs", f->get_supported_archs);
-        bind(library, "nvrtcCreateProgram", f->create_program);
-        bind(library, "nvrtcDestroyProgram", f->destroy_program);
-        bind(library, "nvrtcCompileProgram", f->compile_program);
-        bind(library, "nvrtcGetProgramLogSize", f->get_program_log_size);
-        bind(library, "nvrtcGetProgramLog", f->get_program_log);
-        bind(library, "nvrtcGetCUBINSize", f->get_cubin_size);
-        bind(library, "nvrtcGetCUBIN", f->get_cubin);
-        Nvrtc nvrtc;
-        nvrtc.f_ = f;
-        nvrtc.path_ = name;
-        f->version(&nvrtc.major_, &nvrtc.minor_);
-        int count = 0;
-        f->get_num_supported_archs(&count);
-        nvrtc.archs_.resize(count);
-        f->get_supported_archs(nvrtc.archs_.data());
-        bool known = std::any_of(found.libraries.begin(), found.libraries.end(),
-                                 [&](const Nvrtc& other) { return other.version() == nvrtc.version(); });
-        if (!known) found.libraries.push_back(std::move(nvrtc));
-      } catch (const std::runtime_error& e) {
-        found.error += (found.error.empty() ? "" : "; ") + name + ": " + e.what();
-      }
+std::vector<Nvrtc> Nvrtc::all(const std::vector<std::string>& paths, std::string* error) {
+  static std::mutex mutex;
+  static std::map<std::vector<std::string>, std::vector<Nvrtc>> known;
+  std::lock_guard<std::mutex> lock(mutex);
+  std::vector<Nvrtc>& found = known[paths];
+  if (error) error->clear();
+  if (!found.empty()) return found;
+  std::vector<std::string> names = paths;
+  names.insert(names.end(), {"libnvrtc.so.13", "libnvrtc.so.12"});
+  std::string failures;
+  for (const std::string& name : names) {
+    try {
+      Nvrtc nvrtc(name);
+      const bool again = std::any_of(found.begin(), found.end(),
+                                     [&](const Nvrtc& other) { return other.version() == nvrtc.version(); });
+      if (!again) found.push_back(std::move(nvrtc));
+    } catch (const std::runtime_error& e) {
+      failures += (failures.empty() ? "" : "; ") + std::string(e.what());
     }
-    return found;
-  }();
-  if (error) *error = found.libraries.empty() ? found.error : "";
-  return found.libraries;
+  }
+  if (error && found.empty()) *error = failures;
+  return found;
+}
+
+Nvrtc::Nvrtc(const std::string& name) : path_(name) {
+  // NVRTC opens its builtins by name when it compiles, and finds them beside itself only when they are loaded.
+  const size_t stem = name.rfind("libnvrtc.so.");
+  if (size_t slash = name.rfind('/'); slash != std::string::npos && stem != std::string::npos) {
+    for (int minor = 9; minor >= 0; --minor) {
+      std::string builtins =
+          name.substr(0, slash) + "/libnvrtc-builtins.so." + name.substr(stem + 12) + "." + std::to_string(minor);
+      if (dlopen(builtins.c_str(), RTLD_NOW | RTLD_GLOBAL)) break;
+    }
+  }
+  void* library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!library) throw std::runtime_error(loader_error());
+  auto f = std::make_unique<Functions>();
+  f_ = f.get();
+  try {
+    bind(library, "nvrtcGetErrorString", f->get_error_string);
+    bind(library, "nvrtcVersion", f->version);
+    bind(library, "nvrtcGetNumSupportedArchs", f->get_num_supported_archs);
+    bind(library, "nvrtcGetSupportedArchs", f->get_supported_archs);
+    bind(library, "nvrtcCreateProgram", f->create_program);
+    bind(library, "nvrtcDestroyProgram", f->destroy_program);
+    bind(library, "nvrtcCompileProgram", f->compile_program);
+    bind(library, "nvrtcGetProgramLogSize", f->get_program_log_size);
+    bind(library, "nvrtcGetProgramLog", f->get_program_log);
+    bind(library, "nvrtcGetCUBINSize", f->get_cubin_size);
+    bind(library, "nvrtcGetCUBIN", f->get_cubin);
+    check(f->version(&major_, &minor_), "nvrtcVersion");
+    int count = 0;
+    check(f->get_num_supported_archs(&count), "nvrtcGetNumSupportedArchs");
+    archs_.resize(count);
+    check(f->get_supported_archs(archs_.data()), "nvrtcGetSupportedArchs");
+  } catch (const std::runtime_error& e) {
+    throw std::runtime_error(name + ": " + e.what());
+  }
+  f.release();  // lives as long as the library, which is never closed
+}
+
+void Nvrtc::check(int result, const char* what) const {
+  if (result) throw std::runtime_error(std::string(what) + " failed: " + f_->get_error_string(result));
 }
 
 int Nvrtc::target(int arch) const {
@@ -314,9 +324,6 @@ Nvrtc::Result Nvrtc::compile(const std::string& name, const std::string& source,
       if (handle) f->destroy_program(&handle);
     }
   } program{f_};
-  auto check = [&](int result, const char* what) {
-    if (result) throw std::runtime_error(std::string(what) + " failed: " + f_->get_error_string(result));
-  };
   check(f_->create_program(&program.handle, source.c_str(), (name + ".cu").c_str(), static_cast<int>(headers.size()),
                            texts.data(), names.data()),
         "nvrtcCreateProgram");

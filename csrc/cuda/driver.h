@@ -57,8 +57,9 @@ class Driver {
 // One NVRTC library.
 class Nvrtc {
  public:
-  // Those that can be opened: `paths` first, then by the loader's own search. `error` says why there is none.
-  static const std::vector<Nvrtc>& all(const std::vector<std::string>& paths, std::string* error);
+  // Those that can be opened: `paths` first, then by the loader's own search. `error` says why there is none. What was
+  // found is remembered for these paths; that nothing was is not, since libraries may be loaded later.
+  static std::vector<Nvrtc> all(const std::vector<std::string>& paths, std::string* error);
 
   struct Result {
     std::string cubin;
@@ -79,10 +80,13 @@ class Nvrtc {
   int target(int arch) const;
 
  private:
+  explicit Nvrtc(const std::string& name);  // a path, or what the loader searches for; throws std::runtime_error
+  void check(int result, const char* what) const;
+
   struct Functions;
   const Functions* f_;
   std::string path_;
-  int major_, minor_;
+  int major_ = 0, minor_ = 0;
   std::vector<int> archs_;
 };
 

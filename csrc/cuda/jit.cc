@@ -1,10 +1,6 @@
 #include "jit.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <atomic>
-#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -12,12 +8,12 @@
 #include <map>
 #include <mutex>
 #include <optional>
-#include <random>
 #include <set>
 #include <sstream>
 #include <stdexcept>
 #include <utility>
 
+#include "disk_cache.h"
 #include "elf.h"
 
 namespace jax_flash::cuda {
@@ -49,27 +45,6 @@ const char* dtype_name(DType dtype) {
   }
 }
 
-// 128-bit FNV-1a: names files and finds damage; nobody is kept out by it.
-class Hash {
- public:
-  Hash& add(const std::string& text) {
-    for (unsigned char c : text) state_ = (state_ ^ c) * kPrime;
-    state_ = (state_ ^ 0x100) * kPrime;  // so that "ab", "c" differs from "a", "bc"
-    return *this;
-  }
-  std::string hex() const {
-    char text[33];
-    std::snprintf(text, sizeof(text), "%016llx%016llx", static_cast<unsigned long long>(state_ >> 64),
-                  static_cast<unsigned long long>(state_));
-    return text;
-  }
-
- private:
-  using Wide = unsigned __int128;
-  static constexpr Wide kPrime = (Wide{1} << 88) + 0x13b;
-  Wide state_ = (Wide{0x6c62272e07bb0142} << 64) + 0x62b821756295c58d;
-};
-
 // The device sources, by the names that their includes use.
 struct Sources {
   std::vector<Nvrtc::Header> files;
@@ -85,19 +60,28 @@ const Sources& sources() {
   Sources& found = known[dir];
   if (!found.files.empty()) return found;
   const fs::path root = dir;
-  std::error_code error;
-  for (fs::recursive_directory_iterator entry(root, error), end; !error && entry != end; entry.increment(error)) {
-    if (!entry->is_regular_file()) continue;
-    std::ifstream file(entry->path(), std::ios::binary);
+  auto read = [&](const fs::path& path) {
+    std::ifstream file(path, std::ios::binary);
     std::ostringstream text;
     text << file.rdbuf();
-    found.files.push_back({fs::relative(entry->path(), root).generic_string(), text.str()});
+    if (!file.is_open() || text.bad()) throw std::runtime_error("can't read the device source " + path.string());
+    return text.str();
+  };
+  std::vector<Nvrtc::Header> files;
+  std::error_code error;
+  for (fs::recursive_directory_iterator entry(root, error), end; !error && entry != end; entry.increment(error)) {
+    if (entry->is_regular_file(error)) {
+      files.push_back({fs::relative(entry->path(), root).generic_string(), read(entry->path())});
+    }
+    if (error) break;
   }
-  if (found.files.empty()) throw std::runtime_error("no device sources in " + root.string());
-  std::sort(found.files.begin(), found.files.end(), [](auto& a, auto& b) { return a.name < b.name; });
+  // A part of them would be the sources of other kernels, or of none.
+  if (error) throw std::runtime_error("can't list the device sources in " + root.string() + ": " + error.message());
+  if (files.empty()) throw std::runtime_error("no device sources in " + root.string());
+  std::sort(files.begin(), files.end(), [](auto& a, auto& b) { return a.name < b.name; });
   Hash hash;
-  for (const Nvrtc::Header& header : found.files) hash.add(header.name).add(header.text);
-  found.key = hash.hex();
+  for (const Nvrtc::Header& header : files) hash.add(header.name).add(header.text);
+  found = {std::move(files), hash.hex()};
   return found;
 }
 
@@ -122,53 +106,9 @@ std::string compiled_key(const Variant& variant, const Nvrtc& nvrtc, int target)
   return hash.hex();
 }
 
-// A stored cubin ends in a line that proves it whole: tools for cubins read over it.
-constexpr char kMark[] = "\njax_flash cubin ";
-
-std::string trailer(const std::string& key, const std::string& cubin) {
-  return kMark + key + " " + Hash().add(cubin).hex() + "\n";
-}
-
-fs::path entry_path(const fs::path& dir, const Variant& variant, const std::string& key) {
-  return dir / (variant.name() + "-" + key.substr(0, 16) + ".cubin");
-}
-
-std::optional<std::string> read_entry(const fs::path& path, const std::string& key) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) return std::nullopt;
-  std::ostringstream text;
-  text << file.rdbuf();
-  std::string content = text.str();
-  const size_t length = trailer(key, "").size();
-  if (content.size() < length) return std::nullopt;
-  std::string cubin = content.substr(0, content.size() - length);
-  if (content.compare(cubin.size(), length, trailer(key, cubin)) != 0) return std::nullopt;
-  return cubin;
-}
-
-// A finished file is renamed into place: readers see all of it or nothing, and losing a race is fine.
-bool write_entry(const fs::path& path, const std::string& key, const std::string& cubin) {
-  static std::atomic<unsigned> counter{std::random_device{}()};
-  const fs::path temporary = path.string() + "." + std::to_string(getpid()) + "." + std::to_string(counter++) + ".tmp";
-  std::error_code error;
-  {
-    std::ofstream file(temporary, std::ios::binary | std::ios::trunc);
-    file << cubin << trailer(key, cubin);
-    file.close();
-    if (!file) {
-      fs::remove(temporary, error);
-      return false;
-    }
-  }
-  fs::rename(temporary, path, error);
-  if (!error) return true;
-  fs::remove(temporary, error);
-  return false;
-}
-
-const Nvrtc& nvrtc_for(int arch) {
+Nvrtc nvrtc_for(int arch) {
   std::string error;
-  const std::vector<Nvrtc>& all = nvrtcs(&error);
+  const std::vector<Nvrtc> all = nvrtcs(&error);
   if (all.empty())
     throw std::runtime_error("no NVRTC to compile kernels with (install jax[cuda12] or [cuda13]): " + error);
   for (const Nvrtc& nvrtc : all) {
@@ -188,19 +128,18 @@ Nvrtc::Result compile(const Variant& variant, const Nvrtc& nvrtc) {
 }  // namespace
 
 Fetched fetch(const Variant& variant) {
-  const std::string key = source_key(variant);
-  for (const std::string& dir : settings().prebuilt_dirs) {
-    if (auto cubin = read_entry(entry_path(dir, variant, key), key)) return {*cubin, "prebuilt"};
+  const std::string name = variant.name(), key = source_key(variant);
+  const Settings settings = cuda::settings();
+  for (const std::string& dir : settings.prebuilt_dirs) {
+    if (auto cubin = KernelFolder::trusted(dir, false).read(name, key)) return {*cubin, "prebuilt"};
   }
-  const Nvrtc& nvrtc = nvrtc_for(variant.arch);
+  const Nvrtc nvrtc = nvrtc_for(variant.arch);
   const std::string full_key = compiled_key(variant, nvrtc, nvrtc.target(variant.arch));
-  const std::string dir = cache_dir();
-  if (!dir.empty()) {
-    if (auto cubin = read_entry(entry_path(dir, variant, full_key), full_key)) return {*cubin, "cached"};
-  }
+  const KernelFolder cache = KernelFolder::cache(true);
+  if (auto cubin = cache.read(name, full_key)) return {*cubin, "cached"};
   std::string cubin = compile(variant, nvrtc).cubin;
   // A disk that can't take it costs the next process a compilation, and nothing else.
-  if (!dir.empty()) write_entry(entry_path(dir, variant, full_key), full_key, cubin);
+  cache.write(name, full_key, cubin);
   return {std::move(cubin), "compiled"};
 }
 
@@ -254,7 +193,7 @@ std::string complaints_of(const std::string& log) {
 
 }  // namespace
 
-const Settings& settings() {
+Settings settings() {
   std::lock_guard<std::mutex> lock(settings_mutex);
   return the_settings;
 }
@@ -264,7 +203,7 @@ void configure(Settings settings) {
   the_settings = std::move(settings);
 }
 
-const std::vector<Nvrtc>& nvrtcs(std::string* error) { return Nvrtc::all(settings().nvrtc_paths, error); }
+std::vector<Nvrtc> nvrtcs(std::string* error) { return Nvrtc::all(settings().nvrtc_paths, error); }
 
 std::string Variant::name() const {
   std::string name = family + "-" + pass_name(pass) + "-" + dtype_name(dtype) + "-d" + std::to_string(head_dim);
@@ -326,26 +265,6 @@ std::string Variant::source() const {
 }
 
 std::string sources_key() { return sources().key; }
-
-std::string cache_path() {
-  fs::path dir;
-  if (const char* own = std::getenv("JAX_FLASH_CACHE_DIR")) {
-    dir = own;
-  } else if (const char* xdg = std::getenv("XDG_CACHE_HOME"); xdg && *xdg) {
-    dir = fs::path(xdg) / "jax_flash";
-  } else if (const char* home = std::getenv("HOME"); home && *home) {
-    dir = fs::path(home) / ".cache" / "jax_flash";
-  }
-  return dir.string();
-}
-
-std::string cache_dir() {
-  const fs::path dir = cache_path();
-  if (dir.empty()) return "";
-  std::error_code error;
-  fs::create_directories(dir, error);
-  return fs::is_directory(dir, error) ? dir.string() : "";
-}
 
 Loaded kernels_of(const Variant& variant, int device) {
   static std::mutex mutex;
@@ -409,12 +328,9 @@ Kernel build(const Variant& variant, const std::string& out_dir) {
   kernel.cubin_bytes = static_cast<int64_t>(compiled.cubin.size());
   kernel.complaints = complaints_of(compiled.log);
 
-  std::error_code error;
-  fs::create_directories(out_dir, error);
-  const std::string key = source_key(variant);
-  const fs::path path = entry_path(out_dir, variant, key);
-  if (!write_entry(path, key, compiled.cubin)) throw std::runtime_error("can't write " + path.string());
-  kernel.path = path.string();
+  const auto path = KernelFolder::trusted(out_dir, true).write(kernel.name, source_key(variant), compiled.cubin);
+  if (!path) throw std::runtime_error("can't write kernel " + kernel.name + " into " + out_dir);
+  kernel.path = *path;
   return kernel;
 }
 

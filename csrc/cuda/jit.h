@@ -63,15 +63,10 @@ Loaded kernels_of(const Variant& variant, int device);
 // those of its main kernel.
 Kernel build(const Variant& variant, const std::string& out_dir);
 
-// The folder of the cache on disk, made if need be; empty when it can't be used.
-std::string cache_dir();
-// The same, whether it is there or not.
-std::string cache_path();
-
 // What the device sources and the table say.
 std::string sources_key();
 
-const Settings& settings();
-const std::vector<Nvrtc>& nvrtcs(std::string* error);
+Settings settings();
+std::vector<Nvrtc> nvrtcs(std::string* error);
 
 }  // namespace jax_flash::cuda

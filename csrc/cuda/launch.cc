@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "cuda.h"
+#include "disk_cache.h"
 #include "driver.h"
 #include "jit.h"
 #include "tensor_maps.h"
@@ -27,8 +28,8 @@ int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 int64_t whole_fours(int64_t x) { return divide_up(x, 4) * 4; }
 
 // Blocks of `size` rows in a batch entry, as csrc/cuda/shared/part.cuh counts them.
-int64_t blocks_of(const Problem& p, int length, int size) {
-  return p.options.has_cu_q_lengths ? int64_t{length} / size + p.options.documents + 1 : divide_up(length, size);
+int64_t blocks_of(const Problem& p, int64_t length, int size) {
+  return p.options.has_cu_q_lengths ? length / size + p.options.documents + 1 : divide_up(length, size);
 }
 
 // The kernel family that serves a compute capability, or "" for none. Another one may be forced, so that a newer GPU
@@ -144,12 +145,6 @@ const std::string& name_of(int device) {
   return found->second;
 }
 
-// How a forward call is to be served where its family can: a function of shape and options.
-struct Plan {
-  FewPlan few{0, 1};
-  bool tiny = false;
-};
-
 // Whether there is nothing but scale and causal.
 bool only_causal(const Options& options) {
   bool absent = true;
@@ -206,35 +201,35 @@ bool serves_few(const std::string& family, int arch, const Problem& p, const Few
   return plan.rows && find_tile_row(of, parts, Pass::forward_few, largest, arch, is_plain(p.options), plan.rows);
 }
 
-// What tells the kernels of one call from another's: the values of the option record that are compiled in.
-using Key = std::array<int64_t, 48>;
-Key key_of(int device, Pass pass, DType dtype, const Problem& problem, const Plan& plan, int rows) {
-  Key key{};
-  size_t next = 0;
-  key[next++] = device;
-  key[next++] = static_cast<int64_t>(pass);
-  key[next++] = static_cast<int64_t>(dtype);
-  key[next++] = problem.head_dim;
-  key[next++] = problem.value_head_dim;
-  key[next++] = tuned_generation();
-  key[next++] = 2 * plan.few.rows + plan.tiny;
-  key[next++] = rows;
-  key[next++] = pass == Pass::backward && shares_bias(problem);
-#define JAX_FLASH_CONSTANT(type, name) key.at(next++) = static_cast<int64_t>(problem.options.name);
+// What tells the kernels of one call from another's: among it the values of the option record that are compiled in.
+auto key_of(int device, Pass pass, DType dtype, const Problem& problem, const ForwardPlan& plan, int rows) {
+  auto number = [](auto x) { return static_cast<int64_t>(x); };
+#define JAX_FLASH_CONSTANT(type, name) number(problem.options.name),
 #define JAX_FLASH_NOTHING(type, name)
-#define JAX_FLASH_FEATURE(type, name, absent) key.at(next++) = problem.options.name != absent;
-#define JAX_FLASH_OPERAND(type, name, dims) key.at(next++) = problem.options.has_##name;
-#define JAX_FLASH_TRAINABLE(type, name, dims)  \
-  key.at(next++) = problem.options.has_##name; \
-  key.at(next++) = problem.options.has_d##name;
-  JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_NOTHING, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND, JAX_FLASH_TRAINABLE)
+#define JAX_FLASH_FEATURE(type, name, absent) number(problem.options.name != absent),
+#define JAX_FLASH_OPERAND(type, name, dims) number(problem.options.has_##name),
+#define JAX_FLASH_TRAINABLE(type, name, dims) number(problem.options.has_##name), number(problem.options.has_d##name),
+  // What differs most often comes first, where keys are compared.
+  return std::array{number(device),
+                    number(pass),
+                    number(dtype),
+                    number(problem.head_dim),
+                    number(problem.value_head_dim),
+                    number(tuned_generation()),
+                    number(2 * plan.few.rows + plan.tiny),
+                    number(rows),
+                    number(pass == Pass::backward && shares_bias(problem)),
+                    JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_NOTHING, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND,
+                                      JAX_FLASH_TRAINABLE)};
 #undef JAX_FLASH_TRAINABLE
 #undef JAX_FLASH_OPERAND
 #undef JAX_FLASH_FEATURE
 #undef JAX_FLASH_NOTHING
 #undef JAX_FLASH_CONSTANT
-  return key;
 }
+using Key = decltype(key_of(0, Pass::forward, DType::f16, Problem{}, ForwardPlan{}, 0));
+
+}  // namespace
 
 struct Found {
   Loaded main;
@@ -243,8 +238,11 @@ struct Found {
   Pass pass;    // main's
 };
 
-// The way of every call: one look-up. The first call of a kind goes through the door of jit.
-Found find(int device, Pass pass, DType dtype, const Problem& problem, const Plan& plan) {
+namespace {
+
+// The way of every call: one look-up. The first call of a kind goes through the door of jit. What is found stays where
+// it is.
+const Found& find(int device, Pass pass, DType dtype, const Problem& problem, const ForwardPlan& plan) {
   static std::mutex mutex;
   static std::map<Key, Found> all;
   const int rows = rows_of_blocks(pass, problem);
@@ -279,8 +277,7 @@ Found find(int device, Pass pass, DType dtype, const Problem& problem, const Pla
   if (pass == Pass::backward && deterministic(family, problem.options, largest)) found.dq = kernels(Pass::backward_dq);
   if (own_bias) found.bias = kernels(Pass::backward_bias);
   std::lock_guard<std::mutex> lock(mutex);
-  all.emplace(key, found);
-  return found;
+  return all.emplace(key, found).first->second;
 }
 
 int64_t extent(int64_t stride, int64_t size) { return stride ? size : 1; }
@@ -295,9 +292,19 @@ bool is_tiny(const Problem& p, const FewPlan& few) {
   return few.rows && p.kv_length <= kTinyKeys && blocks <= kMultiprocessors && fits_int(p);
 }
 
-Plan plan_of(Pass pass, const Problem& problem) {
+// What a slice of the keys leaves for jax_flash_combine: see Scratch in shared/forward_few.cuh.
+int64_t slice_elements(const Problem& p) {
+  return int64_t{p.batch} * p.q_heads * p.q_length * (int64_t{p.value_head_dim} + 2);
+}
+
+// Keys are split as far as the scratch has room: of a call that was lowered for another batch size or in another
+// environment, that may be less than what forward_scratch() says, or nothing.
+ForwardPlan plan_of(Pass pass, const Problem& problem, int64_t room) {
   if (pass != Pass::forward) return {};
-  const FewPlan few = plan_few(problem);
+  FewPlan few = plan_few(problem);
+  if (few.slices > 1) {
+    few.slices = static_cast<int>(std::clamp<int64_t>(room / slice_elements(problem), 1, few.slices));
+  }
   return {few, is_tiny(problem, few)};
 }
 
@@ -327,17 +334,21 @@ bool sums_fit_dq(const Problem& p, int splits) {
   return sums_of_splits(p, splits) * 4 <= elements * (p.options.has_unscales ? 4 : 2);
 }
 
+constexpr int64_t kAnyRoom = std::numeric_limits<int64_t>::max();
+
 // What sums of shares cost, in tiles of rows: 128 KB a block that are written and read again, and a launch.
 constexpr int64_t kSumSteps = 8;
 
-// Into how many shares a group is split; `common`: all add to one sum, beside an accumulator of dQ.
-int shares_of_groups(const Problem& p, bool common) {
+// Into how many shares a group is split; `common`: all add to one sum, beside an accumulator of dQ. `room` is for all
+// that lies in the scratch.
+int shares_of_groups(const Problem& p, bool common, int64_t room) {
   const int64_t group = p.q_heads / p.kv_heads;
   const int largest = std::max(p.head_dim, p.value_head_dim);
   // Of Hopper's blocks in calls without options; of rows with fewer keys there are more blocks than are counted here.
   const int keys = largest <= 64 ? 256 : largest <= 128 ? 128 : 64;
   const int64_t blocks = blocks_of(p, p.kv_length, keys) * p.kv_heads * p.batch;
-  const int64_t tiles = divide_up(p.q_length, 64 * p.options.documents);  // of rows, for each query head of a block
+  const int64_t tiles =
+      divide_up(p.q_length, int64_t{64} * p.options.documents);  // of rows, for each query head of a block
   // Under causal the longest block is twice as long as most are, and has to end with the others.
   const int64_t enough = (p.options.causal ? 2 : 1) * kMultiprocessors;
   // What the last multiprocessor has to do, in tiles of rows.
@@ -350,8 +361,8 @@ int shares_of_groups(const Problem& p, bool common) {
   auto have_room = [&](int splits) {
     if (common) return sums_fit_dq(p, 1);
     // In place of the accumulator, behind the sums of slopes, no more than that.
-    const int64_t slopes = slope_scratch(p);
-    return sums_fit_dq(p, splits) || whole_fours(slopes) + sums_of_splits(p, splits) <= slopes + dq_scratch(p);
+    const int64_t slopes = slope_scratch(p), wanted = whole_fours(slopes) + sums_of_splits(p, splits);
+    return sums_fit_dq(p, splits) || (wanted <= slopes + dq_scratch(p) && wanted <= room);
   };
   int64_t best = 1;
   for (int64_t splits = 2; splits <= group && blocks * best < enough; ++splits) {
@@ -400,8 +411,8 @@ unsigned grid(int64_t blocks) {
 
 }  // namespace
 
-void prepare(int device, Pass pass, DType dtype, const Problem& problem) {
-  find(device, pass, dtype, problem, plan_of(pass, problem));
+void prepare(int device, Pass pass, DType dtype, const Problem& problem, int64_t room) {
+  find(device, pass, dtype, problem, plan_of(pass, problem, room));
 }
 
 namespace {
@@ -437,7 +448,7 @@ Launch few_launch_of(const Loaded& loaded, const Problem& problem, int slices) {
   const bool heads_share = !problem.options.has_cu_q_lengths;
   const int64_t rows = int64_t{problem.q_length} * (heads_share ? problem.q_heads / problem.kv_heads : 1);
   const int64_t sets = int64_t{problem.batch} * (heads_share ? problem.kv_heads : problem.q_heads);
-  const int64_t blocks = blocks_of(problem, static_cast<int>(rows), loaded.facts.block_rows) * sets;
+  const int64_t blocks = blocks_of(problem, rows, loaded.facts.block_rows) * sets;
   const LaunchFacts& facts = loaded.facts;
   const bool in_scratch = slices > 1;
   unsigned cluster = 1, threads = facts.threads, shared_bytes = facts.shared_bytes;
@@ -452,6 +463,7 @@ Launch few_launch_of(const Loaded& loaded, const Problem& problem, int slices) {
   Launch launch{loaded,  loaded.main, problem,      {},        false, grid(blocks * slices),
                 threads, cluster,     shared_bytes, in_scratch};
   launch.problem.kv_slices = slices;
+  if (!in_scratch) launch.problem.scratch = nullptr;  // by which the kernel knows a cluster's slices
   return launch;
 }
 
@@ -465,7 +477,7 @@ Launch tiny_launch_of(const Loaded& loaded, const Problem& problem) {
           1,      shared_bytes, false};
 }
 
-Launch forward_launch(int device, const Found& found, const Plan& plan, const Problem& problem) {
+Launch forward_launch(int device, const Found& found, const ForwardPlan& plan, const Problem& problem) {
   switch (found.pass) {
     case Pass::forward_tiny: return tiny_launch_of(found.main, problem);
     case Pass::forward_few: return few_launch_of(found.main, problem, plan.few.slices);
@@ -511,10 +523,14 @@ Problem heads_as_rows(const Problem& of_call) {
 
 }  // namespace
 
-std::vector<GraphNode> graph_nodes(int device, DType dtype, const Problem& problem) {
-  const Plan plan = plan_of(Pass::forward, problem);
-  const Found found = find(device, Pass::forward, dtype, problem, plan);
-  const Launch launch = forward_launch(device, found, plan, problem);
+Recorded record(int device, DType dtype, const Problem& problem, int64_t room) {
+  const ForwardPlan plan = plan_of(Pass::forward, problem, room);
+  return {device, &find(device, Pass::forward, dtype, problem, plan), plan};
+}
+
+std::vector<GraphNode> graph_nodes(const Recorded& recorded, const Problem& problem) {
+  const Found& found = *recorded.found;
+  const Launch launch = forward_launch(recorded.device, found, recorded.plan, problem);
   std::vector<GraphNode> nodes;
   auto add = [&](const Launch& of, const char* name) {
     nodes.push_back({name, found.main.cubin, of.blocks, of.cluster, of.threads, of.shared_bytes,
@@ -525,9 +541,9 @@ std::vector<GraphNode> graph_nodes(int device, DType dtype, const Problem& probl
   return nodes;
 }
 
-void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of_call) {
-  const Plan plan = plan_of(pass, of_call);
-  const Found found = find(device, pass, dtype, of_call, plan);
+void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of_call, int64_t room) {
+  const ForwardPlan plan = plan_of(pass, of_call, room);
+  const Found& found = find(device, pass, dtype, of_call, plan);
   const Driver& driver = Driver::get();
   const CuStream on = static_cast<CuStream>(stream);
   ++launched;
@@ -542,10 +558,14 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
   Problem problem = heads_as_rows(of_call);
   const int warps = found.main.facts.convert_warps;
   const int64_t zeros = (warps ? dq_scratch(problem) : 0) + slope_scratch(problem);
+  if (room < zeros) {
+    throw std::invalid_argument("scratch must have at least " + std::to_string(zeros) +
+                                " elements for sums of dq and of the gradient of slopes, got " + std::to_string(room));
+  }
   if (zeros) driver.zero(problem.scratch, zeros, on);
   if (problem.dbias && !found.bias.main) driver.zero(problem.dbias, bias_elements(problem), on);
   const bool common = !found.dq.main;  // kernels that add dQ add these too
-  problem.group_splits = found.main.sum_splits ? shares_of_groups(problem, common) : 1;
+  problem.group_splits = found.main.sum_splits ? shares_of_groups(problem, common, room) : 1;
   if (problem.group_splits > 1) {
     problem.group_sums = common || sums_fit_dq(problem, problem.group_splits)
                              ? problem.dq.data
@@ -567,7 +587,7 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
                   arguments);
   }
   if (warps) {
-    const int64_t items = problem.batch * problem.q_heads * blocks_of(problem, problem.q_length, 16);
+    const int64_t items = int64_t{problem.batch} * problem.q_heads * blocks_of(problem, problem.q_length, 16);
     driver.launch(found.main.convert_dq, grid(divide_up(items, warps)), 32 * warps, 0, on, arguments);
   }
   if (found.main.sum_slopes) {
@@ -606,27 +626,28 @@ FewPlan plan_few(const Problem& p) {
 
 bool is_tiny(const Problem& p) { return is_tiny(p, plan_few(p)); }
 
-// See Scratch in shared/forward_few.cuh.
 int64_t forward_scratch(DType, const Problem& p) {
   const int slices = plan_few(p).slices;
-  return slices == 1 ? 0 : int64_t{slices} * p.batch * p.q_heads * p.q_length * (p.value_head_dim + 2);
+  return slices == 1 ? 0 : slices * slice_elements(p);
 }
 
 int64_t backward_scratch(DType, const Problem& p) {
   const int64_t zeros = (accumulates_dq(p) ? dq_scratch(p) : 0) + slope_scratch(p);
   if (accumulates_dq(p)) return zeros;  // sums find room in dq, or are not split
-  const int splits = shares_of_groups(p, false);
+  const int splits = shares_of_groups(p, false, kAnyRoom);
   return splits == 1 || sums_fit_dq(p, splits) ? zeros : whole_fours(zeros) + sums_of_splits(p, splits);
 }
 
-int group_splits(const Problem& p) { return shares_of_groups(p, accumulates_dq(p)); }
+int group_splits(const Problem& p) { return shares_of_groups(p, accumulates_dq(p), kAnyRoom); }
 
 Status status() {
   Status status;
   std::string error;
   for (const Nvrtc& nvrtc : nvrtcs(&error)) status.nvrtc.push_back(nvrtc.version() + " (" + nvrtc.path() + ")");
   status.nvrtc_error = error;
-  status.cache_dir = cache_dir();
+  const KernelFolder cache = KernelFolder::cache(true);
+  if (cache.usable()) status.cache_dir = cache.path();
+  status.cache_problem = cache.problem();
   try {
     const Driver& driver = Driver::get();
     const int version = driver.version();

@@ -146,6 +146,7 @@ namespace {
 
 struct Call {
   Problem problem{};
+  long long room = 0;  // elements of its scratch
   DType dtype = DType::f16;
   int device = 0;
   std::string error;
@@ -243,6 +244,7 @@ EMULATOR_CALL int call_array(Call* call, const char* name_, void* data, const lo
 }
 
 EMULATOR_CALL long long call_scratch(Call* call) { return backward_scratch(call->dtype, call->problem); }
+EMULATOR_CALL void call_room(Call* call, long long elements) { call->room = elements; }
 
 namespace {
 
@@ -260,12 +262,13 @@ const char* guarded(Call* call, const std::function<void()>& body) {
 
 // Both return what is wrong, or an empty text. Several threads may prepare at the same time.
 EMULATOR_CALL const char* call_prepare(Call* call, int backward) {
-  return guarded(call,
-                 [&] { prepare(call->device, backward ? Pass::backward : Pass::forward, call->dtype, call->problem); });
+  return guarded(call, [&] {
+    prepare(call->device, backward ? Pass::backward : Pass::forward, call->dtype, call->problem, call->room);
+  });
 }
 EMULATOR_CALL const char* call_run(Call* call, int backward, unsigned seed) {
   the_seed = seed;
   return guarded(call, [&] {
-    launch(call->device, nullptr, backward ? Pass::backward : Pass::forward, call->dtype, call->problem);
+    launch(call->device, nullptr, backward ? Pass::backward : Pass::forward, call->dtype, call->problem, call->room);
   });
 }
