@@ -235,7 +235,7 @@ def rates_of(found: Race, work: float) -> dict[str, float]:
 def _numerics(shapes: Sequence[Cell]) -> bool:
     """Prints the table. Whether no error of ours is larger than cuDNN's, where cuDNN serves."""
     print("relative L2 errors against float64 of eight heads of every batch entry: ours / cuDNN's\n", flush=True)
-    contestants: dict[str, _peers.Attend] = {
+    contestants: dict[str, _race.Attend] = {
         OURS: _peers.attend,
         "cudnn": functools.partial(_peers.attend_nn, "cudnn"),
     }
@@ -285,7 +285,7 @@ def _one_entry(x: jax.Array) -> jax.Array:
     return x.swapaxes(0, 1).reshape(1, x.shape[1], -1, x.shape[3])
 
 
-def _both(attend: _peers.Attend, causal: bool, query: Any, key: Any, value: Any, dout: Any) -> tuple[Any, ...]:
+def _both(attend: _race.Attend, causal: bool, query: Any, key: Any, value: Any, dout: Any) -> tuple[Any, ...]:
     """out, dquery, dkey, dvalue."""
     out, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, causal), query, key, value)
     return out, *pullback(dout)
@@ -397,7 +397,7 @@ def _memory(_: argparse.Namespace) -> bool:
     return True
 
 
-def peak_bytes(attend: _peers.Attend, cell: Cell) -> int:
+def peak_bytes(attend: _race.Attend, cell: Cell) -> int:
     """Of forward and backward in one program, by XLA's analysis."""
     found = jax.jit(functools.partial(_both, attend, cell.causal)).lower(*_shapes(cell)).compile().memory_analysis()
     assert found is not None  # CPU and GPU have it
