@@ -30,7 +30,7 @@ WITHOUT_GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 2**30}
 
 def of_jax(attend: Attend, compiler_options: dict[str, Any] | None = None) -> Maker:
     """The contestants of a function of JAX."""
-    return functools.partial(_race.of_jax, attend, compiler_options=compiler_options)
+    return lambda cell, pass_, arrays: _race.of_jax(attend, cell, pass_, compiler_options)(arrays)
 
 
 def attend(query: Any, key: Any, value: Any, causal: bool, **options: Any) -> Any:

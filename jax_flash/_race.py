@@ -5,6 +5,7 @@ This module imports nothing of jax_flash: ``bench compare`` uses it beside the b
 """
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -72,28 +73,36 @@ class Entry:
 
 
 def of_jax(
-    attend: Attend,
-    cell: Cell,
-    pass_: str,
-    arrays: Sequence[jax.Array],
-    compiler_options: dict[str, Any] | None = None,
-) -> Entry:
-    """The contestant of a function of JAX. The backward is the pullback alone: what forward keeps is its argument."""
-    *inputs, dout = arrays
+    attend: Attend, cell: Cell, pass_: str, compiler_options: dict[str, Any] | None = None
+) -> Callable[[Sequence[jax.Array]], Entry]:
+    """The contestant of a function of JAX, as a function of what `Cell.draw` returns: its programs compile once.
+
+    The backward is the pullback alone: what forward keeps is its argument.
+    """
 
     def forward(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         return attend(query, key, value, cell.causal)
 
-    if pass_ == "forward":
-        run = jax.jit(forward, compiler_options=compiler_options)
-        return Entry(lambda: run(*inputs), jax.block_until_ready)
-    kept, tree = jax.tree.flatten(jax.jit(lambda *inputs: jax.vjp(forward, *inputs)[1])(*inputs))
-    # Flat, because calls with other pytrees take longer to start.
-    pull = jax.jit(
-        lambda kept, dout: jax.tree.unflatten(tree, kept)(dout),
-        compiler_options=compiler_options,
-    )
-    return Entry(lambda: pull(kept, dout), jax.block_until_ready)
+    run = jax.jit(forward, compiler_options=compiler_options)
+    keep = jax.jit(lambda *inputs: jax.vjp(forward, *inputs)[1])
+
+    @functools.cache
+    def pull_of(tree: Any) -> Callable[[Any, Any], Any]:
+        # Flat, because calls with other pytrees take longer to start.
+        return jax.jit(
+            lambda kept, dout: jax.tree.unflatten(tree, kept)(dout),
+            compiler_options=compiler_options,
+        )
+
+    def entry(arrays: Sequence[jax.Array]) -> Entry:
+        *inputs, dout = arrays
+        if pass_ == "forward":
+            return Entry(lambda: run(*inputs), jax.block_until_ready)
+        kept, tree = jax.tree.flatten(keep(*inputs))
+        pull = pull_of(tree)
+        return Entry(lambda: pull(kept, dout), jax.block_until_ready)
+
+    return entry
 
 
 def chain(attend: Attend, cell: Cell, pass_: str) -> Callable[..., Any]:
