@@ -447,7 +447,7 @@ def compared_tasks(name: str) -> list[Task]:
     return tasks
 
 
-CPU_SHAPES = ((512, 8, 64), (1024, 8, 64), (1024, 8, 128))
+CPU_SHAPES = ((512, 8, 64), (1024, 8, 64), (1024, 4, 128))
 """S, N and H of one batch entry: a few milliseconds to tens of them."""
 
 

@@ -29,7 +29,7 @@ from jax_flash._table import table
 BUILDS = ("A", "B")
 FIRST_PART = 0.6
 """Of the time: for the first set of rounds. What is slower then is measured again in the rest."""
-LEAST_ROUNDS = 4
+LEAST_ROUNDS, MOST_ROUNDS = 4, 40
 _SECONDS, _PAUSE = 0.03, 0.005
 """Of a measurement, and before it."""
 
@@ -171,6 +171,8 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(10)  # it writes why it ends after the pipe is closed
             said = self._log.read_text().split("\n")
             last = next((x.strip() for x in reversed(said) if x.strip()), "without a word")
             raise RuntimeError(f"a process of {self.build.name}, {self.build.wheel}, ended: {last}")
@@ -235,7 +237,7 @@ def measure(
 def _rounds(workers: Sequence[Worker], task: Task, end: float) -> Measured:
     """All rounds of a task that every worker has taken."""
     times, rounds = 0, list[list[float]]()
-    while len(rounds) < LEAST_ROUNDS or time.perf_counter() < end:
+    while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and time.perf_counter() < end):
         seconds = [0.0] * len(workers)
         for i in range(len(workers)):
             i = (i + len(rounds)) % len(workers)  # each round begins with another one

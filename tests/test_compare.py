@@ -159,6 +159,40 @@ def test_the_geometric_mean(made_up: Any, capsys: pytest.CaptureFixture[str]) ->
     assert _compare.show(result, 0.02, 0.02)
 
 
+# The rounds
+
+
+class FakeWorker:
+    """Answers with seconds of a chain of calls, and keeps what it was asked."""
+
+    def __init__(self, name: str, seconds: float, asked: list[tuple[str, int]]) -> None:
+        self.build = _compare.Build(name, pathlib.Path(), pathlib.Path())
+        self._seconds, self._asked = seconds, asked
+
+    def ask(self, question: dict[str, int]) -> dict[str, Any]:
+        self._asked.append((self.build.name, question["time"]))
+        return {"seconds": self._seconds} if self._seconds > 0 else {"error": "out of memory"}
+
+
+def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round of single calls, then as many calls as 30 ms of the fastest have; each round begins with another."""
+    monkeypatch.setattr(_compare, "_PAUSE", 0)
+    asked: list[tuple[str, int]] = []
+    workers: Any = [FakeWorker("A", 0.012, asked), FakeWorker("B", 0.06, asked), FakeWorker("A", 0.012, asked)]
+    found = _compare._rounds(workers, Task(CELL, "forward", chained=True), end=-math.inf)
+    assert asked[:3] == [("A", 1), ("B", 1), ("A", 1)]
+    assert asked[3:] == [(name, 3) for name in "ABABAAAABABA"]
+    calls = 64
+    assert found == Measured({"A": [[0.012 / calls] * 4] * 2, "B": [[0.06 / calls] * 4]})
+
+    del asked[:]
+    _compare._rounds(workers, TASKS[0], end=math.inf)
+    assert len(asked) == 3 * (1 + _compare.MOST_ROUNDS)
+
+    workers[1] = FakeWorker("B", 0.0, asked)
+    assert _compare._rounds(workers, TASKS[0], end=math.inf) == Measured(errors={"B": "out of memory"})
+
+
 # The tasks
 
 
