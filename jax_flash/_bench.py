@@ -1,10 +1,12 @@
-"""``bench``: this package beside others on the GPU that is here."""
+"""``bench``: this package beside others on the GPU that is here, and two builds of it beside each other."""
 
 import argparse
 import functools
 import itertools
+import json
 import math
 import os
+import pathlib
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import _bench_small, _doctor, _ladder, _peers, _race, _registration, _tune, _tuned
+from jax_flash import _bench_small, _compare, _doctor, _ladder, _peers, _race, _registration, _tune, _tuned
+from jax_flash._compare import Task
 from jax_flash._race import Cell, Race
 from jax_flash._report import Notes
 from jax_flash._table import table
@@ -72,6 +75,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "scores), and prints the peak of their memory by XLA's own analysis, inputs and results with it.",
     )
 
+    compared = actions.add_parser(
+        "compare",
+        help="whether one build of this package is slower than another",
+        description="Times two wheels in turn, each in processes of its own with the same Python and jax, and shows "
+        "B / A beside the spread of A against itself. What lies outside that spread is measured again in other "
+        "processes, and is slower if it lies outside again. The exit code is 1 where B is slower by more than a limit.",
+    )
+    for name in _compare.BUILDS:
+        compared.add_argument(name.lower(), metavar=f"{name}.whl", type=pathlib.Path, help=f"the wheel of {name}")
+    compared.add_argument(
+        "--cells",
+        choices=("grid", "small", "cpu"),
+        help="the shapes of bench grid; tiny ones and decoding in chains inside one jit; those for CPUs (default: grid "
+        "where there is a GPU, else cpu)",
+    )
+    compared.add_argument("--family", metavar="F", help="run the kernels of this family, as JAX_FLASH_CUDA_FAMILY does")
+    compared.add_argument(
+        "--seconds", type=_seconds, default=240.0, metavar="S", help="about how long it takes at most (default: 240)"
+    )
+    compared.add_argument(
+        "--processes", type=_positive, default=3, metavar="N", help="processes of each build (default: 3)"
+    )
+    for flag, what, default in (("--limit", "any cell", 2.0), ("--mean-limit", "the geometric mean", 0.5)):
+        compared.add_argument(
+            flag,
+            type=_percent,
+            default=default / 100,
+            metavar="P",
+            help=f"how many percent slower {what} may be (default: {default:g})",
+        )
+    compared.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write all that was measured as JSON")
+
     tune = actions.add_parser(
         "tune",
         help="search the fastest tile rows for this GPU",
@@ -111,7 +146,15 @@ def run(args: argparse.Namespace) -> bool:
     """Whether all of it could be done."""
     if getattr(args, "family", None):
         os.environ["JAX_FLASH_CUDA_FAMILY"] = args.family
-    return {"grid": _grid, "memory": _memory, "tune": _search, "ladder": _climb, "small": _small}[args.action](args)
+    actions = {
+        "grid": _grid,
+        "memory": _memory,
+        "tune": _search,
+        "ladder": _climb,
+        "small": _small,
+        "compare": _compare_builds,
+    }
+    return actions[args.action](args)
 
 
 def _names(text: str) -> list[str]:
@@ -125,6 +168,25 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text!r}")
     return int(text)
+
+
+def _number(least: float, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not least <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of at least {least:g}, got {text!r}")
+    return number
+
+
+def _seconds(text: str) -> float:
+    return _number(1, text)
+
+
+def _percent(text: str) -> float:
+    """As a fraction."""
+    return _number(0, text) / 100
 
 
 def _head_dim(text: str) -> int:
@@ -235,7 +297,7 @@ def rates_of(found: Race, work: float) -> dict[str, float]:
 def _numerics(shapes: Sequence[Cell]) -> bool:
     """Prints the table. Whether no error of ours is larger than cuDNN's, where cuDNN serves."""
     print("relative L2 errors against float64 of eight heads of every batch entry: ours / cuDNN's\n", flush=True)
-    contestants: dict[str, _peers.Attend] = {
+    contestants: dict[str, _race.Attend] = {
         OURS: _peers.attend,
         "cudnn": functools.partial(_peers.attend_nn, "cudnn"),
     }
@@ -285,7 +347,7 @@ def _one_entry(x: jax.Array) -> jax.Array:
     return x.swapaxes(0, 1).reshape(1, x.shape[1], -1, x.shape[3])
 
 
-def _both(attend: _peers.Attend, causal: bool, query: Any, key: Any, value: Any, dout: Any) -> tuple[Any, ...]:
+def _both(attend: _race.Attend, causal: bool, query: Any, key: Any, value: Any, dout: Any) -> tuple[Any, ...]:
     """out, dquery, dkey, dvalue."""
     out, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, causal), query, key, value)
     return out, *pullback(dout)
@@ -362,6 +424,55 @@ def _small(_: argparse.Namespace) -> bool:
     return True
 
 
+# Two builds
+
+
+def compared_tasks(name: str) -> list[Task]:
+    """What ``bench compare --cells`` times."""
+    if name == "grid":
+        return [Task(cell, pass_) for pass_ in PASSES for cell in cells()]
+    if name == "small":
+        forward = (*_bench_small.SMALL, *(cell for cell in _bench_small.SHORT if cell.kv_heads == 8))
+        return [
+            *(Task(cell, "forward", chained=True) for cell in forward),
+            *(Task(cell, "forward + backward", chained=True) for cell in _bench_small.SMALL),
+        ]
+    tasks = []
+    for dtype in ("float32", "bfloat16"):
+        for pass_, causal, (length, heads, head_dim) in itertools.product(PASSES, (False, True), CPU_SHAPES):
+            tasks.append(Task(Cell(dtype, head_dim, length, causal, 1, heads), pass_))
+        tasks.append(Task(Cell(dtype, 128, 8192, False, 1, 32, q_length=1, kv_heads=8), "forward"))
+        tiny = Cell(dtype, 32, 64, True, 1, 4)
+        tasks += [Task(tiny, pass_, chained=True) for pass_ in ("forward", "forward + backward")]
+    return tasks
+
+
+CPU_SHAPES = ((512, 8, 64), (1024, 8, 64), (1024, 4, 128))
+"""S, N and H of one batch entry: a few milliseconds to tens of them."""
+
+
+def _compare_builds(args: argparse.Namespace) -> bool:
+    def choose(platform: str) -> list[Task]:
+        name = args.cells or ("cpu" if platform == "cpu" else "grid")
+        if name != "cpu" and platform == "cpu":
+            raise RuntimeError(f"JAX has no CUDA device here, which --cells {name} needs")
+        return compared_tasks(name)
+
+    wheels = args.a, args.b
+    result = _compare.compare(
+        wheels,
+        choose,
+        environment={"JAX_PLATFORMS": "cpu"} if args.cells == "cpu" else {},
+        processes=args.processes,
+        seconds=args.seconds,
+        say=functools.partial(print, file=sys.stderr, flush=True),
+    )
+    good = _compare.show(result, args.limit, args.mean_limit)
+    if args.out:
+        args.out.write_text(json.dumps(_compare.as_json(result, wheels, args.limit, args.mean_limit), indent=1) + "\n")
+    return good
+
+
 # Memory
 
 MEMORY = (
@@ -397,7 +508,7 @@ def _memory(_: argparse.Namespace) -> bool:
     return True
 
 
-def peak_bytes(attend: _peers.Attend, cell: Cell) -> int:
+def peak_bytes(attend: _race.Attend, cell: Cell) -> int:
     """Of forward and backward in one program, by XLA's analysis."""
     found = jax.jit(functools.partial(_both, attend, cell.causal)).lower(*_shapes(cell)).compile().memory_analysis()
     assert found is not None  # CPU and GPU have it

@@ -10,118 +10,75 @@ import dataclasses
 import functools
 import itertools
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jax_flash._attention import attention
+from jax_flash import _peers, _race
+from jax_flash._race import Cell, Entry
 from jax_flash._table import table
 
-IMPLEMENTATIONS = ("jax_flash", "xla", "cudnn")
-_SECONDS = 0.02  # of a measurement, at least
+IMPLEMENTATIONS: dict[str, _race.Attend] = {
+    "jax_flash": functools.partial(_peers.attend, implementation="cuda"),
+    "xla": functools.partial(_peers.attend_nn, "xla"),
+    "cudnn": functools.partial(_peers.attend_nn, "cudnn"),
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """A call to be timed: [B, T, N, H] queries on [B, S, K, H] keys and values."""
-
-    batch: int
-    q_length: int
-    kv_length: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    causal: bool = False
-
-    def __str__(self) -> str:
-        heads = str(self.q_heads) if self.q_heads == self.kv_heads else f"{self.q_heads}/{self.kv_heads}"
-        length = str(self.q_length) if self.q_length == self.kv_length else f"{self.q_length}x{self.kv_length}"
-        return f"B{self.batch} {length} N{heads} D{self.head_dim}" + (" causal" if self.causal else "")
-
-    @property
-    def operations(self) -> float:
-        """Floating-point operations of a forward call by the ledger's convention."""
-        full = 4.0 * self.batch * self.q_heads * self.q_length * self.kv_length * self.head_dim
-        return full / 2 if self.causal else full
-
-    def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q_shape = (self.batch, self.q_length, self.q_heads, self.head_dim)
-        kv_shape = (self.batch, self.kv_length, self.kv_heads, self.head_dim)
-        keys = jax.random.split(jax.random.key(0), 3)
-        shapes = (q_shape, kv_shape, kv_shape)
-        q, k, v = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
-        return q, k, v
+def _cell(
+    batch: int, q_length: int, kv_length: int, heads: int, kv_heads: int, head_dim: int, causal: bool = False
+) -> Cell:
+    """In bfloat16."""
+    return Cell(
+        "bfloat16",
+        head_dim,
+        kv_length,
+        causal,
+        batch,
+        heads,
+        q_length=0 if q_length == kv_length else q_length,
+        kv_heads=0 if kv_heads == heads else kv_heads,
+    )
 
 
-TINY = tuple(Cell(1, size, size, 1, 1, size) for size in (16, 32, 64, 128, 256))
-SMALL = (*TINY, Cell(1, 1024, 1024, 16, 16, 64), Cell(1, 1024, 1024, 16, 16, 128))
+TINY = tuple(_cell(1, size, size, 1, 1, size) for size in (16, 32, 64, 128, 256))
+SMALL = (*TINY, _cell(1, 1024, 1024, 16, 16, 64), _cell(1, 1024, 1024, 16, 16, 128))
 SHORT = (
     *(
-        Cell(1, q_length, kv_length, 32, kv_heads, 128)
+        _cell(1, q_length, kv_length, 32, kv_heads, 128)
         for kv_heads, q_length, kv_length in itertools.product((32, 8, 1), (1, 4, 16, 64), (1024, 8192, 32768))
     ),
-    *(Cell(1, q_length, 8192, 32, 8, head_dim) for head_dim, q_length in itertools.product((64, 256), (1, 16))),
-    *(Cell(16, q_length, 4096, 32, 8, 128) for q_length in (1, 16)),
+    *(_cell(1, q_length, 8192, 32, 8, head_dim) for head_dim, q_length in itertools.product((64, 256), (1, 16))),
+    *(_cell(16, q_length, 4096, 32, 8, 128) for q_length in (1, 16)),
 )
+SHORT_WITH_GRADIENTS = tuple(x for x in SHORT if (x.kv_heads, x.length, x.head_dim) == (8, 8192, 128))
 ODD: Mapping[Cell, Sequence[Cell]] = {
-    Cell(1, 4096, 4096, 32, 32, 128): (
-        Cell(1, 4096, 4096, 32, 8, 128),
-        Cell(1, 4096, 4096, 32, 1, 128),
-        Cell(1, 1024, 4096, 32, 32, 128),
-        Cell(1, 4096, 1024, 32, 32, 128),
-        Cell(1, 4095, 4095, 32, 32, 128),
-        Cell(1, 4001, 4001, 32, 32, 128),
-        Cell(1, 3000, 5000, 32, 8, 128),
+    _cell(1, 4096, 4096, 32, 32, 128): (
+        _cell(1, 4096, 4096, 32, 8, 128),
+        _cell(1, 4096, 4096, 32, 1, 128),
+        _cell(1, 1024, 4096, 32, 32, 128),
+        _cell(1, 4096, 1024, 32, 32, 128),
+        _cell(1, 4095, 4095, 32, 32, 128),
+        _cell(1, 4001, 4001, 32, 32, 128),
+        _cell(1, 3000, 5000, 32, 8, 128),
     ),
-    Cell(1, 4096, 4096, 32, 32, 128, True): (
-        Cell(1, 4096, 4096, 32, 8, 128, True),
-        Cell(1, 4096, 4096, 32, 1, 128, True),
-        Cell(1, 4095, 4095, 32, 32, 128, True),
-        Cell(1, 4001, 4001, 32, 32, 128, True),
+    _cell(1, 4096, 4096, 32, 32, 128, True): (
+        _cell(1, 4096, 4096, 32, 8, 128, True),
+        _cell(1, 4096, 4096, 32, 1, 128, True),
+        _cell(1, 4095, 4095, 32, 32, 128, True),
+        _cell(1, 4001, 4001, 32, 32, 128, True),
     ),
     # A row of 1024 keys has a quarter of the work for its beginning and its end.
-    Cell(4, 1024, 1024, 32, 32, 128): (Cell(1, 4096, 1024, 32, 32, 128),),
-    Cell(4, 1024, 1024, 32, 32, 64): (
-        Cell(4, 1024, 1024, 32, 8, 64),
-        Cell(4, 1023, 1023, 32, 32, 64),
-        Cell(4, 1000, 1000, 32, 32, 64),
+    _cell(4, 1024, 1024, 32, 32, 128): (_cell(1, 4096, 1024, 32, 32, 128),),
+    _cell(4, 1024, 1024, 32, 32, 64): (
+        _cell(4, 1024, 1024, 32, 8, 64),
+        _cell(4, 1023, 1023, 32, 32, 64),
+        _cell(4, 1000, 1000, 32, 32, 64),
     ),
 }
 """Shapes whose rate is held against that of an aligned one with as many key heads as query heads; cross attention with
 fewer keys against that with as many queries and that with as many keys."""
-
-
-def attend(implementation: str, cell: Cell) -> Callable[..., jax.Array]:
-    if implementation == "jax_flash":
-        return functools.partial(attention, causal=cell.causal, implementation="cuda")
-    return functools.partial(jax.nn.dot_product_attention, is_causal=cell.causal, implementation=implementation)
-
-
-def chain(implementation: str, cell: Cell, calls: int, gradients: bool) -> Callable[..., Any]:
-    """A function of query, key and value: `calls` calls, each on what the one before returned."""
-    call = attend(implementation, cell)
-
-    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        for _ in range(calls):
-            q = call(q, k, v)
-        return q
-
-    def with_gradients(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        for _ in range(calls):
-            out, pullback = jax.vjp(call, q, k, v)
-            q, k, v = pullback(out)
-        return q, k, v
-
-    return with_gradients if gradients else forward
-
-
-def calls_of(cell: Cell, gradients: bool) -> int:
-    """Calls of a chain. XLA makes CUDA graphs of five launches and more; that of a long chain costs little a call, but
-    one of gradients takes XLA long to compile."""
-    return 64 if cell.operations < 1e8 and not gradients else 16 if cell.operations < 3e10 else 5
 
 
 @dataclasses.dataclass
@@ -134,52 +91,41 @@ class Measured:
 
 
 def measure(
-    cells: Iterable[Cell], *, gradients: bool, implementations: Sequence[str] = IMPLEMENTATIONS, rounds: int = 4
+    cells: Iterable[Cell], *, gradients: bool, implementations: Sequence[str] | None = None, rounds: int = 4
 ) -> list[Measured]:
     """Times every cell: the best of some rounds, in each of which the implementations take turns."""
     cells = tuple(cells)
+    names = tuple(implementations or IMPLEMENTATIONS)
+    pass_ = "forward + backward" if gradients else "forward"
 
-    def compiled(cell: Cell, implementation: str) -> Any:
-        run = chain(implementation, cell, calls_of(cell, gradients), gradients)
+    def compiled(cell: Cell, name: str) -> Any:
+        run = _race.chain(IMPLEMENTATIONS[name], cell, pass_)
         try:
-            shapes = jax.eval_shape(cell.arrays)
-            return jax.jit(run).lower(*shapes).compile()
+            return jax.jit(run).lower(*jax.eval_shape(cell.draw)[:3]).compile()
         except Exception as error:  # whatever another's implementation raises for what it does not serve
-            if implementation == "jax_flash":
+            if name == "jax_flash":
                 raise
-            print(f"{cell}: {implementation}: {str(error).splitlines()[0][:150]}", file=sys.stderr)
+            print(f"{cell}: {name}: {str(error).splitlines()[0][:150]}", file=sys.stderr)
             return None
 
-    wanted = [(cell, implementation) for cell in cells for implementation in implementations]
+    wanted = [(cell, name) for cell in cells for name in names]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         programs = dict(zip(wanted, pool.map(lambda x: compiled(*x), wanted), strict=True))
     results = []
     for cell in cells:
-        arrays = cell.arrays()
-        best: dict[str, float | None] = dict.fromkeys(implementations)
-        here = {name: programs[cell, name] for name in implementations if programs[cell, name] is not None}
-        repeats = {}
-        for name, program in here.items():
-            jax.block_until_ready(program(*arrays))
-            jax.block_until_ready(program(*arrays))
-            once = _seconds(program, arrays, 2) / 2
-            repeats[name] = max(2, min(200, int(_SECONDS / once)))
-        for _, (name, program) in itertools.product(range(rounds), here.items()):
-            time.sleep(0.002)
-            seconds = _seconds(program, arrays, repeats[name]) / repeats[name] / calls_of(cell, gradients)
-            best[name] = min(best[name] or 1e9, 1e6 * seconds)
-        results.append(Measured(cell, gradients, best))
+        inputs = cell.draw()[:3]
+        makers = {
+            name: functools.partial(Entry, functools.partial(programs[cell, name], *inputs), jax.block_until_ready)
+            for name in names
+            if programs[cell, name] is not None
+        }
+        found = _race.race(makers, rounds, pause=0.002)
+        if "jax_flash" in found.errors:
+            raise found.errors["jax_flash"]
+        calls = _race.chain_length(cell, pass_)
+        best = {name: 1e6 * min(found.seconds[name]) / calls for name in found.seconds if name not in found.errors}
+        results.append(Measured(cell, gradients, {name: best.get(name) for name in names}))
     return results
-
-
-def _seconds(program: Callable[..., Any], arrays: Sequence[jax.Array], repeats: int) -> float:
-    start = time.perf_counter()
-    result = None
-    for _ in range(repeats):
-        del result  # or two would be alive at a time, and results lie at two addresses by turns
-        result = program(*arrays)  # dispatched while the one before runs
-    jax.block_until_ready(result)
-    return time.perf_counter() - start
 
 
 def show(title: str, measured: Sequence[Measured]) -> None:
@@ -206,12 +152,12 @@ def show(title: str, measured: Sequence[Measured]) -> None:
 def show_odd(gradients: bool) -> None:
     """Prints rates, and what part of the aligned shape's they are."""
     cells = dict.fromkeys(itertools.chain.from_iterable((aligned, *odd) for aligned, odd in ODD.items()))
-    measured = {x.cell: x for x in measure(cells, gradients=gradients, implementations=IMPLEMENTATIONS[:1])}
+    measured = {x.cell: x for x in measure(cells, gradients=gradients, implementations=["jax_flash"])}
     rows = [["", "TFLOP/s", "of the aligned"]]
     for aligned, odd in ODD.items():
         for cell in (aligned, *odd):
             rates = [
-                (3.5 if gradients else 1) * x.operations / (measured[x].microseconds["jax_flash"] or 1e9) / 1e6
+                (3.5 if gradients else 1) * x.work / (measured[x].microseconds["jax_flash"] or 1e9) / 1e6
                 for x in (cell, aligned)
             ]
             rows.append([str(cell), f"{rates[0]:.0f}", "" if cell == aligned else f"{rates[0] / rates[1]:.2f}"])
@@ -225,6 +171,5 @@ def run() -> None:
     show("short queries", measure(SHORT, gradients=False))
     show_odd(False)
     show("small", measure(SMALL, gradients=True))
-    short = [cell for cell in SHORT if cell.kv_heads == 8 and cell.kv_length == 8192 and cell.head_dim == 128]
-    show("short queries", measure(short, gradients=True))
+    show("short queries", measure(SHORT_WITH_GRADIENTS, gradients=True))
     show_odd(True)

@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 
+from jax_flash import _race
 from jax_flash._attention import attention
-from jax_flash._race import Cell, Entry
+from jax_flash._race import Attend, Cell, Entry
 
-Attend = Callable[[Any, Any, Any, bool], Any]
-"""query, key, value ``[B, T, N, H]`` and whether it is causal -> out."""
 Maker = Callable[[Cell, str, Sequence[jax.Array]], Entry]
 """A cell, the pass and what `Cell.draw` returns -> the contestant."""
 
@@ -30,26 +29,8 @@ WITHOUT_GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 2**30}
 
 
 def of_jax(attend: Attend, compiler_options: dict[str, Any] | None = None) -> Maker:
-    """The contestant of a function of JAX. The backward is the pullback alone: what forward keeps is its argument."""
-
-    def make(cell: Cell, pass_: str, arrays: Sequence[jax.Array]) -> Entry:
-        *inputs, dout = arrays
-
-        def forward(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-            return attend(query, key, value, cell.causal)
-
-        if pass_ == "forward":
-            run = jax.jit(forward, compiler_options=compiler_options)
-            return Entry(lambda: run(*inputs), jax.block_until_ready)
-        kept, tree = jax.tree.flatten(jax.jit(lambda *inputs: jax.vjp(forward, *inputs)[1])(*inputs))
-        # Flat, because calls with other pytrees take longer to start.
-        pull = jax.jit(
-            lambda kept, dout: jax.tree.unflatten(tree, kept)(dout),
-            compiler_options=compiler_options,
-        )
-        return Entry(lambda: pull(kept, dout), jax.block_until_ready)
-
-    return make
+    """The contestants of a function of JAX."""
+    return lambda cell, pass_, arrays: _race.of_jax(attend, cell, pass_, compiler_options)(arrays)
 
 
 def attend(query: Any, key: Any, value: Any, causal: bool, **options: Any) -> Any:

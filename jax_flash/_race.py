@@ -1,9 +1,14 @@
-"""Timing: contestants in turn, in one process, so that what else the machine does meets them all."""
+"""Timing: cells, the programs that are timed, and contestants in turn in one process, so that what else the machine
+does meets them all.
+
+This module imports nothing of jax_flash: ``bench compare`` uses it beside the build that it measures.
+"""
 
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,26 +17,49 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One shape that is timed; T = S and every head has its own keys."""
+    """One shape that is timed: ``[B, T, N, H]`` queries on ``[B, S, K, H]`` keys and values."""
 
     dtype: str
     head_dim: int
     length: int
+    """S."""
     causal: bool
     batch: int
     heads: int
+    """N."""
+    q_length: int = 0
+    """T; 0: as many as keys."""
+    kv_heads: int = 0
+    """K; 0: every head has its own keys."""
+
+    @property
+    def q_shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.q_length or self.length, self.heads, self.head_dim
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.length, self.kv_heads or self.heads, self.head_dim
 
     @property
     def work(self) -> float:
         """Floating-point operations of forward."""
-        full = 4.0 * self.batch * self.heads * self.length**2 * self.head_dim
+        full = 4.0 * self.batch * self.heads * self.q_shape[1] * self.length * self.head_dim
         return full / 2 if self.causal else full
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}/{self.kv_heads}" if self.kv_heads else str(self.heads)
+        length = f"{self.q_length}x{self.length}" if self.q_length else str(self.length)
+        return f"B{self.batch} {length} N{heads} D{self.head_dim}" + (" causal" if self.causal else "")
 
     def draw(self, seed: int = 0) -> list[jax.Array]:
         """query, key, value and dout."""
-        shape = (self.batch, self.length, self.heads, self.head_dim)
+        shapes = (self.q_shape, self.kv_shape, self.kv_shape, self.q_shape)
         keys = jax.random.split(jax.random.key(seed), 4)
-        return [jax.random.normal(key, shape, jnp.dtype(self.dtype)) for key in keys]
+        return [jax.random.normal(key, shape, jnp.dtype(self.dtype)) for key, shape in zip(keys, shapes, strict=True)]
+
+
+Attend = Callable[[Any, Any, Any, bool], Any]
+"""query, key, value and whether it is causal -> out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +72,75 @@ class Entry:
     """Returns when what ``start`` returned last is there."""
 
 
+def of_jax(
+    attend: Attend, cell: Cell, pass_: str, compiler_options: dict[str, Any] | None = None
+) -> Callable[[Sequence[jax.Array]], Entry]:
+    """The contestant of a function of JAX, as a function of what `Cell.draw` returns: its programs compile once.
+
+    The backward is the pullback alone: what forward keeps is its argument.
+    """
+
+    def forward(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        return attend(query, key, value, cell.causal)
+
+    run = jax.jit(forward, compiler_options=compiler_options)
+    keep = jax.jit(lambda *inputs: jax.vjp(forward, *inputs)[1])
+
+    @functools.cache
+    def pull_of(tree: Any) -> Callable[[Any, Any], Any]:
+        # Flat, because calls with other pytrees take longer to start.
+        return jax.jit(
+            lambda kept, dout: jax.tree.unflatten(tree, kept)(dout),
+            compiler_options=compiler_options,
+        )
+
+    def entry(arrays: Sequence[jax.Array]) -> Entry:
+        *inputs, dout = arrays
+        if pass_ == "forward":
+            return Entry(lambda: run(*inputs), jax.block_until_ready)
+        kept, tree = jax.tree.flatten(keep(*inputs))
+        pull = pull_of(tree)
+        return Entry(lambda: pull(kept, dout), jax.block_until_ready)
+
+    return entry
+
+
+def chain(attend: Attend, cell: Cell, pass_: str) -> Callable[..., Any]:
+    """A function of query, key and value for shapes whose single call is all dispatch: calls each on what the one
+    before returned. ``pass_`` is "forward" or "forward + backward".
+    """
+
+    def call(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        return attend(query, key, value, cell.causal)
+
+    def forward(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        for _ in range(chain_length(cell, pass_)):
+            query = call(query, key, value)
+        return query
+
+    def with_gradients(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[Any, ...]:
+        for _ in range(chain_length(cell, pass_)):
+            out, pullback = jax.vjp(call, query, key, value)
+            query, key, value = pullback(out)
+        return query, key, value
+
+    return forward if pass_ == "forward" else with_gradients
+
+
+def chain_length(cell: Cell, pass_: str) -> int:
+    """Calls of a chain. XLA makes CUDA graphs of five launches and more; that of a long chain costs little a call, but
+    one of gradients takes XLA long to compile."""
+    return 64 if cell.work < 1e8 and pass_ == "forward" else 16 if cell.work < 3e10 else 5
+
+
 def timed(entry: Entry, times: int) -> float:
     """Seconds a call, of several in a row."""
     began = time.perf_counter()
     result = None
     for _ in range(times):
+        # Before the next call takes memory: with two results alive they lie at two addresses by turns, and XLA updates
+        # its CUDA graphs each time.
+        del result
         result = entry.start()
     entry.wait(result)
     return (time.perf_counter() - began) / times

@@ -1,13 +1,14 @@
 """``bench``: the grid counts right, a peer that is not there is said so, and errors are errors."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from jax_flash import _bench, _peers, _race, _reference
+from jax_flash import _bench, _bench_small, _peers, _race, _reference
 from jax_flash.__main__ import main
 from jax_flash._options import Options
 
@@ -146,9 +147,60 @@ def test_memory(small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def test_small(small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(_bench._bench_small, "run", lambda: print("the table of small shapes"))
+    """All tables of shapes that a CPU takes, where the peers are plain attention and one that serves nothing."""
+
+    def refuses(*_: Any) -> Any:
+        raise NotImplementedError("not this shape")
+
+    entrants = {
+        "jax_flash": _peers.attend,
+        "plain": functools.partial(_peers.attend, implementation="reference"),
+        "another": refuses,
+    }
+    cell, short = _race.Cell("float32", 16, 32, True, 1, 2), _race.Cell("float32", 16, 64, False, 1, 4, 1, 2)
+    monkeypatch.setattr(_bench_small, "IMPLEMENTATIONS", entrants)
+    monkeypatch.setattr(_race, "chain_length", lambda *_: 2)
+    monkeypatch.setattr(_bench_small, "SMALL", (cell,))
+    monkeypatch.setattr(_bench_small, "SHORT", (short,))
+    monkeypatch.setattr(_bench_small, "SHORT_WITH_GRADIENTS", (short,))
+    monkeypatch.setattr(_bench_small, "ODD", {cell: (short,)})
     assert main(["bench", "small"]) == 0
-    assert capsys.readouterr().out == "the table of small shapes\n"
+    said = capsys.readouterr()
+    assert "B1 1x64 N4/2 D16: another: not this shape" in said.err
+    tables = said.out.strip().split("\n\n")
+    titles = ["small", "short queries", "odd shapes", "small", "short queries", "odd shapes, with gradients"]
+    assert [text.splitlines()[0] for text in tables] == titles
+    for text in (tables[0], tables[3]):
+        ours, plain, another, ratio, none = text.splitlines()[2].split()[-5:]
+        assert (another, none) == ("-", "-")
+        assert float(ratio) == pytest.approx(float(plain) / float(ours), rel=0.2, abs=0.02)
+    assert "B1 32 N2 D16 causal, with gradients" in tables[3]
+    assert len(tables[5].splitlines()) == 4
+
+
+def test_chains() -> None:
+    """Each call takes what the one before returned, and of gradients all three."""
+    cell = dataclasses.replace(CELL, causal=False, length=8, q_length=4, kv_heads=1, heads=2)
+    assert [x.shape for x in cell.draw()] == [(1, 4, 2, 16), (1, 8, 1, 16), (1, 8, 1, 16), (1, 4, 2, 16)]
+    assert str(cell) == "B1 4x8 N2/1 D16"
+    query, key, value, _ = (np.asarray(x, np.float64) for x in cell.draw())
+
+    def attend(query: Any, key: Any, value: Any, causal: bool) -> Any:
+        assert not causal
+        return query / 2 + key.sum() * value.sum() * 0.01
+
+    expected = query
+    for _ in range(_race.chain_length(cell, "forward")):
+        expected = attend(expected, key, value, False)
+    np.testing.assert_allclose(_race.chain(attend, cell, "forward")(query, key, value), expected)
+
+    inputs = query, key, value
+    for _ in range(_race.chain_length(cell, "forward + backward")):
+        out, pullback = jax.vjp(lambda *x: attend(*x, False), *inputs)
+        inputs = pullback(out)
+    found = _race.chain(attend, cell, "forward + backward")(query, key, value)
+    for x, y in zip(found, inputs, strict=True):
+        np.testing.assert_allclose(x, y)
 
 
 @pytest.mark.parametrize(
