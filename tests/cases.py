@@ -529,6 +529,8 @@ FEW_EVERYTHING: dict[str, Any] = {
     "q_lengths": (17, 9),
     "kv_lengths": (2500, 1601),
 }
+SHORT_ROWS: dict[str, Any] = {"causal": True, "segments": 4, "q_lengths": (100,)}
+SHORT_KEYS: dict[str, Any] = {"window": (150, 20), "segments": 4, "kv_lengths": (100,)}
 SPLIT_EVERYTHING: dict[str, Any] = {"window": (60, None), "q_lengths": (190, 150), "kv_lengths": (100, 150)}
 PACKED_EVERYTHING: dict[str, Any] = {
     "tails": (5, 9),
@@ -670,6 +672,8 @@ CASES = (
     Case("lengths_tiles", 150, 290, 2, 1, 64, q_lengths=(150, 65), kv_lengths=(129, 290)),
     Case("lengths_bias", 37, 53, bias="bnts", q_lengths=(37, 20), kv_lengths=(11, 53), core=True),
     Case("lengths_sinks", 37, 53, sinks=True, q_lengths=(30, 5), kv_lengths=(0, 50)),
+    Case("lengths_short", 290, 350, 2, 1, 32, causal=True, segments=4, q_lengths=(40, 3), kv_lengths=(350, 60)),
+    Case("lengths_short_window", 290, 350, 2, 1, 32, (1,), window=(60, 9), segments=4, kv_lengths=(50,)),
     # Several at once
     Case("bias_alibi_softcap", 37, 53, q_heads=4, bias="nts", alibi="n", softcap=2.0, core=True),
     Case("mask_window_causal", 70, 90, q_heads=4, mask="bts", window=(20, 0), causal=True, q_offset=20, sinks=True),
@@ -779,6 +783,14 @@ CASES = (
     Case("large_dropout", 1100, 1030, 4, 2, 64, dropout_rate=0.1, large=True),
     Case("large_segments", 1100, 1100, 4, 2, 128, segments=9, causal=True, large=True),
     Case("large_lengths", 513, 700, 4, 2, 64, q_lengths=(500, 130), kv_lengths=(260, 700), large=True),
+    # Blocks of keys whose first row, and of rows whose first key, lie tiles behind the last one
+    Case("large_short_rows", 585, 646, 4, 4, 64, (1,), value_head_dim=192, **SHORT_ROWS, large=True),
+    *(Case(f"large_short_rows_{h}", 585, 646, 4, 2, h, (1,), **SHORT_ROWS, large=True) for h in (64, 128, 256)),
+    Case("large_short_keys", 646, 585, 4, 2, 64, (1,), **SHORT_KEYS, large=True),
+    Case("large_short_keys_wide", 646, 585, 4, 4, 192, (1,), value_head_dim=64, **SHORT_KEYS, large=True),
+    Case(
+        "few_short_keys", 60, 2500, 4, 2, 64, q_offset=(2000, 200), **{**SHORT_KEYS, "kv_lengths": (90, 99)}, large=True
+    ),
     Case("large_head_dims", 300, 513, 4, 2, 192, value_head_dim=128, causal=True, q_offset=200, large=True),
     *(
         Case(f"large_everything_{h}", 513, 700, 4, 2, h, **{**EVERYTHING, **LARGE_EVERYTHING}, large=True)

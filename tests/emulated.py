@@ -159,8 +159,8 @@ TOLERANCE = {"out": 1.5, "lse": 0.02, "dq": 3.0, "dk": 3.0, "dv": 2.0, "dbias": 
 """In units of the inputs' epsilon, of the largest and of the L2 error."""
 
 OPTIONS = (
-    "causal", "window", "q_offset", "lengths", "segments", "documents", "mask", "bias", "bias_of_keys", "alibi",
-    "softcap", "sinks", "dropout", "unscales", "deterministic",
+    "causal", "window", "q_offset", "lengths", "short_rows", "short_keys", "segments", "documents", "mask", "bias",
+    "bias_of_keys", "alibi", "softcap", "sinks", "dropout", "unscales", "deterministic",
 )  # fmt: skip
 
 
@@ -228,6 +228,14 @@ class Problem:
                 limits = random.integers(length // 3, length, batch, endpoint=True)
                 limits[-1] = max(1, length // 2 + 1)
                 self.arrays[name] = of[name] = limits.astype(np.int32)
+        # Far below T and S: with causal or a window whole tiles of the other side keep nothing.
+        for option, name, length in (
+            ("short_rows", "q_lengths", q_length),
+            ("short_keys", "kv_lengths", kv_length),
+        ):
+            if option in options:
+                self.arrays[name] = of[name] = np.full(batch, length // 6, np.int32)
+        if "q_lengths" in of:
             rows &= np.arange(q_length) < of["q_lengths"][:, None]
         if "segments" in options:
             for name, length in (("q_segment_ids", q_length), ("kv_segment_ids", kv_length)):
@@ -270,7 +278,7 @@ class Problem:
             self.right = oracle.attention(true_q, true_k, true_v, true_dout, dlse, **of)
         # What nobody may read.
         keys = np.ones((batch, kv_length), bool)
-        if "lengths" in options:
+        if "kv_lengths" in of:
             keys &= np.arange(kv_length) < of["kv_lengths"][:, None]
         if "documents" in options:
             keys &= np.arange(kv_length) < of["cu_kv_lengths"][-1]

@@ -63,6 +63,9 @@ CASES = {
     },
     "split-256": {"head_dim": 256, "q_length": 133, "kv_length": 70, "q_heads": 8, "kv_heads": 1},
     "segments-alibi": {"options": ["segments", "alibi", "q_offset", "causal"], **ODD},
+    # Blocks of keys whose first row, or of rows whose first key, lies beyond the last one.
+    "short-rows": {"value_head_dim": 192, "options": ["causal", "segments", "short_rows"], **ODD},
+    "short-keys": {"q_length": 390, "kv_length": 200, "options": ["window", "segments", "short_keys"]},
 }
 
 CALLS = [
@@ -126,6 +129,8 @@ AMPERE = {
     "mask-bias-sinks": {"options": ["mask", "bias", "sinks"], **SMALL},
     "softcap-dropout-window": {"options": ["softcap", "dropout", "window"], **SMALL},
     "segments-128": {"head_dim": 128, "options": ["segments", "causal"], **SMALL},
+    "short-rows": {"value_head_dim": 192, "options": ["causal", "segments", "short_rows"], **SMALL},
+    "short-keys": {"q_length": 260, "kv_length": 200, "options": ["window", "segments", "short_keys"]},
     "deterministic-64": {"options": ["deterministic"], **SMALL},
     "deterministic-128": {"head_dim": 128, "options": ["deterministic", "causal"], **SMALL},
     "deterministic-256": {"head_dim": 256, "options": ["deterministic", "lengths"], **SMALL},

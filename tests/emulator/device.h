@@ -21,6 +21,11 @@
 #define __align__(bytes)
 #define __launch_bounds__(...)
 
+inline void check(bool condition, const char* otherwise, EMULATOR_SITE) {
+  if (!condition) emulator::fail(otherwise, site);
+}
+#define JAX_FLASH_ASSERT(condition, otherwise) check(condition, otherwise)
+
 struct alignas(8) int2 {
   int x, y;
 };

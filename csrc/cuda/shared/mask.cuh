@@ -35,7 +35,9 @@ JAX_FLASH_DEVICE bool in_band(const Band& band, int row, int column) {
 }
 
 // Tiles [begin, end) hold all pairs that are kept; those of [bare_begin, bare_end) keep all their pairs, as far as
-// `mask` and the segments let them.
+// `mask` and the segments let them. Every range is canonical, 0 <= begin <= end <= tiles, the empty ones too, so that
+// it may be walked from either end, trimmed, and its tiles counted. The bare tiles are some of it, or none: then
+// bare_begin and bare_end may be anything with bare_begin >= bare_end.
 struct TileRange {
   int begin;
   int end;
@@ -43,16 +45,23 @@ struct TileRange {
   int bare_end;
 
   __device__ __forceinline__ bool bare(int tile) const { return tile >= bare_begin && tile < bare_end; }
+  __device__ __forceinline__ bool canonical(int tiles) const {
+    return 0 <= begin && begin <= end && end <= tiles &&
+           (bare_begin >= bare_end || (begin <= bare_begin && bare_end <= end));
+  }
 };
 
-// Tiles of the positions [first_any, last_any], the bare ones inside [first_all, last_all], all in [0, length).
-template <int tile>
+// Tiles of the positions [first_any, last_any], the bare ones inside [first_all, last_all], all in [0, length). Unless
+// it `starts_at_0`, as the compiler doesn't find out, the first position may lie beyond the last and beyond the length.
+template <int tile, bool starts_at_0>
 JAX_FLASH_DEVICE TileRange tile_range(int first_any, int last_any, int first_all, int last_all, int length) {
   const int begin = at_least(0, first_any) / tile;
   const int end = ceil_div(at_least(0, at_most(length, last_any + 1)), tile);
   const int bare_begin = ceil_div(at_least(0, first_all), tile);
   const int bare_end = at_least(0, at_most(length, last_all + 1)) / tile;
-  return {begin, end, bare_begin, bare_end};
+  const TileRange range{starts_at_0 ? 0 : at_most(begin, end), end, bare_begin, bare_end};
+  JAX_FLASH_ASSERT(range.canonical(ceil_div(at_least(0, length), tile)), "a range of tiles that is not canonical");
+  return range;
 }
 
 // For rows [row, row + rows).
@@ -61,8 +70,9 @@ JAX_FLASH_DEVICE TileRange key_tiles_of(const Band& band, const Part& part, int 
   const int last_row = at_most(row + rows, part.q.length) - 1;
   if (last_row < row) return {0, 0, 0, 0};
   const int length = part.kv.length;
-  return tile_range<tile>(bounded_left ? row + band.low : 0, bounded_right ? last_row + band.high : length - 1,
-                          bounded_left ? last_row + band.low : 0, bounded_right ? row + band.high : length - 1, length);
+  return tile_range<tile, !bounded_left>(
+      bounded_left ? row + band.low : 0, bounded_right ? last_row + band.high : length - 1,
+      bounded_left ? last_row + band.low : 0, bounded_right ? row + band.high : length - 1, length);
 }
 
 // For keys [column, column + columns). Keys beyond the end are masked against every row.
@@ -72,12 +82,13 @@ JAX_FLASH_DEVICE TileRange row_tiles_of(const Band& band, const Part& part, int 
   const int last_column = at_most(column + columns, part.kv.length) - 1;
   if (last_column < column) return {0, 0, 0, 0};
   const int end = column + columns - 1;
-  TileRange range =
-      tile_range<tile>(bounded_right ? column - band.high : 0, bounded_left ? last_column - band.low : length - 1,
-                       bounded_right ? end - band.high : 0, bounded_left ? column - band.low : length - 1, length);
+  TileRange range = tile_range<tile, !bounded_right>(
+      bounded_right ? column - band.high : 0, bounded_left ? last_column - band.low : length - 1,
+      bounded_right ? end - band.high : 0, bounded_left ? column - band.low : length - 1, length);
   // Rows beyond the end add nothing to any sum.
   if (!bounded_left) range.bare_end = range.end;
   if (end >= part.kv.length) range.bare_begin = range.bare_end = range.end;
+  JAX_FLASH_ASSERT(range.canonical(ceil_div(length, tile)), "a range of tiles that is not canonical");
   return range;
 }
 
@@ -132,6 +143,7 @@ struct SegmentTiles {
   // loads fly together.
   __device__ __forceinline__ void trim(TileRange& range, int lane) const {
     if constexpr (!in_segments) return;
+    const TileRange all = range;
     int begin = range.end, end = range.begin;
 #pragma unroll 4
     for (int i = range.begin + lane; i < range.end; i += 32) {
@@ -146,6 +158,8 @@ struct SegmentTiles {
     }
     range.begin = begin;
     range.end = at_least(begin, end);
+    JAX_FLASH_ASSERT(all.begin <= range.begin && range.begin <= range.end && range.end <= all.end,
+                     "a range of tiles that grows where it is trimmed");
   }
 };
 
