@@ -13,10 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-TRAINABLE = ("bias", "alibi_slopes", "sinks")
-"""Options that have a gradient."""
+TRAINABLE = ("bias", "alibi_slopes", "sinks", "scale")
+"""Options that have a gradient; the scale where it is an array."""
 
-Window = tuple[int | None, int | None]
+WindowSide = int | np.ndarray | None
+Window = tuple[WindowSide, WindowSide]
+
+UNLIMITED = 2**31 - 1
+"""A side of the window that has no limit, as an array says it."""
 
 
 # Dropout
@@ -85,10 +89,10 @@ def keep_pairs(
     if causal:
         keep &= s <= position
     left, right = window if isinstance(window, tuple) else (window, window)
-    if left is not None:
-        keep &= s >= position - left
-    if right is not None:
-        keep &= s <= position + right
+    if left is not None and left != UNLIMITED:
+        keep &= s >= position - np.int64(left)
+    if right is not None and right != UNLIMITED:
+        keep &= s <= position + np.int64(right)
     if q_segment_ids is not None:
         keep &= (np.asarray(q_segment_ids)[..., :, None] == np.asarray(kv_segment_ids)[..., None, :])[..., None, :, :]
     if q_lengths is not None:
@@ -125,7 +129,7 @@ def attention(
     causal: bool = False,
     q_offset: Any = 0,
     window: int | Window | None = None,
-    scale: float | None = None,
+    scale: Any = None,
     softcap: float | None = None,
     alibi_slopes: np.ndarray | None = None,
     sinks: np.ndarray | None = None,
@@ -147,7 +151,8 @@ def attention(
     q, k, v, dout, dlse = (np.asarray(x).astype(np.float64) for x in (query, key, value, dout, dlse))
     leading, (q_length, q_heads, head_dim), (kv_length, kv_heads) = q.shape[:-3], q.shape[-3:], k.shape[-3:-1]
     group = q_heads // kv_heads
-    scale = 1 / np.sqrt(head_dim) if scale is None else scale
+    array_scale = isinstance(scale, np.ndarray)
+    scale = 1 / np.sqrt(head_dim) if scale is None else float(scale)
 
     # Padding is not there, whatever it holds.
     rows, keys = within(q_length, q_lengths, leading), within(kv_length, kv_lengths, leading)
@@ -159,7 +164,8 @@ def attention(
     q, dout = np.moveaxis(q, -2, -3), np.moveaxis(dout, -2, -3)
     k, v = (np.repeat(np.moveaxis(x, -2, -3), group, axis=-3) for x in (k, v))
 
-    scores = scale * (q @ k.swapaxes(-1, -2))
+    products = q @ k.swapaxes(-1, -2)
+    scores = scale * products
     slope_of_cap = 1.0
     if softcap is not None:
         capped = np.tanh(scores / softcap)
@@ -236,6 +242,9 @@ def attention(
         terms["dbias"] = ds, rounding, np.shape(bias)
     if alibi_slopes is not None:
         terms["dalibi_slopes"] = -ds * distance, rounding * distance, (*np.shape(alibi_slopes), 1, 1)
+    if array_scale:
+        derivative = slope_of_cap * products
+        terms["dscale"] = ds * derivative, rounding * np.abs(derivative), (1, 1)
     if sinks is not None:
         # The lse of padding is its sink, but no result.
         dsink = np.where(rows[..., None, :, None], -p_of_sink * delta, 0)
@@ -274,7 +283,7 @@ def plain(
     causal: bool = False,
     q_offset: Any = 0,
     window: int | Window | None = None,
-    scale: float | None = None,
+    scale: Any = None,
     softcap: float | None = None,
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
@@ -400,9 +409,10 @@ def attention_packed(
     }
     if options.get("sinks") is not None:
         results["lse"][:] = np.asarray(options["sinks"], np.float64)[:, None]
-    for name in ("alibi_slopes", "sinks"):
-        if options.get(name) is not None:
-            results[f"d{name}"], results["squares"][f"d{name}"] = np.zeros((2, *options[name].shape))
+    for name in TRAINABLE:
+        if isinstance(options.get(name), np.ndarray):
+            for of in (results, results["squares"]):
+                of[f"d{name}"] = np.zeros(options[name].shape)
     shape = q_heads, tokens, key.shape[0]
     for d, rows, keys, of_document in documents(cu_q_lengths, cu_kv_lengths, options, shape):
         part = attention(query[rows], key[keys], value[keys], dout[rows], dlse[:, rows], **of_document)
@@ -415,7 +425,7 @@ def attention_packed(
         results["squares"]["dq"][rows], results["squares"]["dk"][keys] = part["squares"]["dq"], part["squares"]["dk"]
         for name in part["squares"].keys() - {"dq", "dk"}:
             for total, x in ((results[name], part[name]), (results["squares"][name], part["squares"][name])):
-                (total if total.ndim == 1 else total[d])[:] += x
+                (total[d] if total.ndim == 2 else total)[...] += x
     return results
 
 

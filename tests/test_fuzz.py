@@ -35,6 +35,7 @@ OPTIONS = {
     "dropout_rate": st.sampled_from([0.1, 0.5, 0.9]),
     "precision": st.sampled_from(["default", "highest"]),
     "offsets": st.just(True),
+    "arrays": st.just(True),
 }
 OPTIONS_OF_BATCHES = {
     **OPTIONS,
@@ -85,6 +86,9 @@ def problem_of(program: Program, seed: int) -> cases.Problem:
     rng = np.random.default_rng(seed)
     options: dict[str, Any] = dict(program.options)
     q_length, kv_length = program.shape
+    if "arrays" in options:
+        left, right = rng.choice([*range(-20, 21), -(2**31), 2**31 - 1], 2)
+        options |= {"scale": float(rng.choice([0.0, -0.3, 0.4])), "window": (int(left), int(right))}
     count = int(np.prod(program.batch))
     q_offset: Any = 0
     if options.pop("offsets", False):
@@ -124,13 +128,14 @@ def problem_of(program: Program, seed: int) -> cases.Problem:
     return cases.problem(case, program.dtype)
 
 
+ARRAY = (np.ndarray, jax.Array)
 Results = list[dict[str, np.ndarray]]
 
 
 def run(target: Target, problems: list[cases.Problem]) -> Results | NotImplementedError:
     """Results and gradients of problems of one program, or why it is refused."""
     options = [problem.options for problem in problems]
-    varying = [name for name, x in options[0].items() if isinstance(x, (np.ndarray, jax.Array))]
+    varying = [name for name, x in options[0].items() if any(isinstance(y, ARRAY) for y in jax.tree.leaves(x))]
     fixed = {name: x for name, x in options[0].items() if name not in varying}
     attend = functools.partial(problems[0].attend, **fixed, return_lse=True, implementation=target.implementation)
 
