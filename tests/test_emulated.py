@@ -63,6 +63,16 @@ CASES = {
     },
     "split-256": {"head_dim": 256, "q_length": 133, "kv_length": 70, "q_heads": 8, "kv_heads": 1},
     "segments-alibi": {"options": ["segments", "alibi", "q_offset", "causal"], **ODD},
+    "arrays-64": {"options": ["arrays", "q_offset"], "batch": 4, **ODD},
+    "arrays-deterministic": {"head_dim": 128, "options": ["arrays", "deterministic", "causal"], "batch": 3, **ODD},
+    "arrays-256": {
+        "head_dim": 256,
+        "dtype": "float16",
+        "options": ["arrays", "unscales", "segments"],
+        "batch": 2,
+        **ODD,
+    },
+    "arrays-documents": {"options": ["arrays", "documents", "q_offset"], **ODD},
 }
 
 CALLS = [
@@ -129,6 +139,9 @@ AMPERE = {
     "deterministic-64": {"options": ["deterministic"], **SMALL},
     "deterministic-128": {"head_dim": 128, "options": ["deterministic", "causal"], **SMALL},
     "deterministic-256": {"head_dim": 256, "options": ["deterministic", "lengths"], **SMALL},
+    "arrays-64": {"options": ["arrays", "q_offset"], "batch": 4, **SMALL},
+    "arrays-128": {"head_dim": 128, "dtype": "float16", "options": ["arrays", "unscales", "deterministic"], **SMALL},
+    "arrays-documents": {"options": ["arrays", "documents", "q_offset", "alibi"], **SMALL},
     "split-64": CASES["split-64"],
     "split-deterministic": CASES["split-deterministic"],
     "split-128": CASES["split-128"],

@@ -583,7 +583,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const int first_head = (splits_groups ? place.share : kv_head) * group, last_head = first_head + group - 1;
   const int warp = threadIdx.x / 32, lane = Lanes::of(threadIdx.x);
   const Unscales unscales = unscales_of(problem, batch, kv_head);
-  const float score_scale = scale_of(problem, batch) * unscales.query * unscales.key;
+  const float scale = scale_of(problem, batch);
+  const float score_scale = scale * unscales.query * unscales.key;
   const float ds_factor = unscales.ds * probability_unit;
 
   Backward backward{
@@ -653,7 +654,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     backward.find_lane();
   }
   const Unscales unscale = unscales_of(problem, place.batch, place.kv_head);
-  const float dk_factor = scale_of(problem, place.batch) * unscale.query / unscale.ds;
+  const float dk_factor = scale * unscale.query / unscale.ds;
   const float factor = backward.dropout.factor * unscale.dout * probability_unit;
   if constexpr (sums_rows) {
     backward.sum_pairs(backward.dk);

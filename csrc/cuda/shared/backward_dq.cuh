@@ -16,7 +16,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const int head = place.head, batch = place.batch, kv_head = place.kv_head, first_row = place.first_row;
   const int warp = threadIdx.x / 32, lane = Lanes::of(threadIdx.x);
   const Unscales unscales = unscales_of(problem, batch, kv_head);
-  const float score_scale = scale_of(problem, batch) * unscales.query * unscales.key;
+  const float scale = scale_of(problem, batch);
+  const float score_scale = scale * unscales.query * unscales.key;
   const float ds_factor = unscales.ds * probability_unit;
 
   Steps backward{
@@ -65,8 +66,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     backward.find_lane();
   }
   const Unscales unscale = unscales_of(problem, place.batch, place.kv_head);
-  backward.finish(result_of(problem.dq, place.batch, place.head, part.q.first),
-                  scale_of(problem, place.batch) * unscale.key / unscale.ds);
+  backward.finish(result_of(problem.dq, place.batch, place.head, part.q.first), scale * unscale.key / unscale.ds);
 }
 
 }  // namespace jax_flash
