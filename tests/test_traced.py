@@ -188,13 +188,23 @@ def test_tiny_scales(scale: float) -> None:
     np.testing.assert_allclose(gradient(jnp.float32(scale)), gradient(jnp.float32(0)), rtol=1e-5)
 
 
-def test_numbers_take_no_operand() -> None:
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_numbers_take_no_operand(platform: str) -> None:
     """A kernel reads arrays only where there are any: calls with numbers are what they were."""
-    problem = cases.problem(CASE, "float32")
-    numbers = jax.jit(functools.partial(attend, cases.CPU, problem, scale=-0.4, window=(6, 2))).lower().as_text()
-    arrays = jax.jit(lambda scale, left: attend(cases.CPU, problem, scale=scale, window=(left, 2)))
-    texts = {"false": numbers, "true": arrays.lower(jnp.float32(-0.4), jnp.int32(6)).as_text()}
-    for there, text in texts.items():
-        (line,) = [line for line in text.splitlines() if "@jax_flash_forward" in line]
-        for name in ("traced_scale", "window_bounds"):
-            assert f"has_{name} = {there}" in line
+    query, key, value = cases.problem(CASE, "float32").inputs
+
+    def gradients(scale: Any, left: Any) -> Any:
+        def loss(query: Any) -> jax.Array:
+            return jax_flash.attention(query, key, value, scale=scale, window=(left, 2)).sum()
+
+        return jax.grad(loss)(query)
+
+    numbers = jax.jit(functools.partial(gradients, -0.4, 6)).trace()
+    arrays = jax.jit(gradients).trace(jnp.float32(-0.4), jnp.int32(6))
+    for there, traced in (("false", numbers), ("true", arrays)):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        calls = [line for line in text.splitlines() if "@jax_flash_" in line]
+        assert len(calls) == 2
+        for line in calls:
+            assert f"has_traced_scale = {there}" in line
+            assert f"has_window_bounds = {there}" in line
