@@ -32,7 +32,7 @@
   CONSTANT(bool, wide_bias)                                                                                         \
   /* gradients are summed in one order; false allows it where it costs nothing */                                   \
   CONSTANT(bool, deterministic)                                                                                     \
-  /* multiplies the scores; finite and > 0 (Python folds sign and zero into the query) */                           \
+  /* multiplies the scores; finite and > 0 (Python folds sign and zero into the query). 1 with traced_scale */      \
   VALUE(double, scale)                                                                                              \
   /* of a batch entry, >= 1 */                                                                                      \
   VALUE(int, documents)                                                                                             \
@@ -43,6 +43,10 @@
   FEATURE(double, softcap, 0)                                                                                       \
   /* weights are dropped with probability round(65536 * dropout_rate) / 65536: see dropout_seeds */                 \
   FEATURE(double, dropout_rate, 0)                                                                                  \
+  /* multiplies the scores in place of `scale`; float32 (float64 for float64 inputs), > 0 */                        \
+  OPERAND(void, traced_scale, "b")                                                                                  \
+  /* window_left and window_right in place of these, which are absent then; of either sign, 2147483647: no limit */ \
+  OPERAND(int, window_bounds, "b2")                                                                                 \
   /* position of query row 0 of a document, whose keys begin at position 0; absent means 0 */                       \
   OPERAND(int, q_offset, "bd")                                                                                      \
   /* rows from these on are padding: never read, results 0, lse as of a row that keeps no key; >= 0 */              \

@@ -28,7 +28,7 @@ if _private.MISSING is None:
 
 ArrayLike = jax.typing.ArrayLike
 Integers = ArrayLike | Sequence[Any]
-Window = int | tuple[int | None, int | None] | None
+Window = ArrayLike | tuple[ArrayLike | None, ArrayLike | None] | None
 
 
 class _Shared(TypedDict, total=False):
@@ -37,7 +37,7 @@ class _Shared(TypedDict, total=False):
     causal: bool
     q_offset: Integers
     window: Window
-    scale: float | None
+    scale: ArrayLike | None
     softcap: float | None
     alibi_slopes: ArrayLike | None
     sinks: ArrayLike | None
@@ -104,7 +104,7 @@ def attention(
     causal: bool = False,
     q_offset: Integers = 0,
     window: Window = None,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
@@ -124,8 +124,9 @@ def attention(
     Query row t stands at position t + ``q_offset``, key s at position s. The order of operations on the scores is
     scale, softcap, bias and ALiBi, masks, softmax, dropout; docs/options.md has every formula. The algorithm is
     FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691, algorithms 1 and 2): tiles with an online softmax
-    forward, recomputation from lse backward. Differentiable in query, key, value, bias, alibi_slopes and sinks, through
-    both results; for derivatives of higher order or in forward mode use ``implementation="xla"``.
+    forward, recomputation from lse backward. Differentiable in query, key, value, bias, alibi_slopes, sinks and a scale
+    that is an array, through both results; for derivatives of higher order or in forward mode use
+    ``implementation="xla"``.
 
     A row that keeps no key gives out = 0, lse = -inf (or its sink) and zero gradients.
 
@@ -146,8 +147,11 @@ def attention(
         FlashAttention). It may be traced, as decoding with a cache wants. Of use to ``causal``, ``window`` and
         ``alibi_slopes``; without them no result depends on it.
       window: (left, right): keep keys with p - left <= s <= p + right, p = t + ``q_offset``; None on a side is no
-        limit, one int stands for both sides. Work is proportional to the window.
-      scale: multiplies the scores; None means ``1 / sqrt(H)``.
+        limit, one side stands for both. Work is proportional to the window. A side is an int, which is not negative, or
+        an int32 scalar array, which may be traced, is no limit where it is 2^31 - 1, and may be negative: a window of
+        (-1, r) begins behind p, one of (l, -1) ends before it, and where the sides cross no key is kept.
+      scale: multiplies the scores; a number, or a floating scalar array, which may be traced and has a gradient; of
+        either sign, or 0. None means ``1 / sqrt(H)``.
       softcap: positive; scores become ``softcap * tanh(scores / softcap)`` (Gemma 2, https://arxiv.org/abs/2408.00118).
       alibi_slopes: floats ``[N]`` or ``[..., N]``; subtracts ``slope * |t + q_offset - s|`` from the scores (Press et
         al. 2022, https://arxiv.org/abs/2108.12409).
@@ -240,6 +244,8 @@ def attention(
             operands[name.replace("_ids", "_ranges")] = _scores.segment_ranges(operands[name])
     batch = math.prod(leading)
     query4, key4, value4 = (x.reshape(batch, *x.shape[-3:]) for x in (record.query, key, value))
+    if record.scale is not None:
+        query4, operands["traced_scale"] = _with_positive_scale(record.scale, query4, operands)
     out, lse = _run(options, _Static(implementation, None), query4, key4, value4, operands)
     out = out.reshape(*query.shape[:-1], value.shape[-1])
     return (out, lse.reshape(*leading, q_heads, q_length)) if return_lse else out
@@ -302,7 +308,7 @@ def attention_varlen(
     causal: bool = False,
     q_offset: Integers = 0,
     window: Window = None,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
@@ -395,22 +401,16 @@ def attention_varlen(
     # Made for a batch of documents; here the documents share one batch entry.
     operands = {name: _of_documents(name, x) for name, x in record.operands.items()}
     operands |= {"cu_q_lengths": cu_q[None], "cu_kv_lengths": cu_kv[None]}
+    packed_query = record.query[None]
+    if record.scale is not None:
+        packed_query, operands["traced_scale"] = _with_positive_scale(record.scale, packed_query, operands)
     options = record.options(documents=documents)
-    out, lse = _run(
-        options,
-        _Static(implementation, limits),
-        record.query[None],
-        key[None],
-        value[None],
-        operands,
-    )
+    out, lse = _run(options, _Static(implementation, limits), packed_query, key[None], value[None], operands)
     return (out[0], lse[0]) if return_lse else out[0]
 
 
 def _of_documents(name: str, x: jax.Array) -> jax.Array:
-    if name == "sinks":
-        return x[:1]
-    return x.reshape(1, x.shape[0], *x.shape[2:]) if "d" in OPERANDS[name].dims else x
+    return x.reshape(1, x.shape[0], *x.shape[2:]) if "d" in OPERANDS[name].dims else x[:1]
 
 
 class _Arguments(NamedTuple):
@@ -430,7 +430,8 @@ class _Arguments(NamedTuple):
 
 
 class _Record(NamedTuple):
-    query: jax.Array  # with the sign of the scale
+    query: jax.Array  # with the sign of the scale, if that is a number
+    scale: jax.Array | None  # a scalar, if it is no number
     fields: dict[str, Any]  # of Options
     operands: dict[str, jax.Array]  # of a batch, with one document each
 
@@ -440,13 +441,19 @@ class _Record(NamedTuple):
 
 def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q_heads: int) -> _Record:
     causal = _checks.boolean("causal", arguments.causal)
-    left, right = _checks.window(arguments.window)
+    wide = _dtypes.accumulation_dtype(query.dtype)
+    left, right = _checks.window("window", arguments.window)
     offset = _checks.q_offset(arguments.q_offset, leading)
-    scale = _checks.scale(arguments.scale, query.shape[-1])
+    scale = _checks.scale(arguments.scale, query.shape[-1], wide)
     deterministic = arguments.deterministic_backward
     if deterministic is not None:
         deterministic = _checks.boolean("deterministic_backward", deterministic)
     rate, dropout_key = _checks.dropout(arguments.dropout_rate, arguments.dropout_key, (*leading, q_heads))
+    operands = {}
+    if not (isinstance(left, int) and isinstance(right, int)):
+        bounds = jnp.stack([jnp.asarray(left, jnp.int32), jnp.asarray(right, jnp.int32)])
+        operands["window_bounds"] = jnp.broadcast_to(bounds, (math.prod(leading), 2))
+        left = right = UNLIMITED
     fields = {
         "causal": causal,
         "softcap": _checks.softcap(arguments.softcap),
@@ -456,11 +463,8 @@ def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q
         "deterministic": _explain.deterministic_by_default() if deterministic is None else deterministic,
         "highest_precision": _checks.highest_precision(arguments.precision, query.dtype),
     }
-    wide = _dtypes.accumulation_dtype(query.dtype)
-    operands = {}
-    positions_matter = (
-        causal or left != UNLIMITED or fields["window_right"] != UNLIMITED or arguments.alibi_slopes is not None
-    )
+    in_window = left != UNLIMITED or fields["window_right"] != UNLIMITED or "window_bounds" in operands
+    positions_matter = causal or in_window or arguments.alibi_slopes is not None
     if offset is not None and positions_matter:
         operands["q_offset"] = offset.reshape(-1, 1)
     if arguments.alibi_slopes is not None:
@@ -471,10 +475,31 @@ def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q
     if dropout_key is not None:
         seeds = _dropout.seeds(dropout_key, leading, q_heads)
         operands["dropout_seeds"] = seeds.reshape(-1, 1, q_heads, 2)
+    if isinstance(scale, jax.Array):
+        return _Record(query, scale, {**fields, "scale": 1.0}, operands)
     if scale <= 0:
         # The kernels take the maximum of the raw scores, which wants a scale > 0. The product has the right derivative.
         query, scale = query * jnp.asarray(np.sign(scale), query.dtype), abs(scale) or 1.0
-    return _Record(query, {**fields, "scale": scale}, operands)
+    return _Record(query, None, {**fields, "scale": scale}, operands)
+
+
+def _with_positive_scale(
+    scale: jax.Array, query: jax.Array, operands: dict[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """``query`` [B, T, N, H] with the sign of a scalar ``scale``, 0 too, and the positive rest of it, [B].
+
+    Nothing but the product of the two matters, (query * scale / rest) * rest, whatever the rest is. So that counts as a
+    constant, and derivatives by the scale, of any order and at 0 too, are those that come by the query.
+    """
+    # 1 also where the reciprocal would overflow, for which the query takes all of the scale.
+    tiny = jnp.finfo(scale.dtype).tiny
+    rest = jax.lax.stop_gradient(jnp.where(jnp.abs(scale) < tiny, 1, jnp.abs(scale)))
+    rows = _scores.rows_within(operands, "q", query.shape[1])
+    if rows is not None:  # of padding nothing reaches the gradient
+        query = jnp.where(rows[:, :, None, None], query, 0)
+    # By 1, -1 or 0, so that nothing is rounded. In the dtype of the scale, in which its gradient is summed.
+    signed = (query.astype(scale.dtype) * (scale / rest)).astype(query.dtype)
+    return signed, jnp.broadcast_to(rest, query.shape[:1])
 
 
 class _Static(NamedTuple):

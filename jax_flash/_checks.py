@@ -79,16 +79,26 @@ def boolean(name: str, value: object) -> bool:
     return bool(value)
 
 
-def real(name: str, value: object) -> float:
+def real(name: str, value: object, expected: str = "a real number that is known when the call is traced") -> float:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (numbers.Real, np.number)):
-        raise TypeError(f"{name} must be a real number that is known when the call is traced, got {describe(value)}")
+        raise TypeError(f"{name} must be {expected}, got {describe(value)}")
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value}")
     return float(value)
 
 
-def scale(value: object, head_dim: int) -> float:
-    return 1.0 / math.sqrt(head_dim) if value is None else real("scale", value)
+def scale(value: object, head_dim: int, dtype: Any) -> float | jax.Array:
+    """A number, known when the call is traced; or of an array, which may be traced, a scalar array of ``dtype``."""
+    if value is None:
+        return 1.0 / math.sqrt(head_dim)
+    expected = "a real number or an array of a floating dtype and shape ()"
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        return real("scale", value, expected)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"scale must be {expected}, got {describe(value)}")
+    if value.ndim != 0:
+        raise ValueError(f"scale must be {expected}, got {describe(value)}")
+    return jnp.asarray(value).astype(dtype)
 
 
 def softcap(value: object) -> float:
@@ -101,20 +111,29 @@ def softcap(value: object) -> float:
     return cap
 
 
-def window(value: object) -> tuple[int, int]:
-    """(left, right), each `UNLIMITED` where it has no limit."""
+def window(name: str, value: Any) -> tuple[int | jax.Array, int | jax.Array]:
+    """(left, right), each `UNLIMITED` where it has no limit; an int32 scalar where it is an array."""
     if value is None:
         return UNLIMITED, UNLIMITED
-    sides = (value, value) if _is_int(value) else value
-    if not isinstance(sides, (tuple, list)) or len(sides) != 2 or not all(s is None or _is_int(s) for s in sides):
-        raise TypeError(
-            f"window must be None, an int, or a pair (left, right) of ints or None that are known when the call is "
-            f"traced, got {describe(value)}"
-        )
-    for side in sides:
-        if side is not None and side < 0:
-            raise ValueError(f"window must have sides of at least 0, got {value!r}")
-    left, right = (UNLIMITED if side is None else min(int(side), UNLIMITED) for side in sides)
+    sides = value if isinstance(value, (tuple, list)) else (value, value)
+    expected = f"{name} must be None, an int, an int32 array of shape (), or a pair (left, right) of these"
+
+    def limit(side: object) -> int | jax.Array:
+        if side is None:
+            return UNLIMITED
+        if isinstance(side, (jax.Array, np.ndarray)):
+            if side.dtype != jnp.int32 or side.ndim != 0:
+                raise (TypeError if side.dtype != jnp.int32 else ValueError)(f"{expected}, got {describe(side)}")
+            return jnp.asarray(side)
+        if not _is_int(side):
+            raise TypeError(f"{expected}, got {describe(value)}")
+        if side < 0:
+            raise ValueError(f"{name} must have sides of at least 0, or None for no limit, got {value!r}")
+        return min(int(side), UNLIMITED)
+
+    if len(sides) != 2:
+        raise TypeError(f"{expected}, got {describe(value)}")
+    left, right = map(limit, sides)
     return left, right
 
 

@@ -1,14 +1,12 @@
 """dot_product_attention(): `attention` by the arguments of jax.nn.dot_product_attention."""
 
-import operator
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_flash import _checks, _dtypes
-from jax_flash._attention import attention
+from jax_flash._attention import Window, attention
 from jax_flash._options import Implementation
 
 _IMPLEMENTATIONS = {"cudnn": "cuda"}
@@ -23,11 +21,11 @@ def dot_product_attention(
     bias: jax.typing.ArrayLike | None = None,
     mask: jax.typing.ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: jax.typing.ArrayLike | None = None,
     is_causal: bool = False,
     query_seq_lengths: jax.typing.ArrayLike | None = None,
     key_value_seq_lengths: jax.typing.ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: Window = None,
     implementation: Implementation | Literal["cudnn"] | None = None,
     return_residual: Literal[False] = ...,
 ) -> jax.Array: ...
@@ -41,11 +39,11 @@ def dot_product_attention(
     bias: jax.typing.ArrayLike | None = None,
     mask: jax.typing.ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: jax.typing.ArrayLike | None = None,
     is_causal: bool = False,
     query_seq_lengths: jax.typing.ArrayLike | None = None,
     key_value_seq_lengths: jax.typing.ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: Window = None,
     implementation: Implementation | Literal["cudnn"] | None = None,
     return_residual: Literal[True],
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -58,11 +56,11 @@ def dot_product_attention(
     bias: jax.typing.ArrayLike | None = None,
     mask: jax.typing.ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: jax.typing.ArrayLike | None = None,
     is_causal: bool = False,
     query_seq_lengths: jax.typing.ArrayLike | None = None,
     key_value_seq_lengths: jax.typing.ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: Window = None,
     implementation: Implementation | Literal["cudnn"] | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -74,8 +72,8 @@ def dot_product_attention(
       gives the mean of ``value`` (zeros from ``query_seq_lengths`` on) and a residual of about -2e38.
     - Memory grows with T + S, unless ``bias`` or ``mask`` is itself [T, S].
     - What lies in padding, also NaN, reaches no result and no gradient.
-    - ``scale`` is known when the call is traced; a learned one multiplies ``query``.
-    - A window has no negative side, and a wrong dtype raises TypeError rather than ValueError.
+    - A side of the window that is an int is not negative (one that is an array may be), and a wrong dtype raises
+      TypeError rather than ValueError.
 
     Args:
       query: ``[B, T, N, H]`` or ``[T, N, H]``. float16, bfloat16, float32 or float64.
@@ -84,11 +82,13 @@ def dot_product_attention(
       bias: added to the scores; up to 4 dimensions, broadcastable to ``[B, N, T, S]``; differentiable. Floats
         wider than the scores and integers are made float32 (float64 for float64 inputs).
       mask: pairs where it is True are kept; boolean, up to 4 dimensions, broadcastable to ``[B, N, T, S]``.
-      scale: multiplies the scores; None means ``1 / sqrt(H)``.
+      scale: multiplies the scores; a number, or a scalar array, which may be traced and has a gradient; None means
+        ``1 / sqrt(H)``.
       is_causal: keep keys s <= t only: the first query and the first key are aligned.
       query_seq_lengths: integers ``[B]`` as for `attention`; rows of ``query`` from these on are padding.
       key_value_seq_lengths: integers ``[B]``; rows of ``key`` and ``value`` from these on are padding.
       local_window_size: ``(left, right)``: keep keys t - left <= s <= t + right only; an int stands for both sides.
+        Sides may be int32 scalar arrays, also traced ones.
       implementation: as for `attention`: None, "cpu", "cuda", "xla" or "reference". Code written for ``jax.nn`` keeps
         its meaning: "xla" is plain JAX, here in chunks, and "cudnn" means "cuda", because what it asks for is fused
         kernels on an NVIDIA GPU, or an exception; here they are this package's, never cuDNN's.
@@ -119,8 +119,8 @@ def dot_product_attention(
         None if bias is None else takeable_bias(_pairs("bias", bias), query.dtype),
         None if mask is None else _pairs("mask", mask),
         causal=is_causal,
-        window=_window(local_window_size),
-        scale=_scale(scale),
+        window=_checks.window("local_window_size", local_window_size),
+        scale=scale,
         q_lengths=_lengths("query_seq_lengths", query_seq_lengths, batch),
         kv_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
         return_lse=True,
@@ -154,26 +154,6 @@ def takeable_bias(bias: jax.typing.ArrayLike, dtype: jax.typing.DTypeLike) -> ja
     bias, wide = jnp.asarray(bias), _dtypes.accumulation_dtype(dtype)
     is_wider = jnp.issubdtype(bias.dtype, jnp.floating) and bias.dtype.itemsize > wide.itemsize
     return bias.astype(wide) if is_wider or jnp.issubdtype(bias.dtype, jnp.integer) else bias
-
-
-def _scale(scale: Any) -> Any:
-    """A concrete 0-d array counts as a number, as for jax.nn; `attention` checks the rest."""
-    if isinstance(scale, (jax.Array, np.ndarray)) and not isinstance(scale, jax.core.Tracer) and scale.ndim == 0:
-        return scale.item()
-    return scale
-
-
-def _window(size: Any) -> tuple[int, int] | None:
-    if size is None:
-        return None
-    expected = "local_window_size must be None, an int or a pair (left, right) of ints"
-    try:
-        left, right = map(operator.index, size if isinstance(size, (tuple, list)) else (size, size))
-    except (TypeError, ValueError):
-        raise TypeError(f"{expected}, got {_checks.describe(size)}") from None
-    if left < 0 or right < 0:
-        raise ValueError(f"{expected} that are at least 0, got {size}")
-    return left, right
 
 
 def _lengths(name: str, lengths: jax.typing.ArrayLike | None, batch: int) -> jax.typing.ArrayLike | None:

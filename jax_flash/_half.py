@@ -16,7 +16,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _dropout
+from jax_flash import _dropout, _scores
 from jax_flash._options import Operands, Options
 
 _BITS = 15  # the largest value lies in [2^14, 2^15)
@@ -30,7 +30,7 @@ def scaled(
     With ``highest_precision`` arrays have twice the columns: of the one part and of the other.
     """
     kv_heads = key.shape[2]
-    rows, keys = (_valid(operands, side, x.shape[1]) for side, x in (("q", query), ("kv", key)))
+    rows, keys = (_scores.rows_within(operands, side, x.shape[1]) for side, x in (("q", query), ("kv", key)))
     arrays = [(query, rows), (key, keys), (value, keys)]
     if gradients:
         arrays.append((gradients[0], rows))
@@ -58,17 +58,6 @@ def scaled(
     else:
         unscales += [jnp.ones_like(unscales[0])] * 2
     return halves, jnp.stack(unscales, axis=-1)
-
-
-def _valid(operands: Operands, side: str, length: int) -> jax.Array | None:
-    """[B or 1, length] of rows that are not padding, which may hold anything; None where there is none."""
-    if f"{side}_lengths" in operands:
-        end = operands[f"{side}_lengths"][:, None]
-    elif f"cu_{side}_lengths" in operands:
-        end = operands[f"cu_{side}_lengths"][:, -1:]
-    else:
-        return None
-    return jnp.arange(length, dtype=jnp.int32) < end
 
 
 def _largest(x: jax.Array, valid: jax.Array | None, kv_heads: int) -> jax.Array:

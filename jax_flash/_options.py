@@ -24,7 +24,7 @@ class Options:
     """What is known of a call when it is traced. One field an option."""
 
     causal: bool
-    scale: float  # finite and > 0
+    scale: float  # finite and > 0; 1 with traced_scale
     highest_precision: bool = False  # of float32 products; False for other dtypes
     deterministic: bool = False  # gradients are summed in one order
     wide_bias: bool = False  # bias has the accumulation dtype, else that of query
@@ -50,6 +50,8 @@ class Operand:
 
 
 OPERANDS: dict[str, Operand] = {
+    "traced_scale": Operand("b", ("float32", "float64")),
+    "window_bounds": Operand("b2", ("int32",)),
     "q_offset": Operand("bd", ("int32",)),
     "q_lengths": Operand("b", ("int32",)),
     "kv_lengths": Operand("b", ("int32",)),

@@ -41,6 +41,18 @@ def zero_padding(x: jax.Array, side: str, operands: Operands) -> jax.Array:
     return jnp.where(within.reshape(*within.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
+def rows_within(operands: Operands, side: str, length: int) -> jax.Array | None:
+    """[B or 1, length] of rows that are not padding, which may hold anything; None where there is none.
+
+    ``side`` is "q" or "kv"; packed documents have padding too.
+    """
+    if f"{side}_lengths" in operands:
+        return _within(length, operands[f"{side}_lengths"])
+    if f"cu_{side}_lengths" in operands:
+        return _within(length, operands[f"cu_{side}_lengths"][:, -1])
+    return None
+
+
 def finish(out: jax.Array, lse: jax.Array, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, V] and lse [B, N, T] with what padded rows have, and without gradients from there."""
     if "q_lengths" not in operands:
@@ -62,7 +74,10 @@ def of_products(
 ) -> jax.Array:
     """Scores [B, K, G, rows, columns], -inf where a pair is not kept. ``products`` have the accumulation dtype."""
     dtype, kv_heads = products.dtype, products.shape[1]
-    scores = products * jnp.asarray(options.scale, dtype)
+    if "traced_scale" in operands:
+        scores = products * operands["traced_scale"][:, None, None, None, None]
+    else:
+        scores = products * jnp.asarray(options.scale, dtype)
     if options.softcap:
         cap = jnp.asarray(options.softcap, dtype)
         scores = cap * jnp.tanh(scores / cap)
@@ -175,12 +190,26 @@ def may_keep(options: Options, operands: Operands, rows: jax.Array, columns: jax
 
 def _band(options: Options, operands: Operands) -> tuple[jax.Array | None, jax.Array | None]:
     """Smallest and largest key position minus row that is kept, each int32 [B] or [1]; None without a limit."""
+    offset = operands["q_offset"][:, 0] if "q_offset" in operands else jnp.zeros(1, jnp.int32)
+    if "window_bounds" in operands:
+        return _traced_band(options, operands["window_bounds"], offset)
     left, right = options.window_left, 0 if options.causal else options.window_right
     # Saturating where offset - left or offset + right would wrap around, and not row + offset, which could.
-    offset = operands["q_offset"][:, 0] if "q_offset" in operands else jnp.zeros(1, jnp.int32)
     lower = upper = None
     if left != UNLIMITED:
         lower = jnp.where(offset < _INT32.min + left, _INT32.min, offset - left)
     if right != UNLIMITED:
         upper = jnp.where(offset > _INT32.max - right, _INT32.max, offset + right)
     return lower, upper
+
+
+def _traced_band(options: Options, bounds: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`_band` of window_bounds [B, 2], whose sides may be negative, and then wrap around at the other end."""
+    left, right = bounds[:, 0], bounds[:, 1]
+    if options.causal:
+        right = jnp.minimum(right, 0)
+    lower = jnp.where((left > 0) & (offset < _INT32.min + left), _INT32.min, offset - left)
+    lower = jnp.where((left < 0) & (offset > _INT32.max + left), _INT32.max, lower)
+    upper = jnp.where((right > 0) & (offset > _INT32.max - right), _INT32.max, offset + right)
+    upper = jnp.where((right < 0) & (offset < _INT32.min - right), _INT32.min, upper)
+    return jnp.where(left == UNLIMITED, _INT32.min, lower), jnp.where(right == UNLIMITED, _INT32.max, upper)

@@ -138,7 +138,7 @@ class Problem:
     causal: bool = False
     q_offset: int | np.ndarray = 0
     window: int | oracle.Window | None = None
-    scale: float | None = None
+    scale: float | np.ndarray | None = None
     softcap: float | None = None
     alibi_slopes: np.ndarray | None = None
     sinks: np.ndarray | None = None
@@ -169,7 +169,7 @@ class Problem:
 
     @property
     def trainable(self) -> dict[str, np.ndarray]:
-        return {name: x for name, x in self.options.items() if name in oracle.TRAINABLE}
+        return {name: x for name, x in self.options.items() if name in oracle.TRAINABLE and isinstance(x, np.ndarray)}
 
     @functools.cached_property
     def right(self) -> dict[str, Any]:
@@ -310,6 +310,7 @@ class Case:
     causal: bool = False
     q_offset: int | tuple[int, ...] = 0  # a tuple is an array of the leading dimensions, flattened
     scale: float | None = None
+    arrays: bool = False  # scale and the sides of the window are arrays, as traced ones are
     spread: float = 1.0  # standard deviation of query and key
     twins: bool = False  # keys in pairs that hardly differ, so that large scores compete
     value_head_dim: int | None = None  # None: head_dim
@@ -335,10 +336,10 @@ class Case:
 
     @property
     def options(self) -> bool:
-        """Whether there are any but causal, q_offset and scale."""
+        """Whether there are any but causal, q_offset and a scale that is a number."""
         values = self.window, self.softcap, self.sinks, self.alibi, self.dropout_rate, self.segments, self.precision
         optional = self.bias, self.mask, self.q_lengths, self.kv_lengths
-        return any(values) or any(x is not None for x in optional)
+        return any(values) or self.arrays or any(x is not None for x in optional)
 
 
 def random(rng: np.random.Generator, shape: Sequence[int], dtype: Any, spread: float = 1.0) -> np.ndarray:
@@ -375,11 +376,22 @@ def problem(case: Case, dtype: str) -> Problem:
         **options,
         causal=case.causal,
         q_offset=offset,
-        window=case.window,
-        scale=case.scale,
+        window=_window(case),
+        scale=_scale(case, wide),
         softcap=case.softcap,
         precision=case.precision,
     )
+
+
+def _window(case: "Case | PackedCase") -> int | oracle.Window | None:
+    if not (case.arrays and isinstance(case.window, tuple)):
+        return case.window
+    left, right = (None if side is None else np.array(side, np.int32) for side in case.window)
+    return left, right
+
+
+def _scale(case: "Case | PackedCase", wide: np.dtype[Any]) -> float | np.ndarray | None:
+    return np.array(case.scale, wide) if case.arrays and case.scale is not None else case.scale
 
 
 def _drawn_options(rng: np.random.Generator, case: Case, dtype: str, wide: np.dtype[Any]) -> dict[str, Any]:
@@ -443,6 +455,7 @@ class PackedCase:
     q_offset: int | tuple[int, ...] = 0  # a tuple is an array, one of each document
     window: int | oracle.Window | None = None
     scale: float | None = None
+    arrays: bool = False  # see Case
     softcap: float | None = None
     alibi: str | None = None  # "n" or "dn"
     sinks: bool = False
@@ -480,8 +493,8 @@ def packed_problem(case: PackedCase, dtype: str) -> Packed:
         **options,
         causal=case.causal,
         q_offset=np.array(case.q_offset, np.int32) if isinstance(case.q_offset, tuple) else case.q_offset,
-        window=case.window,
-        scale=case.scale,
+        window=_window(case),
+        scale=_scale(case, wide),
         softcap=case.softcap,
         precision=case.precision,
         cu_q_lengths=cu_q,
@@ -639,6 +652,28 @@ CASES = (
     Case("window_last_limit", 12, 20, window=(2**31 - 2, 2**31 - 2), q_offset=2**31 - 1),
     Case("window_tiles", 290, 400, q_heads=2, kv_heads=1, head_dim=32, leading=(1,), window=(40, 20), q_offset=60),
     Case("window_tiles_causal", 290, 290, 1, 1, 64, leading=(1,), window=(100, None), causal=True),
+    # Scale and window as arrays
+    Case("array_scale", 37, 53, scale=0.4, arrays=True, core=True),
+    Case("array_scale_negative", 37, 53, q_heads=4, scale=-0.3, arrays=True, causal=True, core=True),
+    Case("array_scale_zero", 30, 40, scale=0.0, arrays=True, core=True),
+    Case("array_scale_lengths", 37, 53, scale=-0.5, arrays=True, q_lengths=(37, 20), kv_lengths=(11, 53)),
+    Case("array_scale_softcap", 33, 47, scale=-0.5, arrays=True, softcap=1.0, sinks=True),
+    Case("array_scale_one_row", 1, 45, q_heads=4, scale=0.2, arrays=True),
+    Case("array_window", 37, 53, window=(5, 3), arrays=True, core=True),
+    Case("array_window_left", 37, 53, window=(7, None), arrays=True, q_offset=12),
+    Case("array_window_right", 37, 53, window=(None, 4), arrays=True, q_offset=-9),
+    Case("array_window_causal", 53, 70, q_heads=4, window=(16, 2), arrays=True, causal=True, q_offset=17),
+    Case("array_window_causal_later", 53, 70, window=(16, -3), arrays=True, causal=True, q_offset=17),
+    Case("array_window_behind", 53, 70, window=(20, -6), arrays=True, q_offset=(9, 0), core=True),
+    Case("array_window_ahead", 53, 70, window=(-6, 20), arrays=True, q_offset=(-9, 0)),
+    Case("array_window_empty", 37, 53, window=(3, -4), arrays=True, sinks=True),
+    Case("array_window_limits", 30, 45, window=(2**31 - 1, 2**31 - 1), arrays=True, q_offset=(-(2**31), 2**31 - 1)),
+    Case("array_window_lowest", 30, 45, window=(-(2**31),) * 2, arrays=True, q_offset=(-(2**31), 2**31 - 1)),
+    Case("array_window_meets_offset", 30, 45, window=(2**31 - 9, 7 - 2**31), arrays=True, q_offset=2**31 - 9),
+    Case("array_window_tiles", 290, 400, 2, 1, 32, leading=(1,), window=(40, 20), arrays=True, q_offset=60),
+    Case("array_window_tiles_behind", 290, 290, 1, 1, 64, leading=(1,), window=(100, -40), arrays=True, causal=True),
+    Case("array_window_tiles_ahead", 290, 290, 1, 1, 64, leading=(1,), window=(-40, 100), arrays=True, bias="ts"),
+    Case("array_window_all", 150, 290, 2, 1, 64, leading=(1,), window=(2**31 - 1, 2**31 - 1), arrays=True, causal=True),
     # Softcap
     Case("softcap", 37, 53, softcap=1.5, spread=2.0, core=True),
     Case("softcap_loose", 33, 47, q_heads=6, kv_heads=2, softcap=50.0, causal=True),
@@ -681,6 +716,7 @@ CASES = (
     Case("segments_window_alibi", 70, 90, segments=3, window=(30, 9), alibi="bn", q_offset=7, softcap=5.0),
     Case("lengths_dropout_mask", 70, 90, q_lengths=(70, 40), kv_lengths=(60, 90), dropout_rate=0.3, mask="ns"),
     Case("everything", 70, 90, q_heads=4, kv_heads=2, **EVERYTHING, core=True),
+    Case("array_everything", 70, 90, q_heads=4, kv_heads=2, **EVERYTHING, scale=-0.4, arrays=True, core=True),
     Case("everything_flat", 70, 90, q_heads=4, kv_heads=1, leading=(2, 1), value_head_dim=24, **EVERYTHING),
     Case("everything_64", 150, 170, q_heads=2, head_dim=64, **EVERYTHING),
     Case("everything_128", 70, 90, q_heads=2, head_dim=128, **EVERYTHING),
@@ -711,6 +747,8 @@ CASES = (
     Case("few_bias_of_heads", 17, 2501, 4, 2, 128, bias="ns", large=True),
     Case("few_mask", 5, 2501, 8, 2, 64, mask="bts", mask_density=0.02, large=True),
     Case("few_window", 5, 2500, 8, 2, 64, window=(300, 20), q_offset=(1200, 40), large=True),
+    Case("few_array_window", 5, 2500, 8, 2, 64, window=(300, -20), arrays=True, q_offset=(1200, 40), large=True),
+    Case("few_array_scale", 5, 2500, 8, 2, 64, scale=-0.2, arrays=True, large=True),
     Case("few_softcap", 5, 2500, 8, 2, 64, softcap=2.0, large=True),
     Case("few_alibi", 17, 2500, 8, 2, 64, alibi="bn", q_offset=2400, large=True),
     Case("few_sinks", 5, 2500, 8, 2, 64, sinks=True, large=True),
@@ -754,6 +792,7 @@ CASES = (
     Case("split_bias_of_keys", 200, 150, 8, 1, 64, bias="bs", causal=True, large=True),
     Case("split_mask", 200, 150, 8, 1, 64, mask="nts", large=True),
     Case("split_window", 390, 300, 16, 2, 64, window=(30, 9), q_offset=7, large=True),
+    Case("split_array_window", 390, 300, 16, 2, 64, window=(30, -9), arrays=True, scale=0.2, q_offset=7, large=True),
     Case("split_softcap", 200, 150, 8, 1, 128, softcap=2.0, large=True),
     Case("split_alibi", 200, 150, 8, 1, 64, alibi="bn", q_offset=50, large=True),
     Case("split_sinks", 200, 150, 8, 1, 64, sinks=True, causal=True, q_offset=-20, large=True),
@@ -780,6 +819,15 @@ CASES = (
     Case("large_mask", 300, 513, 4, 2, 128, mask="ts", large=True),
     Case("large_window", 1100, 1030, 4, 2, 64, window=(100, 50), q_offset=30, large=True),
     Case("large_window_causal", 1100, 1100, 4, 2, 128, window=(200, None), causal=True, large=True),
+    *(
+        Case(f"large_array_scale_{h}", 300, 513, 4, 2, h, scale=-0.1, arrays=True, causal=True, large=True)
+        for h in (64, 128, 256)
+    ),
+    *(
+        Case(f"large_array_window_{h}", 1100, 1030, 4, 2, h, window=window, arrays=True, q_offset=30, large=True)
+        for h, window in ((64, (100, 50)), (128, (100, -50)), (256, (-50, 100)))
+    ),
+    Case("large_array_window_all", 600, 1030, 4, 2, 64, window=(2**31 - 1, 0), arrays=True, q_offset=430, large=True),
     Case("large_dropout", 1100, 1030, 4, 2, 64, dropout_rate=0.1, large=True),
     Case("large_segments", 1100, 1100, 4, 2, 128, segments=9, causal=True, large=True),
     Case("large_lengths", 513, 700, 4, 2, 64, q_lengths=(500, 130), kv_lengths=(260, 700), large=True),
@@ -807,6 +855,8 @@ PACKED_CASES = (
     PackedCase("packed_many", (1, 2, 3) * 3, (3, 2, 1) * 3, tails=(1, 1), causal=True, q_offset=2),
     PackedCase("packed_tiles", (130, 70, 200), (150, 64, 190), tails=(20, 1), head_dim=64, causal=True, q_offset=5),
     PackedCase("packed_window", (40, 20, 70), (40, 30, 70), window=(9, 3), alibi="dn", q_heads=4, kv_heads=2),
+    PackedCase("packed_arrays", (40, 20, 0, 70), (40, 30, 9, 70), (3, 5), scale=-0.3, window=(9, 3), arrays=True),
+    PackedCase("packed_arrays_behind", (40, 20, 70), (40, 30, 70), window=(30, -5), arrays=True, sinks=True),
     PackedCase("packed_dropout", (40, 20, 37), (40, 30, 53), dropout_rate=0.25, q_heads=4, kv_heads=2),
     PackedCase("packed_head_dims", (20, 30), (25, 31), head_dim=40, value_head_dim=24, softcap=3.0),
     PackedCase("packed_everything", (40, 0, 37), (40, 7, 53), **PACKED_EVERYTHING, core=True),
@@ -823,11 +873,15 @@ PACKED_CASES = (
 REFERENCE_CASES = (
     *("odd", "one_key", "grouped", "no_batch", "batches", "causal_earlier", "scale_zero", "scores_huge"),
     *("head_dims_40_24", "bias_with_holes", "mask", "window", "softcap", "alibi", "sinks_alone", "dropout"),
+    *("array_scale_zero", "array_window_behind"),
     *("segments", "lengths_bias", "everything", "packed_empty_ones", "packed_everything"),
 )
 
 
-EVERY_DTYPE = ("everything", "packed_everything", "bias", "dropout", "lengths_bias", "sinks_alone", "segments")
+EVERY_DTYPE = (
+    *("everything", "packed_everything", "bias", "dropout", "lengths_bias", "sinks_alone", "segments"),
+    *("array_everything", "array_scale"),
+)
 """Cases with options that CPUs run in every dtype."""
 
 
@@ -886,6 +940,7 @@ SMALL_EVERYTHING = dataclasses.replace(
     bias_holes=0.1,
     mask="bts",
     window=(4, None),
+    arrays=True,
     softcap=1.5,
     alibi="bn",
     sinks=True,
@@ -898,6 +953,9 @@ SMALL_PACKED = PackedCase(
     *("small_packed", (3, 0, 4), (5, 2, 3), (1, 2), 4, 2, 3),
     causal=True,
     q_offset=(1, 0, -1),
+    scale=-0.6,
+    window=(3, -1),
+    arrays=True,
     softcap=2.0,
     alibi="dn",
     sinks=True,

@@ -40,6 +40,7 @@ SHARED_OPTIONS: dict[str, tuple[Any, ...]] = {
     "dropout_rate": (0.1, 0.5, 0.9),
     "precision": ("default", "highest"),
     "offsets": (True,),
+    "arrays": (True,),  # scale and window are arrays, and drawn from the seed
     "deterministic": (True,),
     "untrained": (True,),  # nobody asks for gradients of bias, slopes and sinks
 }
@@ -106,6 +107,9 @@ def problem_of(program: Program, shape: Shape, seed: int) -> cases.Problem:
     for name in ("deterministic", "untrained"):  # the program's alone
         options.pop(name, None)
     q_length, kv_length = shape
+    if "arrays" in options:
+        left, right = rng.choice([*range(-20, 21), -(2**31), 2**31 - 1], 2)
+        options |= {"scale": float(rng.choice([0.0, -0.3, 0.4])), "window": (int(left), int(right))}
     count = int(np.prod(program.batch))
     q_offset: Any = 0
     if options.pop("offsets", False):
@@ -150,20 +154,23 @@ def problem_of(program: Program, shape: Shape, seed: int) -> cases.Problem:
     return cases.problem.__wrapped__(case, program.dtype)
 
 
+ARRAY = (np.ndarray, jax.Array)
+
+
 class Compiled:
     """Out, lse and gradients of the problems of one program and shape, by one compiled function."""
 
     def __init__(self, target: Target, program: Program, problem: cases.Problem) -> None:
         options = problem.options
         self.target = target
-        self.varying = [name for name, x in options.items() if isinstance(x, (np.ndarray, jax.Array))]
+        self.varying = [name for name, x in options.items() if any(isinstance(y, ARRAY) for y in jax.tree.leaves(x))]
         fixed = {name: x for name, x in options.items() if name not in self.varying}
         given = dict(program.options)
         self.trained = () if given.get("untrained") else tuple(problem.trainable)
         attend = functools.partial(
             problem.attend,
             **fixed,
-            deterministic=given.get("deterministic"),
+            deterministic_backward=given.get("deterministic"),
             return_lse=True,
             implementation=target.implementation,
         )

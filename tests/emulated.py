@@ -159,8 +159,8 @@ TOLERANCE = {"out": 1.5, "lse": 0.02, "dq": 3.0, "dk": 3.0, "dv": 2.0, "dbias": 
 """In units of the inputs' epsilon, of the largest and of the L2 error."""
 
 OPTIONS = (
-    "causal", "window", "q_offset", "lengths", "short_rows", "short_keys", "segments", "documents", "mask", "bias",
-    "bias_of_keys", "alibi", "softcap", "sinks", "dropout", "unscales", "deterministic",
+    "causal", "window", "arrays", "q_offset", "lengths", "short_rows", "short_keys", "segments", "documents", "mask",
+    "bias", "bias_of_keys", "alibi", "softcap", "sinks", "dropout", "unscales", "deterministic",
 )  # fmt: skip
 
 
@@ -219,6 +219,14 @@ class Problem:
             self.numbers["window_left"] = of["window"][0]
             if of["window"][1] is not None:
                 self.numbers["window_right"] = of["window"][1]
+        if "arrays" in options:
+            # Keys before the row alone, sides that cross, no limits, and keys behind the row.
+            far, near = kv_length // 3, -(kv_length // 16)
+            bounds = np.array([(far, near), (5, -6), (oracle.UNLIMITED,) * 2, (near, far)][:batch], np.int32)
+            self.arrays["window_bounds"] = bounds
+            of["window"] = tuple(bounds.T) if documents == 1 else tuple(bounds[0])
+            self.arrays["traced_scale"] = ((random.random(batch) + 0.5) * head_dim**-0.5).astype(np.float32)
+            of["scale"] = self.arrays["traced_scale"] if documents == 1 else float(self.arrays["traced_scale"][0])
         if "q_offset" in options:
             offsets = random.integers(-q_length // 4, kv_length // 2, (batch, documents))
             self.arrays["q_offset"] = offsets.astype(np.int32)

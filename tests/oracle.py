@@ -13,10 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-TRAINABLE = ("bias", "alibi_slopes", "sinks")
-"""Options that have a gradient."""
+TRAINABLE = ("bias", "alibi_slopes", "sinks", "scale")
+"""Options that have a gradient; the scale where it is an array."""
 
-Window = tuple[int | None, int | None]
+WindowSide = int | np.ndarray | None
+Window = tuple[WindowSide, WindowSide]
+
+UNLIMITED = 2**31 - 1
+"""A side of the window that has no limit."""
 
 
 # Dropout
@@ -84,11 +88,10 @@ def keep_pairs(
     keep = np.ones((*leading, 1, q_length, kv_length), bool)
     if causal:
         keep &= s <= position
-    left, right = window if isinstance(window, tuple) else (window, window)
-    if left is not None:
-        keep &= s >= position - left
-    if right is not None:
-        keep &= s <= position + right
+    sides = window if isinstance(window, tuple) else (window, window)
+    left, right = (batched(UNLIMITED if side is None else side) for side in sides)
+    keep &= (left == UNLIMITED) | (s >= position - left)
+    keep &= (right == UNLIMITED) | (s <= position + right)
     if q_segment_ids is not None:
         keep &= (np.asarray(q_segment_ids)[..., :, None] == np.asarray(kv_segment_ids)[..., None, :])[..., None, :, :]
     if q_lengths is not None:
@@ -125,7 +128,7 @@ def attention(
     causal: bool = False,
     q_offset: Any = 0,
     window: int | Window | None = None,
-    scale: float | None = None,
+    scale: Any = None,
     softcap: float | None = None,
     alibi_slopes: np.ndarray | None = None,
     sinks: np.ndarray | None = None,
@@ -140,6 +143,8 @@ def attention(
 ) -> dict[str, Any]:
     """out, lse and all gradients in float64, and what says how well they can be known.
 
+    ``scale`` and the sides of ``window`` may be arrays that broadcast to the leading dimensions.
+
     "attended_rows" [..., T, N] and "attended_keys" [..., S, K] are those with a weight, "largest_score" is that, and
     "squares" of a gradient are sums of the squares of the terms that it is the sum of. The shapes are
     those of attention(); ``dropout_factors`` [..., N, T, S] replace the ones made of ``dropout_key``.
@@ -147,7 +152,8 @@ def attention(
     q, k, v, dout, dlse = (np.asarray(x).astype(np.float64) for x in (query, key, value, dout, dlse))
     leading, (q_length, q_heads, head_dim), (kv_length, kv_heads) = q.shape[:-3], q.shape[-3:], k.shape[-3:-1]
     group = q_heads // kv_heads
-    scale = 1 / np.sqrt(head_dim) if scale is None else scale
+    of_scale = np.shape(scale) if isinstance(scale, np.ndarray) else None
+    scale = np.asarray(1 / np.sqrt(head_dim) if scale is None else scale, np.float64)[..., None, None, None]
 
     # Padding is not there, whatever it holds.
     rows, keys = within(q_length, q_lengths, leading), within(kv_length, kv_lengths, leading)
@@ -159,7 +165,8 @@ def attention(
     q, dout = np.moveaxis(q, -2, -3), np.moveaxis(dout, -2, -3)
     k, v = (np.repeat(np.moveaxis(x, -2, -3), group, axis=-3) for x in (k, v))
 
-    scores = scale * (q @ k.swapaxes(-1, -2))
+    products = q @ k.swapaxes(-1, -2)
+    scores = scale * products
     slope_of_cap = 1.0
     if softcap is not None:
         capped = np.tanh(scores / softcap)
@@ -233,20 +240,23 @@ def attention(
     }
     terms = {}
     if bias is not None:
-        terms["dbias"] = ds, rounding, np.shape(bias)
+        terms["dbias"] = ds, rounding, np.shape(bias), 0
     if alibi_slopes is not None:
-        terms["dalibi_slopes"] = -ds * distance, rounding * distance, (*np.shape(alibi_slopes), 1, 1)
+        terms["dalibi_slopes"] = -ds * distance, rounding * distance, np.shape(alibi_slopes), 2
+    if of_scale is not None:
+        derivative = slope_of_cap * products
+        terms["dscale"] = ds * derivative, rounding * np.abs(derivative), of_scale, 3
     if sinks is not None:
         # The lse of padding is its sink, but no result.
         dsink = np.where(rows[..., None, :, None], -p_of_sink * delta, 0)
         rounding = np.where(
             rows[..., None, :, None], p_of_sink * (np.abs(delta + dlse[..., None]) + np.abs(dlse[..., None])), 0
         )
-        terms["dsinks"] = dsink, rounding, (*np.shape(sinks), 1, 1)
-    for name, (x, rounding, shape) in terms.items():
-        final = shape if name == "dbias" else shape[:-2]
-        results[name] = reduced(x, shape).reshape(final)
-        results["squares"][name] = reduced(rounding**2, shape).reshape(final)
+        terms["dsinks"] = dsink, rounding, np.shape(sinks), 2
+    for name, (x, rounding, shape, more) in terms.items():
+        wide = (*shape, *(1,) * more)
+        results[name] = reduced(x, wide).reshape(shape)
+        results["squares"][name] = reduced(rounding**2, wide).reshape(shape)
     if alibi_slopes is not None:
         # delta's rounding is the same for all keys of a row.
         of_rows = (np.abs(delta) * (p * distance).sum(axis=-1, keepdims=True)) ** 2
@@ -274,7 +284,7 @@ def plain(
     causal: bool = False,
     q_offset: Any = 0,
     window: int | Window | None = None,
-    scale: float | None = None,
+    scale: Any = None,
     softcap: float | None = None,
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
@@ -400,9 +410,10 @@ def attention_packed(
     }
     if options.get("sinks") is not None:
         results["lse"][:] = np.asarray(options["sinks"], np.float64)[:, None]
-    for name in ("alibi_slopes", "sinks"):
-        if options.get(name) is not None:
-            results[f"d{name}"], results["squares"][f"d{name}"] = np.zeros((2, *options[name].shape))
+    for name in TRAINABLE:
+        if isinstance(options.get(name), np.ndarray):
+            for of in (results, results["squares"]):
+                of[f"d{name}"] = np.zeros(options[name].shape)
     shape = q_heads, tokens, key.shape[0]
     for d, rows, keys, of_document in documents(cu_q_lengths, cu_kv_lengths, options, shape):
         part = attention(query[rows], key[keys], value[keys], dout[rows], dlse[:, rows], **of_document)
@@ -415,7 +426,7 @@ def attention_packed(
         results["squares"]["dq"][rows], results["squares"]["dk"][keys] = part["squares"]["dq"], part["squares"]["dk"]
         for name in part["squares"].keys() - {"dq", "dk"}:
             for total, x in ((results[name], part[name]), (results["squares"][name], part["squares"][name])):
-                (total if total.ndim == 1 else total[d])[:] += x
+                (total[d] if total.ndim == 2 else total)[...] += x
     return results
 
 

@@ -66,6 +66,16 @@ CASES = {
     # Blocks of keys whose first row, or of rows whose first key, lies beyond the last one.
     "short-rows": {"value_head_dim": 192, "options": ["causal", "segments", "short_rows"], **ODD},
     "short-keys": {"q_length": 390, "kv_length": 200, "options": ["window", "segments", "short_keys"]},
+    "arrays-64": {"options": ["arrays", "q_offset"], "batch": 4, **ODD},
+    "arrays-deterministic": {"head_dim": 128, "options": ["arrays", "deterministic", "causal"], "batch": 3, **ODD},
+    "arrays-256": {
+        "head_dim": 256,
+        "dtype": "float16",
+        "options": ["arrays", "unscales", "segments"],
+        "batch": 2,
+        **ODD,
+    },
+    "arrays-documents": {"options": ["arrays", "documents", "q_offset"], **ODD},
 }
 
 CALLS = [
@@ -134,6 +144,9 @@ AMPERE = {
     "deterministic-64": {"options": ["deterministic"], **SMALL},
     "deterministic-128": {"head_dim": 128, "options": ["deterministic", "causal"], **SMALL},
     "deterministic-256": {"head_dim": 256, "options": ["deterministic", "lengths"], **SMALL},
+    "arrays-64": {"options": ["arrays", "q_offset"], "batch": 4, **SMALL},
+    "arrays-128": {"head_dim": 128, "dtype": "float16", "options": ["arrays", "unscales", "deterministic"], **SMALL},
+    "arrays-documents": {"options": ["arrays", "documents", "q_offset", "alibi"], **SMALL},
     "split-64": CASES["split-64"],
     "split-deterministic": CASES["split-deterministic"],
     "split-128": CASES["split-128"],

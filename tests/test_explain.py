@@ -87,6 +87,8 @@ def test_takes_arrays_and_every_option() -> None:
         x, x, x, causal=True, q_offset=jnp.array([1], jnp.int32), scale=0.5, return_lse=True, platform="cpu"
     )
     assert explanation.implementation == "cpu"
+    options = {"scale": jnp.float32(0.5), "window": (jnp.int32(2), None)}
+    assert jax_flash.explain(x, x, x, **options, platform="cpu").implementation == "cpu"
 
 
 @pytest.mark.parametrize("function", ["attention", "attention_varlen", "dot_product_attention", "explain"])

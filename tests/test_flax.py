@@ -537,7 +537,7 @@ def test_module_with_options_and_dropout() -> None:
         def sow(self, collection: Any, name: str, weights: jax.Array) -> None:
             sown[collection, name] = weights
 
-    options = {"window": (2, 1), "softcap": 1.5, "scale": 0.5, "sinks": normal(7, N)}
+    options = {"window": (jnp.int32(2), 1), "softcap": 1.5, "scale": jnp.float32(0.5), "sinks": normal(7, N)}
 
     @jit
     def compute() -> Any:

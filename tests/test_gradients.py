@@ -53,7 +53,7 @@ def test_oracle_against_differences(case: Case | PackedCase) -> None:
     step = 1e-5
     for argument in ARGUMENTS:
         x = getattr(problem, argument)
-        if x is None:
+        if not isinstance(x, np.ndarray):
             continue
         gradient = problem.right["d" + {"query": "q", "key": "k", "value": "v"}.get(argument, argument)]
         assert gradient.shape == x.shape

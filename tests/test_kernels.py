@@ -61,6 +61,7 @@ OPTION_GATE = {80: {"forward": 328, "backward": 304}, 90: {"forward": 200, "back
 
 ON = {
     "window": {"window_left": 5, "window_right": 7},
+    "arrays": {"has_traced_scale": True, "has_window_bounds": True},
     "softcap": {"softcap": 2.0},
     "bias": {"has_bias": True, "has_dbias": True},
     "alibi_slopes": {"has_alibi_slopes": True, "has_dalibi_slopes": True},
@@ -73,12 +74,12 @@ ON = {
 }
 """Every option alone, as the kernels know it."""
 
-LIGHT = (("window", "softcap", "sinks"), ("alibi_slopes", "documents"), ("segments", "lengths"))
+LIGHT = (("window", "softcap", "sinks"), ("alibi_slopes", "documents", "arrays"), ("segments", "lengths"))
 GROUPED = {
     **{" ".join(names): {key: x for name in names for key, x in ON[name].items()} for names in LIGHT},
     **{name: ON[name] for name in ("bias", "dropout", "mask")},
 }
-"""Every option, for kernels that spill nothing: those that take few registers together, in 6 kernels instead of 10."""
+"""Every option, for kernels that spill nothing: those that take few registers together, in 6 kernels instead of 11."""
 
 
 LONG = ("forward", "backward", "backward_dq")
@@ -153,7 +154,7 @@ HOPPER_GATE = {
 nothing."""
 
 HOPPER_OPTIONS = [
-    (64, ["plain", "causal", "unscales", *GROUPED]),
+    (64, ["plain", "causal", "unscales", "scale", *GROUPED]),
     (128, ["plain", "causal", "unscales"]),
     (256, ["plain", "causal", "unscales", "bias", "mask", "dropout", "segments"]),
     (64, ["deterministic"]),
@@ -167,6 +168,7 @@ HOPPER_OPTIONS = [
 def hopper(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Mapping[str, Any]]]:
     """Kernels of sm90a, each with the name of its option."""
     flags = {"plain": {}, "causal": {"causal": True}, "unscales": {"has_unscales": True}}
+    flags["scale"] = {"has_traced_scale": True, "causal": True}
     on = flags | {"deterministic": {"deterministic": True}} | ON | GROUPED
     folder = tmp_path_factory.mktemp("hopper")
     found = []
@@ -174,7 +176,7 @@ def hopper(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Mapping[
         rows = compiled(90, folder, dtypes=["float16"], head_dims=[head_dim], options=[on[name] for name in names])
         split = head_dim > 128 or names == ["deterministic"]
         # The forward has blocks of two sizes there.
-        sizes = {"plain": 2, "causal": 2, "unscales": 2, "deterministic": 2} if head_dim <= 64 else {}
+        sizes = dict.fromkeys(("plain", "causal", "unscales", "scale", "deterministic"), 2) if head_dim <= 64 else {}
         forward = [name for name in names for _ in range(sizes.get(name, 1))]
         found += zip([*forward, *names * (2 if split else 1)], rows, strict=True)
     return found

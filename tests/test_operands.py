@@ -36,8 +36,10 @@ ARRAYS: dict[str, tuple[str, tuple[int, ...], PartitionSpec]] = {
     "q_lengths": ("q_lengths", (BATCH,), PartitionSpec("x")),
     "kv_lengths": ("kv_lengths", (BATCH,), PartitionSpec("x")),
     "q_segment_ids": ("q_segment_ids", (BATCH, Q_LENGTH), PartitionSpec("x")),
+    "scale": ("scale", (), PartitionSpec()),
+    "window": ("window", (), PartitionSpec()),
 }
-TRAINABLE = ("bias", "alibi_slopes", "sinks")
+TRAINABLE = ("bias", "alibi_slopes", "sinks", "scale")
 
 
 def values(rng: np.random.Generator, argument: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -189,7 +191,7 @@ def test_dropout_split_over_devices(target: Target) -> None:
 
 
 @pytest.mark.parametrize("check_vma", [False, True], ids=["unchecked", "checked"])
-@pytest.mark.parametrize("name", ["bias", "bias_of_pairs", "alibi_slopes", "sinks", "q_segment_ids"])
+@pytest.mark.parametrize("name", ["bias", "bias_of_pairs", "alibi_slopes", "sinks", "q_segment_ids", "scale", "window"])
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.implementation != "reference"))
 def test_shard_map(target: Target, name: str, check_vma: bool) -> None:
     """Each device has its part of the batch; what all share has the sum of their gradients."""
@@ -225,7 +227,7 @@ def test_shard_map(target: Target, name: str, check_vma: bool) -> None:
     assert_close(jax.jit(functools.partial(run, split))(), jax.jit(functools.partial(run, attend))())
 
 
-@pytest.mark.parametrize("name", ["bias", "bias_of_heads", "bias_of_pairs", "alibi_slopes", "sinks"])
+@pytest.mark.parametrize("name", ["bias", "bias_of_heads", "bias_of_pairs", "alibi_slopes", "sinks", "scale", "window"])
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
 def test_explicit_sharding(target: Target, name: str) -> None:
     argument, shape, spec = ARRAYS[name]

@@ -64,7 +64,6 @@ class BackwardItem {
       : p_(p),
         plan_(plan),
         options_(p),
-        band_(p.options),
         dropout_(p.options.dropout_rate),
         k_stride_(padded_head_dim<T>(p.head_dim)),
         v_stride_(padded_head_dim<T>(p.value_head_dim)) {
@@ -189,7 +188,7 @@ class BackwardItem {
         }
         sum = q_;
       }
-      store_row(sum, p_.head_dim, static_cast<T>(p_.options.scale),
+      store_row(sum, p_.head_dim, static_cast<T>(scale_),
                 row_of<E>(p_.dq, batch_, document_.first_row + t + row, head));
     }
   }
@@ -222,6 +221,8 @@ class BackwardItem {
   void go_to_document(int64_t index) {
     document_index_ = index;
     document_ = document(p_, batch_, index);
+    band_ = Band(p_, batch_);
+    scale_ = scale_of<T>(p_, batch_);
     first_block_ = is_packed(p_) ? first_block(p_, batch_, index, 1, kReduceRows) : 0;
     // Whole groups of rows: a tile may end in rows of zeros behind the document's.
     first_sum_ = round_up(document_.first_row, int64_t{kTilePadding<E>}) + kTilePadding<E> * index;
@@ -285,8 +286,9 @@ class BackwardItem {
     }
     int64_t run = (blocks + plan_.chunks - 1) / plan_.chunks;
     // Where a key block meets some rows only, chunks of blocks in a row share few rows, and few sums of dq. Else
-    // every chunk takes every chunks-th block: that shares a causal triangle out evenly.
-    bool in_a_row = is_packed(p_) || options_.has_segments || band_.limited_on_both_sides();
+    // every chunk takes every chunks-th block: that shares a causal triangle out evenly. Of batch entries with bands of
+    // their own the first one decides, for they may share dbias.
+    bool in_a_row = is_packed(p_) || options_.has_segments || Band(p_, 0).limited_on_both_sides();
     int64_t block = 0;
     for (int64_t index = 0; index < documents; ++index) {
       go_to_document(index);
@@ -334,8 +336,7 @@ class BackwardItem {
     for (int i = 0; i < rows; ++i) {
       int64_t end = band_.end(document_, t + i);
       if (end <= first_ || end > first_ + count_) continue;
-      store_row(dq(head_, t + i), p_.head_dim, static_cast<T>(p_.options.scale),
-                row_of<E>(p_.dq, batch_, t + i, head_));
+      store_row(dq(head_, t + i), p_.head_dim, static_cast<T>(scale_), row_of<E>(p_.dq, batch_, t + i, head_));
     }
   }
 
@@ -387,8 +388,7 @@ class BackwardItem {
     }
     for (int j = 0; j < count_; ++j) {
       int64_t s = document_.first_key + first + j;
-      store_row(dk_ + j * k_stride_, p_.head_dim, static_cast<T>(p_.options.scale),
-                row_of<E>(p_.dk, batch_, s, kv_head_));
+      store_row(dk_ + j * k_stride_, p_.head_dim, static_cast<T>(scale_), row_of<E>(p_.dk, batch_, s, kv_head_));
       store_row(dv_ + j * v_stride_, p_.value_head_dim, static_cast<T>(dropout_.factor()),
                 row_of<E>(p_.dv, batch_, s, kv_head_));
     }
@@ -611,7 +611,7 @@ class BackwardItem {
 #endif
     if (later) {
       for_panels(make_scores);
-      T scale = static_cast<T>(p_.options.scale * kLog2E);
+      T scale = static_cast<T>(scale_ * kLog2E);
       for (int i = 0; i < rows; ++i) {
         for (int lane = 0; lane < keys; lane += kWidth<T>) {
           T* score = weights_ + i * kKeys + lane;
@@ -663,7 +663,7 @@ class BackwardItem {
   template <Finish finish>
   void pair_tile(int rows, int first, int lanes) {
     constexpr int W = kWidth<T>;
-    Vec<T> scale = static_cast<T>(p_.options.scale * kLog2E);
+    Vec<T> scale = static_cast<T>(scale_ * kLog2E);
     for (int i = 0; i < rows; i += 2) {
       next_record_.template step<Access::read, 2>();
       ask_for_rows();
@@ -852,7 +852,7 @@ class BackwardItem {
       }
       return sums<T>(products);
     };
-    Vec<T> scale = static_cast<T>(p_.options.scale * kLog2E);
+    Vec<T> scale = static_cast<T>(scale_ * kLog2E);
     for (int j = 0; j < count_; j += W) {
       Vec<T> key = iota<T>() + static_cast<T>(j);
       for (int r = 0; r < R; ++r) {
@@ -878,7 +878,7 @@ class BackwardItem {
     });
     for_columns<R>(p_.head_dim, [&](int h, auto vectors) __attribute__((always_inline)) {
       constexpr int NV = vectors.value;
-      put_few<R, NV>(dscores_, q_ + h, k_stride_, static_cast<T>(p_.options.scale),
+      put_few<R, NV>(dscores_, q_ + h, k_stride_, static_cast<T>(scale_),
                      row_of<E>(p_.dk, batch_, first_, kv_head_) + h, p_.dk.row_stride);
       Vec<T> sum[R][NV];
 #pragma GCC unroll 8
@@ -976,7 +976,7 @@ class BackwardItem {
   JAX_FLASH_INLINE void scores_of_rows(int i, int lane) {
     const T* k = k_panels_ + static_cast<int64_t>(lane) * p_.head_dim;
     const T* v = v_panels_ + static_cast<int64_t>(lane) * p_.value_head_dim;
-    Vec<T> scale = static_cast<T>(p_.options.scale * kLog2E);
+    Vec<T> scale = static_cast<T>(scale_ * kLog2E);
     T* weights = weights_ + i * kKeys + lane;
     T* dscores = dscores_ + i * kKeys + lane;
     auto weight = [&](int r, int vector, const Vec<T>& score) __attribute__((always_inline)) {
@@ -1110,7 +1110,6 @@ class BackwardItem {
   const Problem& p_;
   const BackwardPlan& plan_;
   const Scores<E> options_;
-  const Band band_;
   Dropout dropout_;
   int k_stride_;  // of a row of head_dim elements in all tiles
   int v_stride_;  // of value_head_dim
@@ -1156,6 +1155,8 @@ class BackwardItem {
   bool asks_for_rows_;
   int64_t batch_, kv_head_, head_, chunk_, document_index_;
   Document document_;
+  Band band_;
+  double scale_;                                 // of the batch entry
   int64_t first_block_;                          // of backward_reduce
   int64_t first_sum_;                            // row of the sums of dq
   int64_t first_;                                // key of the block

@@ -238,7 +238,7 @@ ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
   // with key 0, see all keys, and have more than few rows.
   constexpr int64_t kItemsOfThread = 8;
   bool same_rows = plan.splits == 1 && plan.fold == 1 && !is_packed(p) && !p.q_lengths && !p.q_segment_ids &&
-                   p.options.window_left == 2147483647;
+                   p.options.window_left == 2147483647 && !p.options.has_window_bounds;
   if (same_rows && rows > kLong) {
     auto rest = [&](int64_t size) { return rows - (divide_up(rows, size) - 1) * size; };
     int64_t longer = block_rows(std::min(kEnoughItems, kItemsOfThread * threads), kLonger);

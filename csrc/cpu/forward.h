@@ -57,7 +57,6 @@ class ForwardItem {
       : p_(p),
         plan_(plan),
         options_(p),
-        band_(p.options),
         dropout_(p.options.dropout_rate),
         depth_(round_up(factors<F>(p.head_dim), kTiled<F> ? kTilePairs : 1)),
         k_stride_(padded_head_dim<T>(depth_)),
@@ -210,6 +209,8 @@ class ForwardItem {
     first_head_ = head % heads() * plan_.fold;
     document_index_ = is_packed(p_) ? document_of_block(p_, batch_, block, plan_.fold, plan_.block_rows) : 0;
     document_ = document(p_, batch_, document_index_);
+    band_ = Band(p_, batch_);
+    scale_ = scale_of<T>(p_, batch_);
     if (is_packed(p_)) block -= first_block(p_, batch_, document_index_, plan_.fold, plan_.block_rows);
     first_row_ = block * plan_.block_rows;
     int64_t rows = plan_.fold * document_.rows, all_rows = plan_.fold * document_.all_rows;
@@ -430,7 +431,7 @@ class ForwardItem {
     int kept_keys[NV];
     count_kept_keys(row, block + begin, keys, kept_keys);
     // Not folded into the queries: products of 16-bit numbers are exact, those of scaled ones are not.
-    Vec<T> scale = static_cast<T>(p_.options.scale * kLog2E);
+    Vec<T> scale = static_cast<T>(scale_ * kLog2E);
     if constexpr (kTiled<F>) {
       next_k_.step();
       multiply_tiles<NV>(round_up(keys, kTileRows), depth_, k, k_stride_, queries, kPanel<T>, scores, kPanel<T>, false);
@@ -628,7 +629,7 @@ class ForwardItem {
     int row = round_up(count, std::max(kWidth<T>, kDropoutKeys));  // of scores
     int64_t query_stride = int64_t{R} * k_stride_, score_stride = int64_t{R} * row;
     int64_t record_stride = record_size(), first_item = block_item_;
-    T scale = static_cast<T>(p_.options.scale * kLog2E);
+    T scale = static_cast<T>(scale_ * kLog2E);
     with_rows<R>(p_.k, p_.head_dim, k_stride_ * kElements<F>, reinterpret_cast<E*>(k_), first, count, all,
                  [&](int head, int j, int keys, const Rows<const E>& k, Ahead ahead) __attribute__((always_inline)) {
                    score_few<R>(keys, k, Rows<const F>{queries_ + head * query_stride, k_stride_, 0}, scale,
@@ -811,7 +812,6 @@ class ForwardItem {
   const Problem& p_;
   const ForwardPlan& plan_;
   const Scores<E> options_;
-  const Band band_;
   Dropout dropout_;
   int depth_;        // of a product over head_dim
   int k_stride_;     // of a row of k_
@@ -843,6 +843,8 @@ class ForwardItem {
   int64_t keys_end_;           // of the split
   int64_t block_item_, batch_, first_head_, document_index_, first_row_, first_position_, padding_begin_, padding_end_;
   Document document_;
+  Band band_;
+  double scale_;  // of the batch entry
   int rows_;
 };
 

@@ -65,13 +65,18 @@ inline int64_t document_of_block(const Problem& p, int64_t batch, int64_t block,
 
 constexpr int64_t kUnlimited = int64_t{1} << 40;  // more than any distance
 
-// Position p keeps key s when p - left <= s <= p + right.
+// Position p of a batch entry keeps key s when p - left <= s <= p + right.
 struct Band {
-  explicit Band(const Options& o) {
+  Band() = default;
+  Band(const Problem& p, int64_t batch) {
     constexpr int kAbsent = 2147483647;
-    if (o.window_left != kAbsent) left = o.window_left;
-    if (o.window_right != kAbsent) right = o.window_right;
-    if (o.causal) right = std::min<int64_t>(right, 0);
+    const int* bounds = p.window_bounds ? p.window_bounds + 2 * batch : nullptr;
+    int first = bounds ? bounds[0] : p.options.window_left, last = bounds ? bounds[1] : p.options.window_right;
+    if (first != kAbsent) left = first;
+    if (last != kAbsent) right = last;
+    if (p.options.causal) right = std::min<int64_t>(right, 0);
+    // Sides that cross keep nothing: the same as a right side before every key, with which begin() <= end().
+    if (left + right < 0) left = kUnlimited, right = -kUnlimited;
   }
 
   bool limited() const { return left != kUnlimited || right != kUnlimited; }

@@ -18,6 +18,12 @@ JAX_FLASH_INLINE E* row_of(const Tensor& x, int64_t batch, int64_t row, int64_t 
   return static_cast<E*>(x.data) + batch * x.batch_stride + row * x.row_stride + head * x.head_stride;
 }
 
+// What multiplies the scores of a batch entry.
+template <typename T>
+double scale_of(const Problem& p, int64_t batch) {
+  return p.traced_scale ? static_cast<const T*>(p.traced_scale)[batch] : p.options.scale;
+}
+
 // The options of one call that act on scores whichever way the tile lies.
 template <typename E>
 class Scores {

@@ -205,7 +205,7 @@ inline bool is_plain(const Options& options) {
   constexpr int unlimited = std::numeric_limits<int>::max();
   return options.softcap == 0 && options.window_left == unlimited && options.window_right == unlimited &&
          options.dropout_rate == 0 && !options.has_bias && !options.has_alibi_slopes && !options.has_mask &&
-         !options.has_q_segment_ids && !options.has_cu_q_lengths;
+         !options.has_q_segment_ids && !options.has_cu_q_lengths && !options.has_window_bounds;
 }
 
 // nullptr where no row serves. `rows` is the block_q that is wanted; 0: any.

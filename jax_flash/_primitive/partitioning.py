@@ -164,7 +164,7 @@ def _from_row(first_row: jax.Array, shape: tuple[int, ...], params: Params, oper
     operands, dims = dict(operands), dict(params.operands)
     options = params.options
     window = (options.window_left, options.window_right)
-    if options.causal or window != (UNLIMITED, UNLIMITED) or "alibi_slopes" in operands:
+    if options.causal or window != (UNLIMITED, UNLIMITED) or {"window_bounds", "alibi_slopes"} & operands.keys():
         offset = operands.get("q_offset", jnp.zeros((batch, 1), jnp.int32))
         # Positions beyond int32 keep what its largest keeps.
         operands["q_offset"] = jnp.where(offset > _INT32_MAX - first_row, _INT32_MAX, offset + first_row)

@@ -113,8 +113,8 @@ struct Case {
   DType dtype;
   Problem p{};
   Array q, k, v, dout, out, lse, dlse, dq, dk, dv, scratch;
-  Array bias, slopes, sinks, dbias, dslopes;
-  std::vector<int> q_offset, q_lengths, kv_lengths, cu_q, cu_kv, q_segments, kv_segments, q_ranges, kv_ranges;
+  Array bias, slopes, sinks, scales, dbias, dslopes;
+  std::vector<int> bounds, q_offset, q_lengths, kv_lengths, cu_q, cu_kv, q_segments, kv_segments, q_ranges, kv_ranges;
   std::unique_ptr<bool[]> mask;
   std::vector<unsigned> seeds;
   std::string text;
@@ -159,8 +159,14 @@ class Drawer {
     o.documents = 1;
     o.scale = 1 / std::sqrt(static_cast<double>(p.head_dim));
     o.causal = chance(40);
-    if (chance(25)) o.window_left = integer(0, 40);
-    if (chance(25)) o.window_right = integer(0, 40);
+    if (chance(20)) {
+      for (int i = 0; i < 2 * p.batch; ++i) c->bounds.push_back(chance(25) ? kAbsent : integer(-20, 40));
+      o.has_window_bounds = true;
+      p.window_bounds = c->bounds.data();
+    } else {
+      if (chance(25)) o.window_left = integer(0, 40);
+      if (chance(25)) o.window_right = integer(0, 40);
+    }
     if (option(20)) o.softcap = 3;
     if (option(20)) o.dropout_rate = 0.25;
     bool packed = option(20);
@@ -225,6 +231,12 @@ class Drawer {
     };
     DType statistics = wide(c->dtype);
     auto number = [&] { return this->number(); };
+    if (option(15)) {
+      c->scales = Array(statistics, p.batch, [&] { return 0.0625 * integer(1, 8); });
+      o.scale = 1;
+      o.has_traced_scale = true;
+      p.traced_scale = c->scales.data();
+    }
     if (!packed && option(20)) {
       int64_t size;
       p.mask_strides = strides(size);
@@ -287,11 +299,12 @@ class Drawer {
     char text[400];
     std::snprintf(text, sizeof(text),
                   "%s B=%d T=%d S=%d N=%d K=%d H=%d V=%d causal=%d window=(%d, %d) softcap=%g dropout=%g documents=%d "
-                  "offset=%d lengths=(%d, %d) segments=%d mask=%d bias=%d slopes=%d sinks=%d",
+                  "offset=%d lengths=(%d, %d) segments=%d mask=%d bias=%d slopes=%d sinks=%d scales=%d bounds=%d",
                   kNames[static_cast<int>(c->dtype)], p.batch, p.q_length, p.kv_length, p.q_heads, p.kv_heads,
                   p.head_dim, p.value_head_dim, o.causal, o.window_left, o.window_right, o.softcap, o.dropout_rate,
                   packed ? o.documents : 0, o.has_q_offset, o.has_q_lengths, o.has_kv_lengths, o.has_q_segment_ids,
-                  o.has_mask, o.has_bias + o.has_dbias, o.has_alibi_slopes + o.has_dalibi_slopes, o.has_sinks);
+                  o.has_mask, o.has_bias + o.has_dbias, o.has_alibi_slopes + o.has_dalibi_slopes, o.has_sinks,
+                  o.has_traced_scale, o.has_window_bounds);
     c->text = text;
     return c;
   }
@@ -347,6 +360,9 @@ Right compute(const Case& c) {
   int group = p.q_heads / p.kv_heads;
   std::vector<double> score(p.kv_length), derivative(p.kv_length);
   for (int64_t b = 0; b < p.batch; ++b) {
+    double scale = p.traced_scale ? c.scales[b] : o.scale;
+    int64_t left = p.window_bounds ? p.window_bounds[2 * b] : o.window_left;
+    int64_t right = p.window_bounds ? p.window_bounds[2 * b + 1] : o.window_right;
     for (int64_t t = 0; t < p.q_length; ++t) {
       // The row's document: [row, ...) and the keys [first, last).
       int64_t document = 0, row = 0, first = 0, last = p.kv_length;
@@ -381,14 +397,14 @@ Right compute(const Case& c) {
         };
         for (int64_t s = first; s < last; ++s) {
           int64_t key = s - first;
-          bool kept = !(o.causal && key > position) && !(o.window_left != kAbsent && key < position - o.window_left) &&
-                      !(o.window_right != kAbsent && key > position + o.window_right);
+          bool kept = !(o.causal && key > position) && !(left != kAbsent && key < position - left) &&
+                      !(right != kAbsent && key > position + right);
           if (p.q_segment_ids) kept &= p.q_segment_ids[b * p.q_length + t] == p.kv_segment_ids[b * p.kv_length + s];
           const Strides& m = p.mask_strides;
           if (p.mask) kept &= p.mask[b * m.batch + n * m.head + t * m.row + s * m.column];
           double x = 0;
           for (int h = 0; h < p.head_dim; ++h) x += all_q[q + h] * all_k[k(s) + h];
-          x *= o.scale;
+          x *= scale;
           derivative[s] = 1;
           if (o.softcap != 0) {
             double tanh = std::tanh(x / o.softcap);
@@ -433,9 +449,9 @@ Right compute(const Case& c) {
             r.dslopes_sizes[head] += size * distance;
           }
           for (int h = 0; h < p.head_dim; ++h) {
-            r.dq[q + h] += dscore * derivative[s] * o.scale * all_k[k(s) + h];
-            r.dk[k(s) + h] += dscore * derivative[s] * o.scale * all_q[q + h];
-            r.dk_sizes[k(s) + h] += size * derivative[s] * o.scale * std::abs(all_q[q + h]);
+            r.dq[q + h] += dscore * derivative[s] * scale * all_k[k(s) + h];
+            r.dk[k(s) + h] += dscore * derivative[s] * scale * all_q[q + h];
+            r.dk_sizes[k(s) + h] += size * derivative[s] * scale * std::abs(all_q[q + h]);
           }
         }
       }

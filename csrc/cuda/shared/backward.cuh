@@ -583,7 +583,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const int first_head = (splits_groups ? place.share : kv_head) * group, last_head = first_head + group - 1;
   const int warp = threadIdx.x / 32, lane = Lanes::of(threadIdx.x);
   const Unscales unscales = unscales_of(problem, batch, kv_head);
-  const float scale = static_cast<float>(problem.options.scale);
+  const float scale = scale_of(problem, batch);
   const float score_scale = scale * unscales.query * unscales.key;
   const float ds_factor = unscales.ds * probability_unit;
 
@@ -686,7 +686,7 @@ extern "C" __global__ void __launch_bounds__(32 * convert_warps)
   int row_tile = tile;
   const Part part = part_of(problem, batch, document_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
   const Unscales unscales = unscales_of(problem, batch, head / (problem.q_heads / problem.kv_heads));
-  const float scale = static_cast<float>(problem.options.scale) * unscales.key / unscales.ds;
+  const float scale = scale_of(problem, batch) * unscales.key / unscales.ds;
   const float* from = dq_fragment(problem, batch, head, tile, 0) + lane * dq_lane_step;
   Result* to = result_of(problem.dq, batch, head, part.q.first);
 #pragma unroll

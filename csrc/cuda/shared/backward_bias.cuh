@@ -127,7 +127,7 @@ struct BackwardBias {
 
     const Part part = part_of(problem, batch, 0);
     const Unscales unscales = unscales_of(problem, batch, kv_head());
-    const float scale = static_cast<float>(problem.options.scale) * unscales.query * unscales.key;
+    const float scale = scale_of(problem, batch) * unscales.query * unscales.key;
     const ScoreRows rows(problem, part, batch, head, scale);
     const float dp_factor = unscales.dout * unscales.value;
     const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length;

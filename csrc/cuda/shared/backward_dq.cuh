@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const int head = place.head, batch = place.batch, kv_head = place.kv_head, first_row = place.first_row;
   const int warp = threadIdx.x / 32, lane = Lanes::of(threadIdx.x);
   const Unscales unscales = unscales_of(problem, batch, kv_head);
-  const float scale = static_cast<float>(problem.options.scale);
+  const float scale = scale_of(problem, batch);
   const float score_scale = scale * unscales.query * unscales.key;
   const float ds_factor = unscales.ds * probability_unit;
 

@@ -445,7 +445,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const int lane = Lanes::of(threadIdx.x), warp_row = thread / 32 * 16;
   const int own[2] = {warp_row + lane / 4, warp_row + lane / 4 + 8};
   const Unscales unscales = unscales_of(problem, block.batch, block.kv_head);
-  const float scale = static_cast<float>(problem.options.scale) * unscales.query * unscales.key;
+  const float scale = scale_of(problem, block.batch) * unscales.query * unscales.key;
 
   TeamStorage& storage = shared.team[team];
   FewForward forward{

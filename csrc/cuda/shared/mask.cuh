@@ -6,8 +6,8 @@
 
 namespace jax_flash {
 
-constexpr bool bounded_right = option_causal || with_window_right;
-constexpr bool bounded_left = with_window_left;
+constexpr bool bounded_right = option_causal || with_window_right || has_window_bounds;
+constexpr bool bounded_left = with_window_left || has_window_bounds;
 constexpr bool in_segments = has_q_segment_ids;
 
 // Row t keeps keys s with t + low <= s <= t + high.
@@ -25,6 +25,15 @@ JAX_FLASH_DEVICE int clamped(i64 bound, const Problem& problem) {
 JAX_FLASH_DEVICE Band band_of(const Problem& problem, const Part& part) {
   if constexpr (!bounded_left && !bounded_right) return {0, 0};
   const i64 offset = has_q_offset ? problem.q_offset[part.index] : 0;
+  if constexpr (has_window_bounds) {
+    constexpr int unlimited = 0x7fffffff;
+    const int2 sides = reinterpret_cast<const int2*>(problem.window_bounds)[part.batch];
+    const int low = sides.x == unlimited ? -problem.q_length : clamped(offset - sides.x, problem);
+    const i64 right = option_causal ? at_most(sides.y, 0) : sides.y;
+    const int high = right == unlimited ? problem.kv_length : clamped(offset + right, problem);
+    // Sides that cross keep nothing: as above every row, so that ranges of tiles are empty ones.
+    return low <= high ? Band{low, high} : Band{-problem.q_length, -problem.q_length};
+  }
   i64 right = with_window_right ? problem.options.window_right : 0;
   if (option_causal) right = 0;
   return {bounded_left ? clamped(offset - problem.options.window_left, problem) : 0, clamped(offset + right, problem)};

@@ -85,6 +85,12 @@ JAX_FLASH_DEVICE Result* result_of(const Tensor& t, int batch, int head, int row
   return static_cast<Result*>(t.data) + batch * t.batch_stride + row * t.row_stride + head * t.head_stride;
 }
 
+// What multiplies the scores of a batch entry.
+JAX_FLASH_DEVICE float scale_of(const Problem& problem, int batch) {
+  if constexpr (has_traced_scale) return static_cast<const float*>(problem.traced_scale)[batch];
+  return static_cast<float>(problem.options.scale);
+}
+
 // What undoes the scales of arrays that stand for float32 ones, and the scale of dS; powers of two, of a key head.
 struct Unscales {
   float query, key, value, dout, ds;

@@ -331,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     take_registers<computing_registers>();
     const int group = warp / 4 - 1, lane = threadIdx.x % 32;
     const Unscales unscales = unscales_of(problem, place.batch, place.kv_head);
-    const float scale = static_cast<float>(problem.options.scale);
+    const float scale = scale_of(problem, place.batch);
     const float score_scale = scale * unscales.query * unscales.key;
     const float ds_factor = unscales.ds * probability_unit;
     BackwardDq backward{

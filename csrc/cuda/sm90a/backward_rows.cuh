@@ -147,7 +147,7 @@ template <int n>
 JAX_FLASH_DEVICE void store_dk(const Block& block, const FragmentC (&dk)[n], int first_key, int lane) {
   const Problem& problem = block.problem;
   const Unscales unscales = unscales_of(problem, block.place.batch, block.place.kv_head);
-  store_keys<head_dim>(block, problem.dk, dk, static_cast<float>(problem.options.scale) * unscales.query / unscales.ds,
+  store_keys<head_dim>(block, problem.dk, dk, scale_of(problem, block.place.batch) * unscales.query / unscales.ds,
                        first_key, 0, lane);
 }
 template <int n>
@@ -196,12 +196,12 @@ struct Weights {
         dropout(problem, part, block.first_head),
         scale_log2(score_scale(unscales) * kLog2e),
         dp_factor(unscales.dout * unscales.value * unscales.ds * probability_unit),
-        dq_factor(static_cast<float>(problem.options.scale) * unscales.key / unscales.ds) {
+        dq_factor(scale_of(problem, batch) * unscales.key / unscales.ds) {
     gradients.unscale = 1.f / unscales.ds;
     if constexpr (has_dbias || has_dalibi_slopes) gradients.clear();
   }
   __device__ __forceinline__ float score_scale(const Unscales& unscales) const {
-    return static_cast<float>(problem.options.scale) * unscales.query * unscales.key;
+    return scale_of(problem, batch) * unscales.query * unscales.key;
   }
 
   // What depends on the query head.

@@ -197,15 +197,15 @@ struct Scope {
 
   __device__ __forceinline__ Scope(const Problem& problem, const Item& item, int own_row)
       : item(item),
-        scale(scale_of(problem, item)),
+        scale(score_scale_of(problem, item)),
         scale_log2(scale_log2_of(scale)),
         row(item.place.first_row + own_row),
         rows(problem, item.place.part, item.place.batch, item.place.head, scale),
         sink(item.place.sink(problem)) {}
 
-  static __device__ __forceinline__ float scale_of(const Problem& problem, const Item& item) {
+  static __device__ __forceinline__ float score_scale_of(const Problem& problem, const Item& item) {
     const Unscales unscales = unscales_of(problem, item.place.batch, item.place.kv_head);
-    return static_cast<float>(problem.options.scale) * unscales.query * unscales.key;
+    return scale_of(problem, item.place.batch) * unscales.query * unscales.key;
   }
   static __device__ __forceinline__ float scale_log2_of(float scale) { return modifies_scores ? 1.f : scale * kLog2e; }
 };
