@@ -1,5 +1,6 @@
 """Exact attention for JAX as XLA custom calls: fast on GPUs and CPUs, differentiable through out and lse."""
 
+from jax_flash import checkpoint_policies
 from jax_flash._attention import attention, attention_varlen
 from jax_flash._drop_in import dot_product_attention
 from jax_flash._dropout import dropout_mask
@@ -14,6 +15,7 @@ __all__ = [
     "Precision",
     "attention",
     "attention_varlen",
+    "checkpoint_policies",
     "dot_product_attention",
     "dropout_mask",
     "explain",

@@ -189,6 +189,9 @@ def attention(
     """
     query, key, value = _checks.inputs(query=query, key=key, value=value)
     _checks.shapes(query, key, value)
+    if implementation != "reference":
+        for name, array in (("query", query), ("key", key), ("value", value)):
+            _checks.known_sizes(name, array, -3)
     leading, (q_length, q_heads), kv_length = query.shape[:-3], query.shape[-3:-1], key.shape[-3]
     arguments = _Arguments(
         causal,
@@ -360,6 +363,7 @@ def attention_varlen(
     for name, array in (("query", query), ("key", key), ("value", value)):
         if array.ndim != 3:
             raise ValueError(f"{name} must have rank 3, [tokens, heads, head_dim], got {array.shape}")
+        _checks.known_sizes(name, array, 0)
     _checks.heads(query, key, value)
     (tokens, q_heads), kv_tokens = query.shape[:2], key.shape[0]
     limits = (

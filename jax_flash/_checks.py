@@ -58,6 +58,15 @@ def shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
     heads(query, key, value)
 
 
+def known_sizes(name: str, array: jax.Array, first: int) -> None:
+    """Of the dimensions from ``first`` on; symbolic ones (jax.export) may stand before it."""
+    if any(not isinstance(size, int) for size in array.shape[first:]):
+        raise NotImplementedError(
+            f"{name} may have symbolic sizes in its batch dimensions alone (implementation='reference' takes any in "
+            f"attention()), got shape {array.shape}"
+        )
+
+
 def heads(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
     if key.shape[-1] != query.shape[-1]:
         raise ValueError(f"key must have the head_dim of query, {query.shape[-1]}, got {key.shape[-1]}")

@@ -6,7 +6,7 @@ Two places ask: the lowering of the primitives, which knows the platform, and `e
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import jax
@@ -202,12 +202,14 @@ class Explanation:
       obstacles: for every implementation that can't serve it, the reason.
       tuned: tile rows of ``bench tune --store`` for this GPU and head_dim: kernels of calls without options but
         ``causal`` and ``deterministic_backward`` have them in place of the table's.
+      split: where the query is split over devices, what of that the kernels keep and what is gathered.
     """
 
     implementation: str
     platform: str
     obstacles: dict[str, str]
     tuned: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"on {self.platform}, attention is served by {self.implementation!r}"]
@@ -219,6 +221,7 @@ class Explanation:
             else:
                 lines.append(f"  {name}: could, when asked for by name")
         lines += [f"  tuned: {row}" for row in self.tuned]
+        lines += [f"  split: {part}" for part in self.split]
         return "\n".join(lines)
 
 
@@ -238,7 +241,8 @@ def explain(
     ``jax.ShapeDtypeStruct``.
 
     Args:
-      query: as for `attention`, also a ``jax.ShapeDtypeStruct``; likewise ``key`` and ``value``.
+      query: as for `attention`, also a ``jax.ShapeDtypeStruct``; likewise ``key`` and ``value``. Its sharding, if it
+        has one, says over which devices the call is to be split.
       key: see ``query``.
       value: see ``query``.
       platform: "cpu", "cuda" (or "gpu", which means it), "rocm" or "tpu"; None means that of JAX's default device.
@@ -268,4 +272,14 @@ def explain(
     chosen = choose(implementation, platform, call)
     if chosen == "cuda" and _cuda_devices() and call.head_dim == call.value_head_dim:
         tuned = tuple(map(str, _tuned.in_use(_registration.cuda_status()["devices"], call.head_dim)))
-    return Explanation(chosen, platform, obstacles, tuned)
+    split = _split(query, key, options) if chosen in _PLATFORM else ()
+    return Explanation(chosen, platform, obstacles, tuned, split)
+
+
+def _split(query: Any, key: Any, options: Mapping[str, Any]) -> tuple[str, ...]:
+    sharding = getattr(query, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.mesh.size == 1 or query.ndim < 4:
+        return ()
+    from jax_flash._primitive import partitioning  # which asks this module, too
+
+    return partitioning.described(sharding, query.shape, key.shape[-2], dropout=bool(options.get("dropout_rate")))

@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 import jax
+import jax.export
 import jaxlib.version
 
 try:
@@ -28,10 +29,14 @@ from jax_flash import _private, _tuned, _warn  # only where there is a library
 FORWARD_TARGET = "jax_flash_forward"
 BACKWARD_TARGET = "jax_flash_backward"
 
-EXPORT_SAFE_TARGETS: tuple[str, ...] = (FORWARD_TARGET, BACKWARD_TARGET)
-"""Custom call targets of this package, for ``jax.export``: the calls are stable across versions of JAX.
+EXPORT_SAFE_TARGETS: tuple[jax.export.DisabledSafetyCheck, ...] = tuple(
+    map(jax.export.DisabledSafetyCheck.custom_call, (FORWARD_TARGET, BACKWARD_TARGET))
+)
+"""What lets ``jax.export`` take this package's custom calls, which are stable across versions of JAX:
 
-``jax.export.export(f, disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(t) for t in EXPORT_SAFE_TARGETS])``
+``jax.export.export(jax.jit(f), disabled_checks=jax_flash.EXPORT_SAFE_TARGETS)``
+
+Who loads an exported program imports jax_flash before, which registers the calls with XLA.
 """
 
 

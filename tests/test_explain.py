@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jax_flash
@@ -131,3 +132,28 @@ def test_computes_nothing() -> None:
     """Shapes far beyond any memory are fine."""
     huge = jax.ShapeDtypeStruct((64, 1 << 24, 128, 128), "bfloat16")
     assert jax_flash.explain(huge, huge, huge, platform="cpu").implementation == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "told"),
+    [
+        (("x",), {}, ("batch over 2 devices",)),
+        ((None, "y"), {}, ("rows of query over 2 devices, each with all keys",)),
+        ((None, None, ("x", "y")), {}, ("query heads over 4 devices, which share key heads",)),
+        (("x", "y"), {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, ("batch over 2 devices", "gathered")),
+        ((None, None, None, "x"), {}, ("head_dim is gathered",)),
+        ((("x", "y"),), {}, ("gathered: 2 do not divide evenly over 4",)),
+        ((), {}, ("every device computes all",)),
+    ],
+)
+def test_how_a_call_is_split(spec: tuple[Any, ...], options: dict[str, Any], told: tuple[str, ...]) -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), ("x", "y"))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    query = jax.ShapeDtypeStruct((2, 16, 8, 16), "float32", sharding=sharding)
+    key = jax.ShapeDtypeStruct((2, 16, 2, 16), "float32")
+    found = jax_flash.explain(query, key, key, platform="cpu", **options)
+    assert len(found.split) == len(told)
+    for part, words in zip(found.split, told, strict=True):
+        assert words in part
+        assert part in str(found)
+    assert jax_flash.explain(key, key, key, platform="cpu").split == ()

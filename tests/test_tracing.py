@@ -1,7 +1,12 @@
 """What the compiler sees: one trace, our custom calls, programs that can be exported, residuals that remat keeps."""
 
+import dataclasses
 import functools
+import os
+import pathlib
 import re
+import subprocess
+import sys
 from typing import Any
 
 import cases
@@ -13,6 +18,7 @@ import pytest
 from cases import Case, Target
 
 import jax_flash
+from jax_flash import EXPORT_SAFE_TARGETS, _explain
 
 FORWARD, BACKWARD = "jax_flash_forward", "jax_flash_backward"
 CASE = Case("tracing", 9, 12, q_heads=4, kv_heads=2, head_dim=8, causal=True, q_offset=(3, -2))
@@ -114,12 +120,7 @@ def test_head_dims_are_padded_to_eight_on_cuda(head_dim: int) -> None:
         assert widths == {-(-head_dim // 8) * 8}
 
 
-def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
-    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in jax_flash.EXPORT_SAFE_TARGETS]
-
-
-def test_export_targets_are_all_that_is_needed() -> None:
-    assert set(jax_flash.EXPORT_SAFE_TARGETS) == {FORWARD, BACKWARD}
+def test_export_needs_its_targets() -> None:
     problem = cases.problem(CASE, "float32")
     with pytest.raises(ValueError, match=FORWARD):
         jax.export.export(jax.jit(jax_flash.attention), platforms=("cpu",))(*problem.inputs)
@@ -129,7 +130,7 @@ def test_export_round_trip() -> None:
     """Serialised, read back and called: the same bits; and so is its gradient."""
     problem = cases.problem(CASE, "float32")
     attend = jax.jit(cases.call(cases.CPU, problem))
-    exported = jax.export.export(attend, platforms=("cpu",), disabled_checks=disabled_checks())(*problem.inputs)
+    exported = jax.export.export(attend, platforms=("cpu",), disabled_checks=EXPORT_SAFE_TARGETS)(*problem.inputs)
     restored = jax.export.deserialize(exported.serialize(vjp_order=1))
     got = cases.differentiate(restored.call, problem)
     problem.check("cpu", got)
@@ -141,7 +142,7 @@ def test_export_for_several_platforms() -> None:
     """One module for CPUs and GPUs; a CPU runs its own part of it."""
     problem = cases.problem(CASE, "bfloat16")
     attend = jax.jit(functools.partial(jax_flash.attention, return_lse=True, **problem.options))
-    exported = jax.export.export(attend, platforms=("cpu", "cuda"), disabled_checks=disabled_checks())
+    exported = jax.export.export(attend, platforms=("cpu", "cuda"), disabled_checks=EXPORT_SAFE_TARGETS)
     exported = exported(*problem.inputs)
     assert exported.platforms == ("cpu", "cuda")
     assert calls(exported.mlir_module(), FORWARD) == 2
@@ -149,14 +150,117 @@ def test_export_for_several_platforms() -> None:
     problem.check("cpu", cases.differentiate(restored.call, problem))
 
 
+def symbolic(problem: cases.Problem) -> list[jax.ShapeDtypeStruct]:
+    """The inputs with a symbolic first dimension."""
+    (size,) = jax.export.symbolic_shape("b")
+    return [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in problem.inputs]
+
+
+RUN_EXPORTED = """
+import pathlib, sys
+import jax, jax.export, numpy as np
+import jax_flash
+exported = jax.export.deserialize(pathlib.Path(sys.argv[1]).read_bytes())
+for batch in (1, 2, 5):
+    inputs = [np.load(sys.argv[2])[name][:batch] for name in ("query", "key", "value")]
+    results = jax.jit(exported.call)(*inputs)
+    np.savez(sys.argv[3] + str(batch), *map(np.asarray, results))
+"""
+
+
+@pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "cuda")], ids="-".join)
+def test_export_of_any_batch(tmp_path: pathlib.Path, platforms: tuple[str, ...]) -> None:
+    """Forward and backward of a symbolic batch, run by another process, which only imports jax_flash."""
+    problem = cases.problem(dataclasses.replace(CASE, name="any_batch", leading=(5,), q_offset=3), "float32")
+
+    def run(*inputs: Any) -> Any:
+        results, pullback = jax.vjp(functools.partial(jax_flash.attention, causal=True, q_offset=3), *inputs)
+        return results, *pullback(results)
+
+    exported = jax.export.export(jax.jit(run), platforms=platforms, disabled_checks=EXPORT_SAFE_TARGETS)
+    file, arrays = tmp_path / "exported", tmp_path / "inputs.npz"
+    file.write_bytes(exported(*symbolic(problem)).serialize())
+    np.savez(arrays, **dict(zip(("query", "key", "value"), problem.inputs, strict=True)))
+    subprocess.run(
+        [sys.executable, "-c", RUN_EXPORTED, file, arrays, tmp_path / "results"],
+        check=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    for batch in (1, 2, 5):
+        got = np.load(tmp_path / f"results{batch}.npz")
+        for name, want in zip(got.files, jax.jit(run)(*(x[:batch] for x in problem.inputs)), strict=True):
+            np.testing.assert_allclose(got[name], want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": ("b", 4, 9, 12)}, {"alibi_slopes": (4,)}, {"mask": (1, 1, 9, 12)}], ids=str
+)
+def test_export_of_any_batch_for_gpus(options: dict[str, Any], dtype: str) -> None:
+    """Lowered without a GPU; the kernels take the scratch that the module has for the batch that comes."""
+    problem = cases.problem(CASE, dtype)
+    query, key, value = symbolic(problem)
+    arrays = {
+        name: jax.ShapeDtypeStruct(
+            tuple(query.shape[0] if n == "b" else n for n in shape), bool if name == "mask" else "float32"
+        )
+        for name, shape in options.items()
+    }
+
+    def run(query: Any, key: Any, value: Any, arrays: Any) -> Any:
+        return jax.vjp(lambda *inputs: jax_flash.attention(*inputs, **arrays), query, key, value)[1](query)
+
+    exported = jax.export.export(jax.jit(run), platforms=("cuda",), disabled_checks=EXPORT_SAFE_TARGETS)
+    text = exported(query, key, value, arrays).mlir_module()
+    assert calls(text, BACKWARD) == 1
+
+
+def test_export_depends_on_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same module wherever it is made: with an H200, a V100 or no GPU."""
+    problem = cases.problem(CASE, "bfloat16")
+
+    def module() -> str:
+        run = jax.jit(jax.grad(lambda *x: jax_flash.attention(*x).astype("float32").sum(), (0, 1, 2)))
+        exported = jax.export.export(run, platforms=("cuda",), disabled_checks=EXPORT_SAFE_TARGETS)
+        return exported(*problem.inputs).mlir_module()
+
+    modules = {module()}
+    monkeypatch.setattr(_explain, "_cuda_devices", lambda: ("a GPU",))
+    monkeypatch.setattr(_explain, "_cuda_unavailable", lambda: None)
+    for old, separate in ((True, False), (False, True)):
+        monkeypatch.setattr(_explain, "has_old_gpu", lambda old=old: old)
+        monkeypatch.setattr(_explain, "separate_dq", lambda _, separate=separate: separate)
+        modules.add(module())
+    assert len(modules) == 1
+
+
+def test_symbolic_lengths_are_refused_by_name() -> None:
+    (length,) = jax.export.symbolic_shape("t")
+    query = jax.ShapeDtypeStruct((2, length, 4, 8), "float32")
+    key = jax.ShapeDtypeStruct((2, 12, 2, 8), "float32")
+    for implementation in (None, "cpu", "xla"):
+        run = jax.jit(functools.partial(jax_flash.attention, implementation=implementation))
+        with pytest.raises(NotImplementedError, match="query may have symbolic sizes in its batch"):
+            jax.export.export(run, platforms=("cpu",), disabled_checks=EXPORT_SAFE_TARGETS)(query, key, key)
+    run = jax.jit(functools.partial(jax_flash.attention, implementation="reference"))
+    assert jax.export.export(run, platforms=("cpu",))(query, key, key).out_avals[0].shape == query.shape
+
+
 @pytest.mark.parametrize(
     ("policy", "forwards"),
     [
-        (jax.checkpoint_policies.save_only_these_names("jax_flash_out", "jax_flash_lse"), 1),
+        (jax_flash.checkpoint_policies.save_attention, 1),
+        (jax.checkpoint_policies.save_only_these_names(*jax_flash.checkpoint_policies.NAMES), 1),
+        (
+            jax.checkpoint_policies.save_from_both_policies(
+                jax_flash.checkpoint_policies.save_attention, jax.checkpoint_policies.dots_saveable
+            ),
+            1,
+        ),
         (jax.checkpoint_policies.everything_saveable, 1),
         (jax.checkpoint_policies.nothing_saveable, 2),
     ],
-    ids=["out_and_lse", "everything", "nothing"],
+    ids=["save_attention", "names", "both", "everything", "nothing"],
 )
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
 def test_remat_keeps_what_it_is_told(target: Target, policy: Any, forwards: int) -> None:

@@ -94,7 +94,8 @@ def _custom_call(
         at = 3 + params.gradients.index("bias")
         results = list(results)
         results[at] = jax.ShapeDtypeStruct((batch, q_heads, *shapes[at][2:]), results[at].dtype)
-    if scratch := _scratch(pass_, platform, params, attributes, *args):
+    scratch = _scratch(pass_, platform, params, attributes, *args)
+    if type(scratch) is not int or scratch:
         wide = _dtypes.accumulation_dtype(args[0].dtype)
         results = (*results, jax.ShapeDtypeStruct((scratch,), wide))
     if pass_ == "backward" and platform == "cuda":
@@ -119,25 +120,31 @@ def _attributes(params: Params) -> dict[str, Any]:
     return attributes
 
 
-def _scratch(pass_: str, platform: str, params: Params, attributes: Mapping[str, Any], *args: jax.Array) -> int:
+def _scratch(pass_: str, platform: str, params: Params, attributes: Mapping[str, Any], *args: jax.Array) -> Any:
+    """Elements of scratch: an int, or where the batch is a symbolic size an expression of it."""
     query, key, value = args[:3]
-    batch, q_length, q_heads, head_dim = query.shape
+    batch: Any = query.shape[0]
+    _, q_length, q_heads, head_dim = query.shape
     _, operands, _ = params.split(pass_, args)
-    elements: int = _core.scratch(
-        pass_=pass_,
-        platform=platform,
-        dtype=query.dtype.name,
-        options={name: int(x) if isinstance(x, np.int32) else x for name, x in attributes.items()},
-        batch=batch,
-        q_length=q_length,
-        kv_length=key.shape[1],
-        q_heads=q_heads,
-        kv_heads=key.shape[2],
-        head_dim=head_dim,
-        value_head_dim=value.shape[3],
-        bias_shape=operands["bias"].shape if "bias" in operands else (),
-    )
-    return elements
+    of_batch: dict[str, Any] = {
+        "pass_": pass_,
+        "platform": platform,
+        "dtype": query.dtype.name,
+        "options": {name: int(x) if isinstance(x, np.int32) else x for name, x in attributes.items()},
+        "q_length": q_length,
+        "kv_length": key.shape[1],
+        "q_heads": q_heads,
+        "kv_heads": key.shape[2],
+        "head_dim": head_dim,
+        "value_head_dim": value.shape[3],
+        "bias_shape": operands["bias"].shape if "bias" in operands else (),
+    }
+    if isinstance(batch, int):
+        return _core.scratch(batch=batch, **of_batch)
+    if of_batch["bias_shape"] and not isinstance(of_batch["bias_shape"][0], int):
+        of_batch["bias_shape"] = (2, *of_batch["bias_shape"][1:])
+    each, more = _core.scratch_of_any_batch(**of_batch)
+    return each * batch + more if each else more
 
 
 def _aligned(

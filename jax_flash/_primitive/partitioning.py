@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jax_flash import _dtypes, _scores
-from jax_flash._options import UNLIMITED, Options
+from jax_flash._options import UNLIMITED
 from jax_flash._primitive import lowering
 from jax_flash._primitive.params import Params, in_order
 from jax_flash._private import Primitive, ShapedArray, custom_partitioning, mlir
@@ -69,16 +69,29 @@ def split_of(
     return Split(batch, rows, heads, kv_heads % _count(devices, heads) != 0), obstacles
 
 
-def rows_can_split(options: Options, packed: bool) -> bool:
-    """Dropout and packed sequences count rows from the first one of the array."""
-    return not options.dropout_rate and not packed
+def described(sharding: NamedSharding, shape: Sequence[int], kv_heads: int, *, dropout: bool) -> tuple[str, ...]:
+    """How attention() splits a query [..., T, N, H], in words."""
+    leading = len(shape) - 3
+    spec = tuple(sharding.spec) + (None,) * (len(shape) - len(sharding.spec))
+    # Leading dimensions become one: what splits any but the first of them is gathered.
+    of_query = (spec[0], *spec[leading:])
+    sizes = (math.prod(shape[:leading]), *shape[leading:])
+    split, obstacles = split_of(sharding.mesh.shape, of_query, sizes, kv_heads, rows_can_split=not dropout)
+    kept = []
+    for what, axes in (("batch", split.batch), ("rows of query", split.rows), ("query heads", split.heads)):
+        if (count := _count(sharding.mesh.shape, axes)) > 1:
+            with_keys = ", which share key heads" if what == "query heads" and split.shares_keys else ""
+            with_keys = ", each with all keys" if what == "rows of query" else with_keys
+            kept.append(f"{what} over {count} devices{with_keys}")
+    return (*kept, *obstacles) or ("not at all: every device computes all of it",)
 
 
 @functools.cache
 def partitioned(pass_: str, target: lowering.Target, params: Params) -> Callable[..., Any]:
     """The call, split over devices; the length of key and head dims are gathered."""
     argument_dims, result_dims = params.argument_dims(pass_), params.result_dims(pass_)
-    can_split_rows = rows_can_split(params.options, params.limits is not None)
+    # Dropout and packed sequences count rows from the first one of the array.
+    can_split_rows = not params.options.dropout_rate and params.limits is None
 
     @custom_partitioning
     def attend(*args: jax.Array) -> tuple[jax.Array, ...]:
