@@ -261,7 +261,7 @@ def _hint(name: str, shape: tuple[int, ...], scores: tuple[int, ...]) -> str:
 
 def _fitting(name: str, value: Any, shape: tuple[int, ...], hint: str = "") -> jax.Array:
     try:
-        fits = np.broadcast_shapes(value.shape, shape) == shape
+        fits = jnp.broadcast_shapes(value.shape, shape) == shape
     except ValueError:
         fits = False
     if not fits:
