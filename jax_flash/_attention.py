@@ -125,8 +125,8 @@ def attention(
     scale, softcap, bias and ALiBi, masks, softmax, dropout; docs/options.md has every formula. The algorithm is
     FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691, algorithms 1 and 2): tiles with an online softmax
     forward, recomputation from lse backward. Differentiable in query, key, value, bias, alibi_slopes, sinks and a scale
-    that is an array, through both results; for derivatives of higher order or in forward mode use
-    ``implementation="xla"``.
+    that is an array, through both results, to any order and in both modes: the kernels serve the first derivative in
+    reverse mode, plain JAX in O(T + S) memory the others.
 
     A row that keeps no key gives out = 0, lse = -inf (or its sink) and zero gradients.
 
@@ -175,8 +175,8 @@ def attention(
         ``--xla_gpu_exclude_nondeterministic_ops``. Other implementations are deterministic always.
       return_lse: also return lse.
       implementation: None picks the best one that serves the call where it runs (``jax_flash.explain`` says which);
-        or "cpu", "cuda" (the kernels of this package), "xla" (plain JAX in chunks, O(T + S) memory, any platform,
-        differentiable to any order) or "reference" (plain quadratic attention).
+        or "cpu", "cuda" (the kernels of this package), "xla" (plain JAX in chunks, O(T + S) memory, any platform) or
+        "reference" (plain quadratic attention).
 
     Returns:
       out ``[..., T, N, V]`` in the dtype of ``query``; with ``return_lse`` also lse ``[..., N, T]``, the natural

@@ -75,6 +75,43 @@ def test_linear(target: Target, options: Callable[[int], dict[str, Any]], backwa
     assert large <= 4.2 * small + 4096
 
 
+def second_order_bytes(target: Target, length: int, options: dict[str, Any], order: str) -> int:
+    """XLA's peak of temporary buffers of a Hessian-vector product by all inputs and trainable options."""
+    dtype = target.dtypes[0]
+    inputs = (shape(1, length, 2, 16, dtype=dtype),) * 3
+    arrays = {name: x for name, x in options.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    fixed = {name: x for name, x in options.items() if name not in arrays}
+    trainable = {name: x for name, x in arrays.items() if name in oracle.TRAINABLE}
+    others = {name: x for name, x in arrays.items() if name not in trainable}
+    attend = cases.call(target, cases.Problem(*[None] * 5, causal=True), **fixed)
+
+    def run(inputs: Any, trainable: Any, others: Any) -> Any:
+        def loss(at: Any) -> jax.Array:
+            out, lse = attend(*at[0], **at[1], **others)
+            return jnp.square(out).astype(lse.dtype).sum() + jnp.where(lse > -jnp.inf, lse, 0).sum()
+
+        def directional(at: Any) -> jax.Array:
+            return jax.jvp(loss, (at,), ((inputs, trainable),))[1]
+
+        at = inputs, trainable
+        if order == "forward_over_reverse":
+            return jax.jvp(jax.grad(loss), (at,), (at,))[1]
+        if order == "reverse_over_forward":
+            return jax.grad(directional)(at)
+        return jax.vjp(jax.grad(loss), at)[1](at)
+
+    return jax.jit(run).lower(inputs, trainable, others).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("order", ["forward_over_reverse", "reverse_over_forward", "reverse_over_reverse"])
+@pytest.mark.parametrize("options", [lambda length: {}, of_length], ids=["plain", "options"])
+@pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
+def test_second_order_is_linear(target: Target, options: Callable[[int], dict[str, Any]], order: str) -> None:
+    small, large = (second_order_bytes(target, length, options(length), order) for length in LENGTHS)
+    assert large < LENGTHS[1] ** 2
+    assert large <= 4.2 * small + 4096
+
+
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
 def test_kernels_need_little(target: Target, backward: bool) -> None:
