@@ -530,7 +530,8 @@ def test_an_installed_wheel_serves_prebuilt_kernels_before_nvrtc_is_needed(tmp_p
     package = tmp_path / "site-packages" / "jax_flash"
     package.mkdir(parents=True)
     sources = pathlib.Path(_doctor.__file__).parent
-    for path in [*sources.glob("*.py"), *sources.glob("*.typed"), pathlib.Path(_core.__file__)]:
+    subpackages = [path.parent for path in sources.glob("*/__init__.py")]
+    for path in [*sources.glob("*.py"), *sources.glob("*.typed"), *subpackages, pathlib.Path(_core.__file__)]:
         (package / path.name).symlink_to(path) if path.suffix != ".so" else shutil.copy(path, package)
     shutil.copytree(_registration._INSTALLED / "kernels", package / "kernels")
     build_few(package / "prebuilt", arch)

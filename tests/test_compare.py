@@ -243,7 +243,7 @@ def wheel(file: pathlib.Path, more: str = "") -> str:
     """The package as it is installed here, with more at the end of its ``__init__.py``."""
     package = pathlib.Path(jax_flash.__file__).parent
     with zipfile.ZipFile(file, "w") as archive:
-        for path in package.glob("*.py"):
+        for path in package.rglob("*.py"):
             text = path.read_text()
             archive.writestr(f"jax_flash/{path.name}", text + more if path.name == "__init__.py" else text)
         archive.write(_core.__file__, f"jax_flash/{pathlib.Path(_core.__file__).name}")
