@@ -32,6 +32,9 @@ THREAD = ("-fsanitize=thread",)
 EMULATED_TILES = f'-DJAX_FLASH_EMULATED_TILES="{SOURCE / "tiles.h"}"'
 """AMX's instructions as functions, for processors that have only the others of its instruction set."""
 
+EMULATED_PAIRS = f"-DJAX_FLASH_EMULATED_PAIRS={SOURCE / 'pairs.h'}"
+"""AVX512-BF16's instructions as functions, for processors that have AVX2."""
+
 
 def tool(name: str) -> str:
     """Beside this Python, where ``./run`` puts it, or on the path."""
@@ -88,16 +91,64 @@ def test_sanitizers(tmp_path: pathlib.Path, flags: Sequence[str]) -> None:
     """The source is one for all instruction sets: the plainest, those whose products take pairs, or tiles of them.
 
     What threads share is written by what all of them have in common, so pairs are left out there. -g1 would put lines
-    into reports, which have functions without it, for a fifth of the compiler's time.
+    into reports, which have functions without it, for a fifth of the compiler's time. Without AVX512-BF16 its
+    instructions are emulated, which AMX's are only beside them.
     """
-    isas = ["baseline"]
+    isas, settings = ["baseline"], []
     if X86 and has("avx512_bf16"):
         isas += ["amx_bf16"] if flags == THREAD else ["avx512_bf16", "amx_bf16"]
+    elif X86 and has("avx2") and flags == ADDRESS:
+        isas, settings = [*isas, "avx512_bf16"], [EMULATED_PAIRS]
     # Most problems are too short for copies of query and dout otherwise.
     copies = "-DJAX_FLASH_COPY_KEYS=60"
-    build(tmp_path, isas, ["-O1", *flags, EMULATED_TILES, copies], ["driver"])
+    build(tmp_path, isas, ["-O1", *flags, EMULATED_TILES, copies], ["driver"], *settings)
     for seed, isa in enumerate(isas):
         drive([tmp_path / "driver"], isa, 1000 * seed, 200)
+
+
+AVX512 = "avx512,avx2,baseline"
+PAIRS = f"avx512_bf16,{AVX512}"
+TILES = f"amx_bf16,{PAIRS}"
+CHOICES = {
+    # By name: CPUID's vendor, family and model, what may be used, and the sets for bfloat16 and for other dtypes.
+    "zen_3": ("AuthenticAMD", 0x19, 0x01, "avx2,baseline", "avx2", "avx2"),
+    "zen_4_server": ("AuthenticAMD", 0x19, 0x11, PAIRS, "avx512_bf16", "avx512"),
+    "zen_4_desktop": ("AuthenticAMD", 0x19, 0x61, PAIRS, "avx512_bf16", "avx512"),
+    "zen_5_server": ("AuthenticAMD", 0x1A, 0x02, PAIRS, "avx512_bf16", "avx512"),
+    "zen_5_desktop": ("AuthenticAMD", 0x1A, 0x44, PAIRS, "avx512_bf16", "avx512"),
+    "skylake": ("GenuineIntel", 6, 0x55, AVX512, "avx512", "avx512"),
+    "cooper_lake": ("GenuineIntel", 6, 0x55, PAIRS, "avx512", "avx512"),
+    "alder_lake": ("GenuineIntel", 6, 0x97, "avx2,baseline", "avx2", "avx2"),
+    "sapphire_rapids": ("GenuineIntel", 6, 0x8F, TILES, "amx_bf16", "avx512"),
+    "emerald_rapids": ("GenuineIntel", 6, 0xCF, TILES, "amx_bf16", "avx512"),
+    "emerald_rapids_without_tiles": ("GenuineIntel", 6, 0xCF, PAIRS, "avx512", "avx512"),
+    "granite_rapids": ("GenuineIntel", 6, 0xAD, TILES, "amx_bf16", "avx512"),
+    "a_later_intel": ("GenuineIntel", 6, 0xFE, TILES, "amx_bf16", "avx512"),
+    "a_later_intel_without_tiles": ("GenuineIntel", 6, 0xFE, PAIRS, "avx512", "avx512"),
+    "a_later_amd": ("AuthenticAMD", 0x1B, 0x02, PAIRS, "avx512", "avx512"),
+    "another_vendor": ("HygonGenuine", 0x19, 0x11, PAIRS, "avx512", "avx512"),
+    "arm": ("", 0, 0, "neon", "neon", "neon"),
+    "sse": ("GenuineIntel", 6, 0x1A, "baseline", "baseline", "baseline"),
+    # With a set that the user names at the end.
+    "named_pairs": ("GenuineIntel", 6, 0xCF, TILES, "avx512_bf16", "avx512", "avx512_bf16"),
+    "named_tiles": ("GenuineIntel", 6, 0xCF, TILES, "amx_bf16", "avx512", "amx_bf16"),
+    "named_floats": ("AuthenticAMD", 0x19, 0x11, PAIRS, "avx512", "avx512", "avx512"),
+    "named_avx2": ("AuthenticAMD", 0x19, 0x11, PAIRS, "avx2", "avx2", "avx2"),
+    "named_but_not_there": ("AuthenticAMD", 0x19, 0x11, PAIRS, "-", "-", "amx_bf16"),
+}
+
+
+def test_choice(tmp_path: pathlib.Path) -> None:
+    """Of an instruction set for a processor; and who this processor is, as Linux has it."""
+    build(tmp_path, ["baseline"], [], ["choice"])
+    for name, (vendor, family, model, usable, bf16, others, *wanted) in CHOICES.items():
+        chosen = run(tmp_path / "choice", vendor, family, model, usable, *wanted).split()
+        assert chosen == [bf16, others], name
+    if X86 and sys.platform == "linux":
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        facts = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
+        here = [facts[name] for name in ("vendor_id", "cpu family", "model")]
+        assert run(tmp_path / "choice").split() == here
 
 
 @pytest.mark.slow

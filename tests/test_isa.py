@@ -41,6 +41,23 @@ for q_length, kv_length, q_heads, kv_heads, head_dim, offset in (
             a, b = (np.where(np.isfinite(b), x, 0) for x in (a, b))
             error = np.abs(a - b).max() / max(np.abs(b).max(), 1e-3)
             assert error < 30 * float(jnp.finfo(dtype).eps), (isa, name, dtype, q_length, kv_length, head_dim, error)
+
+# The gradient of slopes: distances magnify what delta = rowsum(dout * out) is off by, and out is rounded to 16 bits.
+shapes = [(1, 300, 4, 40), *[(1, 330, 2, 40)] * 2]
+drawn = [random.standard_normal(shape) for shape in (*shapes, shapes[0])]
+slopes, sinks = np.float32([0.3, 0.05, 0.01, 0.002]), np.float32([0.5, -1, -np.inf, 2])
+for dtype in ("bfloat16",) if isa.endswith("_bf16") else ("float64", "float32", "bfloat16", "float16"):
+    *inputs, dout = (x.astype(jnp.dtype(dtype)) for x in drawn)
+    wide = np.float64 if dtype == "float64" else np.float32
+    dlse = random.standard_normal((1, 4, 300)).astype(wide)
+    options = dict(causal=True, q_offset=30, sinks=sinks.astype(wide))
+    attend = lambda slopes: jax_flash.attention(
+        *inputs, alibi_slopes=slopes, return_lse=True, implementation="cpu", **options
+    )
+    (got,) = jax.jit(lambda slopes: jax.vjp(attend, slopes)[1]((dout, dlse)))(slopes.astype(wide))
+    right = oracle.attention(*inputs, dout, dlse, alibi_slopes=slopes, **options)["dalibi_slopes"]
+    error = np.abs(got - right).max() / np.abs(right).max()
+    assert error < (1e-12 if dtype == "float64" else 2e-5), (isa, dtype, error, got, right)
 print(isa)
 """
 

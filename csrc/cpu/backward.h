@@ -262,11 +262,37 @@ class BackwardItem {
     int64_t at = ((chunk * p_.batch + batch_) * p_.q_heads + head) * p_.options.documents + document;
     return static_cast<T*>(p_.scratch)[plan_.dslopes + at];
   }
+  // Of row t of the batch entry: the sum of its dscores, and that of its weights times their distances.
+  struct SlopeSums {
+    T dscores, distances;
+  };
+  SlopeSums* slope_sums(int64_t chunk, int64_t head, int64_t t) const {
+    int64_t at = ((chunk * p_.batch + batch_) * p_.q_heads + head) * p_.q_length + t;
+    return reinterpret_cast<SlopeSums*>(static_cast<T*>(p_.scratch) + plan_.slope_sums) + at;
+  }
 
-  void reduce_slopes(int64_t head) const {
+  // delta is as wrong as out, which is rounded and may be made of rounded weights; distances multiply that, while
+  // what is right cancels: a relative error of 0.1 was seen. But a row's dscores add up to what is known, so they
+  // say how wrong its delta was.
+  void reduce_slopes(int64_t head) {
+    head_ = head;
+    double sink = static_cast<double>(options_.sink(batch_, head)) * kLog2E;
     for (int64_t index = 0; index < p_.options.documents; ++index) {
+      go_to_document(index);
       double sum = 0;
       for (int chunk = 0; chunk < plan_.chunks; ++chunk) sum += dslope(chunk, head, index);
+      for (int64_t t = document_.first_row; t < document_.first_row + document_.rows; ++t) {
+        double dscores = 0, distances = 0;
+        for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
+          SlopeSums sums = *slope_sums(chunk, head, t);
+          dscores += sums.dscores;
+          distances += sums.distances;
+        }
+        if (distances == 0) continue;
+        // The weights are 1 without the sink's. All of them times dweight - delta is dlse.
+        double of_sink = __builtin_exp2(sink - *row_lse(t)) * *delta(t);
+        sum += (*statistic(p_.dlse, t) + of_sink - dscores) * distances;
+      }
       static_cast<T*>(p_.dalibi_slopes)[(batch_ * p_.options.documents + index) * p_.q_heads + head] =
           static_cast<T>(-sum);
     }
@@ -276,7 +302,9 @@ class BackwardItem {
     std::memset(touched(), 0, sizeof(T) * plan_.row_blocks);
     if (p_.dalibi_slopes) {
       for (int member = 0; member < group(); ++member) {
-        std::memset(&dslope(chunk_, kv_head_ * group() + member, 0), 0, sizeof(T) * p_.options.documents);
+        int64_t head = kv_head_ * group() + member;
+        std::memset(&dslope(chunk_, head, 0), 0, sizeof(T) * p_.options.documents);
+        std::memset(slope_sums(chunk_, head, 0), 0, sizeof(SlopeSums) * p_.q_length);
       }
     }
     // Counted with padding: batch entries that share dbias must give the same keys to the same chunk.
@@ -1024,7 +1052,7 @@ class BackwardItem {
       if (options_.has_addend) row = options_.row(batch_, head_, t + i);
       T position = static_cast<T>(t + i + document_.offset - first_);
       Int<T> segment = compare_segments_ ? p_.q_segment_ids[batch_ * p_.q_length + t + i] : 0;
-      Vec<T> dslope_row = T(0), dbias_row = T(0);
+      Vec<T> dslope_row = T(0), dscore_row = T(0), distance_row = T(0), dbias_row = T(0);
       for (int lane = 0; lane < lanes; lane += W) {
         T* weights = weights_ + i * kKeys + lane;
         T* dscores = dscores_ + i * kKeys + lane;
@@ -1057,7 +1085,11 @@ class BackwardItem {
         stdx::where(weight == T(0), dscore) = T(0);
         store(weights, used);
         store<T>(dscores, dscore * derivative);
-        dslope_row += dscore * distance;
+        if (p_.dalibi_slopes) {
+          dslope_row += dscore * distance;
+          dscore_row += dscore;
+          distance_row += weight * distance;
+        }
         if (!sums_bias) continue;
         if (p_.bias_strides.column == 0) {
           dbias_row += dscore;
@@ -1067,7 +1099,12 @@ class BackwardItem {
           add_to_bias(t + i, lane, dscore);
         }
       }
-      if (p_.dalibi_slopes) dslope_sum += stdx::reduce(dslope_row);
+      if (p_.dalibi_slopes) {
+        dslope_sum += stdx::reduce(dslope_row);
+        SlopeSums& sums = *slope_sums(chunk_, head_, document_.first_row + t + i);
+        sums.dscores += stdx::reduce(dscore_row);
+        sums.distances += stdx::reduce(distance_row);
+      }
       if (sums_bias && p_.bias_strides.column == 0) *dbias_at(t + i, 0) += stdx::reduce(dbias_row);
     }
     std::memset(weights_ + rows * kKeys, 0, sizeof(T) * (round_up(rows, kTilePadding<E>) - rows) * kKeys);

@@ -19,17 +19,11 @@
 #include <unistd.h>
 #endif
 
+#include "choice.h"
 #include "isa.h"
 
 namespace jax_flash::cpu {
 namespace {
-
-struct Choice {
-  const Kernels* kernels;
-  bool supported;
-  bool bf16_only;     // other dtypes take the next choice
-  bool slow = false;  // chosen only when it is named
-};
 
 #if defined(JAX_FLASH_HAS_amx_bf16)
 // Linux gives the tile registers to a process that asks for them. It refuses where a thread's stack for signals has no
@@ -47,35 +41,37 @@ bool may_use_tiles() {
 }
 #endif
 
-// Best first, of those that the build has.
-std::vector<Choice> choices() {
-  std::vector<Choice> all;
+// Of the sets that the build has, those that the processor and the system let this process use; best first.
+std::vector<const Kernels*> usable_kernels() {
+  std::vector<const Kernels*> all;
 #if defined(__x86_64__)
   [[maybe_unused]] bool avx2 =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   [[maybe_unused]] bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#if defined(JAX_FLASH_EMULATED_PAIRS)
+  [[maybe_unused]] bool pairs = true;
+#else
+  [[maybe_unused]] bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
+#endif
 #endif
 #if defined(JAX_FLASH_HAS_amx_bf16)
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) all.push_back({&amx_bf16::kKernels, may_use_tiles(), true});
+  if (pairs && may_use_tiles()) all.push_back(&amx_bf16::kKernels);
 #endif
 #if defined(JAX_FLASH_HAS_avx512_bf16)
-  // Intel's cores make half as many products a cycle of pairs as of floats: 81 GFLOP/s forward against 136 with AVX-512
-  // (Emerald Rapids), where AMD's make twice as many.
-  bool slow = __builtin_cpu_is("intel");
-  all.push_back({&avx512_bf16::kKernels, avx512 && __builtin_cpu_supports("avx512bf16"), true, slow});
+  if (pairs) all.push_back(&avx512_bf16::kKernels);
 #endif
 #if defined(JAX_FLASH_HAS_avx512)
-  all.push_back({&avx512::kKernels, avx512, false});
+  if (avx512) all.push_back(&avx512::kKernels);
 #endif
 #if defined(JAX_FLASH_HAS_avx2)
-  all.push_back({&avx2::kKernels, avx2, false});
+  if (avx2) all.push_back(&avx2::kKernels);
 #endif
 #if defined(JAX_FLASH_HAS_neon)
-  all.push_back({&neon::kKernels, true, false});
+  all.push_back(&neon::kKernels);
 #endif
 #if defined(JAX_FLASH_HAS_baseline)
-  all.push_back({&baseline::kKernels, true, false});
+  all.push_back(&baseline::kKernels);
 #endif
   return all;
 }
@@ -86,28 +82,28 @@ struct Chosen {
   bool named;  // by the user
 };
 
-Chosen choose() {
-  const char* wanted = std::getenv("JAX_FLASH_CPU_ISA");
-  std::string supported;
-  Chosen chosen{};
-  for (const Choice& choice : choices()) {
-    if (!choice.supported) continue;
-    if (!chosen.bf16) {
-      supported += (supported.empty() ? "" : ", ") + std::string(choice.kernels->name);
-      if (wanted && *wanted ? std::strcmp(wanted, choice.kernels->name) != 0 : choice.slow) continue;
-      chosen.bf16 = choice.kernels;
-    }
-    if (choice.bf16_only) continue;
-    chosen.others = choice.kernels;
-    chosen.named = wanted && *wanted;
-    return chosen;
+Chosen choose_kernels() {
+  const char* variable = std::getenv("JAX_FLASH_CPU_ISA");
+  std::string wanted = variable ? variable : "", names;
+  std::vector<const Kernels*> usable = usable_kernels();
+  std::vector<std::string_view> sets;
+  for (const Kernels* kernels : usable) {
+    sets.emplace_back(kernels->name);
+    names += (names.empty() ? "" : ", ") + std::string(kernels->name);
   }
-  throw std::runtime_error("JAX_FLASH_CPU_ISA must name an instruction set that this processor has (" + supported +
-                           "), got " + wanted);
+  Choice choice = choose(this_processor(), sets, wanted);
+  if (choice.others.empty()) {
+    throw std::runtime_error("JAX_FLASH_CPU_ISA must name an instruction set that this processor has (" + names +
+                             "), got " + wanted);
+  }
+  auto named = [&](std::string_view name) {
+    return *std::find_if(usable.begin(), usable.end(), [&](const Kernels* kernels) { return kernels->name == name; });
+  };
+  return {named(choice.bf16), named(choice.others), !wanted.empty()};
 }
 
 const Chosen& chosen() {
-  static const Chosen chosen = choose();
+  static const Chosen chosen = choose_kernels();
   return chosen;
 }
 
@@ -324,7 +320,9 @@ BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads, int64
   plan.dout_copy = plan.q_copy + rows * plan.padded_head_dim + plan.prepare_items * p.q_heads * plan.record;
   plan.touched = plan.dout_copy + rows * (divide_up(p.value_head_dim, 16) * 16);
   plan.dslopes = plan.touched + parts * p.kv_heads * plan.row_blocks;
-  plan.delta = plan.dslopes + (p.options.has_dalibi_slopes ? parts * p.q_heads * p.options.documents : 0);
+  int64_t with_slopes = p.options.has_dalibi_slopes ? parts * p.q_heads : 0;
+  plan.slope_sums = plan.dslopes + with_slopes * p.options.documents;
+  plan.delta = plan.slope_sums + with_slopes * 2 * p.q_length;
   plan.row_lse = plan.delta + int64_t{p.batch} * p.q_heads * p.q_length;
   plan.scratch = plan.row_lse + int64_t{p.batch} * p.q_heads * p.q_length;
   return plan;

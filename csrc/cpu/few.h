@@ -128,27 +128,26 @@ void score_few(int keys, Rows<const K> k, Rows<const F> q, T scale, T* scores, p
 template <typename V>
 constexpr bool kPairsKeys = kPaired<Factor<V>>;
 
-#if defined(__AVX512BF16__)
+#if defined(JAX_FLASH_PAIRS)
 // Weights of a row become pairs in their place, with zeros behind the last one.
 inline void pair_row(int keys, float* s) {
   constexpr int W = kWidth<float>;
   for (int j = 0; j < keys; j += 2 * W) {
     Vec<float> second = j + W < keys ? load(s + j + W) : Vec<float>(0.0f);
-    auto pairs = _mm512_cvtne2ps_pbh(bits_as<__m512>(second), bits_as<__m512>(load(s + j)));
-    std::memcpy(s + j / 2, &pairs, sizeof(pairs));
+    store(reinterpret_cast<Pair*>(s) + j / 2, round_row(load(s + j), second));
   }
 }
 
-// A row of bfloat16 V and the next one, or zeros, as pairs of keys: every second 4 of 32 columns.
+// A row of bfloat16 V and the next one, or zeros, as pairs of keys: every second 4 of two vectors of columns.
 template <bool both>
 JAX_FLASH_INLINE void load_pairs(const BFloat16* row, ptrdiff_t stride, U32& first, U32& second) {
-  __m512i a, b = {};
+  U32 a, b = {};
   std::memcpy(&a, row, sizeof(a));
   if constexpr (both) std::memcpy(&b, row + stride, sizeof(b));
-  first = bits_as<U32>(_mm512_unpacklo_epi16(a, b));
-  second = bits_as<U32>(_mm512_unpackhi_epi16(a, b));
+  first = interleave_quarters<false>(a, b);
+  second = interleave_quarters<true>(a, b);
 }
-// 16 columns.
+// One vector of columns.
 template <bool both>
 JAX_FLASH_INLINE U32 load_pairs(const BFloat16* row, ptrdiff_t stride) {
   U16 a, b = {};
@@ -221,7 +220,7 @@ void add_values_few(int first, int keys, Rows<const V> v, const T* weights, ptrd
       }
     }
     if constexpr (kPairs) {
-#if defined(__AVX512BF16__)
+#if defined(JAX_FLASH_PAIRS)
       const V* row = v.data + h;
       const Pair* pairs = reinterpret_cast<const Pair*>(weights) + first / 2;
       auto step = [&](auto both) __attribute__((always_inline)) {

@@ -15,7 +15,7 @@ namespace {
 
 template <typename Body>
 auto with_element(DType dtype, Body body) {
-#if defined(__AVX512BF16__)
+#if defined(JAX_FLASH_PAIRS)
   static_cast<void>(dtype);
   return body(std::type_identity<BFloat16>{});
 #else

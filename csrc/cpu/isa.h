@@ -49,6 +49,7 @@ struct BackwardPlan {
   int64_t prepare_items;    // batch * parts of prepared_rows rows
   int64_t touched;          // where in the scratch it says which sums are there: [chunks][batch][kv_heads][row_blocks]
   int64_t dslopes;          // and [chunks][batch][q_heads][documents]; only with the gradient of the slopes
+  int64_t slope_sums;       // likewise: [chunks][batch][q_heads][q_length][2]
   int64_t scratch;          // elements in all
   int row_blocks;           // blocks of a head in backward_reduce; when packed a bound, as above
   int64_t reduce_items;     // batch * q_heads * row_blocks; 0 where the blocks of keys write dq themselves

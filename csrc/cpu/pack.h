@@ -112,7 +112,7 @@ void copy_rows(const E* from, ptrdiff_t stride, int rows, int columns, int padde
               sizeof(Compute<E>) * (padded_rows - rows) * static_cast<ptrdiff_t>(padded));
 }
 
-#if defined(__AVX512BF16__)
+#if defined(JAX_FLASH_PAIRS)
 // Pairs along the row, as they lie there; `padded` counts pairs.
 JAX_FLASH_INLINE void copy_row(const BFloat16* from, int columns, int padded, Pair* to) {
   std::memcpy(to, from, columns * sizeof(BFloat16));

@@ -13,6 +13,11 @@
 #include <arm_neon.h>
 #endif
 
+// Instructions that multiply pairs of bfloat16: the processor's, or for the tests functions in their place.
+#if defined(__AVX512BF16__) || defined(JAX_FLASH_EMULATED_PAIRS)
+#define JAX_FLASH_PAIRS
+#endif
+
 #define JAX_FLASH_INLINE inline __attribute__((always_inline))
 
 namespace jax_flash::cpu::JAX_FLASH_ISA {
@@ -217,7 +222,7 @@ JAX_FLASH_INLINE U32 load(const Pair* p) {
 }
 JAX_FLASH_INLINE void store(Pair* p, const U32& x) { std::memcpy(p, &x, sizeof(x)); }
 
-#if defined(__AVX512BF16__)
+#if defined(JAX_FLASH_PAIRS)
 template <typename E>
 using Factor = std::conditional_t<std::is_same_v<E, BFloat16>, Pair, Compute<E>>;
 #else
@@ -241,12 +246,11 @@ JAX_FLASH_INLINE stdx::simd<T, Abi> multiply_add(const stdx::simd<T, Abi>& a, co
   return a * b + c;
 }
 
-#if defined(__AVX512BF16__)
+#if defined(JAX_FLASH_EMULATED_PAIRS)
+#include JAX_FLASH_EMULATED_PAIRS
+#elif defined(__AVX512BF16__)
 JAX_FLASH_INLINE Vec<float> multiply_add(const U32& a, const U32& b, const Vec<float>& c) {
   return bits_as<Vec<float>>(_mm512_dpbf16_ps(bits_as<__m512>(c), bits_as<__m512bh>(a), bits_as<__m512bh>(b)));
-}
-JAX_FLASH_INLINE Vec<float> multiply_add(const U32& a, Pair b, const Vec<float>& c) {
-  return multiply_add(a, U32{} + b.bits, c);
 }
 
 // Lanes of a, rounded, then those of b: pairs along a row.
@@ -259,6 +263,18 @@ JAX_FLASH_INLINE U32 pair_up(const Vec<float>& a, const Vec<float>& b) {
   constexpr Native<uint16_t, 32> kPicks = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                            8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   return bits_as<U32>(__builtin_shuffle(rounded, kPicks));
+}
+
+// In each 16 bytes the first 4 elements of 16 bits of both side by side, or the last 4.
+template <bool last>
+JAX_FLASH_INLINE U32 interleave_quarters(const U32& a, const U32& b) {
+  if constexpr (last) return bits_as<U32>(_mm512_unpackhi_epi16(bits_as<__m512i>(a), bits_as<__m512i>(b)));
+  return bits_as<U32>(_mm512_unpacklo_epi16(bits_as<__m512i>(a), bits_as<__m512i>(b)));
+}
+#endif
+#if defined(JAX_FLASH_PAIRS)
+JAX_FLASH_INLINE Vec<float> multiply_add(const U32& a, Pair b, const Vec<float>& c) {
+  return multiply_add(a, U32{} + b.bits, c);
 }
 #endif
 

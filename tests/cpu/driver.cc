@@ -336,6 +336,9 @@ struct Right {
   std::vector<double> out, lse, delta, dq, dk, dv, dbias, dslopes;
   // Sums of the sizes of the terms of dk, dbias and dslopes: all of these terms but a few may cancel.
   std::vector<double> dk_sizes, dbias_sizes, dslopes_sizes;
+  // Of each row with slopes: which gradient it adds to, and what times dlse it subtracts from it.
+  std::vector<int64_t> slope_of_row;
+  std::vector<double> distances;
 };
 
 Right compute(const Case& c) {
@@ -353,6 +356,8 @@ Right compute(const Case& c) {
   r.dslopes.resize(c.dslopes.size());
   r.dbias_sizes.resize(c.dbias.size());
   r.dslopes_sizes.resize(c.dslopes.size());
+  r.slope_of_row.resize(c.dlse.size());
+  r.distances.resize(c.dlse.size());
   const std::vector<double> all_q = c.q.values(), all_k = c.k.values(), all_v = c.v.values(),
                             all_dout = c.dout.values();
   const std::vector<double> all_bias = c.bias.values();
@@ -447,6 +452,8 @@ Right compute(const Case& c) {
             double distance = std::abs(static_cast<double>(position - (s - first)));
             r.dslopes[head] -= dscore * distance;
             r.dslopes_sizes[head] += size * distance;
+            r.slope_of_row[statistic] = head;
+            r.distances[statistic] += w * distance;
           }
           for (int h = 0; h < p.head_dim; ++h) {
             r.dq[q + h] += dscore * derivative[s] * scale * all_k[k(s) + h];
@@ -482,8 +489,9 @@ double largest(const std::vector<double>& sizes) {
   return sizes.empty() ? 0 : *std::max_element(sizes.begin(), sizes.end());
 }
 
-// So that delta is that of the plain computation: the gradients of the forward's own output have its rounding too.
-void set_dlse(Case& c, const Right& right) {
+// So that delta is that of the plain computation: the gradients of the forward's own output have its rounding too. But
+// the gradients of slopes are not made of delta, so dlse adds to them.
+void set_dlse(Case& c, Right& right) {
   const Problem& p = c.p;
   for (int64_t row = 0; row < c.dlse.size(); ++row) {
     int64_t t = row % p.q_length, head = row / p.q_length % p.q_heads, batch = row / p.q_length / p.q_heads;
@@ -491,6 +499,7 @@ void set_dlse(Case& c, const Right& right) {
     double sum = 0;
     for (int h = 0; h < p.value_head_dim; ++h) sum += c.dout[at + h] * c.out[at + h];
     c.dlse.set(row, sum - right.delta[row]);
+    if (c.dslopes.size()) right.dslopes[right.slope_of_row[row]] -= c.dlse[row] * right.distances[row];
   }
 }
 

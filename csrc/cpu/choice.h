@@ -1,0 +1,104 @@
+// Which instruction sets serve a process: a pure function of the processor and of what may be used there.
+//
+// The choice for bfloat16 is a table of processors, not a measurement at run time: a process must compute what the
+// process before it did on the same machine, whatever else runs there.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace jax_flash::cpu {
+
+// As CPUID has it: the vendor's 12 letters, and family and model with their extensions. Empty and 0 elsewhere.
+struct Processor {
+  std::string vendor;
+  int family = 0, model = 0;
+};
+
+inline Processor this_processor() {
+  Processor processor;
+#if defined(__x86_64__)
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid(0, &eax, &ebx, &ecx, &edx)) return processor;
+  for (unsigned letters : {ebx, edx, ecx}) {
+    processor.vendor.append(reinterpret_cast<const char*>(&letters), sizeof(letters));
+  }
+  __get_cpuid(1, &eax, &ebx, &ecx, &edx);
+  processor.family = static_cast<int>(eax >> 8 & 15);
+  processor.model = static_cast<int>((eax >> 4 & 15) | (eax >> 12 & 0xf0));
+  if (processor.family == 15) processor.family += static_cast<int>(eax >> 20 & 255);
+#endif
+  return processor;
+}
+
+struct InstructionSet {
+  std::string_view name;
+  bool bf16_only;  // other dtypes take the next one
+};
+
+// Best first, but for what fast_pairs() says.
+constexpr std::array<InstructionSet, 6> kInstructionSets = {{{"amx_bf16", true},
+                                                             {"avx512_bf16", true},
+                                                             {"avx512", false},
+                                                             {"avx2", false},
+                                                             {"neon", false},
+                                                             {"baseline", false}}};
+
+// Whether AVX512-BF16, products of pairs, is faster than AVX-512, products of floats, for bfloat16. A processor in no
+// row is taken to be slow: where that is wrong bfloat16 has the rate of float32, the other way maybe half of that.
+inline bool fast_pairs(const Processor& processor) {
+  struct Row {
+    std::string_view vendor;
+    int family, first_model, last_model;
+    bool fast;
+  };
+  constexpr int kAny = 255;
+  // AMD's cores make twice as many products of pairs a second as of floats, Intel's half as many: calls by AVX512-BF16
+  // have 1.7 to 1.9 times the rate of AVX-512 (Zen 4), and 0.6 of it (Emerald Rapids). docs/performance.md
+  constexpr Row kRows[] = {
+      {"AuthenticAMD", 0x19, 0, kAny, true},   // Zen 4; Zen 3 does not have the instructions
+      {"AuthenticAMD", 0x1a, 0, kAny, true},   // Zen 5
+      {"GenuineIntel", 6, 0x8f, 0x8f, false},  // Sapphire Rapids
+      {"GenuineIntel", 6, 0xad, 0xae, false},  // Granite Rapids
+      {"GenuineIntel", 6, 0xcf, 0xcf, false},  // Emerald Rapids
+  };
+  for (const Row& row : kRows) {
+    if (row.vendor == processor.vendor && row.family == processor.family && row.first_model <= processor.model &&
+        processor.model <= row.last_model) {
+      return row.fast;
+    }
+  }
+  return false;
+}
+
+// Names of sets: for bfloat16, and for the other dtypes. Empty where there is none.
+struct Choice {
+  std::string_view bf16, others;
+};
+
+// The sets for a processor that may use those in `usable`: the best ones, or where `wanted` is not empty that one, and
+// for dtypes that it does not serve the best of those after it.
+inline Choice choose(const Processor& processor, const std::vector<std::string_view>& usable,
+                     std::string_view wanted = {}) {
+  Choice choice;
+  for (const InstructionSet& set : kInstructionSets) {
+    if (std::find(usable.begin(), usable.end(), set.name) == usable.end()) continue;
+    if (choice.bf16.empty()) {
+      if (!wanted.empty() ? set.name != wanted : set.name == "avx512_bf16" && !fast_pairs(processor)) continue;
+      choice.bf16 = set.name;
+    }
+    if (set.bf16_only) continue;
+    choice.others = set.name;
+    break;
+  }
+  return choice;
+}
+
+}  // namespace jax_flash::cpu

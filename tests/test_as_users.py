@@ -1,0 +1,29 @@
+"""tests/as_users.py, in processes that nothing of conftest.py reaches."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+TESTS = pathlib.Path(__file__).with_name("as_users.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("others", ["xla", "cpu"])
+def test_as_users_run(others: str) -> None:
+    """In two halves, for two workers: the tests of each implementation, and those of none twice."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "PYTEST_"))}
+    # By its own choice, JAX would take a GPU that is here.
+    command = [sys.executable, "-m", "pytest", "--noconftest", "-p", "no:xdist", "-p", "no:cacheprovider", "-q"]
+    done = subprocess.run(
+        [*command, "-k", f"not {others}", TESTS],
+        env=clean | {"JAX_PLATFORMS": "cpu"},
+        cwd=TESTS.parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-10000:] + done.stderr[-2000:]
