@@ -84,10 +84,11 @@ _BASE_2 = Step(
 _BARE = Step(
     "tiles that keep all their keys untested",
     (
-        Undo("shared/mask.cuh", "return {begin, end, bare_begin, bare_end};", "return {begin, end, begin, begin};"),
+        Undo("shared/mask.cuh", "range{starts_at_0 ? 0 : at_most(begin, end), end, bare_begin, bare_end};",
+             "range{at_most(begin, end), end, at_most(begin, end), at_most(begin, end)};"),
         Undo("shared/mask.cuh", "if (!bounded_left) range.bare_end = range.end;", ""),
     ),
-)
+)  # fmt: skip
 _ORDER = Step(
     "causal blocks longest first, by groups of heads",
     (Undo("shared/schedule.cuh", "if (option_causal) {", "if (false) {"),),

@@ -245,7 +245,8 @@ def wheel(file: pathlib.Path, more: str = "") -> str:
     with zipfile.ZipFile(file, "w") as archive:
         for path in package.rglob("*.py"):
             text = path.read_text()
-            archive.writestr(f"jax_flash/{path.name}", text + more if path.name == "__init__.py" else text)
+            changed = text + more if path == package / "__init__.py" else text
+            archive.writestr(f"jax_flash/{path.relative_to(package)}", changed)
         archive.write(_core.__file__, f"jax_flash/{pathlib.Path(_core.__file__).name}")
     return str(file)
 
