@@ -246,6 +246,8 @@ def test_mapped_over_a_split_axis(target: Target) -> None:
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_shard_map(target: Target, check_vma: bool, jitted: bool, kind: str) -> None:
     """Inside shard_map a call sees one device's part."""
+    if not jitted and target.implementation == "xla" and jax.__version_info__ < (0, 10):
+        pytest.skip("jax 0.9 evaluates no checkpoint inside a shard_map without jit")
     problem = cases.problem(GROUPED, target.dtypes[0])
     devices = mesh(target, (2, 1), ("x", "y")).devices
     grid = jax.sharding.Mesh(devices, ("x", "y"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)

@@ -60,7 +60,7 @@ def batch(
     merged_params = dataclasses.replace(
         params, operands=tuple((name, dims if name in stays else "b" + dims[1:]) for name, dims in params.operands)
     )
-    names = [None] * fixed + params.names + list(params.tangents if pass_ == "tangent" else ())
+    names = [None] * fixed + params.names + list(params.tangents)
     merged = primitive.bind(*map(merge, args, axes, names), params=merged_params)
     split = []
     for x, shape in zip(merged, results, strict=True):

@@ -40,7 +40,7 @@ class Params:
 
     def argument_dims(self, pass_: str) -> tuple[str, ...]:
         dims = INPUTS | dict(self.operands)
-        tangents = [dims[name] for name in self.tangents] if pass_ == "tangent" else []
+        tangents = (dims[name] for name in self.tangents)
         return (*ARGUMENTS[pass_].values(), *(dims for _, dims in self.operands), *tangents)
 
     def result_dims(self, pass_: str) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ class Params:
         return (
             dict(zip(ARGUMENTS[pass_], args[:fixed], strict=True)),
             dict(zip(self.names, args[fixed : fixed + count], strict=True)),
-            dict(zip(self.tangents, args[fixed + count :], strict=pass_ == "tangent")),
+            dict(zip(self.tangents, args[fixed + count :], strict=True)),
         )
 
 
