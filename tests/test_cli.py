@@ -506,6 +506,8 @@ def test_the_default_calls_of_an_old_gpu_are_prebuilt(monkeypatch, gpu):
     finally:
         for cache in caches:
             cache.cache_clear()
+    # Traced for its shapes, and for what one device runs.
+    asked = [call for call, _ in itertools.groupby(asked)]
     assert [pass_ for pass_, *_ in asked] == ["forward", "backward"] * 6
 
     def variant(pass_, dtype, record):
