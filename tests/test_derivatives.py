@@ -118,7 +118,7 @@ def test_values(target: Target, dtype: str, case: Case | PackedCase) -> None:
     for name, want in right.items():
         epsilon = cases.epsilon("lse" if name == "lse" else "out", problem.query.dtype)
         # In float64 there is no yardstick but what is right. Gradients of options are sums whose terms cancel.
-        few = 64 if dtype == "float64" else 8
+        few = {"float64": 64, "float32": 32}.get(dtype, 8)
         epsilons = epsilon * (512 if dtype not in cases.NARROW and name in problem.trainable else few)
         size, norm = np.abs(want).max(), np.linalg.norm(want)
 
@@ -223,7 +223,9 @@ def test_no_nan_in_second_derivatives(target: Target, order: str) -> None:
     @jax.jit
     def second(inputs: Any, trainable: Any) -> Any:
         if order == "forward_over_reverse":
-            return jax.jvp(gradients, (inputs, trainable), (inputs, trainable))
+            # NaN where padding has it; -inf in bias has no direction.
+            along = jax.tree.map(lambda x: jnp.where(jnp.isinf(x), 1, x), (inputs, trainable))
+            return jax.jvp(gradients, (inputs, trainable), along)
         first, pullback = jax.vjp(gradients, inputs, trainable)
         return pullback(jax.tree.map(jnp.ones_like, first))
 
