@@ -160,6 +160,19 @@ def test_integers_of_the_default_dtype(target: Target) -> None:
 
 
 @targets
+def test_integers_of_python_and_numpy(target: Target) -> None:
+    """Lists, and int64, which is NumPy's own: taken as int32 arrays are."""
+    want = attend(target, Q, K, V, kv_lengths=np.array([20, 13], np.int32))
+    for lengths in ([20, 13], np.array([20, 13])):
+        np.testing.assert_array_equal(attend(target, Q, K, V, kv_lengths=lengths), want)
+    packed = functools.partial(jax_flash.attention_varlen, Q[0], K[0], V[0], implementation=target.implementation)
+    of_int32 = np.array([0, 12, 20], np.int32)
+    np.testing.assert_array_equal(
+        packed(np.cumsum([0, 12, 8]), [0, 12, 20], 12, 12), packed(of_int32, of_int32, 12, 12)
+    )
+
+
+@targets
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

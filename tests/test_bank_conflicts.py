@@ -210,9 +210,9 @@ def page(kernels: list[dict[str, Any]]) -> str:
         "warp's instruction costs as many as it needs. Without conflicts that is 1 for accesses of 4 bytes a lane, 2",
         "for 8, and 4 for 16 and for ldmatrix, which serve half a warp, a quarter, and a matrix at a time.",
         "",
-        f"`tests/test_bank_conflicts.py` compiles {len(kernels)} kernels for the host: every family, pass and tile",
-        "row, head dims 16 to 256, float16 and float32 in two parts. It runs them for every thread of a block, writes",
-        "down each address, and counts. It also writes this page, and fails when the page is out of date.",
+        "`tests/test_bank_conflicts.py` compiles kernels for the host: every family, pass and tile row, head dims 16",
+        "to 256, float16 and float32 in two parts. It runs them for every thread of a block, writes down each address,",
+        "and counts. It also writes this page, and fails when its tables are out of date.",
         "",
         "The same run finds races: no two warps access a word between two barriers when one of them writes it.",
         "",
@@ -242,8 +242,11 @@ def page(kernels: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.slow
-def test_the_page_is_true(kernels: list[dict[str, Any]]) -> None:
-    assert PAGE.read_text() == page(kernels), f"python {pathlib.Path(__file__).relative_to(ROOT)} writes it anew"
+def test_the_tables_are_true(kernels: list[dict[str, Any]]) -> None:
+    stored, counted = (
+        [line for line in text.splitlines() if line.startswith("|")] for text in (PAGE.read_text(), page(kernels))
+    )
+    assert stored == counted, f"python {pathlib.Path(__file__).relative_to(ROOT)} writes the page anew"
 
 
 if __name__ == "__main__":
