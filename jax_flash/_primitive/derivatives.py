@@ -212,12 +212,8 @@ def _rows_gradient(operands: Mapping[str, jax.Array], lse: jax.Array, delta: jax
 
 def _without_padding(operands: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
     """[B, N, T] with 0 for rows that are padding, where cotangents may be anything."""
-    rows = jnp.arange(x.shape[-1], dtype=jnp.int32)
-    if "q_lengths" in operands:
-        x = jnp.where(rows < operands["q_lengths"][:, None, None], x, 0.0)
-    if "cu_q_lengths" in operands:
-        x = jnp.where(rows < operands["cu_q_lengths"][:, -1, None, None], x, 0.0)
-    return x
+    within = _scores.rows_within(operands, "q", x.shape[-1])
+    return x if within is None else jnp.where(within[:, None], x, 0.0)
 
 
 def _split_alike(gradient: jax.Array, aval: Any) -> jax.Array:
