@@ -64,9 +64,14 @@ def test_captured_and_replayed(family: str, head_dim: int, options: dict[str, An
         pytest.skip(f"compute capability {capability} does not run kernels of {family}")
     code = f"import json, test_cuda_graphs as t; print(json.dumps(t.replays({head_dim}, {options!r})))"
     environment = os.environ | {"JAX_FLASH_CUDA_FAMILY": family, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    environment["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), environment.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", code],
+        cwd=os.path.dirname(__file__),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

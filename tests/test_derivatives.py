@@ -140,7 +140,7 @@ def _transformations(attend: Attend) -> dict[str, Callable[..., Any]]:
 
     def loss(*inputs: jax.Array) -> jax.Array:
         out, lse = attend(*inputs)
-        return jnp.sin(out).sum() + (lse * jnp.cos(jnp.arange(lse.size).reshape(lse.shape))).sum()
+        return jnp.sin(out).sum() + (lse * jnp.cos(jnp.arange(lse.size, dtype=lse.dtype).reshape(lse.shape))).sum()
 
     gradient = jax.grad(loss, (0, 1, 2))
 
@@ -160,7 +160,7 @@ def _transformations(attend: Attend) -> dict[str, Callable[..., Any]]:
 
             return jax.jvp(first, (query,), (direction,))[1]
 
-        return jax.vmap(along)(jnp.eye(query.size).reshape(-1, *query.shape)[:5]).sum()
+        return jax.vmap(along)(jnp.eye(query.size, dtype=query.dtype).reshape(-1, *query.shape)[:5]).sum()
 
     return {
         "jvp": lambda *x: jax.jvp(loss, x, x)[1],
