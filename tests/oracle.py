@@ -262,6 +262,10 @@ def attention(
         of_rows = (np.abs(delta) * (p * distance).sum(axis=-1, keepdims=True)) ** 2
         shape = (*np.shape(alibi_slopes), 1, 1)
         results["squares"]["dalibi_slopes"] += reduced(of_rows, shape).reshape(shape[:-2])
+    if of_scale is not None:
+        # A scale reaches the kernels as a factor of q, so that its gradient is summed from dq, an element at a time.
+        of_elements = (q * ((slope_of_cap * ds) @ k)) ** 2
+        results["squares"]["dscale"] += reduced(of_elements, (*of_scale, 1, 1, 1)).reshape(of_scale)
     return results
 
 
