@@ -1,6 +1,6 @@
 // THE field list: every option of attention() once, with its type.
 //
-// The Python side passes the record by name (`Options` and `OPERANDS` in jax_flash/_options.py), the FFI handlers
+// The Python side passes the record by name (`Options` and `OPERANDS` in jax_flash/_call/options.py), the FFI handlers
 // decode it by name, and the CUDA side prints it as named constants into the kernel's source.
 //
 //   CONSTANT(type, name)         known when the call is traced; compiled into a CUDA kernel as `option_<name>`

@@ -2,11 +2,11 @@
 
 from jax_flash import checkpoint_policies
 from jax_flash._attention import attention, attention_varlen
-from jax_flash._drop_in import dot_product_attention
-from jax_flash._dropout import dropout_mask
+from jax_flash._call.options import Implementation, Precision
+from jax_flash._dot_product import dot_product_attention
 from jax_flash._explain import Explanation, explain
-from jax_flash._options import Implementation, Precision
-from jax_flash._registration import EXPORT_SAFE_TARGETS
+from jax_flash._implementations.dropout import dropout_mask
+from jax_flash._native.registration import EXPORT_SAFE_TARGETS
 
 __all__ = [
     "EXPORT_SAFE_TARGETS",

@@ -1,14 +1,16 @@
-"""The command line: ``python -m jax_flash doctor``, ``report``, ``bench`` and ``kernels build|list|model|clear``."""
+"""The command line: ``python -m jax_flash doctor``, ``report``, ``bench`` and ``kernels build|list|clear``."""
 
 import argparse
-import functools
-import math
 import os
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from jax_flash import __version__, _bench, _doctor, _kernels_cli, _model, _report
+from jax_flash import __version__
+from jax_flash._tools import doctor
+from jax_flash._tools import kernels as _kernels
+from jax_flash._tools import report as _report
+from jax_flash._tools.bench import grid
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,18 +20,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # By default JAX takes most of a GPU's memory when it starts, which fails where another job runs.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if args.command in ("doctor", "report"):
-        return 0 if (_doctor.examine() if args.command == "doctor" else _report.write(args.quick)) else 1
+        return 0 if (doctor.examine() if args.command == "doctor" else _report.write(args.quick)) else 1
     try:
         if args.command == "bench":
-            return 0 if _bench.run(args) else 1
+            return 0 if grid.run(args) else 1
         if args.action == "build":
-            _kernels_cli.build(args.arch, args.out)
-        elif args.action == "model":
-            _kernels_cli.model(args.arch, args.conflicts)
+            _kernels.build(args.arch, args.out)
         elif args.action == "clear":
-            _kernels_cli.clear()
+            _kernels.clear()
         else:
-            _kernels_cli.list_(args.arch)
+            _kernels.list_(args.arch)
     except (RuntimeError, ValueError, OSError) as error:
         print(f"jax_flash {args.command} {args.action}: {error}", file=sys.stderr)
         return 1
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("--quick", action="store_true", help="fewer cases: about a minute")
 
-    _bench.add_arguments(commands.add_parser("bench", help="measure its kernels, beside those of others"))
+    grid.add_arguments(commands.add_parser("bench", help="measure its kernels, beside those of others"))
 
     kernels = commands.add_parser("kernels", help="compile CUDA kernels ahead of time, or show what they use")
     actions = kernels.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -72,58 +72,29 @@ def _parser() -> argparse.ArgumentParser:
         help="show what the common variants use",
         description="Compiles the common variants into a temporary folder and shows what each of them uses.",
     )
-    model = actions.add_parser(
-        "model",
-        help="predict how fast they are, without a GPU",
-        description="Disassembles the main loops of the float16 kernels, counts what they ask of each unit, simulates "
-        "them, and shows the bound and the predicted speed on a GPU of that architecture; docs/model.md says how. "
-        "It needs nvdisasm: pip install jax_flash[model].",
-    )
-    model.add_argument(
-        "--conflicts",
-        type=_factor,
-        default=1.0,
-        metavar="X",
-        help="multiplies the wavefronts of loads from and stores to shared memory (default: 1, no bank conflicts)",
-    )
     actions.add_parser(
         "clear",
         help="empty the cache of compiled kernels",
         description="Removes the kernels that were compiled on first use from the cache (JAX_FLASH_CACHE_DIR). Kernels "
         "that were built ahead of time stay, and so does tuned.json.",
     )
-    modelled = {f"sm_{arch}": arch for arch in _model.CHIPS}
-    for action, arches, required in (
-        (build, _kernels_cli.ARCHES, True),
-        (listing, _kernels_cli.ARCHES, False),
-        (model, modelled, False),
-    ):
+    for action, required in ((build, True), (listing, False)):
         action.add_argument(
             "--arch",
             action="append",
             required=required,
-            type=functools.partial(_arch, arches),
+            type=_arch,
             metavar="ARCH",
-            help=f"{', '.join(arches)}; may be given several times"
+            help=f"{', '.join(_kernels.ARCHES)}; may be given several times"
             + ("" if required else " (default: every one of them)"),
         )
     return parser
 
 
-def _arch(arches: Mapping[str, int], text: str) -> int:
-    if text not in arches:
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(arches)}, got {text!r}")
-    return arches[text]
-
-
-def _factor(text: str) -> float:
-    try:
-        factor = float(text)
-    except ValueError:
-        factor = math.nan
-    if not 1 <= factor < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text!r}")
-    return factor
+def _arch(text: str) -> int:
+    if text not in _kernels.ARCHES:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(_kernels.ARCHES)}, got {text!r}")
+    return _kernels.ARCHES[text]
 
 
 if __name__ == "__main__":

@@ -8,22 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import (
-    _checks,
-    _chunked,
-    _dropout,
-    _dtypes,
-    _explain,
-    _private,
-    _reference,
-    _registration,
-    _scores,
-    _varlen,
-    _varying,
-)
-from jax_flash._options import OPERANDS, UNLIMITED, Implementation, Options, Precision
+from jax_flash._call import checks
+from jax_flash._call import dtypes as _dtypes
+from jax_flash._call.options import OPERANDS, UNLIMITED, Implementation, Options, Precision
+from jax_flash._implementations import choice, chunked, dropout, reference, scores, varlen, varying
+from jax_flash._native import private, registration
 
-if _private.MISSING is None:
+if private.MISSING is None:
     from jax_flash import _primitive
 
 ArrayLike = jax.typing.ArrayLike
@@ -187,11 +178,11 @@ def attention(
       ValueError: an argument has the wrong rank, shape or value, or ``implementation`` is unknown.
       NotImplementedError: the named ``implementation`` does not serve this call here.
     """
-    query, key, value = _checks.inputs(query=query, key=key, value=value)
-    _checks.shapes(query, key, value)
+    query, key, value = checks.inputs(query=query, key=key, value=value)
+    checks.shapes(query, key, value)
     if implementation != "reference":
         for name, array in (("query", query), ("key", key), ("value", value)):
-            _checks.known_sizes(name, array, -3)
+            checks.known_sizes(name, array, -3)
     leading, (q_length, q_heads), kv_length = query.shape[:-3], query.shape[-3:-1], key.shape[-3]
     arguments = _Arguments(
         causal,
@@ -207,7 +198,7 @@ def attention(
         deterministic_backward,
     )
     record = _record(arguments, query, leading, q_heads)
-    return_lse = _checks.boolean("return_lse", return_lse)
+    return_lse = checks.boolean("return_lse", return_lse)
 
     operands = record.operands
     wide = _dtypes.accumulation_dtype(query.dtype)
@@ -215,24 +206,24 @@ def attention(
     wide_bias = False
     if bias is not None:
         dtypes = [x for x in _dtypes.INPUTS if np.dtype(jnp.dtype(x)).itemsize <= wide.itemsize]
-        bias = _checks.scores("bias", bias, scores_shape, dtypes)
+        bias = checks.scores("bias", bias, scores_shape, dtypes)
         wide_bias = bias.dtype != query.dtype
         operands["bias"] = bias.astype(wide) if wide_bias else bias
     if mask is not None:
-        operands["mask"] = _checks.scores("mask", mask, scores_shape, ["bool"])
+        operands["mask"] = checks.scores("mask", mask, scores_shape, ["bool"])
     for name, other, ids, length in (
         ("q_segment_ids", "kv_segment_ids", q_segment_ids, q_length),
         ("kv_segment_ids", "q_segment_ids", kv_segment_ids, kv_length),
     ):
         if ids is not None:
-            operands[name] = _checks.integers(name, ids, (*leading, length)).reshape(-1, length)
+            operands[name] = checks.integers(name, ids, (*leading, length)).reshape(-1, length)
         elif (q_segment_ids is None) != (kv_segment_ids is None):
             raise ValueError(f"{name} must be given with {other}, got None")
     for name, lengths, limit in (("q_lengths", q_lengths, q_length), ("kv_lengths", kv_lengths, kv_length)):
         if lengths is not None:
-            operands[name] = _checks.lengths(name, lengths, leading, limit).reshape(-1)
+            operands[name] = checks.lengths(name, lengths, leading, limit).reshape(-1)
     options = record.options(wide_bias=wide_bias)
-    _explain.check_implementation(implementation, query, value, options)
+    choice.check_implementation(implementation, query, value, options)
 
     if 0 in query.shape or kv_length == 0:
         # Nothing to attend from or to: every row keeps no key.
@@ -244,7 +235,7 @@ def attention(
 
     for name in ("q_segment_ids", "kv_segment_ids"):
         if name in operands:
-            operands[name.replace("_ids", "_ranges")] = _scores.segment_ranges(operands[name])
+            operands[name.replace("_ids", "_ranges")] = scores.segment_ranges(operands[name])
     batch = math.prod(leading)
     query4, key4, value4 = (x.reshape(batch, *x.shape[-3:]) for x in (record.query, key, value))
     if record.scale is not None:
@@ -359,19 +350,19 @@ def attention_varlen(
     Raises:
       TypeError, ValueError, NotImplementedError: as `attention`.
     """
-    query, key, value = _checks.inputs(query=query, key=key, value=value)
+    query, key, value = checks.inputs(query=query, key=key, value=value)
     for name, array in (("query", query), ("key", key), ("value", value)):
         if array.ndim != 3:
             raise ValueError(f"{name} must have rank 3, [tokens, heads, head_dim], got {array.shape}")
-        _checks.known_sizes(name, array, 0)
-    _checks.heads(query, key, value)
+        checks.known_sizes(name, array, 0)
+    checks.heads(query, key, value)
     (tokens, q_heads), kv_tokens = query.shape[:2], key.shape[0]
     limits = (
-        tokens if max_q_length is None else _checks.length("max_q_length", max_q_length),
-        kv_tokens if max_kv_length is None else _checks.length("max_kv_length", max_kv_length),
+        tokens if max_q_length is None else checks.length("max_q_length", max_q_length),
+        kv_tokens if max_kv_length is None else checks.length("max_kv_length", max_kv_length),
     )
-    cu_q = _checks.cumulative("cu_q_lengths", cu_q_lengths, tokens, limits[0])
-    cu_kv = _checks.cumulative("cu_kv_lengths", cu_kv_lengths, kv_tokens, limits[1])
+    cu_q = checks.cumulative("cu_q_lengths", cu_q_lengths, tokens, limits[0])
+    cu_kv = checks.cumulative("cu_kv_lengths", cu_kv_lengths, kv_tokens, limits[1])
     if cu_q.shape != cu_kv.shape:
         raise ValueError(f"cu_kv_lengths must have the shape of cu_q_lengths, {cu_q.shape}, got {cu_kv.shape}")
     documents = cu_q.shape[0] - 1
@@ -391,9 +382,9 @@ def attention_varlen(
         deterministic_backward,
     )
     record = _record(arguments, query, (documents,), q_heads)
-    return_lse = _checks.boolean("return_lse", return_lse)
+    return_lse = checks.boolean("return_lse", return_lse)
     options = record.options(documents=documents)
-    _explain.check_implementation(implementation, query, value, options)
+    choice.check_implementation(implementation, query, value, options)
 
     if 0 in query.shape or kv_tokens == 0:
         out = jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype)
@@ -444,15 +435,15 @@ class _Record(NamedTuple):
 
 
 def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q_heads: int) -> _Record:
-    causal = _checks.boolean("causal", arguments.causal)
+    causal = checks.boolean("causal", arguments.causal)
     wide = _dtypes.accumulation_dtype(query.dtype)
-    left, right = _checks.window("window", arguments.window)
-    offset = _checks.q_offset(arguments.q_offset, leading)
-    scale = _checks.scale(arguments.scale, query.shape[-1], wide)
+    left, right = checks.window("window", arguments.window)
+    offset = checks.q_offset(arguments.q_offset, leading)
+    scale = checks.scale(arguments.scale, query.shape[-1], wide)
     deterministic = arguments.deterministic_backward
     if deterministic is not None:
-        deterministic = _checks.boolean("deterministic_backward", deterministic)
-    rate, dropout_key = _checks.dropout(arguments.dropout_rate, arguments.dropout_key, (*leading, q_heads))
+        deterministic = checks.boolean("deterministic_backward", deterministic)
+    rate, dropout_key = checks.dropout(arguments.dropout_rate, arguments.dropout_key, (*leading, q_heads))
     operands = {}
     if not (isinstance(left, int) and isinstance(right, int)):
         bounds = jnp.stack([jnp.asarray(left, jnp.int32), jnp.asarray(right, jnp.int32)])
@@ -460,24 +451,24 @@ def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q
         left = right = UNLIMITED
     fields = {
         "causal": causal,
-        "softcap": _checks.softcap(arguments.softcap),
+        "softcap": checks.softcap(arguments.softcap),
         "window_left": left,
         "window_right": UNLIMITED if causal else right,  # causal is the narrower
         "dropout_rate": rate,
-        "deterministic": _explain.deterministic_by_default() if deterministic is None else deterministic,
-        "highest_precision": _checks.highest_precision(arguments.precision, query.dtype),
+        "deterministic": choice.deterministic_by_default() if deterministic is None else deterministic,
+        "highest_precision": checks.highest_precision(arguments.precision, query.dtype),
     }
     in_window = left != UNLIMITED or fields["window_right"] != UNLIMITED or "window_bounds" in operands
     positions_matter = causal or in_window or arguments.alibi_slopes is not None
     if offset is not None and positions_matter:
         operands["q_offset"] = offset.reshape(-1, 1)
     if arguments.alibi_slopes is not None:
-        slopes = _checks.per_head("alibi_slopes", arguments.alibi_slopes, (*leading, q_heads), wide)
+        slopes = checks.per_head("alibi_slopes", arguments.alibi_slopes, (*leading, q_heads), wide)
         operands["alibi_slopes"] = slopes.reshape(-1, 1, q_heads)
     if arguments.sinks is not None:
-        operands["sinks"] = _checks.per_head("sinks", arguments.sinks, (*leading, q_heads), wide).reshape(-1, q_heads)
+        operands["sinks"] = checks.per_head("sinks", arguments.sinks, (*leading, q_heads), wide).reshape(-1, q_heads)
     if dropout_key is not None:
-        seeds = _dropout.seeds(dropout_key, leading, q_heads)
+        seeds = dropout.seeds(dropout_key, leading, q_heads)
         operands["dropout_seeds"] = seeds.reshape(-1, 1, q_heads, 2)
     if isinstance(scale, jax.Array):
         return _Record(query, scale, {**fields, "scale": 1.0}, operands)
@@ -498,7 +489,7 @@ def _with_positive_scale(
     # 1 also where the reciprocal would overflow, for which the query takes all of the scale.
     tiny = jnp.finfo(scale.dtype).tiny
     rest = jax.lax.stop_gradient(jnp.where(jnp.abs(scale) < tiny, 1, jnp.abs(scale)))
-    rows = _scores.rows_within(operands, "q", query.shape[1])
+    rows = scores.rows_within(operands, "q", query.shape[1])
     if rows is not None:  # of padding nothing reaches the gradient
         query = jnp.where(rows[:, :, None, None], query, 0)
     # By 1, -1 or 0, so that nothing is rounded. In the dtype of the scale, in which its gradient is summed.
@@ -526,14 +517,14 @@ def _run(
         operands = {
             name: jnp.broadcast_to(x, (*full, *x.shape[2:])) if name == "bias" else x for name, x in operands.items()
         }
-    query, key, value, operands = _varying.vary_alike((query, key, value, operands))
+    query, key, value, operands = varying.vary_alike((query, key, value, operands))
     # Where the library has no kernels to call, nobody has to ask a primitive, which may not be there.
-    implementation = static.implementation or ("xla" if _registration.UNAVAILABLE else None)
-    plain = {"reference": _reference.attention, "xla": _chunked.attention}.get(implementation or "")
+    implementation = static.implementation or ("xla" if registration.UNAVAILABLE else None)
+    plain = {"reference": reference.attention, "xla": chunked.attention}.get(implementation or "")
     if plain is None:
         return _primitive.forward(
             query, key, value, operands, options=options, implementation=static.implementation, limits=static.limits
         )
     if static.limits is not None:
-        return _varlen.attention(query, key, value, operands, options, *static.limits, plain)
+        return varlen.attention(query, key, value, operands, options, *static.limits, plain)
     return plain(query, key, value, operands, options)

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import _checks, _dtypes
 from jax_flash._attention import attention
-from jax_flash._drop_in import takeable_bias
+from jax_flash._call import checks, dtypes
+from jax_flash._dot_product import takeable_bias
 
 _Function = TypeVar("_Function", bound=Callable[..., jax.Array])
 
@@ -141,7 +141,7 @@ def attention_fn(
       NotImplementedError: Flax's own function would serve the call, but is not there or doesn't have one of
         ``options``; or the named ``implementation`` does not serve this call here.
     """
-    causal = _checks.boolean("causal", causal) | _checks.boolean("is_causal", is_causal)
+    causal = checks.boolean("causal", causal) | checks.boolean("is_causal", is_causal)
     for name, instead in (("dropout_key", "dropout_rng"), ("return_lse", "jax_flash.attention for lse")):
         if name in options:
             raise TypeError(f"{name} must not be given to Flax's hook: use {instead}")
@@ -169,7 +169,7 @@ def attention_fn(
             module=module,
             **of_linen,
         )
-    wide = _dtypes.accumulation_dtype(query.dtype)
+    wide = dtypes.accumulation_dtype(query.dtype)
     given: dict[str, Any] = {
         "bias": None if bias is None else takeable_bias(bias, query.dtype),
         "mask": None if mask is None else jnp.asarray(mask).astype(bool),
@@ -200,7 +200,7 @@ def _promoted(*arrays: jax.typing.ArrayLike, dtype: jax.typing.DTypeLike | None)
 
 def _not_ours(query: jax.Array, precision: Any, einsums: dict[str, Any]) -> str | None:
     """What about a call `attention` has no way to serve; None where there is nothing."""
-    if query.dtype.name not in _dtypes.INPUTS:
+    if query.dtype.name not in dtypes.INPUTS:
         return f"query of dtype {query.dtype.name}"
     for name, einsum in einsums.items():
         if einsum is not None:

@@ -16,7 +16,7 @@ import oracle
 import pytest
 
 import jax_flash
-from jax_flash import _core, _registration
+from jax_flash._native import _core, registration
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
@@ -888,7 +888,7 @@ EVERY_DTYPE = (
 @functools.cache
 def highest_precision_head_dim() -> int:
     """The largest head_dim of kernels with float32's accuracy on the GPUs here, whose shared memory bounds it."""
-    arches = [device["compute_capability"] for device in _registration.cuda_status()["devices"]]
+    arches = [device["compute_capability"] for device in registration.cuda_status()["devices"]]
     return min((_core.largest_head_dim(arch=arch, highest_precision=True) for arch in arches), default=256)
 
 

@@ -47,7 +47,8 @@ import numpy as np
 from drawing import Program, Shape, T
 from jaxlib.mlir import ir
 
-from jax_flash import _core, _explain, _registration
+from jax_flash._implementations import choice
+from jax_flash._native import _core, registration
 
 FAMILIES = ("sm90a", "sm80", "sm75", "sm70")
 ARCH = 90  # of the GPU, which runs the kernels of all families
@@ -97,7 +98,7 @@ def draw(family: str, number: int) -> Drawing:
     program = dataclasses.replace(program, options=tuple(sorted(options.items())))
     if options.get("precision") == "highest":
         few = False  # arrays in two parts have no such kernels
-        if max(program.head_dims) > (128 if family in _explain.FLOAT16_FAMILIES else 256):
+        if max(program.head_dims) > (128 if family in choice.FLOAT16_FAMILIES else 256):
             program = dataclasses.replace(program, head_dims=(64, 64))
     return Drawing(program, few)
 
@@ -183,7 +184,7 @@ class KernelCall:
             shares = dbias[2] > 1 and dbias[3] > 1 and (dbias[0] < batch or dbias[1] < heads)
         element = str(ir.RankedTensorType(op.operands[0].type).element_type)
         return cls(
-            forward=ir.StringAttr(op.attributes["call_target_name"]).value == _registration.FORWARD_TARGET,
+            forward=ir.StringAttr(op.attributes["call_target_name"]).value == registration.FORWARD_TARGET,
             dtype={"f16": "float16", "bf16": "bfloat16"}[element],
             head_dims=(shapes[0][3] // parts, shapes[2][3] // parts),
             options=options,
@@ -196,11 +197,11 @@ def pretended_gpu(family: str) -> Iterator[None]:
     """Within, calls are lowered as for a GPU that runs the kernels of ``family``. Of one family in a process: what JAX
     has traced it keeps."""
     gpu = {"name": "", "compute_capability": ARCH, "family": family}
-    status = {**_registration.cuda_status(), "driver_error": "", "devices": [gpu]}
-    cached = [x for x in vars(_explain).values() if hasattr(x, "cache_clear")]
+    status = {**registration.cuda_status(), "driver_error": "", "devices": [gpu]}
+    cached = [x for x in vars(choice).values() if hasattr(x, "cache_clear")]
     with (
-        mock.patch.object(_explain, "_cuda_devices", return_value=(gpu,)),
-        mock.patch.object(_registration, "cuda_status", return_value=status),
+        mock.patch.object(choice, "_cuda_devices", return_value=(gpu,)),
+        mock.patch.object(registration, "cuda_status", return_value=status),
         environment(JAX_FLASH_CUDA_FAMILY=family),
     ):
         for function in cached:

@@ -8,11 +8,14 @@ import jax
 import numpy as np
 import pytest
 
-from jax_flash import _bench, _bench_small, _peers, _race, _reference
 from jax_flash.__main__ import main
-from jax_flash._options import Options
+from jax_flash._call.options import Options
+from jax_flash._implementations import reference
+from jax_flash._tools.bench import grid, race
+from jax_flash._tools.bench import peers as _peers
+from jax_flash._tools.bench import small as _bench_small
 
-CELL = _race.Cell("float32", 16, 64, True, 1, 2)
+CELL = race.Cell("float32", 16, 64, True, 1, 2)
 
 
 @pytest.fixture(autouse=True)
@@ -38,17 +41,17 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         "narrow": _peers.Peer("serves nothing", lambda: refuses),
     }
     monkeypatch.setattr(_peers, "PEERS", peers)
-    monkeypatch.setattr(_bench, "device", lambda: jax.local_devices(backend="cpu")[0])
-    monkeypatch.setattr(_bench, "_family", lambda: "sm90a")
-    monkeypatch.setattr(_bench, "cells", lambda *_: [CELL])
+    monkeypatch.setattr(grid, "device", lambda: jax.local_devices(backend="cpu")[0])
+    monkeypatch.setattr(grid, "_family", lambda: "sm90a")
+    monkeypatch.setattr(grid, "cells", lambda *_: [CELL])
 
 
 def test_the_grid() -> None:
-    cells = _bench.cells()
+    cells = grid.cells()
     assert len(set(cells)) == 18
     assert {cell.batch * cell.length for cell in cells} == {16384}
     assert {cell.heads * cell.head_dim for cell in cells} == {2048}
-    assert {(c.head_dim, c.length) for c in _bench.cells([128], [4096])} == {(128, 4096)}
+    assert {(c.head_dim, c.length) for c in grid.cells([128], [4096])} == {(128, 4096)}
 
 
 def test_grid(small: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,17 +84,17 @@ def test_ours_that_fails_is_a_failure(
 
 
 def test_the_best_round_counts() -> None:
-    found = _race.Race({"a": [2.0, 1.0, 4.0], "b": [1.0]}, {"b": RuntimeError("fell out")})
-    assert _bench.rates_of(found, 3e12) == {"a": 3.0}
+    found = race.Race({"a": [2.0, 1.0, 4.0], "b": [1.0]}, {"b": RuntimeError("fell out")})
+    assert grid.rates_of(found, 3e12) == {"a": 3.0}
 
 
 def test_rounds_begin_with_another_one() -> None:
     order: list[str] = []
 
     def maker(name: str) -> Any:
-        return lambda: _race.Entry(lambda: order.append(name), lambda _: None)
+        return lambda: race.Entry(lambda: order.append(name), lambda _: None)
 
-    found = _race.race({"a": maker("a"), "b": maker("b")}, rounds=2, seconds=1e-9)
+    found = race.race({"a": maker("a"), "b": maker("b")}, rounds=2, seconds=1e-9)
     assert {name: len(some) for name, some in found.seconds.items()} == {"a": 2, "b": 2}
     assert order == ["a", "a", "b", "b", *"ab", *"ba"]
 
@@ -103,15 +106,15 @@ def test_exact_results(causal: bool) -> None:
     arrays = cell.draw()
 
     def attend(*inputs: Any) -> Any:
-        return _reference.attention(*inputs, {}, Options(causal=causal, scale=cell.head_dim**-0.5))[0]
+        return reference.attention(*inputs, {}, Options(causal=causal, scale=cell.head_dim**-0.5))[0]
 
     out, pullback = jax.vjp(attend, *arrays[:3])
-    for found, wanted in zip(_bench.exact_results(arrays, causal, rows=16), (out, *pullback(arrays[3])), strict=True):
+    for found, wanted in zip(grid.exact_results(arrays, causal, rows=16), (out, *pullback(arrays[3])), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
 
 
 def test_relative_error() -> None:
-    assert _bench.relative_error(np.array([3.0, 4.5]), np.array([3.0, 4.0])) == pytest.approx(0.1)
+    assert grid.relative_error(np.array([3.0, 4.5]), np.array([3.0, 4.0])) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.01])
@@ -122,7 +125,7 @@ def test_numerics(
     ours = _peers.attend
     monkeypatch.setattr(_peers, "attend_nn", lambda _, *args: ours(*args))
     monkeypatch.setattr(_peers, "attend", lambda *args: ours(*args) * (1 + noise))
-    monkeypatch.setattr(_bench, "cells", lambda *_: [dataclasses.replace(CELL, dtype="bfloat16")])
+    monkeypatch.setattr(grid, "cells", lambda *_: [dataclasses.replace(CELL, dtype="bfloat16")])
     assert main(["bench", "grid", "--numerics"]) == (1 if noise else 0)
     row = capsys.readouterr().out.splitlines()[-1].split()
     assert row[:3] == ["16", "causal", "64"]
@@ -131,7 +134,7 @@ def test_numerics(
 
 def test_memory(small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Plain attention keeps scores, ours does not; XLA's own attention refuses float16 on CPUs."""
-    monkeypatch.setattr(_bench, "MEMORY", ((1, 2, 16, 16), (1, 2, 512, 16)))
+    monkeypatch.setattr(grid, "MEMORY", ((1, 2, 16, 16), (1, 2, 512, 16)))
     monkeypatch.setattr(
         _peers, "attend_nn", lambda _, q, k, v, causal: _peers.attend(q, k, v, causal, implementation="reference")
     )
@@ -157,9 +160,9 @@ def test_small(small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         "plain": functools.partial(_peers.attend, implementation="reference"),
         "another": refuses,
     }
-    cell, short = _race.Cell("float32", 16, 32, True, 1, 2), _race.Cell("float32", 16, 64, False, 1, 4, 1, 2)
+    cell, short = race.Cell("float32", 16, 32, True, 1, 2), race.Cell("float32", 16, 64, False, 1, 4, 1, 2)
     monkeypatch.setattr(_bench_small, "IMPLEMENTATIONS", entrants)
-    monkeypatch.setattr(_race, "chain_length", lambda *_: 2)
+    monkeypatch.setattr(race, "chain_length", lambda *_: 2)
     monkeypatch.setattr(_bench_small, "SMALL", (cell,))
     monkeypatch.setattr(_bench_small, "SHORT", (short,))
     monkeypatch.setattr(_bench_small, "SHORT_WITH_GRADIENTS", (short,))
@@ -190,15 +193,15 @@ def test_chains() -> None:
         return query / 2 + key.sum() * value.sum() * 0.01
 
     expected = query
-    for _ in range(_race.chain_length(cell, "forward")):
+    for _ in range(race.chain_length(cell, "forward")):
         expected = attend(expected, key, value, False)
-    np.testing.assert_allclose(_race.chain(attend, cell, "forward")(query, key, value), expected)
+    np.testing.assert_allclose(race.chain(attend, cell, "forward")(query, key, value), expected)
 
     inputs = query, key, value
-    for _ in range(_race.chain_length(cell, "forward + backward")):
+    for _ in range(race.chain_length(cell, "forward + backward")):
         out, pullback = jax.vjp(lambda *x: attend(*x, False), *inputs)
         inputs = pullback(out)
-    found = _race.chain(attend, cell, "forward + backward")(query, key, value)
+    found = race.chain(attend, cell, "forward + backward")(query, key, value)
     for x, y in zip(found, inputs, strict=True):
         np.testing.assert_allclose(x, y)
 
@@ -218,7 +221,7 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str],
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.skipif(bool(_bench._doctor._devices("cuda")), reason="there is a GPU")
+@pytest.mark.skipif(bool(grid._doctor._devices("cuda")), reason="there is a GPU")
 def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "grid"]) == 1
     assert "jax_flash bench grid: JAX has no CUDA device here" in capsys.readouterr().err

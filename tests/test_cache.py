@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
-from jax_flash import __main__, _core, _doctor, _origins, _registration, _tuned
+from jax_flash import __main__
+from jax_flash._native import _core, origins, registration, tuned
+from jax_flash._tools import doctor
 
 pytestmark = pytest.mark.skipif(
-    not _registration.cuda_status()["nvrtc"], reason="no NVRTC here (the [test] extra installs it on Linux)"
+    not registration.cuda_status()["nvrtc"], reason="no NVRTC here (the [test] extra installs it on Linux)"
 )
 
 KERNEL = {
@@ -25,17 +27,17 @@ KERNEL = {
 
 WHOLE = f"""
 import jax_flash
-from jax_flash import _core
+from jax_flash._native import _core
 print(_core.fetch_kernel(**{KERNEL!r}))
 """
 
 
 def fetching(
-    sources: pathlib.Path = _registration.SOURCES, kernel: dict[str, Any] = KERNEL, prebuilt: tuple[str, ...] = ()
+    sources: pathlib.Path = registration.SOURCES, kernel: dict[str, Any] = KERNEL, prebuilt: tuple[str, ...] = ()
 ) -> str:
     """The same by the compiled library alone, told what the package tells it: without the import of JAX, which takes
     longer than the compiler."""
-    settings = {"prebuilt_dirs": list(prebuilt), "nvrtc_paths": _registration.nvrtc_paths()}
+    settings = {"prebuilt_dirs": list(prebuilt), "nvrtc_paths": registration.nvrtc_paths()}
     return f"""
 import importlib.util
 spec = importlib.util.spec_from_file_location("_core", {_core.__file__!r})
@@ -124,7 +126,7 @@ def test_folder_that_can_not_be_made(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("in the way")
     assert fetch(tmp_path / "file" / "cache") == "compiled"
     assert "cache_dir': ''" in fetch(
-        tmp_path / "file" / "cache", "from jax_flash import _registration; print(_registration.cuda_status())"
+        tmp_path / "file" / "cache", "from jax_flash._native import registration; print(registration.cuda_status())"
     )
 
 
@@ -172,7 +174,7 @@ def test_prebuilt_comes_first(tmp_path: pathlib.Path) -> None:
 def test_changed_source_is_another_kernel(tmp_path: pathlib.Path) -> None:
     """And an error of the compiler comes with its log and the variant's name."""
     changed = tmp_path / "kernels"
-    shutil.copytree(_registration.SOURCES, changed)
+    shutil.copytree(registration.SOURCES, changed)
     elsewhere = fetching(changed)
     cache = tmp_path / "cache"
     assert fetch(cache) == "compiled"
@@ -218,7 +220,7 @@ def test_long_names_of_prebuilt_kernels(tmp_path: pathlib.Path) -> None:
     (built,) = _core.build_kernels(arch=80, out_dir=str(folder), **few)
     assert len(built["name"]) + len("-0123456789abcdef.cubin") > 255, "else this shows nothing"
     assert entries(folder) == [pathlib.Path(built["path"])]
-    (found,) = _origins.prebuilt([str(folder)], [80])
+    (found,) = origins.prebuilt([str(folder)], [80])
     assert found.counts == found.usable == {80: 1}
     kernel = {**KERNEL, "options": EVERYTHING}
     assert fetch(tmp_path / "cache", fetching(kernel=kernel, prebuilt=(str(folder),))) == "prebuilt"
@@ -244,32 +246,33 @@ def test_folders_that_are_made_are_their_owners(tmp_path: pathlib.Path) -> None:
 
 def test_stored_rows_make_the_same_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path / "cache"))
-    _tuned.store([])
+    tuned.store([])
     assert mode(tmp_path / "cache") == 0o700
 
 
 def refused(folder: pathlib.Path, reason: str) -> None:
     """The folder is not used, a warning says so once, and so does doctor; unless the environment says it may be."""
     before = entries(folder), mode(folder)
-    (folder / _tuned.FILE).write_text("{}")
+    (folder / tuned.FILE).write_text("{}")
     said = start(folder, WHOLE.replace("import jax_flash", "import warnings; warnings.simplefilter('always')\n"
-                                       "import jax_flash, jax_flash._tuned\njax_flash._tuned.in_use([])"))  # fmt: skip
+                                       "import jax_flash, jax_flash._native.tuned\n"
+                                       "jax_flash._native.tuned.in_use([])"))  # fmt: skip
     out, err = said.communicate(timeout=120)
     assert out.strip() == "compiled", err
     assert err.count("UserWarning") == 1, err
     for part in (str(folder), reason, "JAX_FLASH_CACHE_SHARED=1"):
         assert part in err
-    (folder / _tuned.FILE).unlink()
+    (folder / tuned.FILE).unlink()
     assert (entries(folder), mode(folder)) == before
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_FLASH_CACHE_DIR", str(folder))
-        (row,) = (text for name, text in _doctor.gpu_versions(_doctor.machine()) if name == "kernel cache")
+        (row,) = (text for name, text in doctor.gpu_versions(doctor.machine()) if name == "kernel cache")
         assert row.startswith("not used")
         assert reason in row
         with pytest.raises(ValueError, match="not used"):
-            _tuned.load()
+            tuned.load()
         with pytest.raises(OSError, match="can't be stored"):
-            _tuned.store([])
+            tuned.store([])
         assert __main__.main(["kernels", "clear"]) == 1
     assert (entries(folder), mode(folder)) == before
 
@@ -386,10 +389,10 @@ def test_what_lies_where_a_file_is_to_be_is_not_written_to(tmp_path: pathlib.Pat
 
 def test_a_listing_that_breaks_off_is_an_error(tmp_path: pathlib.Path, faults: str) -> None:
     """A part of the device sources would be other kernels."""
-    listing = start(tmp_path, LD_PRELOAD=faults, FAULT_LISTING=str(_registration.SOURCES))
+    listing = start(tmp_path, LD_PRELOAD=faults, FAULT_LISTING=str(registration.SOURCES))
     _, error = listing.communicate(timeout=120)
     assert listing.returncode != 0
-    assert f"can't list the device sources in {_registration.SOURCES}" in error
+    assert f"can't list the device sources in {registration.SOURCES}" in error
     assert entries(tmp_path) == []
 
 
@@ -407,7 +410,7 @@ def old_entry(cache: pathlib.Path, key: str, kibibytes: int, days: float) -> pat
 
 def test_what_was_not_used_for_longest_goes(tmp_path: pathlib.Path) -> None:
     older, old, recent = (old_entry(tmp_path, key, 400, days) for key, days in (("a", 9), ("b", 5), ("c", 1)))
-    others = [tmp_path / name for name in (_tuned.FILE, "notes.cubin", "sm80-forward-sm_80-xyz.cubin")]
+    others = [tmp_path / name for name in (tuned.FILE, "notes.cubin", "sm80-forward-sm_80-xyz.cubin")]
     for other in others:
         other.write_bytes(bytes(1 << 20))
         os.utime(other, (0, 0))
@@ -474,7 +477,7 @@ def test_clear(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert not cache.exists()
     assert fetch(cache) == "compiled"
     old = old_entry(cache, "a", 1024, 3)
-    kept = [cache / name for name in (_tuned.FILE, "notes.cubin", "notes.tmp")]
+    kept = [cache / name for name in (tuned.FILE, "notes.cubin", "notes.tmp")]
     for path in kept:
         path.write_text("mine")
     old.with_name(f"{old.name}.1.7.tmp").write_text("unfinished")

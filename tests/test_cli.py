@@ -15,9 +15,15 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _accuracy, _core, _doctor, _dtypes, _explain, _kernels_cli, _origins, _primitive, _registration
+from jax_flash import _primitive
 from jax_flash.__main__ import main
+from jax_flash._call import dtypes
+from jax_flash._implementations import choice
+from jax_flash._native import _core, origins, registration
 from jax_flash._primitive import lowering
+from jax_flash._tools import accuracy
+from jax_flash._tools import doctor as _doctor
+from jax_flash._tools import kernels as _kernels_cli
 
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 ARCHES = "sm_70, sm_75, sm_80, sm_86, sm_89, sm_90, sm_90a"
@@ -47,15 +53,15 @@ RESULTS = {}
 @pytest.fixture(autouse=True)
 def remembered(monkeypatch):
     """A problem is compiled and run once for all tests, for each attention(): that is nearly all of their time."""
-    right = _accuracy.results
+    right = accuracy.results
 
     def results(problem, arrays, device, implementation):
-        key = _accuracy.attention, problem, arrays["query"].dtype, device, implementation
+        key = accuracy.attention, problem, arrays["query"].dtype, device, implementation
         if key not in RESULTS:
             RESULTS[key] = right(problem, arrays, device, implementation)
         return dict(RESULTS[key])
 
-    monkeypatch.setattr(_accuracy, "results", results)
+    monkeypatch.setattr(accuracy, "results", results)
 
 
 def doctor(monkeypatch, capsys):
@@ -69,7 +75,7 @@ def without_cuda(monkeypatch, **changes):
     """One CPU device, two dtypes, and a CUDA side in the state of NO_CUDA, with changes."""
     monkeypatch.setattr(_doctor, "_DTYPES", ("bfloat16", "float64"))
     status = NO_CUDA | changes
-    monkeypatch.setattr(_registration, "cuda_status", lambda: status)
+    monkeypatch.setattr(registration, "cuda_status", lambda: status)
     monkeypatch.setattr(_doctor, "_devices", lambda name: jax.local_devices(backend="cpu")[:1] if name == "cpu" else [])
 
 
@@ -99,9 +105,9 @@ def test_doctor_as_a_command():
     assert lines[-1].startswith("verdict: healthy, "), done.stdout + done.stderr
     assert done.returncode == 0
     served = next(line.split() for line in lines if line.startswith("  cpu  "))
-    assert served[1:] == ["cpu"] * len(_dtypes.INPUTS)
+    assert served[1:] == ["cpu"] * len(dtypes.INPUTS)
     checked = [line.split()[1] for line in lines if line.startswith("  cpu:0") and " ok, " in line]
-    assert checked == list(_dtypes.INPUTS)
+    assert checked == list(dtypes.INPUTS)
 
 
 def test_doctor_needs_neither_driver_nor_nvrtc(monkeypatch, capsys):
@@ -133,7 +139,7 @@ def test_doctor_tells_of_a_gpu_that_jax_does_not_see(monkeypatch, capsys):
 @pytest.mark.parametrize("which", ["out", "lse", "dquery", "dkey", "dvalue"])
 def test_doctor_finds_a_wrong_result(monkeypatch, capsys, which):
     without_cuda(monkeypatch)
-    right = _accuracy.results
+    right = accuracy.results
 
     def wrong(problem, arrays, device, implementation):
         results = right(problem, arrays, device, implementation)
@@ -142,7 +148,7 @@ def test_doctor_finds_a_wrong_result(monkeypatch, capsys, which):
             results[which] = results[which].at[(0,) * results[which].ndim].add(jnp.abs(results[which]).max() / 20)
         return results
 
-    monkeypatch.setattr(_accuracy, "results", wrong)
+    monkeypatch.setattr(accuracy, "results", wrong)
     code, lines = doctor(monkeypatch, capsys)
     assert lines[-1].startswith(
         f"verdict: unhealthy, 1 of 2 checks passed; cpu:0 bfloat16: wrong {which}: its error is "
@@ -152,13 +158,13 @@ def test_doctor_finds_a_wrong_result(monkeypatch, capsys, which):
 
 def test_doctor_finds_a_nan(monkeypatch, capsys):
     without_cuda(monkeypatch)
-    right = _accuracy.results
+    right = accuracy.results
 
     def wrong(problem, arrays, device, implementation):
         results = right(problem, arrays, device, implementation)
         return results | ({"dkey": results["dkey"] * jnp.nan} if implementation is None else {})
 
-    monkeypatch.setattr(_accuracy, "results", wrong)
+    monkeypatch.setattr(accuracy, "results", wrong)
     code, lines = doctor(monkeypatch, capsys)
     assert lines[-1].startswith(
         "verdict: unhealthy, 0 of 2 checks passed; cpu:0 bfloat16: wrong dkey: its error is nan"
@@ -172,7 +178,7 @@ def test_doctor_survives_a_call_that_fails(monkeypatch, capsys):
     def fail(*args, **kwargs):
         raise RuntimeError("the kernel is on fire\nand more")
 
-    monkeypatch.setattr(_accuracy, "attention", fail)
+    monkeypatch.setattr(accuracy, "attention", fail)
     code, lines = doctor(monkeypatch, capsys)
     assert lines[-1].startswith("verdict: unhealthy, 0 of 2 checks passed; ")
     assert "cpu:0 float64: RuntimeError: the kernel is on fire" in lines[-1]
@@ -204,8 +210,8 @@ def test_doctor_names_an_unusable_instruction_set(monkeypatch, capsys):
     ],
 )
 def test_doctor_says_how_calls_get_into_graphs(ffi, record, said, monkeypatch):
-    monkeypatch.setattr(_registration, "runtime_ffi_version", lambda *_: ffi)
-    monkeypatch.setattr(_registration, "runtime_record_version", lambda *_: record)
+    monkeypatch.setattr(registration, "runtime_ffi_version", lambda *_: ffi)
+    monkeypatch.setattr(registration, "runtime_record_version", lambda *_: record)
     assert ["CUDA graphs", said] in _doctor.versions([])
 
 
@@ -246,10 +252,10 @@ def faked(gpu, nvrtc=(), *, prebuilt=0, cudnn=None, seen=True, stale=False, **ch
                 id=0,
                 local_hardware_id=0,
                 device_kind=gpu["name"],
-                compute_capability=_origins.name(arch),
+                compute_capability=origins.name(arch),
             )
         ]
-    folder = _origins.Prebuilt(f"{VENV}/jax_flash/prebuilt", {arch: prebuilt}, frozenset([arch] if stale else []))
+    folder = origins.Prebuilt(f"{VENV}/jax_flash/prebuilt", {arch: prebuilt}, frozenset([arch] if stale else []))
     return _doctor.Machine(status, devices, [folder] if prebuilt else [], cudnn)
 
 
@@ -348,13 +354,13 @@ def test_the_verdict_on_a_v100(monkeypatch, capsys, nvrtc, prebuilt, verdict):
     cpu = jax.local_devices(backend="cpu")[0]
     monkeypatch.setattr(_doctor, "machine", lambda: machine)
     monkeypatch.setattr(_doctor, "_DTYPES", ("float16", "float64"))
-    measure, asked = _accuracy.measure, []
+    measure, asked = accuracy.measure, []
 
     def on_the_cpu(problem, device, judge):
         asked.append((device.platform, problem.head_dim, problem.q_offset))
         return measure(problem, cpu, cpu)
 
-    monkeypatch.setattr(_accuracy, "measure", on_the_cpu)
+    monkeypatch.setattr(accuracy, "measure", on_the_cpu)
     code, lines = doctor(monkeypatch, capsys)
     assert lines[-1].startswith(f"verdict: {verdict}")
     assert code == (0 if verdict.startswith("healthy") else 1)
@@ -375,16 +381,16 @@ def test_the_verdict_on_a_v100(monkeypatch, capsys, nvrtc, prebuilt, verdict):
     ],
 )
 def test_calls_are_served_by_xla_where_no_kernel_can_be_had(monkeypatch, gpu, nvrtc, arches, reason):
-    _explain._cuda_unavailable.cache_clear()
+    choice._cuda_unavailable.cache_clear()
     machine = faked(gpu, nvrtc)
-    monkeypatch.setattr(_explain, "_cuda_devices", lambda: machine.devices["cuda"])
-    monkeypatch.setattr(_registration, "cuda_status", lambda: machine.status)
-    folders = [_origins.Prebuilt("folder", dict.fromkeys(arches, 32), frozenset())]
-    monkeypatch.setattr(_origins, "prebuilt", lambda *_: folders)
+    monkeypatch.setattr(choice, "_cuda_devices", lambda: machine.devices["cuda"])
+    monkeypatch.setattr(registration, "cuda_status", lambda: machine.status)
+    folders = [origins.Prebuilt("folder", dict.fromkeys(arches, 32), frozenset())]
+    monkeypatch.setattr(origins, "prebuilt", lambda *_: folders)
     try:
-        found = _explain._cuda_unavailable()
+        found = choice._cuda_unavailable()
     finally:
-        _explain._cuda_unavailable.cache_clear()
+        choice._cuda_unavailable.cache_clear()
     assert (found is None) if reason is None else found.startswith(reason)
 
 
@@ -411,7 +417,7 @@ def needs(arch):
     """Skips where no family serves an architecture, or no NVRTC compiles for it."""
     if f"sm_{arch}" not in _kernels_cli.ARCHES:
         pytest.skip(f"no kernels for sm_{arch}")
-    if reason := _origins.uncompiled(arch, _registration.cuda_status()):
+    if reason := origins.uncompiled(arch, registration.cuda_status()):
         pytest.skip(reason)
 
 
@@ -444,22 +450,22 @@ def test_prebuilt_kernels_are_counted_and_stale_ones_known(monkeypatch, tmp_path
     count = build_few(folder, arch)
     assert count >= 2
     (folder / "sm60-forward-f16-d64-sm_60-0123456789abcdef.cubin").write_bytes(b"of a family that is gone")
-    configured = {"source_dir": str(_registration._INSTALLED / "kernels"), "nvrtc_paths": _registration.nvrtc_paths()}
+    configured = {"source_dir": str(registration._INSTALLED / "kernels"), "nvrtc_paths": registration.nvrtc_paths()}
     _core.configure_cuda(prebuilt_dirs=[str(folder)], **configured)
     try:
-        (found,) = _origins.prebuilt([str(folder)], [arch])
+        (found,) = origins.prebuilt([str(folder)], [arch])
         assert found.usable == {60: 1, arch: count}
         assert str(found) == f"1 for sm_60, {count} for sm_{arch} in {folder}"
         for path in folder.glob(f"*-sm_{arch}-*"):
             content = bytearray(path.read_bytes())
             content[100] ^= 1
             path.write_bytes(content)
-        (found,) = _origins.prebuilt([str(folder)], [arch, 60])
+        (found,) = origins.prebuilt([str(folder)], [arch, 60])
         assert found.usable == {}
         assert f"{count} for sm_{arch} of another version of jax_flash, which are not used in {folder}" in str(found)
     finally:
-        _core.configure_cuda(prebuilt_dirs=_registration.prebuilt_dirs(), **configured)
-    assert str(_origins.Prebuilt("folder", {}, frozenset())) == "none in folder"
+        _core.configure_cuda(prebuilt_dirs=registration.prebuilt_dirs(), **configured)
+    assert str(origins.Prebuilt("folder", {}, frozenset())) == "none in folder"
 
 
 @pytest.mark.parametrize("gpu", ["V100", "T4"])
@@ -468,8 +474,8 @@ def test_the_default_calls_of_an_old_gpu_are_prebuilt(monkeypatch, gpu):
     arch, head_dim = GPUS[gpu]["compute_capability"], 64
     needs(arch)
     machine = faked(gpu, [12])
-    monkeypatch.setattr(_explain, "_cuda_devices", lambda: machine.devices["cuda"])
-    monkeypatch.setattr(_registration, "cuda_status", lambda: machine.status)
+    monkeypatch.setattr(choice, "_cuda_devices", lambda: machine.devices["cuda"])
+    monkeypatch.setattr(registration, "cuda_status", lambda: machine.status)
     asked = []
     custom_call = lowering._custom_call
 
@@ -481,7 +487,7 @@ def test_the_default_calls_of_an_old_gpu_are_prebuilt(monkeypatch, gpu):
         return custom_call(pass_, platform, params, results, *args)
 
     monkeypatch.setattr(lowering, "_custom_call", note)
-    caches = (_explain._cuda_unavailable, _explain.has_old_gpu, _primitive.partitioning.partitioned)
+    caches = (choice._cuda_unavailable, choice.has_old_gpu, _primitive.partitioning.partitioned)
     for cache in caches:
         cache.cache_clear()
     try:
@@ -519,21 +525,19 @@ def test_an_installed_wheel_serves_prebuilt_kernels_before_nvrtc_is_needed(tmp_p
     """As ./run wheel packs them: below the package, beside the compiled library."""
     needs(arch)
     package = tmp_path / "site-packages" / "jax_flash"
-    package.mkdir(parents=True)
-    sources = pathlib.Path(_doctor.__file__).parent
-    subpackages = [path.parent for path in sources.glob("*/__init__.py")]
-    for path in [*sources.glob("*.py"), *sources.glob("*.typed"), *subpackages, pathlib.Path(_core.__file__)]:
-        (package / path.name).symlink_to(path) if path.suffix != ".so" else shutil.copy(path, package)
-    shutil.copytree(_registration._INSTALLED / "kernels", package / "kernels")
+    sources = pathlib.Path(jax_flash.__file__).parent
+    shutil.copytree(sources, package, ignore=shutil.ignore_patterns("_core*", "kernels", "__pycache__"))
+    shutil.copy(_core.__file__, package / "_native")
+    shutil.copytree(registration._INSTALLED / "kernels", package / "kernels")
     build_few(package / "prebuilt", arch)
     code = f"""
 import sys
 sys.meta_path = [x for x in sys.meta_path if isinstance(x, type)]  # without the finder of an editable install
-from jax_flash import _core, _registration
+from jax_flash._native import _core, registration
 _core.configure_cuda(
-    source_dir=str(_registration._INSTALLED / "kernels"), prebuilt_dirs=_registration.prebuilt_dirs(), nvrtc_paths=[]
+    source_dir=str(registration._INSTALLED / "kernels"), prebuilt_dirs=registration.prebuilt_dirs(), nvrtc_paths=[]
 )
-print(_registration.prebuilt_dirs())
+print(registration.prebuilt_dirs())
 for pass_ in ("forward", "backward"):
     print(_core.fetch_kernel(arch={arch}, pass_=pass_, dtype="float16", head_dim=64, value_head_dim=64,
                              options={{"causal": True, "deterministic": {arch < 80}}}))

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _bench, _compare, _compare_worker, _core
 from jax_flash.__main__ import main
-from jax_flash._compare import Measured, Ratio, Task, Verdict
-from jax_flash._race import Cell
+from jax_flash._native import _core
+from jax_flash._tools.bench import compare, compare_worker
+from jax_flash._tools.bench import grid as _bench
+from jax_flash._tools.bench.compare import Measured, Ratio, Task, Verdict
+from jax_flash._tools.bench.race import Cell
 
 CELL = Cell("float32", 32, 256, True, 1, 4)
 TASKS = [Task(CELL, "forward"), Task(CELL, "backward")]
@@ -35,11 +37,11 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_figures() -> None:
-    assert _compare.figures([[5.0, 2.0, 4.0, 3.0, 9.0], [1.0, 8.0]]) == [4.0, 2.0, 1.0, 8.0]
+    assert compare.figures([[5.0, 2.0, 4.0, 3.0, 9.0], [1.0, 8.0]]) == [4.0, 2.0, 1.0, 8.0]
 
 
 def test_against() -> None:
-    assert _compare.against([2.0, 2.5, 2.0, 2.2], [4.2, 4.2, 1.0, 9.0]) == Ratio(ratio=2.0, spread=1.25)
+    assert compare.against([2.0, 2.5, 2.0, 2.2], [4.2, 4.2, 1.0, 9.0]) == Ratio(ratio=2.0, spread=1.25)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_slower_is_outside_twice(sets: list[tuple[float, float]], suspect: bool,
 
 
 @pytest.fixture
-def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable[..., _compare.Result]:
+def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable[..., compare.Result]:
     """Runs the comparison on timings from a function of the set, the build, the cell's number, and a random generator.
 
     It returns the seconds by process and round.
@@ -74,21 +76,21 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable[..., _compare.Result]:
 
         yield [Fake()] * 2
 
-    def run(timings: Callable[..., np.ndarray], tasks: Sequence[Task] = TASKS, seed: int = 0) -> _compare.Result:
+    def run(timings: Callable[..., np.ndarray], tasks: Sequence[Task] = TASKS, seed: int = 0) -> compare.Result:
         draw, asked = np.random.default_rng(seed), []
 
         def measure(_: Any, some: Sequence[Task], *__: Any) -> dict[Task, Measured]:
             asked.append(list(some))
             return {
-                task: Measured({x: timings(len(asked), x, tasks.index(task), draw).tolist() for x in _compare.BUILDS})
+                task: Measured({x: timings(len(asked), x, tasks.index(task), draw).tolist() for x in compare.BUILDS})
                 for task in some
             }
 
-        monkeypatch.setattr(_compare, "_started", started)
-        monkeypatch.setattr(_compare, "measure", measure)
-        monkeypatch.setattr(_compare.Build, "unpacked", lambda *_: None)
+        monkeypatch.setattr(compare, "_started", started)
+        monkeypatch.setattr(compare, "measure", measure)
+        monkeypatch.setattr(compare.Build, "unpacked", lambda *_: None)
         wheels = [pathlib.Path("A.whl"), pathlib.Path("B.whl")]
-        result = _compare.compare(wheels, lambda _: tasks, environment={}, processes=3, seconds=1, say=lambda _: None)
+        result = compare.compare(wheels, lambda _: tasks, environment={}, processes=3, seconds=1, say=lambda _: None)
         assert asked[0] == list(tasks)
         assert [len(result.measured[task]) for task in tasks] == [sum(task in x for x in asked) for task in tasks]
         return result
@@ -108,7 +110,7 @@ def test_equal_builds_are_not_slower(made_up: Any, capsys: pytest.CaptureFixture
     once = 0
     for seed in range(20):
         result = made_up(lambda _, __, ___, draw: noisy(draw, 1), tasks, seed)
-        assert _compare.show(result, 0.02, 0.005)
+        assert compare.show(result, 0.02, 0.005)
         assert capsys.readouterr().out.endswith("\nB is not slower\n")
         once += sum(x.suspect for x in result.verdicts.values())
     assert 0 < once < 40
@@ -119,7 +121,7 @@ def test_a_slower_cell_is_found(made_up: Any, capsys: pytest.CaptureFixture[str]
         return noisy(draw, 1.05 if (build, number) == ("B", 1) else 1)
 
     result = made_up(timings)
-    assert not _compare.show(result, 0.02, math.inf)
+    assert not compare.show(result, 0.02, math.inf)
     text = capsys.readouterr().out
     assert text.endswith(f"B is slower by more than 2.0%: backward, {TASKS[1]}\n")
     row = next(line for line in text.splitlines() if line.startswith("backward"))
@@ -127,9 +129,9 @@ def test_a_slower_cell_is_found(made_up: Any, capsys: pytest.CaptureFixture[str]
     assert verdict == "slower"
     assert 0.99 < float(a) / 1000 < 1.02 < float(b) / 1000 < 1.07
     assert min(float(ratio), float(again)) > 1.04 > 1.02 > max(float(spread), float(spread_again))
-    assert _compare.show(result, 0.06, math.inf)  # a higher limit lets it pass
+    assert compare.show(result, 0.06, math.inf)  # a higher limit lets it pass
     # The other way round B is the faster one.
-    assert _compare.show(made_up(lambda n, x, i, draw: timings(n, "AB"[x == "A"], i, draw)), 0.02, 0.005)
+    assert compare.show(made_up(lambda n, x, i, draw: timings(n, "AB"[x == "A"], i, draw)), 0.02, 0.005)
 
 
 def test_slower_once_is_not_slower(made_up: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,13 +140,13 @@ def test_slower_once_is_not_slower(made_up: Any, capsys: pytest.CaptureFixture[s
 
     result = made_up(timings)
     assert result.verdicts[TASKS[0]].text == "once"
-    assert _compare.show(result, 0.02, 0.005)
+    assert compare.show(result, 0.02, 0.005)
 
 
 def test_what_a_loud_machine_hides(made_up: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """No verdict where A differs from itself by more; and that is said."""
     result = made_up(lambda _, x, __, draw: noisy(draw, 1.05 if x == "B" else 1, process=0.2))
-    assert _compare.show(result, 0.02, 0.005)
+    assert compare.show(result, 0.02, 0.005)
     assert "A differs from itself by more than 2.0% in 2 of 2 cells: too much to tell" in capsys.readouterr().out
 
 
@@ -154,9 +156,9 @@ def test_the_geometric_mean(made_up: Any, capsys: pytest.CaptureFixture[str]) ->
     result = made_up(lambda _, x, __, draw: noisy(draw, 1.01 if x == "B" else 1, process=0.01), tasks)
     assert result.mean.slower
     assert all(len(sets) == 2 for sets in result.measured.values())  # all once more
-    assert not _compare.show(result, 0.02, 0.005)
+    assert not compare.show(result, 0.02, 0.005)
     assert capsys.readouterr().out.endswith("B is slower by more than 0.5% in the geometric mean\n")
-    assert _compare.show(result, 0.02, 0.02)
+    assert compare.show(result, 0.02, 0.02)
 
 
 # The rounds
@@ -166,7 +168,7 @@ class FakeWorker:
     """Answers with seconds of a chain of calls, and keeps what it was asked."""
 
     def __init__(self, name: str, seconds: float, asked: list[tuple[str, int]]) -> None:
-        self.build = _compare.Build(name, pathlib.Path(), pathlib.Path())
+        self.build = compare.Build(name, pathlib.Path(), pathlib.Path())
         self._seconds, self._asked = seconds, asked
 
     def ask(self, question: dict[str, int]) -> dict[str, Any]:
@@ -176,21 +178,21 @@ class FakeWorker:
 
 def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round of single calls, then as many calls as 30 ms of the fastest have; each round begins with another."""
-    monkeypatch.setattr(_compare, "_PAUSE", 0)
+    monkeypatch.setattr(compare, "_PAUSE", 0)
     asked: list[tuple[str, int]] = []
     workers: Any = [FakeWorker("A", 0.012, asked), FakeWorker("B", 0.06, asked), FakeWorker("A", 0.012, asked)]
-    found = _compare._rounds(workers, Task(CELL, "forward", chained=True), end=-math.inf)
+    found = compare._rounds(workers, Task(CELL, "forward", chained=True), end=-math.inf)
     assert asked[:3] == [("A", 1), ("B", 1), ("A", 1)]
     assert asked[3:] == [(name, 3) for name in "ABABAAAABABA"]
     calls = 64
     assert found == Measured({"A": [[0.012 / calls] * 4] * 2, "B": [[0.06 / calls] * 4]})
 
     del asked[:]
-    _compare._rounds(workers, TASKS[0], end=math.inf)
-    assert len(asked) == 3 * (1 + _compare.MOST_ROUNDS)
+    compare._rounds(workers, TASKS[0], end=math.inf)
+    assert len(asked) == 3 * (1 + compare.MOST_ROUNDS)
 
     workers[1] = FakeWorker("B", 0.0, asked)
-    assert _compare._rounds(workers, TASKS[0], end=math.inf) == Measured(errors={"B": "out of memory"})
+    assert compare._rounds(workers, TASKS[0], end=math.inf) == Measured(errors={"B": "out of memory"})
 
 
 # The tasks
@@ -225,7 +227,7 @@ def test_worker() -> None:
             raise NotImplementedError("full attention\nis not served")
         return query * jnp.sum(key * value)
 
-    worker = _compare_worker.Worker(attention)
+    worker = compare_worker.Worker(attention)
     chained = {"cell": {**vars(CELL), "q_length": 8, "kv_heads": 2}, "pass_": "forward", "chained": True}
     assert worker.answer({"take": chained}) == {}
     assert shapes == [((1, 8, 4, 32), (1, 256, 2, 32), True)] * 64
@@ -247,7 +249,7 @@ def wheel(file: pathlib.Path, more: str = "") -> str:
             text = path.read_text()
             changed = text + more if path == package / "__init__.py" else text
             archive.writestr(f"jax_flash/{path.relative_to(package)}", changed)
-        archive.write(_core.__file__, f"jax_flash/{pathlib.Path(_core.__file__).name}")
+        archive.write(_core.__file__, f"jax_flash/_native/{pathlib.Path(_core.__file__).name}")
     return str(file)
 
 
@@ -291,7 +293,7 @@ def test_equal_wheels(compared: Any, capsys: pytest.CaptureFixture[str]) -> None
         assert Task(Cell(**cell["cell"]), cell["pass_"], cell["chained"]) == task
         assert not cell["beyond_limit"]
         for build in "AB":
-            assert [len(rounds) >= _compare.LEAST_ROUNDS for rounds in cell["seconds"][0][build]] == [True] * 2
+            assert [len(rounds) >= compare.LEAST_ROUNDS for rounds in cell["seconds"][0][build]] == [True] * 2
 
 
 @pytest.mark.slow
@@ -370,6 +372,6 @@ def test_an_editable_installation_does_not_come_first(tmp_path: pathlib.Path, mo
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     for name in [name for name in sys.modules if name.split(".")[0] == "jax_flash"]:
         monkeypatch.delitem(sys.modules, name)
-    assert _compare_worker.imported(str(tmp_path)).here
+    assert compare_worker.imported(str(tmp_path)).here
     assert editable not in sys.meta_path
     assert other in sys.meta_path

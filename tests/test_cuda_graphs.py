@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash import _core, _registration, attention
+from jax_flash import attention
+from jax_flash._native import _core, registration
 
 STEPS, ARRAYS = 24, 3
 
@@ -59,7 +60,7 @@ def replays(head_dim: int, options: dict[str, Any]) -> dict[str, Any]:
 )
 def test_captured_and_replayed(family: str, head_dim: int, options: dict[str, Any]) -> None:
     """In a process of its own, because the family is a process's."""
-    capability = _registration.cuda_status()["devices"][0]["compute_capability"]
+    capability = registration.cuda_status()["devices"][0]["compute_capability"]
     if (family == "sm90a" and capability != 90) or capability < 80:
         pytest.skip(f"compute capability {capability} does not run kernels of {family}")
     code = f"import json, test_cuda_graphs as t; print(json.dumps(t.replays({head_dim}, {options!r})))"
@@ -81,7 +82,7 @@ def test_captured_and_replayed(family: str, head_dim: int, options: dict[str, An
     # Forward and backward are two calls; a graph that is replayed launches none of them.
     assert all_ < 2 * STEPS, f"launched {all_} calls in {STEPS} steps of two: {launches.tolist()}"
     # Forward calls are XLA's own nodes where the jaxlib has an interface for them that the library knows.
-    known = _registration.records_kernels()
+    known = registration.records_kernels()
     assert (recorded > 0) == known, f"{recorded} of {captured} calls were recorded: {launches.tolist()}"
     assert found["worst"] < 0.01
 
@@ -122,7 +123,7 @@ def chains() -> dict[str, Any]:
 @pytest.mark.gpu
 def test_chains_of_recorded_calls() -> None:
     """A kernel that begins before those that it follows have ended waits for all of them: the same bits as alone."""
-    if (capability := _registration.cuda_status()["devices"][0]["compute_capability"]) < 80:
+    if (capability := registration.cuda_status()["devices"][0]["compute_capability"]) < 80:
         pytest.skip(f"compute capability {capability} has no bfloat16, which the chains are of")
     found = chains()
     assert found["worst"] == dict.fromkeys(("tiny", "cluster", "slices", "many"), 0.0)

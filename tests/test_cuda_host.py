@@ -22,15 +22,15 @@ from typing import Any
 import pytest
 import test_recording as recording
 
-from jax_flash import _core, _registration
-from jax_flash._options import OPERANDS, Options
+from jax_flash._call.options import OPERANDS, Options
+from jax_flash._native import _core, registration
 
 HERE = pathlib.Path(__file__).parent
 COMPILER = shutil.which("g++")
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="needs g++ on Linux"),
-    pytest.mark.skipif(not _registration.cuda_status()["nvrtc"], reason="no NVRTC here"),
+    pytest.mark.skipif(not registration.cuda_status()["nvrtc"], reason="no NVRTC here"),
 ]
 
 
@@ -475,7 +475,7 @@ def nvrtcs_that_fail() -> None:
     broken = json.loads(os.environ["BROKEN"])
 
     def nvrtc(paths: Sequence[str]) -> tuple[list[str], str]:
-        _core.configure_cuda(source_dir=str(_registration.SOURCES), prebuilt_dirs=[], nvrtc_paths=paths)
+        _core.configure_cuda(source_dir=str(registration.SOURCES), prebuilt_dirs=[], nvrtc_paths=paths)
         status = _core.cuda_status()
         return status["nvrtc"], status["nvrtc_error"]
 
@@ -485,13 +485,13 @@ def nvrtcs_that_fail() -> None:
         for path, function in broken.items():
             assert f"{path}: {function} failed: NVRTC_ERROR_FAKE" in error
     # Paths that come later are looked at as well.
-    (good, *_) = _registration.nvrtc_paths()
+    (good, *_) = registration.nvrtc_paths()
     found, error = nvrtc([*broken, good])
     assert any(good in entry for entry in found)
     assert error == ""
 
 
-@pytest.mark.skipif(not _registration.nvrtc_paths(), reason="needs NVRTC's wheel")
+@pytest.mark.skipif(not registration.nvrtc_paths(), reason="needs NVRTC's wheel")
 def test_nvrtcs_that_fail(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """A library whose functions fail is none."""
     broken = {}

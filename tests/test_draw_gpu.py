@@ -11,7 +11,7 @@ import pytest
 from draw_gpu import Drawing, Family, KernelCall, Worker
 from drawing import Program
 
-from jax_flash import _core, _registration
+from jax_flash._native import _core, registration
 
 
 def test_ranges_of_seeds_add_up() -> None:
@@ -39,7 +39,7 @@ SHARED_BIAS = (("bias", "nts"), ("deterministic", True), ("precision", "highest"
 PROGRAM = Program(False, "float32", (4, 2), (40, 24), (2,), True, SHARED_BIAS)
 
 
-@pytest.mark.skipif(not _registration.cuda_status()["nvrtc"], reason="no NVRTC here, which a GPU's kernels want")
+@pytest.mark.skipif(not registration.cuda_status()["nvrtc"], reason="no NVRTC here, which a GPU's kernels want")
 def test_calls_are_those_that_are_lowered() -> None:
     with draw_gpu.pretended_gpu("sm80"):
         forward, backward = draw_gpu.calls_of(Drawing(PROGRAM, few=False), (70, 90))

@@ -79,7 +79,7 @@ def drive(command: Sequence[object], isa: str, *arguments: object) -> None:
 
 
 def has(isa: str) -> bool:
-    code = "from jax_flash import _core; print(_core.cpu_isa())"
+    code = "from jax_flash._native import _core; print(_core.cpu_isa())"
     probe = subprocess.run([sys.executable, "-c", code], env={**os.environ, "JAX_FLASH_CPU_ISA": isa}, check=False,
                            capture_output=True)  # fmt: skip
     return probe.returncode == 0

@@ -11,7 +11,7 @@ import pytest
 from cases import Case, Target
 
 import jax_flash
-from jax_flash import _dropout
+from jax_flash._implementations import dropout
 
 # Philox 4x32 by number of rounds, of a counter and a key of zeros, of ones, and of the digits of pi: from the known
 # answers that come with Random123, the authors' own implementation.
@@ -30,7 +30,7 @@ KNOWN = [
 @pytest.mark.parametrize(("rounds", "inputs", "want"), KNOWN)
 def test_known_answers(rounds: int, inputs: tuple[tuple[int, ...], ...], want: tuple[int, ...]) -> None:
     counter, key = inputs
-    got = _dropout.philox(tuple(map(jnp.uint32, counter)), tuple(map(jnp.uint32, key)), rounds)
+    got = dropout.philox(tuple(map(jnp.uint32, counter)), tuple(map(jnp.uint32, key)), rounds)
     assert tuple(map(int, got)) == want
     assert tuple(map(int, oracle.philox(counter, key, rounds))) == want
 

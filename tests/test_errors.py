@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _core, _registration
+from jax_flash._native import _core, registration
 
 GOOD = {"query": (2, 5, 4, 8), "key": (2, 7, 2, 8), "value": (2, 7, 2, 8)}
 
@@ -478,14 +478,14 @@ def test_float64_without_x64() -> None:
 def test_what_cuda_does_not_serve(
     shape: int, value_head_dim: int, dtype: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jax_flash._explain._cuda_devices", lambda: ("a device",))
+    monkeypatch.setattr("jax_flash._implementations.choice._cuda_devices", lambda: ("a device",))
     arrays = [array((2, 5, 4, shape), dtype)] * 2 + [array((2, 5, 4, value_head_dim), dtype)]
     with pytest.raises(NotImplementedError, match=f"implementation='cuda'.*{text}"):
         jax.eval_shape(functools.partial(jax_flash.attention, implementation="cuda"), *arrays)
 
 
 def test_cuda_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jax_flash._explain._cuda_devices", lambda: ())
+    monkeypatch.setattr("jax_flash._implementations.choice._cuda_devices", lambda: ())
     arrays = [array(shape, jnp.float16) for shape in GOOD.values()]
     with pytest.raises(NotImplementedError, match=r"implementation='cuda'.*no CUDA device"):
         jax.eval_shape(functools.partial(jax_flash.attention, implementation="cuda"), *arrays)
@@ -508,12 +508,12 @@ def test_kernel_of_another_platform() -> None:
 def test_a_library_that_cannot_run_here(library: tuple[int, int], runtime: tuple[int, int]) -> None:
     text = rf"FFI API {library[0]}\.{library[1]}.*has {runtime[0]}\.{runtime[1]}"
     with pytest.raises(ImportError, match=text):
-        _registration.check_ffi_version(library, runtime)
+        registration.check_ffi_version(library, runtime)
 
 
 @pytest.mark.parametrize(("library", "runtime"), [((0, 3), (0, 3)), ((0, 3), (0, 5)), ((1, 0), (1, 7))])
 def test_a_library_that_can(library: tuple[int, int], runtime: tuple[int, int]) -> None:
-    _registration.check_ffi_version(library, runtime)
+    registration.check_ffi_version(library, runtime)
 
 
 def header(folder: pathlib.Path, text: str, name: str = "c_api.h") -> pathlib.Path:
@@ -525,22 +525,22 @@ def header(folder: pathlib.Path, text: str, name: str = "c_api.h") -> pathlib.Pa
 
 def test_version_of_the_running_jaxlib(tmp_path: pathlib.Path) -> None:
     folder = header(tmp_path, "#define XLA_FFI_API_MAJOR 2\n#define XLA_FFI_API_MINOR 17\n")
-    assert _registration.runtime_ffi_version(folder) == (2, 17)
-    assert _registration.runtime_ffi_version() >= _core.FFI_API_VERSION
+    assert registration.runtime_ffi_version(folder) == (2, 17)
+    assert registration.runtime_ffi_version() >= _core.FFI_API_VERSION
 
 
 def test_a_jaxlib_without_a_version(tmp_path: pathlib.Path) -> None:
     folder = header(tmp_path, "#define XLA_FFI_API_MAJOR 2\n")
     with pytest.raises(ValueError, match=r"c_api.h does not state the version of jaxlib"):
-        _registration.runtime_ffi_version(folder)
+        registration.runtime_ffi_version(folder)
 
 
 def test_nothing_is_registered_before_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     registered = []
     monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda name, *_, **__: registered.append(name))
-    monkeypatch.setattr(_registration, "runtime_ffi_version", lambda: (0, 0))
+    monkeypatch.setattr(registration, "runtime_ffi_version", lambda: (0, 0))
     with pytest.raises(ImportError, match="newer jaxlib"):
-        _registration._register()
+        registration._register()
     assert not registered
 
 

@@ -7,7 +7,7 @@ import jax
 import pytest
 from cases import Target
 
-from jax_flash import _core
+from jax_flash._native import _core
 
 
 def plan(q_length: int, kv_length: int, q_heads: int = 8, kv_heads: int = 8, batch: int = 1, **options: Any) -> Any:

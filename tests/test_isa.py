@@ -12,7 +12,7 @@ import jax
 jax.config.update("jax_enable_x64", True)
 import jax.numpy as jnp, numpy as np, oracle
 import jax_flash
-from jax_flash import _core
+from jax_flash._native import _core
 
 isa = _core.cpu_isa()
 random = np.random.default_rng(0)
@@ -75,7 +75,7 @@ def run(isa: str, code: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.parametrize("isa", ["amx_bf16", "avx512_bf16", "avx512", "avx2", "neon", "baseline"])
 def test_forced(isa: str) -> None:
-    probe = run(isa, "from jax_flash import _core; print(_core.cpu_isa())")
+    probe = run(isa, "from jax_flash._native import _core; print(_core.cpu_isa())")
     if probe.returncode and "must name an instruction set that this processor has" in probe.stderr:
         pytest.skip(f"this processor does not have {isa}")
     assert probe.stdout.strip() == isa, probe.stderr
@@ -85,7 +85,7 @@ def test_forced(isa: str) -> None:
 
 
 def test_unknown_is_refused() -> None:
-    done = run("mmx", "from jax_flash import _core; print(_core.cpu_isa())")
+    done = run("mmx", "from jax_flash._native import _core; print(_core.cpu_isa())")
     assert done.returncode != 0
     assert "JAX_FLASH_CPU_ISA must name an instruction set that this processor has (" in done.stderr
     assert "got mmx" in done.stderr

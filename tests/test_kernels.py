@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from machine_code import sass
 
-from jax_flash import _core, _kernels_cli, _origins, _registration, _sass
+from jax_flash._native import _core, origins, registration
+from jax_flash._tools import kernels as _kernels_cli
 
 pytestmark = pytest.mark.skipif(
-    not _registration.cuda_status()["nvrtc"], reason="no NVRTC here (the [test] extra installs it on Linux)"
+    not registration.cuda_status()["nvrtc"], reason="no NVRTC here (the [test] extra installs it on Linux)"
 )
 
 one_process = pytest.mark.xdist_group("kernels")
@@ -209,14 +211,14 @@ def test_gates_of_float32(arch: int, precision: str, tmp_path: pathlib.Path) -> 
 
 def nvrtcs(arch: int) -> list[str]:
     """The installed NVRTC libraries that compile for an architecture, as the status record has them."""
-    return [entry for entry in _registration.cuda_status()["nvrtc"] if _origins.nvrtc_for(arch, [entry])]
+    return [entry for entry in registration.cuda_status()["nvrtc"] if origins.nvrtc_for(arch, [entry])]
 
 
 COMPILE = """
 import json, pathlib, sys
-from jax_flash import _core
+from jax_flash._native import _core
 nvrtc, arch, folder, variants, passes = json.loads(sys.argv[1])
-source_dir = pathlib.Path(_core.__file__).parent / "kernels"
+source_dir = pathlib.Path(_core.__file__).parent.parent / "kernels"
 _core.configure_cuda(source_dir=str(source_dir), prebuilt_dirs=[], nvrtc_paths=[nvrtc])
 rows = []
 for head_dim, options in variants:
@@ -366,7 +368,7 @@ def test_gates_of_options(arch: int, tmp_path: pathlib.Path) -> None:
         assert kernel["spill_bytes"] <= OPTION_GATE[arch][pass_of(kernel)], kernel["name"]
 
 
-def written(instruction: _sass.Instruction) -> range:
+def written(instruction: sass.Instruction) -> range:
     """The registers that an instruction gives a value to, as far as operands of products come from such."""
     first = re.match(r"R(\d+)\b", instruction.operands)
     if not first or instruction.base in ("STG", "STS", "STL", "STSM", "RED", "REDG", "R2UR"):
@@ -382,7 +384,7 @@ OPERAND = re.compile(r"R\d+, R(\d+), gdesc")
 """Of a product of a warpgroup, the first of four registers that hold its operand."""
 
 
-def lost_operands(function: _sass.Function) -> tuple[int, list[str]]:
+def lost_operands(function: sass.Function) -> tuple[int, list[str]]:
     """How many products have an operand in registers, and those whose operand may come from two kinds of instructions.
 
     ptxas (12.9 and 13) has been seen to take an operand that a loop does not write for dead behind its last use in it,
@@ -422,8 +424,8 @@ def test_operands_of_products_stay_in_their_registers(hopper: list[tuple[str, Ma
     """At head_dim 64 operands of the backward pass stay there from one tile to the next, in the others for a tile."""
     for _, kernel in hopper:
         try:
-            functions = _sass.disassemble(pathlib.Path(kernel["path"]))
-        except _sass.DisassemblerMissing as error:
+            functions = sass.disassemble(pathlib.Path(kernel["path"]))
+        except sass.DisassemblerMissing as error:
             pytest.skip(str(error))
         products, lost = lost_operands(functions[f"jax_flash_{kernel['pass']}"])
         assert products, kernel["name"]

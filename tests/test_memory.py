@@ -11,7 +11,9 @@ import oracle
 import pytest
 from cases import REFERENCE, Target
 
-from jax_flash import _explain, _primitive, _registration, attention
+from jax_flash import _primitive, attention
+from jax_flash._implementations import choice
+from jax_flash._native import registration
 
 LENGTHS = (2048, 8192)
 
@@ -131,7 +133,7 @@ CAPABILITIES = {"sm70": 70, "sm75": 75, "sm80": 80, "sm90a": 90}
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The GPUs here serve calls with this family's kernels."""
     name = request.param
-    capability = min(device["compute_capability"] for device in _registration.cuda_status()["devices"])
+    capability = min(device["compute_capability"] for device in registration.cuda_status()["devices"])
     if capability < CAPABILITIES[name] or (name == "sm90a" and capability != 90):
         pytest.skip(f"compute capability {capability} does not run kernels of {name}")
     monkeypatch.setenv("JAX_FLASH_CUDA_FAMILY", name)
@@ -142,7 +144,7 @@ def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 def forget() -> None:
     """What was traced and lowered for another family."""
-    for known in (_explain.separate_dq, _explain.has_old_gpu, _primitive.partitioning.partitioned):
+    for known in (choice.separate_dq, choice.has_old_gpu, _primitive.partitioning.partitioned):
         known.cache_clear()
     jax.clear_caches()
 
@@ -178,11 +180,11 @@ def test_no_accumulator_for_a_pass_of_its_own(
     if forced:
         monkeypatch.setenv("JAX_FLASH_CUDA_FAMILY", forced)
     gpu = {"name": "a GPU", "compute_capability": capability, "family": "sm80"}
-    monkeypatch.setattr(_explain, "_cuda_devices", lambda: ("a GPU",))
-    monkeypatch.setattr(_registration, "cuda_status", lambda: {"devices": [gpu]})
-    monkeypatch.setattr(_explain, "separate_dq", _explain.separate_dq.__wrapped__)
-    monkeypatch.setattr(_explain, "_cuda_unavailable", lambda: None)
-    monkeypatch.setattr(_explain, "has_old_gpu", lambda: False)
+    monkeypatch.setattr(choice, "_cuda_devices", lambda: ("a GPU",))
+    monkeypatch.setattr(registration, "cuda_status", lambda: {"devices": [gpu]})
+    monkeypatch.setattr(choice, "separate_dq", choice.separate_dq.__wrapped__)
+    monkeypatch.setattr(choice, "_cuda_unavailable", lambda: None)
+    monkeypatch.setattr(choice, "has_old_gpu", lambda: False)
     x = shape(1, 64, 2, head_dim, dtype=jnp.float16)
 
     def gradients(*inputs: Any) -> Any:

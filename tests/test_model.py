@@ -1,4 +1,4 @@
-"""`kernels model`: machine code is read right, the simulation does known sums, predictions meet measurements.
+"""The machine-code model: machine code is read right, the simulation does known sums, predictions meet measurements.
 
 No GPU is needed; what needs NVRTC or nvdisasm is skipped where they are missing.
 """
@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from machine_code import model, sass
+from machine_code.__main__ import main, modelled
 
-from jax_flash import _core, _kernels_cli, _model, _registration, _sass
-from jax_flash.__main__ import main
+from jax_flash._native import _core, registration
 
-H200 = _model.CHIPS[90]
+H200 = model.CHIPS[90]
 
 
 def instruction(text: str, *, stall: int = 1, sets: Any = None, reads: Any = None, waits: Any = ()) -> Any:
@@ -23,10 +24,10 @@ def instruction(text: str, *, stall: int = 1, sets: Any = None, reads: Any = Non
     if text.startswith("@"):
         guard, text = text[1:].split(" ", 1)
     opcode, _, operands = text.partition(" ")
-    return _sass.Instruction(opcode, operands, guard, stall, sets, reads, frozenset(waits))
+    return sass.Instruction(opcode, operands, guard, stall, sets, reads, frozenset(waits))
 
 
-def function(*lines: str) -> _sass.Function:
+def function(*lines: str) -> sass.Function:
     """Instructions and labels ("name:"); a branch names its label: "@P0 BRA name"."""
     labels: dict[str, int] = {}
     code: list[Any] = []
@@ -36,14 +37,14 @@ def function(*lines: str) -> _sass.Function:
         else:
             code.append(instruction(line))
     targets = {i: labels[x.operands] for i, x in enumerate(code) if x.base == "BRA" and x.operands in labels}
-    return _sass.Function("f", tuple(code), targets)
+    return sass.Function("f", tuple(code), targets)
 
 
-def path(*instructions: Any) -> _sass.Path:
-    return tuple(_sass.Executed(x if isinstance(x, _sass.Instruction) else instruction(x), True) for x in instructions)
+def path(*instructions: Any) -> sass.Path:
+    return tuple(sass.Executed(x if isinstance(x, sass.Instruction) else instruction(x), True) for x in instructions)
 
 
-def texts(way: _sass.Path | None) -> list[str]:
+def texts(way: sass.Path | None) -> list[str]:
     assert way is not None
     return [("" if e.active else "off: ") + f"{e.instruction.opcode} {e.instruction.operands}".strip() for e in way]
 
@@ -76,7 +77,7 @@ kernel:
 
 
 def test_a_listing_is_read_with_its_control_fields():
-    [(name, read)] = _sass._functions(LISTING)
+    [(name, read)] = sass._functions(LISTING)
     assert name == "kernel"
     assert read.targets == {3: 1}
     constant, load, product, jump, leave = read.instructions
@@ -89,32 +90,32 @@ def test_a_listing_is_read_with_its_control_fields():
 
 def test_a_listing_that_is_cut_off_is_refused():
     with pytest.raises(RuntimeError, match="listing of kernel is not understood"):
-        list(_sass._functions(LISTING.rsplit("/* 0x000fea0003800000 */", 1)[0]))
+        list(sass._functions(LISTING.rsplit("/* 0x000fea0003800000 */", 1)[0]))
 
 
 def test_the_bare_copy_of_a_loop_is_taken():
     masked = ["masked:", "ISETP P1, PT, R0, R1, PT", MMA, "FSEL R4, R4, R5, P1", "@P0 BRA masked"]
     bare = ["bare:", MMA, "@P0 BRA bare"]
     for loops in (masked + bare, bare + masked):
-        way = _sass.main_loop(function("MOV R1, R2", *loops, "EXIT"))
+        way = sass.main_loop(function("MOV R1, R2", *loops, "EXIT"))
         assert texts(way) == [MMA, "BRA bare"]
 
 
 def test_the_innermost_loop_with_the_most_products_is_taken():
     small = ["small:", MMA, "@P0 BRA small"]
     large = ["large:", MMA, MMA, "@P0 BRA large"]
-    way = _sass.main_loop(function("outer:", *small, *large, "@P1 BRA outer", "EXIT"))
+    way = sass.main_loop(function("outer:", *small, *large, "@P1 BRA outer", "EXIT"))
     assert texts(way) == [MMA, MMA, "BRA large"]
 
 
 def test_a_loop_without_products_and_no_loop():
-    assert _sass.main_loop(function("a:", "FADD R1, R1, R2", "@P0 BRA a", MMA, "EXIT")) is None
-    assert _sass.main_loop(function(MMA, "EXIT")) is None
+    assert sass.main_loop(function("a:", "FADD R1, R1, R2", "@P0 BRA a", MMA, "EXIT")) is None
+    assert sass.main_loop(function(MMA, "EXIT")) is None
 
 
 def test_the_usual_way_brings_the_next_tile_and_checks_no_rows():
     # The tile is whole (P1 false) or not, with as many bytes either way; and there is a next one (P2 false) or not.
-    way = _sass.main_loop(
+    way = sass.main_loop(
         function(
             "head:",
             "ISETP P1, PT, R0, R1, PT",
@@ -143,7 +144,7 @@ def test_the_usual_way_brings_the_next_tile_and_checks_no_rows():
 
 
 def test_a_predicate_that_is_computed_again_is_another():
-    way = _sass.main_loop(
+    way = sass.main_loop(
         function(
             "head:",
             "@P1 BRA skip",
@@ -171,8 +172,8 @@ def test_code_that_was_moved_out_of_the_loop():
     lines = ["head:", "@P1 BRA aside", "{}", "back:", MMA, "@P0 BRA head", "EXIT", "aside:", "{}", "BRA back"]
     store, nothing = "STG.E [R1.64], R2", "FADD R1, R1, R2"
 
-    def way(first: str, second: str) -> _sass.Path | None:
-        return _sass.main_loop(function(*(x.format(first) for x in lines[:5]), *(x.format(second) for x in lines[5:])))
+    def way(first: str, second: str) -> sass.Path | None:
+        return sass.main_loop(function(*(x.format(first) for x in lines[:5]), *(x.format(second) for x in lines[5:])))
 
     assert texts(way(nothing, store)) == ["BRA aside", store, "BRA back", MMA, "BRA head"]
     assert texts(way(store, nothing)) == ["off: BRA aside", store, MMA, "BRA head"]
@@ -180,7 +181,7 @@ def test_code_that_was_moved_out_of_the_loop():
 
 def test_hundreds_of_branches_take_no_time():
     lines = [f"@P{i % 6} BRA l{i};FADD R1, R1, R2;l{i}:" for i in range(300)]
-    way = _sass.main_loop(function("head:", *";".join(lines).split(";"), MMA, "@P6 BRA head", "EXIT"))
+    way = sass.main_loop(function("head:", *";".join(lines).split(";"), MMA, "@P6 BRA head", "EXIT"))
     assert len(texts(way)) == 302
 
 
@@ -188,14 +189,14 @@ def test_hundreds_of_branches_take_no_time():
 
 
 def test_counts_by_class():
-    counts = _model.counts_of(
+    counts = model.counts_of(
         (
             *path(MMA, "LDSM.16.MT88.4 R4, [R2]", "LDS.U.128 R4, [R2]", "LDS R4, [R2]", COPY),
             *path("MUFU.EX2 R1, R1", "F2F.F16.F32 R1, R2", "F2FP.BF16.F32.PACK_AB R1, R2, R3", "FFMA R1, R1, R2, R3"),
             *path("FMNMX R1, R2, R3, !PT", "IMAD.SHL.U32 R1, R2, 0x2, RZ", "LOP3.LUT R1, R2, R3, RZ, 0xc0, !PT"),
             *path("REDG.E.ADD.F32 [R2.64], R1", "SHFL.BFLY PT, R1, R1, 0x1, 0x1f", "UIADD3 UR4, UR4, 0x1, URZ", "NOP"),
             *path("BAR.SYNC 0x0", "STS.64 [R1], R2"),
-            _sass.Executed(instruction("@!PT LDS RZ, [RZ]"), False),
+            sass.Executed(instruction("@!PT LDS RZ, [RZ]"), False),
         )
     )
     assert counts == {
@@ -224,7 +225,7 @@ def test_busy_cycles_of_units():
     chip = dataclasses.replace(H200, hmma={"16816": 6.0}, fma=1, alu=2, xu=8, l2_bytes=64, red=4)
     way = path(MMA, "LDSM.16.M88.4 R4, [R2]", "STS.64 [R1], R2", COPY, "RED.E.ADD.F32 [R2.64], R1")
     way += path("FFMA R1, R1, R2, R3", "IMAD R1, R1, R2, R3", "IADD3 R1, R1, R2, R3", "MUFU.EX2 R1, R1")
-    assert _model.busy_cycles(way, chip, warps=8) == {
+    assert model.busy_cycles(way, chip, warps=8) == {
         "issue": 18,  # 9 instructions of the 2 warps of a partition
         "tensor": 12,
         "fma": 2 * (1 + 2),
@@ -234,12 +235,12 @@ def test_busy_cycles_of_units():
         "l2": 8 * 8,  # 512 bytes a warp
         "red": 8 * 4,
     }
-    assert _model.busy_cycles(way, chip, warps=8, conflicts=2)["shared"] == 8 * (8 + 4 + 4 + 2)
+    assert model.busy_cycles(way, chip, warps=8, conflicts=2)["shared"] == 8 * (8 + 4 + 4 + 2)
 
 
 def test_a_matrix_instruction_of_another_architecture_is_refused():
     with pytest.raises(ValueError, match=r"HMMA\.16816\.F32 is not known on V100"):
-        _model.busy_cycles(path(MMA), _model.CHIPS[70], warps=4)
+        model.busy_cycles(path(MMA), model.CHIPS[70], warps=4)
 
 
 @pytest.mark.parametrize(
@@ -255,15 +256,15 @@ def test_a_matrix_instruction_of_another_architecture_is_refused():
     ],
 )
 def test_blocks_that_are_resident_together(arch, registers, threads, shared_bytes, blocks):
-    chip = _model.CHIPS[arch]
-    found = _model.blocks_per_multiprocessor(chip, registers=registers, threads=threads, shared_bytes=shared_bytes)
+    chip = model.CHIPS[arch]
+    found = model.blocks_per_multiprocessor(chip, registers=registers, threads=threads, shared_bytes=shared_bytes)
     assert found == blocks
 
 
 # Simulating
 
 
-def cycles(way: _sass.Path, *, warps: int = 4, blocks: int = 1, conflicts: float = 1.0, **chip: Any) -> float:
+def cycles(way: sass.Path, *, warps: int = 4, blocks: int = 1, conflicts: float = 1.0, **chip: Any) -> float:
     rates: dict[str, Any] = {
         "hmma": {"16816": 8.0},
         "hmma_holds": {},
@@ -273,7 +274,7 @@ def cycles(way: _sass.Path, *, warps: int = 4, blocks: int = 1, conflicts: float
         "taken_branch": 1,
         **chip,
     }
-    return _model.simulate(way, dataclasses.replace(H200, **rates), warps=warps, blocks=blocks, conflicts=conflicts)
+    return model.simulate(way, dataclasses.replace(H200, **rates), warps=warps, blocks=blocks, conflicts=conflicts)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +329,7 @@ def test_a_barrier_waits_for_the_result():
 
 
 def test_copies_to_shared_memory_are_waited_for_by_group():
-    def way(groups: int) -> _sass.Path:
+    def way(groups: int) -> sass.Path:
         return path("LDGSTS.E.128 [R1], [R2.64]", instruction("LDGDEPBAR", sets=0), f"DEPBAR.LE SB0, {groups:#x}")
 
     assert cycles(way(0), global_latency=500) > 500
@@ -360,7 +361,7 @@ def test_conflicts_cost_wavefronts():
 
 
 _no_nvrtc = pytest.mark.skipif(
-    not _registration.cuda_status()["nvrtc"], reason="no NVRTC here (the [test] extra installs it on Linux)"
+    not registration.cuda_status()["nvrtc"], reason="no NVRTC here (the [test] extra installs it on Linux)"
 )
 
 
@@ -371,14 +372,14 @@ def needs_tools(test: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """arch -> the kernels that `kernels model` shows; skips without a compiler or a disassembler for it."""
+    """arch -> the kernels that the command shows; skips without a compiler or a disassembler for it."""
 
     @functools.cache
-    def build(arch: int) -> list[tuple[Mapping[str, Any], _sass.Path]]:
+    def build(arch: int) -> list[tuple[Mapping[str, Any], sass.Path]]:
         folder: pathlib.Path = tmp_path_factory.mktemp(f"sm_{arch}")
         try:
             variants = {
-                **_kernels_cli.modelled(arch),
+                **modelled(arch),
                 "head_dims": [(64, 64), (128, 128), *([(256, 256)] if arch == 90 else ())],
             }
             kernels = _core.build_kernels(arch=arch, out_dir=str(folder), **variants)
@@ -389,10 +390,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
         paths = []
         for kernel in kernels:
             try:
-                code = _sass.disassemble(pathlib.Path(kernel["path"]))
-            except _sass.DisassemblerMissing as error:
+                code = sass.disassemble(pathlib.Path(kernel["path"]))
+            except sass.DisassemblerMissing as error:
                 pytest.skip(str(error))
-            way = _sass.main_loop(code[f"jax_flash_{kernel['pass']}"])
+            way = sass.main_loop(code[f"jax_flash_{kernel['pass']}"])
             assert way is not None, kernel["name"]
             paths.append((kernel, way))
         return paths
@@ -421,7 +422,7 @@ def test_the_main_loop_has_what_a_step_needs(compiled, arch):
     for kernel, way in compiled(arch):
         if has_loops_in_its_loop(kernel):
             continue
-        counts = _model.counts_of(way)
+        counts = model.counts_of(way)
         print(kernel["name"], counts)
         scores = kernel["block_q"] * kernel["block_kv"]
         done = sum(counts.get(shape, 0) * n for shape, n in MULTIPLY_ADDS.items())
@@ -455,10 +456,10 @@ MEASURED = {
 
 @needs_tools
 def test_predictions_are_within_a_quarter_of_measurements(compiled):
-    predictions = [_model.predict(kernel, H200) for kernel, _ in compiled(90)]
+    predictions = [model.predict(kernel, H200) for kernel, _ in compiled(90)]
     [clock] = H200.clocks.values()
     for head_dim in (64, 128, 256):
-        rates = _model.rates([p for p in predictions if p.head_dim == head_dim], H200, clock)
+        rates = model.rates([p for p in predictions if p.head_dim == head_dim], H200, clock)
         for direction, rate in rates.items():
             if (direction, head_dim) == ("backward", 128):
                 continue  # see has_loops_in_its_loop
@@ -469,15 +470,15 @@ def test_predictions_are_within_a_quarter_of_measurements(compiled):
 
 @needs_tools
 def test_a_higher_clock_is_as_much_faster(compiled):
-    chip = _model.CHIPS[70]
-    [forward] = [_model.predict(k, chip) for k, _ in compiled(70) if k["pass"] == "forward" and k["head_dim"] == 64]
+    chip = model.CHIPS[70]
+    [forward] = [model.predict(k, chip) for k, _ in compiled(70) if k["pass"] == "forward" and k["head_dim"] == 64]
     assert forward.moved == 0
-    slow, fast = (_model.rates([forward], chip, clock)["forward"] for clock in (1.38, 1.53))
+    slow, fast = (model.rates([forward], chip, clock)["forward"] for clock in (1.38, 1.53))
     assert fast / slow == pytest.approx(1.53 / 1.38)
     assert slow == pytest.approx(4 * 4 * 4096**2 * 2048 / forward.seconds(chip, 1.38) / 1e12)
     # No unit is busier than the time there is, and the bound can't be beaten.
     assert max(forward.busy.values()) == forward.busy[forward.bound] <= forward.cycles
-    conflicts = _model.predict(compiled(70)[0][0], chip, conflicts=2.0)
+    conflicts = model.predict(compiled(70)[0][0], chip, conflicts=2.0)
     assert conflicts.busy["shared"] > forward.busy["shared"]
     assert conflicts.cycles > forward.cycles
 
@@ -486,21 +487,21 @@ def test_a_higher_clock_is_as_much_faster(compiled):
 def test_a_kernel_without_room_on_the_chip(compiled):
     kernel, _ = compiled(90)[0]
     with pytest.raises(ValueError, match=f"{kernel['name']}: a block of .* has no room on T4"):
-        _model.predict({**kernel, "shared_bytes": 65 * 1024}, _model.CHIPS[75])
+        model.predict({**kernel, "shared_bytes": 65 * 1024}, model.CHIPS[75])
 
 
 def test_no_disassembler(monkeypatch, tmp_path):
-    monkeypatch.setattr(_sass, "disassemblers", lambda: iter([tmp_path / "nvdisasm"]))
-    with pytest.raises(_sass.DisassemblerMissing, match=r"jax_flash\[model\].*nvdisasm: not executable"):
-        _sass.disassemble(tmp_path / "x.cubin")
+    monkeypatch.setattr(sass, "disassemblers", lambda: iter([tmp_path / "nvdisasm"]))
+    with pytest.raises(sass.DisassemblerMissing, match=r"jax_flash\[model\].*nvdisasm: not executable"):
+        sass.disassemble(tmp_path / "x.cubin")
 
 
 def test_a_cubin_that_no_disassembler_takes(tmp_path):
-    if not any(_sass.disassemblers()):
+    if not any(sass.disassemblers()):
         pytest.skip("no nvdisasm here (jax_flash[model] brings one)")
     (tmp_path / "x.cubin").write_bytes(b"not a cubin")
-    with pytest.raises(_sass.DisassemblerMissing, match="nvdisasm"):
-        _sass.disassemble(tmp_path / "x.cubin")
+    with pytest.raises(sass.DisassemblerMissing, match="nvdisasm"):
+        sass.disassemble(tmp_path / "x.cubin")
 
 
 # The command
@@ -516,16 +517,16 @@ def test_a_cubin_that_no_disassembler_takes(tmp_path):
 )
 def test_bad_arguments(arguments, complaint, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main(["kernels", "model", *arguments])
+        main(arguments)
     assert stopped.value.code == 2
     assert complaint in capsys.readouterr().err
 
 
 def test_the_command_says_what_is_missing(monkeypatch, capsys):
-    monkeypatch.setattr(_sass, "disassemblers", lambda: iter(()))
+    monkeypatch.setattr(sass, "disassemblers", lambda: iter(()))
     monkeypatch.setattr(_core, "build_kernels", lambda **_: [dict(KERNEL)])
-    assert main(["kernels", "model", "--arch", "sm_70"]) == 1
-    assert capsys.readouterr().err.endswith("(install jax_flash[model], or put it on the PATH): none found\n")
+    assert main(["--arch", "sm_70"]) == 1
+    assert capsys.readouterr().err.endswith("(install triton, or put it on the PATH): none found\n")
 
 
 KERNEL = {
@@ -545,10 +546,10 @@ KERNEL = {
 def test_the_command_shows_counts_cycles_and_rates(monkeypatch, capsys):
     """A loop of one matrix product a step, which is the bound: 8 warps of 2 cycles in 4 partitions."""
     loop = function("head:", *["HMMA.884.F32.F32.STEP0 R8, R4.ROW, R6.COL, R8"] * 1024, "@P0 BRA head", "EXIT")
-    monkeypatch.setattr(_sass, "disassemble", lambda path: {"jax_flash_forward": loop})
+    monkeypatch.setattr(sass, "disassemble", lambda path: {"jax_flash_forward": loop})
     large = {**KERNEL, "name": "large", "head_dim": 256, "value_head_dim": 256, "shared_bytes": 97 * 1024}
     monkeypatch.setattr(_core, "build_kernels", lambda **_: [dict(KERNEL), large])
-    assert main(["kernels", "model", "--arch", "sm_70"]) == 0
+    assert main(["--arch", "sm_70"]) == 0
     shown = capsys.readouterr()
     assert "sm_70: large: a block of 128 threads with 255 registers and 99328 bytes" in shown.err
     lines = [line.split() for line in shown.out.splitlines()]

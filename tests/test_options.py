@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import _core, _primitive
-from jax_flash._options import OPERANDS, SEGMENT_BLOCK, Options
+from jax_flash import _primitive
+from jax_flash._call.options import OPERANDS, SEGMENT_BLOCK, Options
+from jax_flash._native import _core
 
 HEADER = pathlib.Path(__file__).parent.parent / "csrc" / "options.h"
 

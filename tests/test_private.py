@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import jax_flash
-from jax_flash import _registration
+from jax_flash._native import registration
 
 PACKAGE = pathlib.Path(jax_flash.__file__).parent
 NOT_PUBLIC = ("jax._src", "jax.experimental", "jax.extend", "jax.interpreters")
@@ -32,7 +32,7 @@ def named(path: pathlib.Path) -> set[str]:
 def test_one_module_has_them_all() -> None:
     files = {path.name: named(path) for path in PACKAGE.rglob("*.py")}
     users = {name for name, names in files.items() if any(x.startswith(NOT_PUBLIC) for x in names)}
-    assert users == {"_private.py"}
+    assert users == {"private.py"}
 
 
 MISSING = {
@@ -61,7 +61,7 @@ def without(module, name):
 
 with {missing}:
     import jax_flash
-    from jax_flash import _doctor
+    from jax_flash._tools import doctor as _doctor
     problems = []
     versions = _doctor.versions(problems)
 x = jax.ShapeDtypeStruct((1, 6, 1, 4), "float32")
@@ -123,4 +123,4 @@ def test_the_warning_can_be_ignored() -> None:
 
 
 def test_nothing_is_missing_here() -> None:
-    assert _registration.UNAVAILABLE is None
+    assert registration.UNAVAILABLE is None

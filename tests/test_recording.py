@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import pytest
 
-from jax_flash import _core, _registration
+from jax_flash._native import _core, registration
 
 # Which jaxlibs
 
@@ -33,9 +33,9 @@ def headers(folder: pathlib.Path, ffi: tuple[int, int], record: tuple[int, int] 
 
 
 def test_version_of_the_interface(tmp_path: pathlib.Path) -> None:
-    assert _registration.runtime_record_version(headers(tmp_path / "none", (0, 4), None)) is None
-    assert _registration.runtime_record_version(headers(tmp_path / "unsaid", (0, 4), "struct XLA;\n")) is None
-    assert _registration.runtime_record_version(headers(tmp_path / "said", (0, 4), (0, 17))) == (0, 17)
+    assert registration.runtime_record_version(headers(tmp_path / "none", (0, 4), None)) is None
+    assert registration.runtime_record_version(headers(tmp_path / "unsaid", (0, 4), "struct XLA;\n")) is None
+    assert registration.runtime_record_version(headers(tmp_path / "said", (0, 4), (0, 17))) == (0, 17)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +59,13 @@ def test_kernels_are_recorded_by_what_is_known(
 ) -> None:
     """By the running jaxlib's versions, whatever headers the library was built with."""
     folder = headers(tmp_path, ffi, record)
-    assert _registration.records_kernels(folder) is records
+    assert registration.records_kernels(folder) is records
 
     asked = []
     monkeypatch.setattr(_core, "handlers", lambda *, records: asked.append(records) or {})
     monkeypatch.setattr(_core, "FFI_API_VERSION", (ffi[0], 2))
     monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(folder))
-    _registration._register()
+    registration._register()
     assert asked == [records]
 
 
@@ -283,7 +283,7 @@ def test_what_is_registered(registering: int, version: tuple[int, int]) -> None:
     assert metadata.traits == 1, "its launches can be captured"
     (asked,) = xla.registered
     assert asked.struct_size == HandlerRegister.traits.offset + 4
-    assert (str(asked.name), str(asked.platform), asked.traits) == (_registration.FORWARD_TARGET, "CUDA", 0)
+    assert (str(asked.name), str(asked.platform), asked.traits) == (registration.FORWARD_TARGET, "CUDA", 0)
     assert asked.execute
     assert asked.record
     assert [asked.instantiate, asked.prepare, asked.initialize] == [None] * 3

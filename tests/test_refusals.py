@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _explain
+from jax_flash._implementations import choice
 
 REFUSED = {
     ("cuda", "float64"): {"dtype": "float64"},
     ("cuda", "a head_dim of query or value above 256"): {"head_dim": 257, "value_head_dim": 8},
 }
-"""A call for each rule of _explain.RULES."""
+"""A call for each rule of choice.RULES."""
 
 SERVED = [
     {"dtype": dtype, "head_dim": head_dim, "value_head_dim": value_head_dim}
@@ -30,14 +30,14 @@ def arrays(dtype: str = "float32", head_dim: int = 8, value_head_dim: int | None
 
 
 def test_every_rule_has_a_call() -> None:
-    assert {(name, rule.refuses) for name, rules in _explain.RULES.items() for rule in rules} == set(REFUSED)
+    assert {(name, rule.refuses) for name, rules in choice.RULES.items() for rule in rules} == set(REFUSED)
 
 
 @pytest.mark.parametrize(("implementation", "what"), REFUSED)
 def test_rules_apply(implementation: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name: NotImplementedError with the reason; unasked: the next in line, and explain() has the reason."""
-    monkeypatch.setattr(_explain, "_cuda_devices", lambda: ("a device",))
-    monkeypatch.setattr(_explain, "_cuda_unavailable", lambda: None)
+    monkeypatch.setattr(choice, "_cuda_devices", lambda: ("a device",))
+    monkeypatch.setattr(choice, "_cuda_unavailable", lambda: None)
     shapes = arrays(**REFUSED[implementation, what])
     explanation = jax_flash.explain(*shapes, platform=implementation)
     assert explanation.implementation == "xla"
@@ -47,7 +47,7 @@ def test_rules_apply(implementation: str, what: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("call", SERVED, ids=lambda call: "-".join(map(str, call.values())))
 def test_nothing_else_is_refused(call: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_explain, "_cuda_unavailable", lambda: None)
+    monkeypatch.setattr(choice, "_cuda_unavailable", lambda: None)
     assert jax_flash.explain(*arrays(**call), platform="cpu").implementation == "cpu"
     refused = call["dtype"] == "float64" or max(call["head_dim"], call["value_head_dim"]) > 256
     assert jax_flash.explain(*arrays(**call), platform="cuda").implementation == ("xla" if refused else "cuda")

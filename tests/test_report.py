@@ -12,16 +12,18 @@ import pytest
 from test_cli import faked
 from test_cli import remembered as remembered
 
-from jax_flash import _accuracy, _doctor, _race, _report
 from jax_flash.__main__ import main
+from jax_flash._tools import accuracy, doctor
+from jax_flash._tools import report as _report
+from jax_flash._tools.bench import race
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two problems and one shape, which say as much as many."""
     problems = [
-        _accuracy.Problem("float16", 37, 45, 2, 1, 16, causal=True, q_offset=None),
-        _accuracy.Problem("float32", 37, 45, 2, 1, 16, everything=True),
+        accuracy.Problem("float16", 37, 45, 2, 1, 16, causal=True, q_offset=None),
+        accuracy.Problem("float32", 37, 45, 2, 1, 16, everything=True),
     ]
     monkeypatch.setattr(_report, "self_tests", lambda *_: problems)
     monkeypatch.setattr(_report, "benchmarks", lambda *_: [_report.Cell("float32", 16, 64, True, 1, 2)])
@@ -46,11 +48,11 @@ def v100(monkeypatch: pytest.MonkeyPatch) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(gpu, name, None) or getattr(cpu, name)
 
-    monkeypatch.setattr(_doctor, "machine", lambda: machine)
+    monkeypatch.setattr(doctor, "machine", lambda: machine)
     monkeypatch.setitem(machine.devices, "cuda", [Gpu()])
     monkeypatch.setattr(jax, "default_device", lambda _: jax.enable_x64(False))
-    measure = _accuracy.measure
-    monkeypatch.setattr(_accuracy, "measure", lambda problem, device, judge: measure(problem, cpu, judge))
+    measure = accuracy.measure
+    monkeypatch.setattr(accuracy, "measure", lambda problem, device, judge: measure(problem, cpu, judge))
     monkeypatch.setattr(_report, "_clocks", lambda: None)
 
 
@@ -130,7 +132,7 @@ def test_both_passes_are_what_they_say() -> None:
 
 @pytest.mark.parametrize("fault", ["wrong", "nan", "raises"])
 def test_the_self_test_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: str) -> None:
-    right = _accuracy.results
+    right = accuracy.results
 
     def results(problem: Any, arrays: Any, device: Any, implementation: Any) -> Any:
         found = right(problem, arrays, device, implementation)
@@ -140,7 +142,7 @@ def test_the_self_test_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
             found["dbias"] = found["dbias"].at[0, 0, 0, 0].add(0.05 if fault == "wrong" else jnp.nan)
         return found
 
-    monkeypatch.setattr(_accuracy, "results", results)
+    monkeypatch.setattr(accuracy, "results", results)
     code, text = report(capsys)
     assert code == 1
     assert "self-test: FAILED, 1 of 2" in text
@@ -247,7 +249,7 @@ def test_clocks_are_read_while_it_works(monkeypatch: pytest.MonkeyPatch, capsys:
         events.append("look")
         return [["gpu", "clocks.sm"], ["0", "1530 MHz"]]
 
-    entry = _race.Entry(lambda: events.append("start"), lambda _: events.append("wait"))
+    entry = race.Entry(lambda: events.append("start"), lambda _: events.append("wait"))
     monkeypatch.setattr(_report, "_entry", lambda *_: entry)
     monkeypatch.setattr(_report, "smi", smi)
     _report._clocks()
@@ -270,23 +272,24 @@ def test_clocks_of_calls_that_fail(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_accuracy_rule() -> None:
     exact = {"out": np.array([1.0, -2.0]), "lse": np.array([-np.inf, 3.0])}
     plain = {"out": np.array([1.0, -2.001], np.float16), "lse": np.array([-np.inf, 3.0], np.float32)}
-    found = _accuracy.compare(plain, plain, exact)
+    found = accuracy.compare(plain, plain, exact)
     assert found["out"].right
     assert found["lse"].ratio == 0  # -inf is right where it should be
     for wrong in ([0.0, 3.0], [-np.inf, np.nan], [-np.inf, 3.01]):
-        errors = _accuracy.compare(plain | {"lse": np.array(wrong, np.float32)}, plain, exact)
+        errors = accuracy.compare(plain | {"lse": np.array(wrong, np.float32)}, plain, exact)
         assert not errors["lse"].right
-        assert _accuracy.worst(errors).name == "lse"
+        assert accuracy.worst(errors).name == "lse"
     coarse = plain | {"lse": np.array([-np.inf, 3.003], np.float32)}
-    assert _accuracy.compare(coarse, plain, exact, tf32=True)["lse"].right
-    assert not _accuracy.compare(coarse, plain, exact)["lse"].right
+    assert accuracy.compare(coarse, plain, exact, tf32=True)["lse"].right
+    assert not accuracy.compare(coarse, plain, exact)["lse"].right
 
 
 @pytest.mark.slow
 def test_report_as_a_command() -> None:
     """The real thing, which must end, and well; of its eight shapes the first and the last."""
     code = """
-from jax_flash import _report, __main__
+from jax_flash import __main__
+from jax_flash._tools import report as _report
 benchmarks = _report.benchmarks
 _report.benchmarks = lambda *told: benchmarks(*told)[:: len(benchmarks(*told)) - 1]
 raise SystemExit(__main__.main(["report", "--quick"]))

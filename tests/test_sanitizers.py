@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash import _registration, attention
+from jax_flash import attention
+from jax_flash._native import registration
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -69,7 +70,7 @@ def call(
 
 def main() -> None:
     if sources := os.environ.get("JAX_FLASH_SANITIZED_SOURCES"):
-        _registration.configure(pathlib.Path(sources))
+        registration.configure(pathlib.Path(sources))
     for one in MANY + FEW:
         call(**one)
     print("all calls made")
@@ -83,13 +84,13 @@ def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     """Of a process whose programs and kernels are compiled already: what is looked at is what runs."""
     if not shutil.which("compute-sanitizer"):
         pytest.skip("there is no compute-sanitizer here")
-    capability = _registration.cuda_status()["devices"][0]["compute_capability"]
+    capability = registration.cuda_status()["devices"][0]["compute_capability"]
     if (request.param == "sm90a" and capability != 90) or capability < 80:
         pytest.skip(f"compute capability {capability} does not run kernels of {request.param}")
     folder = tmp_path_factory.mktemp(request.param)
     # Lane 0 arrives for its warp, behind a __syncwarp(), which racecheck does not follow: there every lane does.
     sources = folder / "sources"
-    shutil.copytree(_registration.SOURCES, sources)
+    shutil.copytree(registration.SOURCES, sources)
     pipeline = sources / "cuda/sm90a/pipeline.cuh"
     text, count = re.subn(r"(arrivals_of_a_warp = )1;", r"\g<1>32;", pipeline.read_text(encoding="utf-8"))
     assert count == 1

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash import _core, attention
+from jax_flash import attention
+from jax_flash._native import _core
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -6,7 +6,7 @@ import cases
 import pytest
 from cases import Case, PackedCase
 
-from jax_flash import _core
+from jax_flash._native import _core
 
 SPLIT = [case for case in (*cases.CASES, *cases.PACKED_CASES) if "split" in case.name]
 

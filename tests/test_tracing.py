@@ -18,7 +18,8 @@ import pytest
 from cases import Case, Target
 
 import jax_flash
-from jax_flash import EXPORT_SAFE_TARGETS, _explain
+from jax_flash import EXPORT_SAFE_TARGETS
+from jax_flash._implementations import choice
 
 FORWARD, BACKWARD = "jax_flash_forward", "jax_flash_backward"
 CASE = Case("tracing", 9, 12, q_heads=4, kv_heads=2, head_dim=8, causal=True, q_offset=(3, -2))
@@ -225,11 +226,11 @@ def test_export_depends_on_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return re.sub(r" loc\(.*\)|#loc.*", "", exported(*problem.inputs).mlir_module())
 
     modules = {module()}
-    monkeypatch.setattr(_explain, "_cuda_devices", lambda: ("a GPU",))
-    monkeypatch.setattr(_explain, "_cuda_unavailable", lambda: None)
+    monkeypatch.setattr(choice, "_cuda_devices", lambda: ("a GPU",))
+    monkeypatch.setattr(choice, "_cuda_unavailable", lambda: None)
     for old, separate in ((True, False), (False, True)):
-        monkeypatch.setattr(_explain, "has_old_gpu", lambda old=old: old)
-        monkeypatch.setattr(_explain, "separate_dq", lambda _, separate=separate: separate)
+        monkeypatch.setattr(choice, "has_old_gpu", lambda old=old: old)
+        monkeypatch.setattr(choice, "separate_dq", lambda _, separate=separate: separate)
         modules.add(module())
     assert len(modules) == 1
 

@@ -12,8 +12,12 @@ import jax
 import pytest
 
 import jax_flash
-from jax_flash import _bench, _core, _doctor, _explain, _registration, _tune, _tuned
 from jax_flash.__main__ import main
+from jax_flash._implementations import choice as _explain
+from jax_flash._native import _core, registration
+from jax_flash._native import tuned as _tuned
+from jax_flash._tools import doctor
+from jax_flash._tools.bench import grid, tune
 
 GPU = "NVIDIA H200"
 DEVICE = {"name": GPU, "compute_capability": 90, "family": "sm90a"}
@@ -114,9 +118,8 @@ def test_refused(cache: pathlib.Path, content: Any, message: str) -> None:
 
 def test_at_import() -> None:
     """A process takes what is stored; a stale file is a warning, and no more."""
-    code = (
-        f"import jax_flash._core as c; print(c.tile_row(arch=90, pass_='forward', head_dim=64, gpu={GPU!r})['tuned'])"
-    )
+    code = "from jax_flash._native import _core as c"
+    code += f"; print(c.tile_row(arch=90, pass_='forward', head_dim=64, gpu={GPU!r})['tuned'])"
 
     def run(*options: str) -> tuple[str, str]:
         done = subprocess.run(
@@ -154,7 +157,7 @@ def test_explain_and_doctor_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     _tuned.store([TUNED, _tuned.TunedRow("another", "sm80", "forward", 64, ROW)])
     monkeypatch.setattr(_explain, "_cuda_devices", lambda: ("a GPU",))
     monkeypatch.setattr(_explain, "_cuda_unavailable", lambda: None)
-    monkeypatch.setattr(_registration, "cuda_status", lambda: {"devices": [DEVICE]})
+    monkeypatch.setattr(registration, "cuda_status", lambda: {"devices": [DEVICE]})
     x = jax.ShapeDtypeStruct((1, 64, 2, 64), "float16")
     wide = jax.ShapeDtypeStruct((1, 64, 2, 128), "float16")
     text = str(jax_flash.explain(x, x, x, platform="cuda"))
@@ -162,13 +165,13 @@ def test_explain_and_doctor_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert jax_flash.explain(wide, wide, wide, platform="cuda").tuned == ()
     assert jax_flash.explain(x, x, x, platform="cpu").tuned == ()
 
-    here = _doctor.Machine(
+    here = doctor.Machine(
         {"driver": "13.0", "nvrtc": ["13.0 (x)"], "cache_dir": "", "cache_problem": "", "devices": [DEVICE]},
         {},
         [],
         None,
     )
-    said = [text for title, text in _doctor.gpu_versions(here) if title == "tuned tile row"]
+    said = [text for title, text in doctor.gpu_versions(here) if title == "tuned tile row"]
     assert said[0] == str(TUNED)
     assert said[1].endswith("(not used: no such GPU here, or served by another family)")
 
@@ -183,7 +186,7 @@ def test_the_tables_rows_are_among_the_candidates(arch: int, family: str, pass_:
     """Of the families that tune has candidates for in full; Turing's smallest rows at 256 are the table's alone."""
     row = _core.tile_row(arch=arch, pass_=pass_, head_dim=head_dim)
     assert row["family"] == family
-    candidates = list(_tune.candidates(family, pass_, head_dim))
+    candidates = list(tune.candidates(family, pass_, head_dim))
     assert len({_tuned.row_name(x) for x in candidates}) == len(candidates)
     assert row["row"] in candidates or family in ("sm70", "sm75")
 
@@ -192,13 +195,13 @@ def test_what_the_compiler_refuses() -> None:
     """No GPU is needed to see what does not compile, does not fit or spills."""
     small = _tuned.tile_row(block_q=64, block_kv=64, warps=4)
     rows = [small, small | {"block_q": 63}, _tuned.tile_row(block_q=128, block_kv=128, warps=4)]
-    good, impossible, spills = _tune.compiled(80, "forward", 256, rows, 227 * 1024)
+    good, impossible, spills = tune.compiled(80, "forward", 256, rows, 227 * 1024)
     assert good.fault == ""
     assert good.shared_bytes > 0
     assert good.registers > 0
     assert impossible.fault == "does not compile"
     assert spills.fault.startswith("spills ")
-    (large,) = _tune.compiled(80, "forward", 256, [small], 10 * 1024)
+    (large,) = tune.compiled(80, "forward", 256, [small], 10 * 1024)
     assert large.fault == f"{good.shared_bytes / 1024:.0f} KB of shared memory"
 
 
@@ -212,12 +215,12 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         for candidate in kept:
             candidate.rates = {"full": rates[candidate.row["block_kv"]]}
 
-    monkeypatch.setattr(_bench, "device", lambda: jax.local_devices(backend="cpu")[0])
-    monkeypatch.setattr(_registration, "cuda_status", lambda: {"devices": [DEVICE]})
-    monkeypatch.setattr(_tune, "candidates", lambda *_: iter([table | {"block_kv": kv} for kv in (16, 64, 256)]))
-    monkeypatch.setattr(_tune, "compiled", lambda _a, _p, _h, rows, _s: [_tune.Candidate(row) for row in rows])
-    monkeypatch.setattr(_tune, "wrong", lambda row, _: "wrong out" if row.row["block_kv"] == 256 else "")
-    monkeypatch.setattr(_tune, "_time", timed)
+    monkeypatch.setattr(grid, "device", lambda: jax.local_devices(backend="cpu")[0])
+    monkeypatch.setattr(registration, "cuda_status", lambda: {"devices": [DEVICE]})
+    monkeypatch.setattr(tune, "candidates", lambda *_: iter([table | {"block_kv": kv} for kv in (16, 64, 256)]))
+    monkeypatch.setattr(tune, "compiled", lambda _a, _p, _h, rows, _s: [tune.Candidate(row) for row in rows])
+    monkeypatch.setattr(tune, "wrong", lambda row, _: "wrong out" if row.row["block_kv"] == 256 else "")
+    monkeypatch.setattr(tune, "_time", timed)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     return rates
 
@@ -254,8 +257,8 @@ def test_the_oracle_asks_the_pass_that_is_tuned() -> None:
 def test_a_wrong_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the oracle; on a CPU that has no rows, so that right is right."""
     cpu = jax.local_devices(backend="cpu")[0]
-    assert _tune.wrong(TUNED, cpu) == ""
-    right = _tune._program
+    assert tune.wrong(TUNED, cpu) == ""
+    right = tune._program
 
     def off(problem: Any) -> Any:
         def run(arrays: Any) -> Any:
@@ -264,14 +267,14 @@ def test_a_wrong_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    monkeypatch.setattr(_tune, "_program", off)
-    assert _tune.wrong(TUNED, cpu) == "wrong dkey"
+    monkeypatch.setattr(tune, "_program", off)
+    assert tune.wrong(TUNED, cpu) == "wrong dkey"
 
     def fails(*_: Any) -> Any:
         raise RuntimeError("cuLaunchKernel failed: CUDA_ERROR_INVALID_VALUE")
 
-    monkeypatch.setattr(_tune, "_program", lambda _: fails)
-    assert _tune.wrong(TUNED, cpu).startswith("RuntimeError: cuLaunchKernel failed")
+    monkeypatch.setattr(tune, "_program", lambda _: fails)
+    assert tune.wrong(TUNED, cpu).startswith("RuntimeError: cuLaunchKernel failed")
 
 
 @pytest.mark.parametrize(("text", "code"), [("65", 2), ("512", 2), ("x", 2)])
@@ -289,9 +292,9 @@ def test_tune_on_a_gpu(cache: pathlib.Path, capsys: pytest.CaptureFixture[str]) 
         assert main(["bench", "tune", "--head-dim", "64", "--pass", "forward", "--rounds", "2", "--store"]) == 0
     text = capsys.readouterr().out
     assert "\ntable " in text or "\n       " in text
-    device = _registration.cuda_status()["devices"][0]
+    device = registration.cuda_status()["devices"][0]
     for row in _tuned.load():
-        assert _tune.wrong(row, jax.devices("cuda")[0]) == ""
+        assert tune.wrong(row, jax.devices("cuda")[0]) == ""
         found = _core.tile_row(arch=device["compute_capability"], pass_="forward", head_dim=64, gpu=device["name"])
         assert found["tuned"]
         assert found["row"] == row.row

@@ -16,12 +16,12 @@ from typing import Any
 
 import jax
 
-from jax_flash import _explain
-from jax_flash._options import Options
+from jax_flash._call.options import Options
+from jax_flash._implementations import choice
+from jax_flash._native.private import Primitive, apply_primitive, mlir, prim_requires_devices_during_lowering
+from jax_flash._native.private import batching as jax_batching
 from jax_flash._primitive import derivatives, lowering, params, partitioning
 from jax_flash._primitive.batching import batch
-from jax_flash._private import Primitive, apply_primitive, mlir, prim_requires_devices_during_lowering
-from jax_flash._private import batching as jax_batching
 
 
 def forward(
@@ -43,7 +43,7 @@ def forward(
 def _lowering(pass_: str, platform: str, ctx: Any, *args: Any, params: params.Params) -> Any:
     # Errors belong to the lowering of this call, not to a callback of the partitioner.
     query, value = ctx.avals_in[0], ctx.avals_in[2]
-    _explain.choose(params.implementation, platform, _explain.Call.of(query, value, params.options))
+    choice.choose(params.implementation, platform, choice.Call.of(query, value, params.options))
     target = lowering.Target(platform, portable=ctx.module_context.lowering_parameters.for_export)
     return mlir.lower_fun(partitioning.partitioned(pass_, target, params), multiple_results=True)(ctx, *args)
 

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_flash._native.private import Primitive
 from jax_flash._primitive import plain
 from jax_flash._primitive.params import ARGUMENTS, Params, result_shapes
-from jax_flash._private import Primitive
 
 
 def batch(

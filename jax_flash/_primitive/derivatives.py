@@ -2,8 +2,8 @@
 
 `tangent` is linear in the tangents and `backward` in the cotangents, so each is the other's transpose, and reverse mode
 of first order is the two kernels: nobody evaluates `tangent`. What else the two depend on is differentiated in plain
-JAX, in O(T + S) memory (_chunked.py). out and lse are arguments of both, and have derivatives of their own: a
-derivative of second order reaches the inputs through them, too.
+JAX, in O(T + S) memory (_implementations/chunked.py). out and lse are arguments of both, and have derivatives of their
+own: a derivative of second order reaches the inputs through them, too.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _scores, _varying
-from jax_flash._options import OPERANDS
+from jax_flash._call.options import OPERANDS
+from jax_flash._implementations import scores, varying
+from jax_flash._native.private import Primitive, ad, checkpoint_name
 from jax_flash._primitive import plain
 from jax_flash._primitive.params import ARGUMENTS, INPUTS, Params, in_order
-from jax_flash._private import Primitive, ad, checkpoint_name
 from jax_flash.checkpoint_policies import LSE, OUT
 
 Arrays = dict[str, jax.Array]
@@ -121,7 +121,7 @@ def _zero(primal: Any) -> Any:
 def _instantiated(tangent: Any, like: jax.Array) -> jax.Array:
     if type(tangent) is not ad.Zero:
         return tangent
-    zeros: jax.Array = _varying.vary_alike(jnp.zeros_like(like), like)
+    zeros: jax.Array = varying.vary_alike(jnp.zeros_like(like), like)
     return zeros
 
 
@@ -132,7 +132,7 @@ def _plain_jvp(
     moved = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
     if not moved:
         return []
-    function = _varying.on_automatic_axes(function, results)
+    function = varying.on_automatic_axes(function, results)
 
     def of_moved(*xs: Any) -> Any:
         everything = list(primals)
@@ -196,7 +196,7 @@ def delta(dout: jax.Array, lse: jax.Array, dlse: jax.Array, out: jax.Array) -> j
 
 def _sinks_gradient(operands: Mapping[str, jax.Array], lse: jax.Array, delta: jax.Array) -> jax.Array:
     """[B, N]: a sink is a score without a value, so its ds is p * (0 - delta)."""
-    return -_without_padding(operands, _scores.sink_weights(operands, lse) * delta).sum(axis=-1)
+    return -_without_padding(operands, scores.sink_weights(operands, lse) * delta).sum(axis=-1)
 
 
 def _rows_gradient(operands: Mapping[str, jax.Array], lse: jax.Array, delta: jax.Array, dlse: jax.Array) -> jax.Array:
@@ -204,7 +204,7 @@ def _rows_gradient(operands: Mapping[str, jax.Array], lse: jax.Array, delta: jax
 
     It is rowsum(p * dp) - delta * rowsum(p), where rowsum(p * dp) = delta + dlse (FlashAttention-2, equation 4).
     """
-    rows = dlse + _scores.sink_weights(operands, lse) * delta if "sinks" in operands else dlse
+    rows = dlse + scores.sink_weights(operands, lse) * delta if "sinks" in operands else dlse
     rows = _without_padding(operands, jnp.where(jnp.isneginf(lse), 0.0, rows))[..., None]
     shared = tuple(i for i, n in enumerate(operands["bias"].shape) if n == 1)
     return rows.sum(axis=shared, keepdims=True)
@@ -212,7 +212,7 @@ def _rows_gradient(operands: Mapping[str, jax.Array], lse: jax.Array, delta: jax
 
 def _without_padding(operands: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
     """[B, N, T] with 0 for rows that are padding, where cotangents may be anything."""
-    within = _scores.rows_within(operands, "q", x.shape[-1])
+    within = scores.rows_within(operands, "q", x.shape[-1])
     return x if within is None else jnp.where(within[:, None], x, 0.0)
 
 

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import _core, _dtypes, _explain, _half, _registration
-from jax_flash._options import OPERANDS
-from jax_flash._primitive import plain
+from jax_flash._call import dtypes
+from jax_flash._call.options import OPERANDS
+from jax_flash._implementations import choice
+from jax_flash._native import _core, registration
+from jax_flash._primitive import half, plain
 from jax_flash._primitive.derivatives import delta
 from jax_flash._primitive.params import ARGUMENTS, Params, in_order, result_shapes
 
@@ -32,14 +34,14 @@ def call(pass_: str, target: Target, params: Params, *args: jax.Array) -> tuple[
     if pass_ == "tangent":
         return plain.evaluate(pass_, params, *args)
     platform = target.platform
-    chosen = _explain.choose(params.implementation, platform, _explain.Call.of(args[0], args[2], params.options))
+    chosen = choice.choose(params.implementation, platform, choice.Call.of(args[0], args[2], params.options))
     if chosen == "cuda":
         if pass_ == "backward":
             args = (*args[:5], delta(*args[3:7]), *args[6:])
         if not target.portable:
             params = _for_local_gpus(pass_, params, max(args[0].shape[-1], args[2].shape[-1]))
         dtype = args[0].dtype
-        old = not target.portable and _explain.has_old_gpu()
+        old = not target.portable and choice.has_old_gpu()
         if dtype == jnp.float32 or (dtype == jnp.bfloat16 and old):
             wide = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in results]
             called = _aligned(pass_, params, wide, functools.partial(_half_precision, pass_, params), *args)
@@ -57,7 +59,7 @@ def _for_local_gpus(pass_: str, params: Params, largest_head_dim: int) -> Params
     """
     if pass_ != "backward":
         return params
-    separate = _explain.has_old_gpu() or (not params.gradients and _explain.separate_dq(largest_head_dim))
+    separate = choice.has_old_gpu() or (not params.gradients and choice.separate_dq(largest_head_dim))
     options = dataclasses.replace(params.options, deterministic=params.options.deterministic or separate)
     return dataclasses.replace(params, options=options)
 
@@ -70,7 +72,7 @@ def _half_precision(
     gradients = (args[3], args[5]) if pass_ == "backward" else ()
     if "bias" in operands:
         operands["bias"] = operands["bias"].astype(jnp.float32)
-    halves, operands["unscales"] = _half.scaled(params.options, operands, *args[:3], *gradients)
+    halves, operands["unscales"] = half.scaled(params.options, operands, *args[:3], *gradients)
     dims = {**dict(params.operands), "unscales": OPERANDS["unscales"].dims}
     names = in_order(operands)
     params = dataclasses.replace(
@@ -96,11 +98,11 @@ def _custom_call(
         results[at] = jax.ShapeDtypeStruct((batch, q_heads, *shapes[at][2:]), results[at].dtype)
     scratch = _scratch(pass_, platform, params, attributes, *args)
     if type(scratch) is not int or scratch:
-        wide = _dtypes.accumulation_dtype(args[0].dtype)
+        wide = dtypes.accumulation_dtype(args[0].dtype)
         results = (*results, jax.ShapeDtypeStruct((scratch,), wide))
     if pass_ == "backward" and platform == "cuda":
         args = (*args[:6], *args[7:])  # these kernels take delta, which stands in dlse's place, for dlse and out
-    target = _registration.FORWARD_TARGET if pass_ == "forward" else _registration.BACKWARD_TARGET
+    target = registration.FORWARD_TARGET if pass_ == "forward" else registration.BACKWARD_TARGET
     called = jax.ffi.ffi_call(target, results)(*args, **attributes)
     return tuple(_summed_to(shape, x) for shape, x in zip(shapes, called, strict=False))
 

@@ -9,11 +9,12 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jax_flash import _core, _dtypes
-from jax_flash._options import OPERANDS, Options
+from jax_flash._call import dtypes
+from jax_flash._call.options import OPERANDS, Options
+from jax_flash._native import _core
 
 # Dimensions of every fixed argument and result: b batch, t and s lengths, n and k heads, h and v head dims. Operands
-# have their letters in _options.py; a dimension of size 1 that is broadcast is written 1.
+# have their letters in _call/options.py; a dimension of size 1 that is broadcast is written 1.
 INPUTS = {"query": "btnh", "key": "bskh", "value": "bskv"}
 RESULTS = {"out": "btnv", "lse": "bnt"}
 ARGUMENTS = {
@@ -81,7 +82,7 @@ def dims_of(name: str, operand: Any) -> str:
 
 def result_shapes(pass_: str, params: Params, avals: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
     query, key, value = avals[:3]
-    wide = _dtypes.accumulation_dtype(query.dtype)
+    wide = dtypes.accumulation_dtype(query.dtype)
     if pass_ == "backward":
         _, operands, _ = params.split(pass_, avals)
         return (

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from jax_flash import _dtypes, _scores
-from jax_flash._options import UNLIMITED
+from jax_flash._call import dtypes
+from jax_flash._call.options import UNLIMITED
+from jax_flash._implementations import scores
+from jax_flash._native.private import Primitive, ShapedArray, custom_partitioning, mlir
 from jax_flash._primitive import lowering
 from jax_flash._primitive.params import Params, in_order
-from jax_flash._private import Primitive, ShapedArray, custom_partitioning, mlir
 
 Axes = Any  # an entry of a PartitionSpec: None, the name of a mesh axis, or several
 Arrays = dict[str, jax.Array]
@@ -164,7 +165,7 @@ def _of_one_device(
         if not shared:
             continue
         # What several devices share is the sum over them: of keys, and of operands without these dimensions.
-        x = x.astype(_dtypes.accumulation_dtype(x.dtype))
+        x = x.astype(dtypes.accumulation_dtype(x.dtype))
         if key_heads is not None and "k" in dims:
             x = jnp.zeros((*x.shape[:2], kv_heads, *x.shape[3:]), x.dtype).at[:, :, key_heads].add(x)
         results[i] = jax.lax.psum(x, shared).astype(results[i].dtype)
@@ -185,7 +186,7 @@ def _from_row(first_row: jax.Array, shape: tuple[int, ...], params: Params, oper
     if "q_lengths" in operands:
         operands["q_lengths"] = jnp.clip(operands["q_lengths"] - first_row, 0, rows)
     if "q_segment_ranges" in operands:
-        operands["q_segment_ranges"] = _scores.segment_ranges(operands["q_segment_ids"])
+        operands["q_segment_ranges"] = scores.segment_ranges(operands["q_segment_ids"])
     names = in_order(operands)
     params = dataclasses.replace(params, operands=tuple((name, dims[name]) for name in names))
     return params, {name: operands[name] for name in names}

@@ -6,7 +6,8 @@ import functools
 
 import jax
 
-from jax_flash import _chunked, _dtypes, _varlen
+from jax_flash._call import dtypes
+from jax_flash._implementations import chunked, varlen
 from jax_flash._primitive.params import INPUTS, Params
 
 
@@ -17,15 +18,15 @@ def evaluate(pass_: str, params: Params, *args: jax.Array) -> tuple[jax.Array, .
 def forward(params: Params, *args: jax.Array) -> tuple[jax.Array, ...]:
     inputs, operands, _ = params.split("forward", args)
     if params.limits is None:
-        return _chunked.attention(inputs["query"], inputs["key"], inputs["value"], operands, params.options)
-    return _varlen.attention(
+        return chunked.attention(inputs["query"], inputs["key"], inputs["value"], operands, params.options)
+    return varlen.attention(
         inputs["query"],
         inputs["key"],
         inputs["value"],
         operands,
         params.options,
         *params.limits,
-        attend=_chunked.attention,
+        attend=chunked.attention,
     )
 
 
@@ -37,15 +38,15 @@ def tangent(params: Params, *args: jax.Array) -> tuple[jax.Array, ...]:
 def backward(params: Params, *args: jax.Array) -> tuple[jax.Array, ...]:
     inputs, operands, _ = params.split("backward", args)
     wanted = (*INPUTS, *params.gradients)
-    gradients = _chunked.backward(
+    gradients = chunked.backward(
         **inputs, operands=operands, options=params.options, wanted=wanted, tangent=_tangent_of(params)
     )
-    wide = _dtypes.accumulation_dtype(inputs["query"].dtype)
+    wide = dtypes.accumulation_dtype(inputs["query"].dtype)
     return tuple(gradients[name] if name in INPUTS else gradients[name].astype(wide) for name in wanted)
 
 
-def _tangent_of(params: Params) -> _chunked.Tangent:
+def _tangent_of(params: Params) -> chunked.Tangent:
     if params.limits is None:
-        return _chunked.tangent
+        return chunked.tangent
     max_q_length, max_kv_length = params.limits
-    return functools.partial(_varlen.tangent, max_q_length=max_q_length, max_kv_length=max_kv_length)
+    return functools.partial(varlen.tangent, max_q_length=max_q_length, max_kv_length=max_kv_length)

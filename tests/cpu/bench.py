@@ -375,7 +375,7 @@ LADDER = (1, 1024, 1024, 16, 16, 64, 0)
 
 def ladder(threads: int) -> None:
     """The steps from a plain program to the kernel: builds tests/cpu/ladder.cc with tiles of registers of each size."""
-    from jax_flash import _core
+    from jax_flash._native import _core
 
     tools = {name: shutil.which(name, path=os.path.dirname(sys.executable)) or name for name in ("cmake", "ninja")}
     isa = _core.cpu_isa()

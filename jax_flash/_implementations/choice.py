@@ -1,0 +1,190 @@
+"""Which implementation serves a call, and why not the others.
+
+Two places ask: the lowering of the primitives, which knows the platform, and `explain`, which tells a person.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, get_args
+
+import jax
+import numpy as np
+
+from jax_flash._call.options import Implementation, Options
+from jax_flash._native import _core, origins, registration
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
+
+KERNELS = {"cpu": "cpu", "cuda": "cuda"}
+"""The implementations by kernels, and the one platform of each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What the choice of an implementation depends on."""
+
+    dtype: str
+    head_dim: int
+    value_head_dim: int
+    highest_precision: bool = False
+
+    @classmethod
+    def of(cls, query: Any, value: Any, options: Options) -> "Call":
+        return cls(np.dtype(query.dtype).name, query.shape[-1], value.shape[-1], options.highest_precision)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A kind of call that an implementation does not serve."""
+
+    refuses: str
+    """What is refused, as docs/options.md has it."""
+    applies: Callable[[Call], bool]
+    reason: Callable[[Call], str]
+
+
+CUDA_DTYPES = ("float16", "bfloat16", "float32")
+CUDA_HEAD_DIM = 256
+FLOAT16_FAMILIES = ("sm70", "sm75")
+"""Kernel families of GPUs whose tensor cores take float16 alone. They sum gradients without atomic additions."""
+
+RULES: dict[str, tuple[Rule, ...]] = {
+    "cuda": (
+        Rule(
+            "float64",
+            lambda call: call.dtype not in CUDA_DTYPES,
+            lambda call: f"its kernels take {', '.join(CUDA_DTYPES)}, query has dtype {call.dtype}",
+        ),
+        Rule(
+            f"a head_dim of query or value above {CUDA_HEAD_DIM}",
+            lambda call: max(call.head_dim, call.value_head_dim) > CUDA_HEAD_DIM,
+            lambda call: (
+                f"its kernels take a head_dim of at most {CUDA_HEAD_DIM}, query has {call.head_dim} and value "
+                f"{call.value_head_dim}"
+            ),
+        ),
+    ),
+}
+"""For each implementation, what it does not serve wherever it runs. Whatever else `attention` takes, it serves."""
+
+
+@functools.cache
+def _cuda_devices() -> tuple[Any, ...]:
+    try:
+        return tuple(jax.local_devices(backend="cuda"))
+    except RuntimeError:  # JAX's word for a backend that is not there
+        return ()
+
+
+def has_gpu() -> bool:
+    return bool(_cuda_devices())
+
+
+@functools.cache
+def has_old_gpu() -> bool:
+    """Whether a CUDA device here is served by a family for float16 alone, which other dtypes are brought to."""
+    return bool(_cuda_devices()) and any(
+        device["family"] in FLOAT16_FAMILIES for device in registration.cuda_status()["devices"]
+    )
+
+
+_DETERMINISTIC_FLAGS = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
+
+
+def deterministic_by_default() -> bool:
+    """Whether gradients are summed in one order unless a call says otherwise: where XLA_FLAGS tell XLA to."""
+    told: dict[str, bool] = {}  # by the last word
+    for word in os.environ.get("XLA_FLAGS", "").split():
+        name, _, value = word.partition("=")
+        if name in _DETERMINISTIC_FLAGS:
+            told[name] = value.lower() in ("", "true", "1")
+    return any(told.values())
+
+
+@functools.cache
+def separate_dq(largest_head_dim: int) -> bool:
+    """Whether dquery has a pass of its own on every CUDA device here, whatever ``deterministic_backward`` says."""
+    return bool(_cuda_devices()) and all(
+        _core.separate_dq(arch=device["compute_capability"], largest_head_dim=largest_head_dim)
+        for device in registration.cuda_status()["devices"]
+        if device["family"]
+    )
+
+
+@functools.cache
+def _cuda_unavailable() -> str | None:
+    """Why this machine's CUDA devices can't run the kernels; None when they can, or when there are none to ask."""
+    if not _cuda_devices():
+        return None
+    status = registration.cuda_status()
+    if status["driver_error"]:
+        return f"no CUDA driver: {status['driver_error']}"
+    for device in status["devices"]:
+        arch = device["compute_capability"]
+        if not device["family"]:
+            return f"{device['name']} has compute capability {origins.name(arch)}, the kernels need 7.0 or newer"
+        lack = origins.uncompiled(arch, status)
+        if lack and not any(arch in x.usable for x in origins.prebuilt(registration.prebuilt_dirs(), [arch])):
+            return lack
+    return None
+
+
+def _beyond_room(call: Call) -> str | None:
+    """Why the shared memory of this machine's CUDA devices is too small for a call; None when it isn't."""
+    head_dim = max(call.head_dim, call.value_head_dim)
+    if not call.highest_precision or not _cuda_devices():
+        return None
+    for device in registration.cuda_status()["devices"]:
+        arch = device["compute_capability"]
+        limit = _core.largest_head_dim(arch=arch, highest_precision=True)
+        if head_dim > limit:
+            return (
+                f'its kernels for float32 with precision="highest" take a head_dim of at most {limit} on '
+                f"{device['name']}, compute capability {origins.name(arch)}, query has {call.head_dim} and value "
+                f"{call.value_head_dim}"
+            )
+    return None
+
+
+def obstacle(implementation: str, platform: str, call: Call) -> str | None:
+    """Why ``implementation`` can't serve a call that is lowered for ``platform``; None when it can."""
+    wanted = KERNELS.get(implementation)
+    if wanted is not None and platform != wanted:
+        return f"it runs on platform {wanted!r}, the call on {platform!r}"
+    if wanted is not None and registration.UNAVAILABLE:
+        return registration.UNAVAILABLE
+    for rule in RULES.get(implementation, ()):
+        if rule.applies(call):
+            return rule.reason(call)
+    return (_cuda_unavailable() or _beyond_room(call)) if implementation == "cuda" else None
+
+
+def choose(implementation: str | None, platform: str, call: Call) -> str:
+    """The implementation that serves a call lowered for ``platform``.
+
+    Raises:
+      NotImplementedError: ``implementation`` is named and does not serve the call.
+    """
+    if implementation is None:
+        return next(name for name in IMPLEMENTATIONS if obstacle(name, platform, call) is None)
+    if reason := obstacle(implementation, platform, call):
+        raise NotImplementedError(f"implementation={implementation!r} does not serve this call: {reason}")
+    return implementation
+
+
+def check_implementation(implementation: object, query: Any, value: Any, options: Options) -> None:
+    """Raises, when a call is traced, for an implementation that no platform of this process can serve it with."""
+    if implementation is None:
+        return
+    if not isinstance(implementation, str):
+        raise TypeError(f"implementation must be a string or None, got {type(implementation).__name__}")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+    if implementation == "cuda" and not _cuda_devices():
+        raise NotImplementedError(
+            "implementation='cuda' does not serve this call: JAX has no CUDA device here "
+            "(implementation=None can be lowered for CUDA anywhere)"
+        )
+    choose(implementation, KERNELS.get(implementation, "any"), Call.of(query, value, options))

@@ -1,0 +1,215 @@
+"""From the products of queries and keys to masked scores, for the implementations in plain JAX.
+
+Everything here works on a block of pairs, given by the indices of its rows and columns (int32, consecutive) and by
+operands of which t and s dimensions have been cut to the block. Heads are grouped: [B, K, G, rows, columns], where
+query head n is member n % G of key head n // G.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash._call.options import SEGMENT_BLOCK, UNLIMITED, Operands, Options
+from jax_flash._implementations import dropout
+
+_INT32 = np.iinfo(np.int32)
+
+
+def precision(options: Options) -> jax.lax.Precision:
+    """Of the products; the context manager ``jax.default_matmul_precision`` is part of the options already."""
+    return jax.lax.Precision.HIGHEST if options.highest_precision else jax.lax.Precision.DEFAULT
+
+
+def without_padding(
+    query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The inputs with zeros for what lies beyond their lengths: NaN there would survive a weight of zero."""
+    return (
+        zero_padding(query, "q", operands),
+        zero_padding(key, "kv", operands),
+        zero_padding(value, "kv", operands),
+    )
+
+
+def zero_padding(x: jax.Array, side: str, operands: Operands) -> jax.Array:
+    """[B, length, ...] of the "q" or "kv" side with zeros from its lengths on."""
+    if f"{side}_lengths" not in operands:
+        return x
+    within = _within(x.shape[1], operands[f"{side}_lengths"])
+    return jnp.where(within.reshape(*within.shape, *[1] * (x.ndim - 2)), x, 0)
+
+
+def rows_within(operands: Operands, side: str, length: int) -> jax.Array | None:
+    """[B or 1, length] of rows that are not padding, which may hold anything; None where there is none.
+
+    ``side`` is "q" or "kv"; packed documents have padding too.
+    """
+    if f"{side}_lengths" in operands:
+        return _within(length, operands[f"{side}_lengths"])
+    if f"cu_{side}_lengths" in operands:
+        return _within(length, operands[f"cu_{side}_lengths"][:, -1])
+    return None
+
+
+def finish(out: jax.Array, lse: jax.Array, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """out [B, T, N, V] and lse [B, N, T] with what padded rows have, and without gradients from there."""
+    if "q_lengths" not in operands:
+        return out, lse
+    within = _within(out.shape[1], operands["q_lengths"])
+    if "sinks" in operands:
+        empty = jnp.broadcast_to(jax.lax.stop_gradient(operands["sinks"])[:, :, None], lse.shape)
+    else:
+        empty = jnp.full_like(lse, -jnp.inf)
+    return jnp.where(within[:, :, None, None], out, 0), jnp.where(within[:, None], lse, empty)
+
+
+def _within(length: int, lengths: jax.Array) -> jax.Array:
+    return jnp.arange(length, dtype=jnp.int32) < lengths[:, None]
+
+
+def of_products(
+    products: jax.Array, options: Options, operands: Operands, rows: jax.Array, columns: jax.Array
+) -> jax.Array:
+    """Scores [B, K, G, rows, columns], -inf where a pair is not kept. ``products`` have the accumulation dtype."""
+    dtype, kv_heads = products.dtype, products.shape[1]
+    if "traced_scale" in operands:
+        scores = products * operands["traced_scale"][:, None, None, None, None]
+    else:
+        scores = products * jnp.asarray(options.scale, dtype)
+    if options.softcap:
+        cap = jnp.asarray(options.softcap, dtype)
+        scores = cap * jnp.tanh(scores / cap)
+    if "bias" in operands:
+        scores = scores + grouped(operands["bias"], kv_heads).astype(dtype)
+    if "alibi_slopes" in operands:
+        # In floating point from here: t + q_offset may not fit into int32.
+        distance = (rows[:, None] - columns).astype(dtype)[None]
+        if "q_offset" in operands:
+            distance = distance + operands["q_offset"].astype(dtype)[:, :, None]
+        slopes = grouped(operands["alibi_slopes"][:, 0], kv_heads)
+        scores = scores - slopes[..., None, None] * jnp.abs(distance)[:, None, None]
+    keep = _keep(options, operands, rows, columns, kv_heads)
+    return scores if keep is None else jnp.where(keep, scores, -jnp.inf)
+
+
+def dropped(
+    weights: jax.Array, options: Options, operands: Operands, row: jax.typing.ArrayLike, column: jax.typing.ArrayLike
+) -> jax.Array:
+    """``weights`` [B, K, G, rows, columns] with zeros where dropout drops them; ``row`` and ``column`` are the first.
+
+    What is kept is still to be multiplied by `dropout_factor`: no weight in 16 bits overflows then.
+    """
+    if not options.dropout_rate:
+        return weights
+    keep = dropout.keep(
+        operands["dropout_seeds"][:, 0], options.dropout_rate, row, weights.shape[-2], column, weights.shape[-1]
+    )
+    return jnp.where(grouped(keep, weights.shape[1]), weights, 0)
+
+
+def dropout_factor(out: jax.Array, options: Options) -> jax.Array:
+    """``out`` times the factor of kept weights."""
+    return out * jnp.asarray(dropout.factor(options.dropout_rate), out.dtype) if options.dropout_rate else out
+
+
+def sink_weights(operands: Operands, lse: jax.Array) -> jax.Array:
+    """[B, N, T]: what sinks have of the sum of weights of a row, exp(sink - lse)."""
+    sinks = operands["sinks"][:, :, None]
+    finite = jnp.where(jnp.isneginf(lse), 0.0, lse)
+    # An lse that is its sink but for rounding is that of a row without keys, whose gradients are 0 and not rounding.
+    alone = jnp.abs(sinks - finite) <= 4 * jnp.finfo(lse.dtype).eps * jnp.maximum(1.0, jnp.abs(finite))
+    return jnp.where(jnp.isneginf(sinks), 0.0, jnp.where(alone, 1.0, jnp.exp(sinks - finite)))
+
+
+def segment_ranges(ids: jax.Array) -> jax.Array:
+    """[B, blocks, 2]: the smallest and the largest of each block of [B, length]."""
+    batch, length = ids.shape
+    blocks = -(-length // SEGMENT_BLOCK)
+    padded = jnp.pad(ids, ((0, 0), (0, blocks * SEGMENT_BLOCK - length)), mode="edge")
+    grouped = padded.reshape(batch, blocks, SEGMENT_BLOCK)
+    return jnp.stack([grouped.min(axis=-1), grouped.max(axis=-1)], axis=-1)
+
+
+def grouped(x: jax.Array, kv_heads: int) -> jax.Array:
+    """[b, n, ...] -> [b, K, G, ...], or [b, 1, 1, ...] where n is 1."""
+    return x.reshape(x.shape[0], min(kv_heads, x.shape[1]), -1, *x.shape[2:])
+
+
+def _keep(options: Options, operands: Operands, rows: jax.Array, columns: jax.Array, kv_heads: int) -> jax.Array | None:
+    """Which pairs are kept, to be broadcast to [B, K, G, rows, columns]; None for all of them."""
+    conditions = []
+    lower, upper = _band(options, operands)
+    difference = (columns - rows[:, None])[None]
+    if upper is not None:
+        conditions.append(difference <= upper[:, None, None])
+    if lower is not None:
+        conditions.append(difference >= lower[:, None, None])
+    if "q_segment_ids" in operands:
+        conditions.append(operands["q_segment_ids"][:, :, None] == operands["kv_segment_ids"][:, None, :])
+    if "q_lengths" in operands:
+        conditions.append((rows < operands["q_lengths"][:, None])[:, :, None])
+    if "kv_lengths" in operands:
+        conditions.append((columns < operands["kv_lengths"][:, None])[:, None, :])
+    conditions = [condition[:, None, None] for condition in conditions]
+    if "mask" in operands:
+        conditions.append(grouped(operands["mask"], kv_heads))
+    if not conditions:
+        return None
+    keep = conditions[0]
+    for condition in conditions[1:]:
+        keep = keep & condition
+    return keep
+
+
+def may_keep(options: Options, operands: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array | None:
+    """False only if the block holds no pair that is kept, by looking at its edges; None when it always may."""
+    conditions = []
+    lower, upper = _band(options, operands)
+    if upper is not None:
+        conditions.append(columns[0] - rows[-1] <= upper)
+    if lower is not None:
+        conditions.append(columns[-1] - rows[0] >= lower)
+    if "q_segment_ids" in operands:
+        of_rows, of_columns = operands["q_segment_ids"], operands["kv_segment_ids"]
+        conditions.append(
+            (of_rows.min(axis=1) <= of_columns.max(axis=1)) & (of_columns.min(axis=1) <= of_rows.max(axis=1))
+        )
+    if "q_lengths" in operands:
+        conditions.append(rows[0] < operands["q_lengths"])
+    if "kv_lengths" in operands:
+        conditions.append(columns[0] < operands["kv_lengths"])
+    if not conditions:
+        return None
+    may = conditions[0]
+    for condition in conditions[1:]:
+        may = may & condition
+    return may.any()
+
+
+def _band(options: Options, operands: Operands) -> tuple[jax.Array | None, jax.Array | None]:
+    """Smallest and largest key position minus row that is kept, each int32 [B] or [1]; None without a limit."""
+    offset = operands["q_offset"][:, 0] if "q_offset" in operands else jnp.zeros(1, jnp.int32)
+    if "window_bounds" in operands:
+        return _traced_band(options, operands["window_bounds"], offset)
+    left, right = options.window_left, 0 if options.causal else options.window_right
+    # Saturating where offset - left or offset + right would wrap around, and not row + offset, which could.
+    lower = upper = None
+    if left != UNLIMITED:
+        lower = jnp.where(offset < _INT32.min + left, _INT32.min, offset - left)
+    if right != UNLIMITED:
+        upper = jnp.where(offset > _INT32.max - right, _INT32.max, offset + right)
+    return lower, upper
+
+
+def _traced_band(options: Options, bounds: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`_band` of window_bounds [B, 2], whose sides may be negative, and then wrap around at the other end."""
+    left, right = bounds[:, 0], bounds[:, 1]
+    if options.causal:
+        right = jnp.minimum(right, 0)
+    lower = jnp.where((left > 0) & (offset < _INT32.min + left), _INT32.min, offset - left)
+    lower = jnp.where((left < 0) & (offset > _INT32.max + left), _INT32.max, lower)
+    upper = jnp.where((right > 0) & (offset > _INT32.max - right), _INT32.max, offset + right)
+    upper = jnp.where((right < 0) & (offset < _INT32.min - right), _INT32.min, upper)
+    return jnp.where(left == UNLIMITED, _INT32.min, lower), jnp.where(right == UNLIMITED, _INT32.max, upper)

@@ -1,0 +1,120 @@
+"""Where the kernels of a GPU come from: built ahead of time, or compiled by an NVRTC that knows the GPU.
+
+All but `prebuilt` are functions of a record such as `_registration.cuda_status()` returns, so that they can be asked
+about a machine that is not there.
+"""
+
+import collections
+import dataclasses
+import pathlib
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+_OLDEST = {13: 75}
+"""By major version of NVRTC, the lowest compute capability that it compiles for, where that keeps a kernel family out:
+CUDA 13 dropped Maxwell, Pascal and Volta."""
+
+_NAME = re.compile(
+    r"\w+-(?P<pass_>forward|backward)-(?P<dtype>f16|bf16)-d(?P<head_dim>\d+)(?P<causal>-causal)?-sm_\d+-[0-9a-f]+"
+)
+"""The name of a common variant's file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prebuilt:
+    """A folder of kernels that were built ahead of time.
+
+    Attributes:
+      folder: where it is.
+      counts: how many kernels it holds, by compute capability (70 for 7.0).
+      stale: the compute capabilities whose kernels are not of these sources, so that none of them is used.
+    """
+
+    folder: str
+    counts: Mapping[int, int]
+    stale: frozenset[int]
+
+    @property
+    def usable(self) -> dict[int, int]:
+        return {arch: count for arch, count in self.counts.items() if arch not in self.stale}
+
+    def __str__(self) -> str:
+        kernels = [
+            f"{count} for sm_{arch}"
+            + (" of another version of jax_flash, which are not used" if arch in self.stale else "")
+            for arch, count in sorted(self.counts.items())
+        ]
+        return f"{', '.join(kernels) or 'none'} in {self.folder}"
+
+
+def prebuilt(folders: Iterable[str], arches: Collection[int]) -> list[Prebuilt]:
+    """What the folders hold; for the compute capabilities in ``arches`` also whether it is of these sources."""
+    found = []
+    for folder in folders:
+        files = collections.defaultdict(list)
+        for path in sorted(pathlib.Path(folder).glob("*-sm_*-*.cubin")):
+            files[int(path.stem.rsplit("-sm_", 1)[1].split("-")[0])].append(path.stem)
+        stale = frozenset(arch for arch in arches if arch in files and not _fits(arch, files[arch]))
+        found.append(Prebuilt(folder, {arch: len(names) for arch, names in files.items()}, stale))
+    return found
+
+
+def _fits(arch: int, names: Iterable[str]) -> bool:
+    """Whether a kernel of these names is taken; True also where none is of a kind that can be asked for."""
+    from jax_flash._native import _core  # here, since it is _registration that explains a library that is not there
+
+    match = next(filter(None, map(_NAME.fullmatch, names)), None)
+    if match is None:
+        return True
+    head_dim = int(match["head_dim"])
+    try:
+        origin = _core.fetch_kernel(
+            arch=arch,
+            pass_=match["pass_"],
+            dtype={"f16": "float16", "bf16": "bfloat16"}[match["dtype"]],
+            head_dim=head_dim,
+            value_head_dim=head_dim,
+            options={"causal": bool(match["causal"])},
+        )
+    except (RuntimeError, ValueError):  # no NVRTC to compile it with instead, or no family for this GPU
+        return False
+    return origin == "prebuilt"
+
+
+def name(compute_capability: int) -> str:
+    """7.0 for 70."""
+    return f"{compute_capability // 10}.{compute_capability % 10}"
+
+
+def nvrtc_for(compute_capability: int, nvrtc: Iterable[str]) -> str | None:
+    """The version, as "12.9", of the NVRTC among ``nvrtc`` that compiles for a GPU; None when none does.
+
+    Args:
+      compute_capability: 70 for 7.0.
+      nvrtc: as in the status record, "12.9 (path)" each.
+    """
+    for entry in nvrtc:
+        version = entry.split(" ", 1)[0]
+        if compute_capability >= _OLDEST.get(int(version.split(".")[0]), 0):
+            return version
+    return None
+
+
+def uncompiled(compute_capability: int, status: Mapping[str, Any]) -> str | None:
+    """Why no kernel can be compiled for a GPU, and what to install; None when NVRTC is there."""
+    if nvrtc_for(compute_capability, status["nvrtc"]):
+        return None
+    if not status["nvrtc"]:
+        extras = " or ".join(f"jax[cuda{cuda}]" for cuda in cuda_versions(compute_capability))
+        return f"no NVRTC to compile kernels with, install {extras} ({status['nvrtc_error'] or 'no reason given'})"
+    versions = " and ".join(f"NVRTC {entry.split(' ', 1)[0]}" for entry in status["nvrtc"])
+    return (
+        f"{versions} {'does' if len(status['nvrtc']) == 1 else 'do'} not compile for compute capability "
+        f"{name(compute_capability)}: install jax[cuda12], whose NVRTC 12 does"
+    )
+
+
+def cuda_versions(compute_capability: int) -> tuple[int, ...]:
+    """The major versions of CUDA, as in jax[cuda12], that know a GPU."""
+    return tuple(cuda for cuda in (12, 13) if compute_capability >= _OLDEST.get(cuda, 0))

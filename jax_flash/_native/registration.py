@@ -1,0 +1,144 @@
+"""Finds the compiled library, checks that this jaxlib can take it, and registers its handlers with XLA.
+
+An FFI library that is newer than the running jaxlib makes the whole CPU backend fail to start, so the versions are
+compared before anything is registered; where they can't be, nothing is, and plain JAX serves every call.
+"""
+
+import importlib.util
+import os
+import pathlib
+import re
+from typing import Any
+
+import jax
+import jax.export
+import jaxlib.version
+
+try:
+    from jax_flash._native import _core
+except ImportError as error:
+    if importlib.util.find_spec("jax_flash._native._core") is None:
+        package = pathlib.Path(__file__).parent.parent
+        raise ImportError(
+            f"jax_flash in {package} has no compiled library for this Python: it is a source tree, or was built for "
+            f"another Python. Install it by pip, and import it from outside of the source tree"
+        ) from error
+    raise
+
+from jax_flash._native import private, tuned, warn  # only where there is a library
+
+FORWARD_TARGET = "jax_flash_forward"
+BACKWARD_TARGET = "jax_flash_backward"
+
+EXPORT_SAFE_TARGETS: tuple[jax.export.DisabledSafetyCheck, ...] = tuple(
+    map(jax.export.DisabledSafetyCheck.custom_call, (FORWARD_TARGET, BACKWARD_TARGET))
+)
+"""What lets ``jax.export`` take this package's custom calls, which are stable across versions of JAX:
+
+``jax.export.export(jax.jit(f), disabled_checks=jax_flash.EXPORT_SAFE_TARGETS)``
+
+Who loads an exported program imports jax_flash before, which registers the calls with XLA.
+"""
+
+
+def _version(header: str, prefix: str, names: tuple[str, str], include_dir: pathlib.Path | None) -> tuple[int, int]:
+    """Major and minor version that a header of the running jaxlib states."""
+    path = (include_dir or pathlib.Path(jax.ffi.include_dir())) / "xla/ffi/api" / header
+    text = path.read_text(encoding="utf-8")
+    major, minor = (re.search(rf"#define {prefix}_{name}\s+(\d+)", text) for name in names)
+    if not (major and minor):
+        raise ValueError(f"{path} does not state the version of jaxlib {jaxlib.version.__version__}")
+    return int(major[1]), int(minor[1])
+
+
+def runtime_ffi_version(include_dir: pathlib.Path | None = None) -> tuple[int, int]:
+    """The FFI API version of the running jaxlib, read from the headers that it ships.
+
+    Raises OSError where the header can't be read, ValueError where it doesn't say.
+    """
+    return _version("c_api.h", "XLA_FFI_API", ("MAJOR", "MINOR"), include_dir)
+
+
+def runtime_record_version(include_dir: pathlib.Path | None = None) -> tuple[int, int] | None:
+    """That of its interface for recording kernels into CUDA graphs, which has no stable form yet; None without one."""
+    try:
+        return _version("record_c_api.h", "XLA_FFI_Extension_Record", ("MajorVersion", "MinorVersion"), include_dir)
+    except (OSError, ValueError):
+        return None
+
+
+def check_ffi_version(library: tuple[int, int], runtime: tuple[int, int]) -> None:
+    """Raises ImportError when a library built for FFI API ``library`` cannot run on ``runtime``."""
+    if library[0] != runtime[0] or library[1] > runtime[1]:
+        raise ImportError(
+            f"jax_flash was built for XLA FFI API {library[0]}.{library[1]}, but the running jaxlib "
+            f"{jaxlib.version.__version__} has {runtime[0]}.{runtime[1]}: install a newer jaxlib, or rebuild jax_flash "
+            f"against this one"
+        )
+
+
+def records_kernels(include_dir: pathlib.Path | None = None) -> bool:
+    """Whether XLA is told which kernels to put into its CUDA graphs, or has to capture our launches.
+
+    The library has its own account of that interface (csrc/recording.h), whatever headers it was built with. As it is
+    not stable yet, it is used with versions for which that account is known to be right, and no others.
+    """
+    recorded = runtime_record_version(include_dir)
+    return recorded is not None and (runtime_ffi_version(include_dir), recorded) in _core.RECORD_API_VERSIONS
+
+
+def nvrtc_paths() -> list[str]:
+    """NVRTC libraries of NVIDIA's wheels on this Python's path, newest CUDA first."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [pathlib.Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
+    found = {path for root in roots for path in root.glob("*/lib/libnvrtc.so.*") if ".alt." not in path.name}
+    return [str(path) for path in sorted(found, key=lambda p: (p.name, str(p)), reverse=True)]
+
+
+# What the build installs lies beside the compiled library; in an editable install that is not where this file is.
+_INSTALLED = pathlib.Path(_core.__file__).parent.parent
+
+
+SOURCES = _INSTALLED / "kernels"
+"""The device sources."""
+
+
+def configure(sources: pathlib.Path) -> None:
+    """Says where things are; kernels are compiled of what is in the folder ``sources``."""
+    _core.configure_cuda(source_dir=str(sources), prebuilt_dirs=prebuilt_dirs(), nvrtc_paths=nvrtc_paths())
+
+
+def prebuilt_dirs() -> list[str]:
+    """Folders of ahead-of-time compiled kernels: the user's own first, then the wheel's."""
+    own = os.environ.get("JAX_FLASH_PREBUILT_DIR")
+    shipped = _INSTALLED / "prebuilt"
+    return ([own] if own else []) + ([str(shipped)] if shipped.is_dir() else [])
+
+
+def cuda_status() -> dict[str, Any]:
+    """What the CUDA side sees: driver, NVRTC, cache folder, devices with their kernel family."""
+    status: dict[str, Any] = _core.cuda_status()
+    return status
+
+
+def _register() -> str | None:
+    """Registers the handlers, or returns why there is nothing to call them by or no telling whether they can run."""
+    if private.MISSING:
+        return private.MISSING
+    try:
+        runtime = runtime_ffi_version()
+    except (OSError, ValueError) as error:
+        return f"the FFI API version of the running jaxlib is unknown: {error}"
+    check_ffi_version(_core.FFI_API_VERSION, runtime)
+    for platform, handlers in _core.handlers(records=records_kernels()).items():
+        for name, handler in handlers.items():
+            jax.ffi.register_ffi_target(name, handler, platform=platform)
+    return None
+
+
+UNAVAILABLE = _register()
+"""Why no kernel of this package can be called in this process; None where they can."""
+if UNAVAILABLE:
+    warn.warn(f'plain JAX (implementation "xla") serves every call, for the kernels can\'t be called: {UNAVAILABLE}')
+configure(SOURCES)
+tuned.use_stored()

@@ -1,0 +1,88 @@
+"""float32 arrays as float16 ones, for products at TF32's accuracy at twice its rate, and bfloat16 where there is only
+float16.
+
+float16 keeps as many digits as TF32, 11, and more than bfloat16, but of a smaller range. So every array is multiplied
+by a power of two, one for each key head and the query heads that attend to it, by which the largest of its values comes
+near float16's own. Values down to 2^-29 of the largest then have all their digits, and values below 2^-40 of it, which
+no sum with it would notice in float32, become 0.
+
+For all of float32's accuracy an array comes in two parts, what float16 has of it and what that leaves: 22 digits.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash._call.options import Operands, Options
+from jax_flash._implementations import dropout, scores
+
+_BITS = 15  # the largest value lies in [2^14, 2^15)
+
+
+def scaled(
+    options: Options, operands: Operands, query: jax.Array, key: jax.Array, value: jax.Array, *gradients: jax.Array
+) -> tuple[list[jax.Array], jax.Array]:
+    """query, key, value in float16, with ``gradients`` = (dout, delta) also dout, and their unscales [B, K, 5].
+
+    With ``highest_precision`` arrays have twice the columns: of the one part and of the other.
+    """
+    kv_heads = key.shape[2]
+    rows, keys = (scores.rows_within(operands, side, x.shape[1]) for side, x in (("q", query), ("kv", key)))
+    arrays = [(query, rows), (key, keys), (value, keys)]
+    if gradients:
+        arrays.append((gradients[0], rows))
+    arrays = [(x.astype(jnp.float32), valid) for x, valid in arrays]
+    largest = [_largest(x, valid, kv_heads) for x, valid in arrays]
+    scales = [_power(x) for x in largest]
+    near = [
+        x * jnp.repeat(scale, x.shape[2] // kv_heads, axis=1)[:, None, :, None]
+        for (x, _), scale in zip(arrays, scales, strict=True)
+    ]
+    halves = [_two_parts(x) if options.highest_precision else x.astype(jnp.float16) for x in near]
+    unscales = [1 / scale for scale in scales]
+    if gradients:
+        # |dS| = P |dP - delta|, and |dP| is at most that of a row of ones.
+        delta = jnp.swapaxes(gradients[1], 1, 2)[..., None]
+        if options.highest_precision:
+            # Nearer: low parts of dS have fewer digits the smaller dS is against its bound.
+            norms = (_largest_norm(near[i], arrays[i][1], kv_heads) * unscales[i] for i in (2, 3))
+            dp = functools.reduce(jnp.multiply, norms)
+        else:
+            dp = value.shape[-1] * largest[3] * largest[2]
+        if options.dropout_rate:
+            dp = dp * dropout.factor(options.dropout_rate)
+        unscales.append(_power(dp + _largest(delta, rows, kv_heads)))
+    else:
+        unscales += [jnp.ones_like(unscales[0])] * 2
+    return halves, jnp.stack(unscales, axis=-1)
+
+
+def _largest(x: jax.Array, valid: jax.Array | None, kv_heads: int) -> jax.Array:
+    """The largest finite magnitude in [B, length, heads, columns] for each key head, [B, K]."""
+    magnitude = jnp.abs(x)
+    keep = jnp.isfinite(x) if valid is None else jnp.isfinite(x) & valid[:, :, None, None]
+    of_heads = jnp.where(keep, magnitude, 0).max(axis=(1, 3))
+    return of_heads.reshape(x.shape[0], kv_heads, -1).max(axis=-1)
+
+
+def _two_parts(x: jax.Array) -> jax.Array:
+    """[..., 2 columns]: what float16 has of ``x``, and beside it what that leaves, in float16."""
+    # Not by a conversion there and back: XLA takes that for nothing to do (xla_allow_excess_precision).
+    high = jax.lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)
+    low = jnp.where(jnp.isfinite(x), x - high, 0)  # of what is not finite there is nothing left
+    return jnp.concatenate([high, low], axis=-1).astype(jnp.float16)
+
+
+def _largest_norm(x: jax.Array, valid: jax.Array | None, kv_heads: int) -> jax.Array:
+    """The largest Euclidean norm of a row for each key head, [B, K], of arrays that are scaled."""
+    squares = jnp.square(jnp.where(jnp.isfinite(x), x, 0)).sum(axis=-1, keepdims=True)
+    return jnp.sqrt(_largest(squares, valid, kv_heads))
+
+
+def _power(largest: jax.Array) -> jax.Array:
+    """The power of two that brings ``largest`` below 2^15."""
+    _, exponent = jnp.frexp(jnp.minimum(largest, jnp.finfo(jnp.float32).max))
+    return jnp.ldexp(jnp.ones_like(largest), jnp.clip(_BITS - exponent, -125, 125))

@@ -1,0 +1,1 @@
+"""``python -m jax_flash bench``."""

@@ -1,0 +1,321 @@
+"""``bench ladder``: what each technique of the kernels is worth, from a plain version up to the one that is used.
+
+A kernel has no switch for this. A step that is not taken yet is undone in a copy of the device sources, by replacing
+the one place where it is decided, and by a tile row; so it costs nothing where it is not asked for. What is left is the
+same kernel and has to be right.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import multiprocessing
+import os
+import pathlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_flash._native import _core, registration, tuned
+from jax_flash._tools.bench import peers
+from jax_flash._tools.bench import race as _race
+from jax_flash._tools.bench.race import Cell
+from jax_flash._tools.report import Notes
+from jax_flash._tools.table import table
+
+HEAD_DIMS, LENGTH, TOKENS, WIDTH = (64, 128, 256), 4096, 16384, 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Undo:
+    """How a step is undone: in ``file``, below cuda/, ``was`` stands once, and becomes ``becomes``."""
+
+    file: str
+    was: str
+    becomes: str
+
+
+Rows = Mapping[int, tuple[int, int, int, int]]
+"""By head_dim: block_q, block_kv, warps, stages."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One more technique.
+
+    Attributes:
+      name: as the table has it.
+      undone: what is in the sources until the step is taken.
+      rows: tile rows from this step on; None: those of the step before, and in the end the table's.
+    """
+
+    name: str
+    undone: tuple[Undo, ...] = ()
+    rows: Rows | None = None
+
+
+_SWIZZLE = Step(
+    "tiles swizzled",
+    (
+        Undo("shared/tile.cuh", "swizzled = chunks % 8 == 0;", "swizzled = false;"),
+        Undo("shared/tile.cuh", "16 * (swizzled ? chunks : chunks | 1);", "16 * chunks;"),
+    ),
+)
+_LOADS = Step(
+    "tiles on their way beside products",
+    (
+        Undo(
+            "sm80/instructions.cuh",
+            '"cp.async.commit_group;" :::',
+            '"cp.async.commit_group;\\ncp.async.wait_group 0;" :::',
+        ),
+    ),
+)
+# exp(x) is one multiplication more than exp2(x); by 1 it would be left out.
+_BASE_2 = Step(
+    "softmax in base 2",
+    (Undo("shared/arithmetic.cuh", '"=f"(y) : "f"(x));\n  return y;\n}\n\nstatic __device__ __forceinline__ float log2',
+          '"=f"(y) : "f"(x * 1.0000001f));\n  return y;\n}\n\nstatic __device__ __forceinline__ float log2'),),
+)  # fmt: skip
+_BARE = Step(
+    "tiles that keep all their keys untested",
+    (
+        Undo("shared/mask.cuh", "range{starts_at_0 ? 0 : at_most(begin, end), end, bare_begin, bare_end};",
+             "range{at_most(begin, end), end, at_most(begin, end), at_most(begin, end)};"),
+        Undo("shared/mask.cuh", "if (!bounded_left) range.bare_end = range.end;", ""),
+    ),
+)  # fmt: skip
+_ORDER = Step(
+    "causal blocks longest first, by groups of heads",
+    (Undo("shared/schedule.cuh", "if (option_causal) {", "if (false) {"),),
+)
+
+LADDERS: dict[tuple[str, str], tuple[Step, ...]] = {
+    ("sm80", "forward"): (
+        Step("16 rows a warp, weights in registers", rows={
+            64: (64, 64, 4, 1), 128: (64, 64, 4, 1), 256: (64, 32, 4, 1)}),
+        _SWIZZLE,
+        _LOADS,
+        _BASE_2,
+        _BARE,
+        _ORDER,
+        Step("out multiplied only when a maximum is outgrown", (
+            Undo("shared/softmax.cuh", "return (new_maximum - maximum) * scale_log2 > 8.f;", "return true;"),)),
+        Step("a step as one line of instructions", (
+            Undo("sm80/woven_steps.cuh", "woven = late_weights && parts == 1;", "woven = false;"),)),
+        Step("the table's rows", rows={}),
+    ),
+    ("sm80", "backward"): (
+        Step("16 keys a warp, dQ by atomic additions", rows={
+            64: (64, 64, 4, 1), 128: (64, 64, 4, 1), 256: (32, 32, 4, 1)}),
+        _SWIZZLE,
+        _BASE_2,
+        _BARE,
+        _ORDER,
+        Step("two buffers of rows, of 128 keys where they fit", rows={
+            64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (64, 64, 8, 1)}),
+        _LOADS,
+        Step("the table's rows", rows={}),
+    ),
+    ("sm90a", "forward"): (
+        Step("wgmma, tiles by the copy engine, one warpgroup", rows=dict.fromkeys(HEAD_DIMS, (64, 64, 8, 2))),
+        Step("two warpgroups", rows={64: (128, 128, 12, 2), 128: (128, 128, 12, 2), 256: (128, 64, 12, 2)}),
+        _BASE_2,
+        _BARE,
+        Step("softmax beside the product of the tile before", (
+            Undo("sm90a/forward.cu", "wgmma_wait<1>();\n    end_scores", "wgmma_wait<0>();\n    end_scores"),)),
+        _ORDER,
+        Step("blocks that stay", (
+            Undo("sm90a/forward.cu", ".persistent = 1,", ".persistent = 0,"),
+            Undo("sm90a/forward.cu", "place_of<Grid::persistent>", "place_of<Grid::block_an_item>"))),
+        Step("products of the warpgroups by turns", (
+            Undo("sm90a/forward.cu", "in_turns = consumers > 1;", "in_turns = false;"),)),
+        Step("out multiplied only when a maximum grows (256)", (
+            Undo("sm90a/forward.cu", "lazy = tile_value_head_dim > 128;", "lazy = false;"),)),
+        Step("the table's rows", rows={}),
+    ),
+    ("sm90a", "backward"): (
+        Step("wgmma, tiles by the copy engine", rows={
+            64: (64, 64, 8, 1), 128: (64, 128, 12, 1), 256: (64, 64, 12, 1)}),
+        Step("two warpgroups (64)", rows={64: (64, 128, 12, 1), 128: (64, 128, 12, 1), 256: (64, 64, 12, 1)}),
+        Step("two buffers of rows", rows={64: (64, 128, 12, 2), 128: (64, 128, 12, 2), 256: (64, 64, 12, 2)}),
+        _BASE_2,
+        _BARE,
+        _ORDER,
+        Step("K and V in registers (64)", (
+            Undo("sm90a/backward.cuh", "keys_in_registers = adds_dq &&", "keys_in_registers = false && adds_dq &&"),)),
+        Step("the table's rows", rows={}),
+    ),
+}  # fmt: skip
+"""By family and pass, from the plainest version on. The last step is what calls are served with."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """A version of a kernel: all steps up to one."""
+
+    name: str
+    undone: tuple[Undo, ...]
+    rows: Rows
+
+
+def rungs(family: str, pass_: str) -> list[Rung]:
+    steps = LADDERS[family, pass_]
+    found: list[Rung] = []
+    rows: Rows = {}
+    for i, step in enumerate(steps):
+        rows = step.rows if step.rows is not None else rows
+        undone = tuple(undo for later in steps[i + 1 :] for undo in later.undone)
+        found.append(Rung(("" if i == 0 else "+ ") + step.name, undone, rows))
+    return found
+
+
+def sources_of(rung: Rung, folder: pathlib.Path) -> pathlib.Path:
+    """A copy of the device sources without the steps that the rung does not take.
+
+    Raises RuntimeError where a place that decides one is not there, or not alone: the kernel has changed, and its
+    ladder has to.
+    """
+    if not rung.undone:
+        return registration.SOURCES
+    shutil.copytree(registration.SOURCES, folder)
+    for undo in rung.undone:
+        file = folder / "cuda" / undo.file
+        text = file.read_text(encoding="utf-8")
+        if (count := text.count(undo.was)) != 1:
+            raise RuntimeError(f"the ladder undoes what {undo.file} has once, but has {count} times: {undo.was!r}")
+        file.write_text(text.replace(undo.was, undo.becomes), encoding="utf-8")
+    return folder
+
+
+def row_of(rung: Rung, head_dim: int) -> dict[str, int] | None:
+    """The tile row; None for the table's."""
+    if head_dim not in rung.rows:
+        return None
+    return tuned.tile_row(*rung.rows[head_dim])
+
+
+def compile_rung(
+    family: str, arch: int, gpu: str, pass_: str, sources: pathlib.Path, rows: Rows, head_dims: Sequence[int]
+) -> None:
+    """Brings the kernels of a rung into the cache, in a process of its own: there are many of them, and cores."""
+    os.environ["JAX_FLASH_CUDA_FAMILY"] = family
+    for head_dim, causal in itertools.product(head_dims, (False, True)):
+        _select(gpu, family, pass_, head_dim, sources, row_of(Rung("", (), rows), head_dim))
+        separate = pass_ == "backward" and _core.separate_dq(arch=arch, largest_head_dim=head_dim)
+        for one in ("backward", "backward_dq") if separate else (pass_,):
+            try:
+                _core.fetch_kernel(
+                    arch=arch, pass_=one, dtype="bfloat16", head_dim=head_dim, value_head_dim=head_dim,
+                    options={"causal": causal, "deterministic": separate}, gpu=gpu,
+                )  # fmt: skip
+            except (RuntimeError, ValueError):  # told when the call that needs it is made
+                continue
+
+
+_selected: tuple[Any, ...] = ()
+
+
+def _select(gpu: str, family: str, pass_: str, head_dim: int, sources: pathlib.Path, row: Any) -> None:
+    """From now on calls take kernels of ``sources`` with this row."""
+    global _selected
+    wanted = (gpu, family, pass_, head_dim, sources, tuple(row.items()) if row else None)
+    if wanted == _selected:
+        return
+    registration.configure(sources)
+    tuned.tell([tuned.TunedRow(gpu, family, pass_, head_dim, row)] if row else [])
+    tuned.look_again()
+    _selected = wanted
+
+
+@contextmanager
+def _restored() -> Iterator[None]:
+    global _selected
+    try:
+        yield
+    finally:
+        registration.configure(registration.SOURCES)
+        tuned.use_stored()
+        tuned.look_again()
+        _selected = ()
+
+
+def climb(device: Mapping[str, Any], passes: Sequence[str], head_dims: Sequence[int], rounds: int) -> bool:
+    """Prints a table for each pass. Whether every rung of it is right."""
+    right = True
+    for pass_ in passes:
+        with tempfile.TemporaryDirectory() as folder, _restored():
+            right = _climb(device, pass_, head_dims, rounds, pathlib.Path(folder)) and right
+    return right
+
+
+def _climb(device: Mapping[str, Any], pass_: str, head_dims: Sequence[int], rounds: int, folder: pathlib.Path) -> bool:
+    family, arch, gpu = device["family"], device["compute_capability"], device["name"]
+    if (family, pass_) not in LADDERS:
+        raise ValueError(f"there is no ladder of {family}'s {pass_}: {', '.join(sorted({f for f, _ in LADDERS}))} have")
+    steps = [(rung, sources_of(rung, folder / str(i))) for i, rung in enumerate(rungs(family, pass_))]
+    with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        compiling = [
+            pool.submit(compile_rung, family, arch, gpu, pass_, sources, rung.rows, [head_dim])
+            for (rung, sources), head_dim in itertools.product(steps, head_dims)
+        ]
+        for done in compiling:
+            done.result()
+    columns = [(head_dim, causal) for head_dim in head_dims for causal in (False, True)]
+    notes, right = Notes(), True
+    found: dict[tuple[int, bool], dict[str, str]] = {}
+    for head_dim, causal in columns:
+        cell = Cell("bfloat16", head_dim, LENGTH, causal, TOKENS // LENGTH, WIDTH // head_dim)
+        arrays = cell.draw()
+        # One program for all rungs: kernels are looked up when they are launched.
+        select = functools.partial(_select, gpu, family, pass_, head_dim)
+        select(registration.SOURCES, None)
+        made = peers.ours(peers.WITHOUT_GRAPHS)(cell, pass_, arrays)
+        exact = _leaves(made.start())
+        makers = {
+            rung.name: functools.partial(
+                _entry, made, exact, functools.partial(select, sources, row_of(rung, head_dim))
+            )
+            for rung, sources in steps
+        }
+        race = _race.race(makers, rounds, seconds=0.02, pause=0.02)
+        work = cell.work * (1.0 if pass_ == "forward" else 2.5)
+        found[head_dim, causal] = {
+            name: notes(race.errors[name]) if name in race.errors else f"{work / min(race.seconds[name]) / 1e12:.0f}"
+            for name in makers
+        }
+        right = right and not race.errors
+        print(head_dim, causal, found[head_dim, causal], file=sys.stderr, flush=True)
+    print(f"\n{family}, {pass_}, S {LENGTH}, TFLOP/s: full / causal")
+    cells = [["", *map(str, head_dims)]]
+    for rung, _ in steps:
+        pairs = [[found[head_dim, causal][rung.name] for causal in (False, True)] for head_dim in head_dims]
+        cells.append([rung.name, *(" / ".join(pair) for pair in pairs)])
+    print(table(cells, right=range(1, len(cells[0]))))
+    notes.print()
+    return right
+
+
+def _entry(made: _race.Entry, exact: Sequence[np.ndarray], select: Callable[[], None]) -> _race.Entry:
+    """A rung, once it has shown that it is right. Raises RuntimeError where it is not."""
+    select()
+    for got, want in zip(_leaves(made.start()), exact, strict=True):
+        error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+        if not error < 0.01:
+            raise RuntimeError(f"wrong: a relative error of {error:.2g} against the kernel that is used")
+
+    def start() -> Any:
+        select()
+        return made.start()
+
+    return dataclasses.replace(made, start=start)
+
+
+def _leaves(results: Any) -> list[np.ndarray]:
+    return [np.asarray(x[:1, :, :1], np.float32) for x in jax.tree.leaves(results)]

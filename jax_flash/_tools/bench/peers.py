@@ -1,0 +1,78 @@
+"""Who else computes attention on a GPU: what ``bench`` compares with. None of them is needed for anything else."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jax_flash._attention import attention
+from jax_flash._tools.bench import race
+from jax_flash._tools.bench.race import Attend, Cell, Entry
+
+Maker = Callable[[Cell, str, Sequence[jax.Array]], Entry]
+"""A cell, the pass and what `Cell.draw` returns -> the contestant."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """An implementation, by the name that the command line has for it."""
+
+    what: str
+    load: Callable[[], Maker]
+    """Imports it. Raises whatever the import does where it is not installed or does not work."""
+
+
+WITHOUT_GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 2**30}
+"""Options of a program whose kernels are looked up at every call: a CUDA graph would keep those that it was made of."""
+
+
+def of_jax(attend: Attend, compiler_options: dict[str, Any] | None = None) -> Maker:
+    """The contestants of a function of JAX."""
+    return lambda cell, pass_, arrays: race.of_jax(attend, cell, pass_, compiler_options)(arrays)
+
+
+def attend(query: Any, key: Any, value: Any, causal: bool, **options: Any) -> Any:
+    """Ours."""
+    return attention(query, key, value, causal=causal, **options)
+
+
+def ours(compiler_options: dict[str, Any] | None = None, **options: Any) -> Maker:
+    return of_jax(functools.partial(attend, **options), compiler_options)
+
+
+def attend_nn(implementation: Any, query: Any, key: Any, value: Any, causal: bool) -> Any:
+    return jax.nn.dot_product_attention(query, key, value, is_causal=causal, implementation=implementation)
+
+
+def _tokamax() -> Maker:
+    import tokamax
+
+    return of_jax(
+        lambda q, k, v, causal: tokamax.dot_product_attention(q, k, v, is_causal=causal, implementation="mosaic")
+    )
+
+
+def _fa2_jax() -> Maker:
+    from flash_attn_jax import flash_mha
+
+    return of_jax(lambda query, key, value, causal: flash_mha(query, key, value, is_causal=causal))
+
+
+def _torch(name: str) -> Maker:
+    from jax_flash._tools.bench import torch_peers
+
+    maker: Maker = getattr(torch_peers, name)()
+    return maker
+
+
+PEERS = {
+    "cudnn": Peer("cuDNN by jax.nn.dot_product_attention", lambda: of_jax(functools.partial(attend_nn, "cudnn"))),
+    "cudnn-torch": Peer("cuDNN by PyTorch", functools.partial(_torch, "cudnn")),
+    "fa4": Peer("the flash-attn-4 package", functools.partial(_torch, "fa4")),
+    "tokamax": Peer("tokamax's kernels for Mosaic GPU", _tokamax),
+    "fa2-jax": Peer("FlashAttention-2 by flash_attn_jax", _fa2_jax),
+    "fa2-torch": Peer("FlashAttention-2 by PyTorch", functools.partial(_torch, "fa2")),
+    "xla": Peer("XLA by jax.nn.dot_product_attention", lambda: of_jax(functools.partial(attend_nn, "xla"))),
+}

@@ -1,0 +1,63 @@
+"""Peers whose arrays are PyTorch's: its own cuDNN and FlashAttention-2, and the flash-attn-4 package.
+
+Imports PyTorch, so nothing but `_peers` imports this. Each function returns a `_peers.Maker`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from jax_flash._tools.bench.race import Cell, Entry
+
+Attend = Callable[[Any, Any, Any, bool], Any]
+
+
+def cudnn() -> Callable[..., Entry]:
+    return _maker(_sdpa(SDPBackend.CUDNN_ATTENTION))
+
+
+def fa2() -> Callable[..., Entry]:
+    return _maker(_sdpa(SDPBackend.FLASH_ATTENTION))
+
+
+def fa4() -> Callable[..., Entry]:
+    from flash_attn.cute import flash_attn_func
+
+    def attend(query: Any, key: Any, value: Any, causal: bool) -> Any:
+        found = flash_attn_func(query, key, value, causal=causal)
+        return found[0] if isinstance(found, tuple) else found
+
+    return _maker(attend)
+
+
+def _sdpa(backend: SDPBackend) -> Attend:
+    def attend(query: Any, key: Any, value: Any, causal: bool) -> Any:
+        heads_first = [x.transpose(1, 2) for x in (query, key, value)]
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*heads_first, is_causal=causal).transpose(1, 2)
+
+    return attend
+
+
+def _maker(attend: Attend) -> Callable[..., Entry]:
+    def make(cell: Cell, pass_: str, arrays: Sequence[jax.Array]) -> Entry:
+        del arrays  # JAX's; PyTorch draws its own
+        torch.manual_seed(0)
+        shape = (cell.batch, cell.length, cell.heads, cell.head_dim)
+        drawn = [torch.randn(shape, dtype=getattr(torch, cell.dtype), device="cuda") for _ in range(4)]
+        query, key, value, dout = drawn
+        if pass_ == "forward":
+            return Entry(lambda: attend(query, key, value, cell.causal), _wait)
+        inputs = [x.requires_grad_() for x in (query, key, value)]
+        out = attend(query, key, value, cell.causal)
+        return Entry(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True), _wait)
+
+    return make
+
+
+def _wait(_: Any) -> None:
+    torch.cuda.synchronize()

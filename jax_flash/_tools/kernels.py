@@ -1,0 +1,95 @@
+"""``kernels build`` and ``list``: the common variants of the CUDA kernels, compiled without a GPU. And
+``kernels clear``, for the cache of compiled ones."""
+
+import pathlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jax_flash._native import _core
+from jax_flash._tools.table import table
+
+ARCHES = {"sm_70": 70, "sm_75": 75, "sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90": 90, "sm_90a": 90}
+"""What --arch takes, and the compute capability that it stands for."""
+
+COMMON: dict[str, Any] = {
+    "dtypes": ("float16", "bfloat16"),
+    "head_dims": ((64, 64), (96, 96), (128, 128), (256, 256)),
+    "options": ({"causal": False}, {"causal": True}),
+}
+"""The variants that are built ahead of time: every combination, forward and backward."""
+
+COMMON_BELOW_80: dict[str, Any] = {
+    "dtypes": ("float16",),
+    "head_dims": COMMON["head_dims"],
+    "options": tuple(
+        {"causal": causal, "has_unscales": scaled, "deterministic": True}
+        for causal in (False, True)
+        for scaled in (False, True)
+    ),
+}
+"""The same for Volta and Turing: float16 arrays, also with the factors of those that stand for bfloat16 and float32,
+and the backward that is the default there."""
+
+
+def common(arch: int) -> dict[str, Any]:
+    """The variants that are built ahead of time for a compute capability such as 80."""
+    return COMMON if arch >= 80 else COMMON_BELOW_80
+
+
+_COLUMNS = {
+    "registers": "registers",
+    "shared_bytes": "shared",
+    "threads": "threads",
+    "spill_bytes": "spills",
+    "local_bytes": "local",
+    "cubin_bytes": "cubin",
+}
+
+
+def build(arches: Iterable[int], out_dir: pathlib.Path) -> None:
+    """Compiles the common variants for each of ``arches`` into ``out_dir``. Raises RuntimeError and OSError."""
+    if out_dir.exists() and not out_dir.is_dir():
+        raise NotADirectoryError(f"--out must name a folder, got a file: {out_dir}")
+    out_dir.mkdir(parents=True, exist_ok=True)
+    kernels = _common_kernels(arches, out_dir)
+    _show(kernels)
+    size = sum(kernel["cubin_bytes"] for _, kernel in kernels)
+    print(f"{len(kernels)} kernels, {size / 2**20:.1f} MiB of cubins, in {out_dir}")
+
+
+def list_(arches: Iterable[int] | None) -> None:
+    """Shows the common variants for each of ``arches``, or for all. Raises RuntimeError and OSError."""
+    with tempfile.TemporaryDirectory(prefix="jax_flash_") as folder:
+        _show(_common_kernels(ARCHES.values() if arches is None else arches, pathlib.Path(folder)))
+
+
+def clear() -> None:
+    """Removes the kernels from the cache, and nothing else that is there. Raises RuntimeError."""
+    folder = _core.cache_path()
+    files, size = _core.clear_cache()
+    print(f"{files} kernels, {size / 2**20:.1f} MiB, removed from {folder}" if folder else "the kernel cache is off")
+
+
+def compiled(
+    arches: Iterable[int], out_dir: pathlib.Path, variants: Callable[[int], Mapping[str, Any]] = common
+) -> Iterator[tuple[int, list[Mapping[str, Any]]]]:
+    """Compiles ``variants`` of every one of ``arches``. Raises RuntimeError and OSError."""
+    for arch in dict.fromkeys(arches):
+        print(f"compiling for sm_{arch} ...", file=sys.stderr, flush=True)
+        try:
+            yield arch, _core.build_kernels(arch=arch, out_dir=str(out_dir), **variants(arch))
+        except (RuntimeError, ValueError) as error:
+            raise RuntimeError(f"sm_{arch}: {error}") from error
+
+
+def _common_kernels(arches: Iterable[int], out_dir: pathlib.Path) -> list[tuple[int, Mapping[str, Any]]]:
+    return [(arch, kernel) for arch, kernels in compiled(arches, out_dir) for kernel in kernels]
+
+
+def _show(kernels: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+    print("registers and local memory are a thread's, shared memory a block's; all but registers and threads in bytes")
+    rows = [["arch", "variant", *_COLUMNS.values()]]
+    rows += [[f"sm_{arch}", kernel["name"], *(str(kernel[key]) for key in _COLUMNS)] for arch, kernel in kernels]
+    print(table(rows, right=range(2, len(rows[0]))))
