@@ -451,7 +451,7 @@ MEASURED = {
     ("backward", 128): 321.0,
     ("backward", 256): 260.0,
 }
-"""TFLOP/s on an H200 of the kernels alone, bf16, full, B4 S4096 N*H=2048: docs/performance.md."""
+"""TFLOP/s on an H200 of the kernels alone, bf16, full, B4 S4096 N*H=2048: docs/ledger/sm80.md."""
 
 
 @needs_tools

@@ -61,7 +61,8 @@ inline bool fast_pairs(const Processor& processor) {
   };
   constexpr int kAny = 255;
   // AMD's cores make twice as many products of pairs a second as of floats, Intel's half as many: calls by AVX512-BF16
-  // have 1.7 to 1.9 times the rate of AVX-512 (Zen 4), and 0.6 of it (Emerald Rapids). docs/performance.md
+  // have 1.7 to 1.9 times the rate of AVX-512 (Zen 4, docs/ledger/cpu-zen4-zen3.md), and 0.6 of it (Emerald Rapids,
+  // docs/ledger/cpu-emerald-rapids.md).
   constexpr Row kRows[] = {
       {"AuthenticAMD", 0x19, 0, kAny, true},   // Zen 4; Zen 3 does not have the instructions
       {"AuthenticAMD", 0x1a, 0, kAny, true},   // Zen 5

@@ -1,4 +1,4 @@
-"""Every figure of the CPU kernel in docs/performance.md, beside XLA's, PyTorch's and the machine's own.
+"""Every figure of the CPU kernel in docs/ledger/cpu*.md, beside XLA's, PyTorch's and the machine's own.
 
 ``python tests/cpu/bench.py --threads 1`` (or 2, ...) prints its tables as Markdown. Each implementation runs in a
 process of its own, which waits while another one is measured; rounds go in turn. The best one counts, and beside it

@@ -1,4 +1,4 @@
-// Times one step of the CPU ladder in docs/performance.md: tests/cpu/bench.py --tables ladder runs them all.
+// Times one step of the CPU ladder in docs/ledger/cpu.md: tests/cpu/bench.py --tables ladder runs them all.
 //
 //   ladder STEP DTYPE B T S N K H CAUSAL THREADS [SECONDS]   prints GFLOP/s, the best of the rounds of SECONDS (1)
 //

@@ -184,7 +184,8 @@ struct Backward {
     stores_ready();
   }
   // dQ of the tile of rows that came i-th, added to global memory at once: on an H200 that did best at head_dim 64 and
-  // 128 (see docs/performance.md for what was tried). No other product may be under way, or the registers are wanting.
+  // 128 (docs/ledger/hopper-backward.md has what was tried). No other product may be under way, or the registers are
+  // wanting.
   __device__ __forceinline__ void sum_dq(const Walk& at, int i) const {
     const u64 ds = by_columns(shared_address(shared.ds[i % 2]), 0);
     barrier_wait(shared_address(&shared.ds_full[i % 2]), i / 2 % 2);

@@ -17,7 +17,7 @@ JAX_FLASH_DEVICE int uniform_warp() { return __shfl_sync(0xffffffffu, static_cas
 
 // Arrivals of a warp at a barrier: lane 0's, behind a __syncwarp() where the others have read shared memory by
 // themselves. racecheck does not follow that order; of the backward kernels with an arrival of every lane, 32, it
-// reports nothing. These take up to 1% longer (H200, docs/performance.md).
+// reports nothing. These take up to 1% longer (H200, docs/ledger/hopper-backward.md).
 constexpr int arrivals_of_a_warp = 1;
 JAX_FLASH_DEVICE bool arrives(int lane) { return arrivals_of_a_warp == 32 || lane == 0; }
 

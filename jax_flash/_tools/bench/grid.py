@@ -118,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         description="Compiles the kernels with every tile row that makes sense, leaves out what spills, does not fit "
         "or is wrong, times the others and shows them beside the row of the table. With --store, rows that are at "
         "least 1% faster go to the folder of the kernel cache, and plain calls of that head_dim on such GPUs take "
-        "them from then on. docs/performance.md says how the table's own rows were found.",
+        "them from then on. docs/ledger says how the table's own rows were found.",
     )
     tune.add_argument("--family", metavar="F", help="tune the kernels of this family, as JAX_FLASH_CUDA_FAMILY has it")
     tune.add_argument(
