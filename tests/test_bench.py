@@ -221,7 +221,7 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str],
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.skipif(bool(grid._doctor._devices("cuda")), reason="there is a GPU")
+@pytest.mark.skipif(bool(grid.doctor._devices("cuda")), reason="there is a GPU")
 def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "grid"]) == 1
     assert "jax_flash bench grid: JAX has no CUDA device here" in capsys.readouterr().err

@@ -201,7 +201,7 @@ def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tasks() -> None:
     grid, small, cpu = (_bench.compared_tasks(name) for name in ("grid", "small", "cpu"))
     assert len(set(grid)) == 36
-    assert {task.cell for task in small if not task.cell.q_length} == set(_bench._bench_small.SMALL)
+    assert {task.cell for task in small if not task.cell.q_length} == set(_bench.small.SMALL)
     assert all(task.chained for task in small)
     assert any(task.cell.q_length == 1 and task.cell.length == 32768 for task in small)
     assert {(task.cell.dtype, task.cell.causal, task.pass_) for task in cpu if not task.chained} == {
