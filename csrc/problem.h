@@ -8,8 +8,14 @@ namespace jax_flash {
 
 enum class DType { f16, bf16, f32, f64 };
 // What kernels are for: backward_dq and backward_bias are parts of backward, forward_few is forward for few queries,
-// and forward_tiny for tiny problems.
-enum class Pass { forward, backward, backward_dq, backward_bias, forward_few, forward_tiny };
+// and forward_tiny for tiny problems. The kernel of a pass is jax_flash_<pass>, in <family>/<pass>.cu.
+#define JAX_FLASH_PASSES(PASS) \
+  PASS(forward) PASS(backward) PASS(backward_dq) PASS(backward_bias) PASS(forward_few) PASS(forward_tiny)
+enum class Pass {
+#define JAX_FLASH_PASS(name) name,
+  JAX_FLASH_PASSES(JAX_FLASH_PASS)
+#undef JAX_FLASH_PASS
+};
 
 // Into so many slices the keys of a head are split at most.
 constexpr int kMostSlices = 64;

@@ -34,16 +34,15 @@ ENVIRONMENT = {"JAX_FLASH_FEW_QUERIES": "0"}
 
 
 def build(folder: pathlib.Path, sources: pathlib.Path = ROOT / "csrc") -> ctypes.CDLL:
-    """The emulator, with the runtime's own launch.cc and jit.cc, whose way to the device it takes the place of."""
+    """The emulator, with the runtime's own host code, whose way to the device it takes the place of."""
     includes = ["-I", HOST, "-I", sources]  # in this order: the host's files take the place of the device's
     parts = {
         HOST / "emulator.cc": ["-O3", "-U_FORTIFY_SOURCE"],  # which forbids jumps to other stacks
         HOST / "runtime.cc": ["-O0"],
-        sources / "cuda/launch.cc": ["-O0"],
-        sources / "cuda/disk_cache.cc": ["-O0"],
-        sources / "cuda/jit.cc": ["-O0", "-Dkernels_of=device_kernels_of"],
-        sources / "cuda/tuned.cc": ["-O0"],
-        sources / "cuda/driver.cc": ["-O0", "-DDriver=DeviceDriver"],
+        **{sources / f"cuda/host/{name}.cc": ["-O0"] for name in ("build", "disk_cache", "family", "launch", "plan")},
+        sources / "cuda/host/jit.cc": ["-O0", "-Dkernels_of=device_kernels_of"],
+        sources / "cuda/host/tuned.cc": ["-O0"],
+        sources / "cuda/host/driver.cc": ["-O0", "-DDriver=DeviceDriver"],
     }
 
     def one(source: pathlib.Path) -> pathlib.Path:

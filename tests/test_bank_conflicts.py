@@ -36,7 +36,7 @@ DEVICE = ["-std=c++20", "-O0", "-w", "-fno-exceptions", "-fsanitize=thread", "-i
 unroll and of results that inline PTX no longer sets."""
 
 INCLUDES = ["-I", HOST, "-I", ROOT / "csrc"]
-"""In this order: the host's cuda/shared/shared_memory.cuh takes the place of the device's."""
+"""In this order: the host's cuda/device/shared_memory.cuh takes the place of the device's."""
 
 FAMILIES = {"sm70": "Volta", "sm75": "Turing", "sm80": "from Ampere on"}
 
@@ -50,7 +50,7 @@ PADDED = {
     160: Fraction(6, 5),
     224: Fraction(8, 7),
 }
-"""Wavefronts for one without conflicts, by the columns of a tile that shared/tile.cuh pads, when eight lanes take eight
+"""Wavefronts for one without conflicts, by the columns of a tile that device/tile.cuh pads, when eight lanes take eight
 chunks one after the other: where these are of two or more rows the padding between makes the last meet the first."""
 
 
@@ -84,7 +84,7 @@ def count_kernels(folder: pathlib.Path) -> list[dict[str, Any]]:
     """Every kernel that bank_conflicts/variants.cc lists."""
     sources = [
         HOST / "variants.cc",
-        *(ROOT / "csrc" / "cuda" / name for name in ("jit.cc", "disk_cache.cc", "driver.cc")),
+        *(ROOT / "csrc" / "cuda" / "host" / name for name in ("jit.cc", "disk_cache.cc", "driver.cc", "family.cc", "tuned.cc", "plan.cc")),
     ]
     run(COMPILER, "-o", folder / "variants", *compiled(folder, sources, "-std=c++20", "-O0"), "-ldl", "-pthread")
     (folder / "kernels").mkdir()
@@ -145,8 +145,8 @@ def test_a_race_is_found(tmp_path: pathlib.Path) -> None:
 
 def test_nothing_goes_past_the_doors() -> None:
     """Accesses by inline PTX elsewhere would not be seen. What goes through a pointer is."""
-    names = "shared/shared_memory.cuh", "shared/cluster.cuh", "sm90a/hopper.cuh"  # the second: what blocks exchange
-    doors = [ROOT / "csrc" / "cuda" / name for name in names]
+    names = "device/shared_memory.cuh", "device/cluster.cuh", "sm90a/hopper.cuh"  # the second: what blocks exchange
+    doors = [ROOT / "csrc" / "cuda" / "host" / name for name in names]
     for path in (ROOT / "csrc" / "cuda").rglob("*.cu*"):
         if path not in doors:
             assert not re.search(r'"[^"\n]*(\.shared|ldmatrix|stmatrix|cp\.async\.(bulk|c[ag]))', path.read_text()), (

@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "../problem.h"
+#include "problem.h"
 
 namespace jax_flash::cuda {
 

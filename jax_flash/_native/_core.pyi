@@ -1,4 +1,4 @@
-"""The compiled library: csrc/ffi.cc."""
+"""The compiled library: csrc/ffi/module.cc."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -80,7 +80,7 @@ def check_ffi_version(library: tuple[int, int], runtime: tuple[int, int]) -> Non
 def records_kernels(include_dir: pathlib.Path | None = None) -> bool:
     """Whether XLA is told which kernels to put into its CUDA graphs, or has to capture our launches.
 
-    The library has its own account of that interface (csrc/recording.h), whatever headers it was built with. As it is
+    The library has its own account of that interface (csrc/ffi/recording.h), whatever headers it was built with. As it is
     not stable yet, it is used with versions for which that account is known to be right, and no others.
     """
     recorded = runtime_record_version(include_dir)

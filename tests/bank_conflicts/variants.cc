@@ -7,7 +7,7 @@
 #include <set>
 #include <string>
 
-#include "cuda/jit.h"
+#include "cuda/host/jit.h"
 
 using namespace jax_flash;
 using namespace jax_flash::cuda;
@@ -44,10 +44,7 @@ int main(int, char** arguments) {
           const std::string source = variant.source();
           if (!seen.insert(source).second) continue;  // another compute capability takes the same tile row
           const std::string index = std::to_string(seen.size()), name = variant.name();
-          const std::string entry = pass == Pass::forward       ? "jax_flash_forward"
-                                    : pass == Pass::backward    ? "jax_flash_backward"
-                                    : pass == Pass::backward_dq ? "jax_flash_backward_dq"
-                                                                : "jax_flash_backward_bias";
+          const std::string entry = entry_point(pass);
           std::ofstream file(folder + "/" + name + ".cc");
           // All of them are linked together, so each has its own names.
           file << "#define jax_flash jax_flash_" << index << "\n";

@@ -13,9 +13,9 @@
 #include <stdexcept>
 #include <string>
 
-#include "cuda/cuda.h"
-#include "cuda/driver.h"
-#include "cuda/jit.h"
+#include "cuda/host/cuda.h"
+#include "cuda/host/driver.h"
+#include "cuda/host/jit.h"
 
 using namespace jax_flash;
 using namespace jax_flash::cuda;
@@ -32,12 +32,6 @@ struct Emulated {
   void (*of_maps)(const Problem&, const TensorMaps&);
   void (*of_problem)(const Problem&);
 };
-
-const char* entry_point(Pass pass) {
-  return pass == Pass::forward    ? "jax_flash_forward"
-         : pass == Pass::backward ? "jax_flash_backward"
-                                  : "jax_flash_backward_dq";
-}
 
 }  // namespace
 

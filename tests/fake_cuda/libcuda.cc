@@ -1,5 +1,5 @@
-// A CUDA driver that launches nothing: what of it the library binds (csrc/cuda/driver.cc), and what Python asks of it.
-// Kernels are their names. Of every launch it keeps what the host has planned.
+// A CUDA driver that launches nothing: what of it the library binds (csrc/cuda/host/driver.cc), and what Python asks of
+// it. Kernels are their names. Of every launch it keeps what the host has planned.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>

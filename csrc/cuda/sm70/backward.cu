@@ -1,3 +1,3 @@
 #include "cuda/sm70/mma.cuh"
 
-#include "cuda/shared/backward.cuh"
+#include "cuda/device/backward.cuh"

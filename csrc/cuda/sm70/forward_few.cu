@@ -1,3 +1,3 @@
 #include "cuda/sm70/mma.cuh"
 
-#include "cuda/shared/forward_few.cuh"
+#include "cuda/device/forward_few.cuh"

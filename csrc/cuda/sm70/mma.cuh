@@ -19,8 +19,8 @@ namespace jax_flash {
 constexpr int column_step = 32;
 }
 
-#include "cuda/shared/prelude.cuh"
-#include "cuda/shared/shared_memory.cuh"
+#include "cuda/device/prelude.cuh"
+#include "cuda/device/shared_memory.cuh"
 
 namespace jax_flash {
 
@@ -76,9 +76,9 @@ struct LaneReader {
 
 }  // namespace jax_flash
 
-#include "cuda/shared/lanes.cuh"
-#include "cuda/shared/products.cuh"
-#include "cuda/shared/register_loads.cuh"
+#include "cuda/device/lanes.cuh"
+#include "cuda/device/products.cuh"
+#include "cuda/device/register_loads.cuh"
 
 namespace jax_flash {
 

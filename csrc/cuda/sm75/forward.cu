@@ -1,9 +1,9 @@
 #include "cuda/sm75/mma.cuh"
 //
-#include "cuda/shared/forward_steps.cuh"
+#include "cuda/device/forward_steps.cuh"
 
 namespace jax_flash {
 using Steps = Forward;
 }
 
-#include "cuda/shared/forward.cuh"
+#include "cuda/device/forward.cuh"

@@ -5,8 +5,8 @@ namespace jax_flash {
 constexpr int column_step = 16;
 }
 
-#include "cuda/shared/matrices.cuh"
-#include "cuda/shared/register_loads.cuh"
+#include "cuda/device/matrices.cuh"
+#include "cuda/device/register_loads.cuh"
 
 namespace jax_flash {
 

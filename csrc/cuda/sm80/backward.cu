@@ -1,4 +1,4 @@
 #include "cuda/sm80/mma.cuh"
 
-#include "cuda/shared/backward.cuh"
-#include "cuda/shared/sum_splits.cuh"
+#include "cuda/device/backward.cuh"
+#include "cuda/device/sum_splits.cuh"

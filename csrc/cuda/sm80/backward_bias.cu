@@ -1,3 +1,3 @@
 #include "cuda/sm80/mma.cuh"
 
-#include "cuda/shared/backward_bias.cuh"
+#include "cuda/device/backward_bias.cuh"

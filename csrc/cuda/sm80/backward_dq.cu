@@ -2,4 +2,4 @@
 //
 #include "cuda/sm80/woven_dq.cuh"
 //
-#include "cuda/shared/backward_dq.cuh"
+#include "cuda/device/backward_dq.cuh"

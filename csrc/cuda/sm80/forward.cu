@@ -2,4 +2,4 @@
 //
 #include "cuda/sm80/woven_steps.cuh"
 //
-#include "cuda/shared/forward.cuh"
+#include "cuda/device/forward.cuh"

@@ -6,9 +6,9 @@
 // that the results are the same in every run.
 #include "cuda/sm80/mma.cuh"
 //
-#include "cuda/shared/cluster.cuh"
-#include "cuda/shared/mixture.cuh"
-#include "cuda/shared/softmax.cuh"
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/mixture.cuh"
+#include "cuda/device/softmax.cuh"
 
 namespace jax_flash {
 

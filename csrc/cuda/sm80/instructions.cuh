@@ -1,7 +1,7 @@
 // cp.async's groups and mma.m16n8k16; on the host tests/emulator has what takes their place.
 #pragma once
 
-#include "cuda/shared/matrices.cuh"
+#include "cuda/device/matrices.cuh"
 
 namespace jax_flash {
 

@@ -5,9 +5,9 @@ namespace jax_flash {
 constexpr int column_step = 16;
 }
 
-#include "cuda/shared/matrices.cuh"
-#include "cuda/shared/pack.cuh"
-#include "cuda/shared/thread_rows.cuh"
+#include "cuda/device/matrices.cuh"
+#include "cuda/device/pack.cuh"
+#include "cuda/device/thread_rows.cuh"
 #include "cuda/sm80/instructions.cuh"
 
 namespace jax_flash {

@@ -4,7 +4,7 @@
 // S.
 #pragma once
 
-#include "cuda/shared/backward_dq_steps.cuh"
+#include "cuda/device/backward_dq_steps.cuh"
 
 namespace jax_flash {
 

@@ -3,7 +3,7 @@
 // one of them waits for is not hidden by others.
 #pragma once
 
-#include "cuda/shared/forward_steps.cuh"
+#include "cuda/device/forward_steps.cuh"
 
 namespace jax_flash {
 

@@ -5,4 +5,4 @@
 #else
 #include "cuda/sm90a/backward.cuh"
 #endif
-#include "cuda/shared/sum_splits.cuh"
+#include "cuda/device/sum_splits.cuh"

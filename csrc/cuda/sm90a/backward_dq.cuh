@@ -8,8 +8,8 @@
 // other's.
 #pragma once
 
-#include "cuda/shared/place.cuh"
-#include "cuda/shared/score_rows.cuh"
+#include "cuda/device/place.cuh"
+#include "cuda/device/score_rows.cuh"
 #include "cuda/sm90a/pipeline.cuh"
 #include "cuda/sm90a/slabs.cuh"
 #include "cuda/sm90a/stores.cuh"

@@ -2,8 +2,8 @@
 // their derivatives in registers, and where dQ is summed up.
 #pragma once
 
-#include "cuda/shared/backward_block.cuh"
-#include "cuda/shared/score_rows.cuh"
+#include "cuda/device/backward_block.cuh"
+#include "cuda/device/score_rows.cuh"
 #include "cuda/sm90a/pipeline.cuh"
 #include "cuda/sm90a/slabs.cuh"
 #include "cuda/sm90a/stores.cuh"

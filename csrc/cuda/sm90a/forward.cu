@@ -7,10 +7,10 @@
 // walked from the last to the first: the tiles to mask come first, and the bare loop has no test in it.
 #include "cuda/sm90a/mma.cuh"
 //
-#include "cuda/shared/place.cuh"
-#include "cuda/shared/score_rows.cuh"
-#include "cuda/shared/shared_memory.cuh"
-#include "cuda/shared/softmax.cuh"
+#include "cuda/device/place.cuh"
+#include "cuda/device/score_rows.cuh"
+#include "cuda/device/shared_memory.cuh"
+#include "cuda/device/softmax.cuh"
 #include "cuda/sm90a/pipeline.cuh"
 #include "cuda/sm90a/slabs.cuh"
 #include "cuda/sm90a/stores.cuh"

@@ -5,7 +5,7 @@ namespace jax_flash {
 constexpr int column_step = 16;
 }
 
-#include "cuda/shared/pack.cuh"
+#include "cuda/device/pack.cuh"
 #include "cuda/sm90a/hopper.cuh"
 
 namespace jax_flash {

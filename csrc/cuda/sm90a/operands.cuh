@@ -1,7 +1,7 @@
 // Where a product of a warpgroup finds its operands in shared memory.
 #pragma once
 
-#include "cuda/shared/prelude.cuh"
+#include "cuda/device/prelude.cuh"
 
 namespace jax_flash {
 

@@ -1,7 +1,7 @@
 // Warps that bring tiles, and warpgroups that compute with them.
 #pragma once
 
-#include "cuda/shared/prelude.cuh"
+#include "cuda/device/prelude.cuh"
 
 namespace jax_flash {
 

@@ -2,8 +2,8 @@
 // the swizzle of 128 bytes (chunk c of 16 bytes of row r lies at c ^ (r % 8)), one slab behind the other.
 #pragma once
 
-#include "cuda/shared/shared_memory.cuh"
-#include "cuda/shared/tile.cuh"
+#include "cuda/device/shared_memory.cuh"
+#include "cuda/device/tile.cuh"
 #include "cuda/sm90a/mma.cuh"
 
 namespace jax_flash {

@@ -63,8 +63,8 @@ class Step:
 _SWIZZLE = Step(
     "tiles swizzled",
     (
-        Undo("shared/tile.cuh", "swizzled = chunks % 8 == 0;", "swizzled = false;"),
-        Undo("shared/tile.cuh", "16 * (swizzled ? chunks : chunks | 1);", "16 * chunks;"),
+        Undo("device/tile.cuh", "swizzled = chunks % 8 == 0;", "swizzled = false;"),
+        Undo("device/tile.cuh", "16 * (swizzled ? chunks : chunks | 1);", "16 * chunks;"),
     ),
 )
 _LOADS = Step(
@@ -80,20 +80,20 @@ _LOADS = Step(
 # exp(x) is one multiplication more than exp2(x); by 1 it would be left out.
 _BASE_2 = Step(
     "softmax in base 2",
-    (Undo("shared/arithmetic.cuh", '"=f"(y) : "f"(x));\n  return y;\n}\n\nstatic __device__ __forceinline__ float log2',
+    (Undo("device/arithmetic.cuh", '"=f"(y) : "f"(x));\n  return y;\n}\n\nstatic __device__ __forceinline__ float log2',
           '"=f"(y) : "f"(x * 1.0000001f));\n  return y;\n}\n\nstatic __device__ __forceinline__ float log2'),),
 )  # fmt: skip
 _BARE = Step(
     "tiles that keep all their keys untested",
     (
-        Undo("shared/mask.cuh", "range{starts_at_0 ? 0 : at_most(begin, end), end, bare_begin, bare_end};",
+        Undo("device/mask.cuh", "range{starts_at_0 ? 0 : at_most(begin, end), end, bare_begin, bare_end};",
              "range{at_most(begin, end), end, at_most(begin, end), at_most(begin, end)};"),
-        Undo("shared/mask.cuh", "if (!bounded_left) range.bare_end = range.end;", ""),
+        Undo("device/mask.cuh", "if (!bounded_left) range.bare_end = range.end;", ""),
     ),
 )  # fmt: skip
 _ORDER = Step(
     "causal blocks longest first, by groups of heads",
-    (Undo("shared/schedule.cuh", "if (option_causal) {", "if (false) {"),),
+    (Undo("device/schedule.cuh", "if (option_causal) {", "if (false) {"),),
 )
 
 LADDERS: dict[tuple[str, str], tuple[Step, ...]] = {
@@ -106,7 +106,7 @@ LADDERS: dict[tuple[str, str], tuple[Step, ...]] = {
         _BARE,
         _ORDER,
         Step("out multiplied only when a maximum is outgrown", (
-            Undo("shared/softmax.cuh", "return (new_maximum - maximum) * scale_log2 > 8.f;", "return true;"),)),
+            Undo("device/softmax.cuh", "return (new_maximum - maximum) * scale_log2 > 8.f;", "return true;"),)),
         Step("a step as one line of instructions", (
             Undo("sm80/woven_steps.cuh", "woven = late_weights && parts == 1;", "woven = false;"),)),
         Step("the table's rows", rows={}),

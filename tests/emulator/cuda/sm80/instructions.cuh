@@ -1,7 +1,7 @@
 // In place of csrc/cuda/sm80/instructions.cuh.
 #pragma once
 
-#include "cuda/shared/matrices.cuh"
+#include "cuda/device/matrices.cuh"
 
 namespace jax_flash {
 

@@ -1,9 +1,9 @@
 // In place of csrc/cuda/sm90a/hopper.cuh.
 #pragma once
 
-#include "cuda/shared/hardware_lanes.cuh"
-#include "cuda/shared/lanes.cuh"
-#include "cuda/shared/prelude.cuh"
+#include "cuda/device/hardware_lanes.cuh"
+#include "cuda/device/lanes.cuh"
+#include "cuda/device/prelude.cuh"
 #include "cuda/sm90a/operands.cuh"
 #include "cuda/tensor_maps.h"
 

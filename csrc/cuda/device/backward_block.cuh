@@ -1,0 +1,153 @@
+// What a block of the backward pass works on, where dQ is summed up, and the gradients of the trainable options: the
+// same for all kernels whose blocks own keys, with keys along the rows of the accumulators.
+#pragma once
+
+#include "cuda/device/lanes.cuh"
+#include "cuda/device/schedule.cuh"
+#include "cuda/device/scores.cuh"
+
+namespace jax_flash {
+
+// Tiles of 16 rows in a batch entry, packed documents each beginning with a tile of its own (blocks_of).
+JAX_FLASH_DEVICE int dq_tiles(const Problem& problem) { return blocks_of(problem, problem.q_length, kDqRows); }
+JAX_FLASH_DEVICE int first_dq_tile(const Problem& problem, int batch, int document) {
+  if constexpr (!packed) return 0;
+  const i64 first = static_cast<i64>(batch) * (problem.options.documents + 1);
+  return problem.cu_q_lengths[first + document] / 16 + document;
+}
+
+// Where the gradients of slopes are summed up, behind what dQ takes of the scratch: a sum for every 16 keys of a batch
+// entry and every query head, packed documents each beginning with a sum of its own.
+JAX_FLASH_DEVICE float* slope_sums(const Problem& problem, int batch, int head) {
+  const i64 heads = static_cast<i64>(problem.batch) * problem.q_heads;
+  const i64 dq = option_deterministic ? 0 : dq_elements(heads, dq_tiles(problem), head_dim);
+  const i64 sums = blocks_of(problem, problem.kv_length, kSlopeKeys);
+  return static_cast<float*>(problem.scratch) + dq + (static_cast<i64>(batch) * problem.q_heads + head) * sums;
+}
+JAX_FLASH_DEVICE int first_slope_sum(const Problem& problem, int batch, int document) {
+  if constexpr (!packed) return 0;
+  const i64 first = static_cast<i64>(batch) * (problem.options.documents + 1);
+  return problem.cu_kv_lengths[first + document] / 16 + document;
+}
+
+// The gradients of bias and slopes, which a warp sums up for its 16 keys and one query head at a time. What is summed
+// over rows has at most two addends, of a pair of warps, so that nobody's order is felt; what is summed over heads and
+// batch entries besides, the host leaves to who launches the kernel. (A bias that all keys of a row share has a
+// gradient that needs no kernel: jax_flash/_attention.py.)
+struct OperandGradients {
+  float slope;
+  float keys[2];  // of a bias that all rows share: keys lane / 4 and lane / 4 + 8
+  float unscale;  // of dS
+
+  __device__ __forceinline__ void clear() { slope = keys[0] = keys[1] = 0.f; }
+
+  // ds of keys key, key + 8 and rows row, row + 1.
+  __device__ __forceinline__ void add(const Problem& problem, const Part& part, const Scores& scores, int head, int row,
+                                      int key, const FragmentC& ds) {
+    if constexpr (has_dalibi_slopes) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) slope -= ds.x[e] * scores.distance(row + e % 2, key + e / 2 * 8);
+    }
+    if constexpr (has_dbias) {
+      const Strides& s = problem.dbias_strides;
+      if (s.row == 0) {
+        keys[0] += ds.x[0] + ds.x[1];
+        keys[1] += ds.x[2] + ds.x[3];
+      } else {
+        float* to = static_cast<float*>(problem.dbias) + part.batch * s.batch + head * s.head;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int r = row + e % 2, c = key + e / 2 * 8;
+          if (r < part.q.length && c < part.kv.length) atomicAdd(to + r * s.row + c, ds.x[e] * unscale);
+        }
+      }
+    }
+  }
+
+  // After the last row of a head, for the keys of the part from first_key on.
+  __device__ __forceinline__ void flush(const Problem& problem, const Part& part, int document, int head, int first_key,
+                                        int lane) {
+    if constexpr (has_dalibi_slopes) {
+#pragma unroll
+      for (int other = 1; other < 32; other *= 2) slope += __shfl_xor_sync(0xffffffffu, slope, other);
+      float* to = slope_sums(problem, part.batch, head) + first_slope_sum(problem, part.batch, document);
+      if (lane == 0 && first_key < part.kv.length) atomicAdd(to + first_key / 16, slope * unscale);
+    }
+    if constexpr (has_dbias) {
+      const Strides& s = problem.dbias_strides;
+      if (s.row == 0) {
+        float* to = static_cast<float*>(problem.dbias) + part.batch * s.batch + head * s.head;
+        keys[0] = quad_sum(keys[0]) * unscale;
+        keys[1] = quad_sum(keys[1]) * unscale;
+        const int key = first_key + lane / 4;
+        if (lane % 4 == 0) {
+          if (key < part.kv.length) atomicAdd(to + key, keys[0]);
+          if (key + 8 < part.kv.length) atomicAdd(to + key + 8, keys[1]);
+        }
+      }
+    }
+    clear();
+  }
+};
+
+// Loads through registers leave none for a kernel that splits groups of query heads.
+constexpr bool splits_groups = !loads_take_registers;
+JAX_FLASH_DEVICE int group_splits(const Problem& problem) { return splits_groups ? problem.group_splits : 1; }
+
+// What a block works on: keys of a key head, and a share of the query heads of its group.
+struct Place {
+  Part part;
+  int batch, document, kv_head;
+  int first_key;
+  int share;  // kv_head * group_splits + the share of the group
+};
+JAX_FLASH_DEVICE int heads_of_share(const Problem& problem) {
+  return problem.q_heads / (problem.kv_heads * group_splits(problem));
+}
+JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
+  // Under causal the first keys are kept by the most rows, and go first.
+  const int key_blocks = blocks_of(problem, problem.kv_length, block_kv);
+  const int splits = group_splits(problem);
+  const Work work = work_of(block, key_blocks, problem.kv_heads * splits, problem.batch, problem.q_length);
+  int key_block = work.block;
+  const int document = document_of(problem, problem.cu_kv_lengths, work.batch, block_kv, key_block);
+  return {part_of(problem, work.batch, document),
+          work.batch,
+          document,
+          work.head / splits,
+          key_block * block_kv,
+          work.head};
+}
+
+// Where the share of a group leaves its sums of dK for a key, and behind these of dV. Beside an accumulator of dQ there
+// is room for one sum, to which all shares of a group add; otherwise each has its own, and their order is always one.
+constexpr bool common_sums = !option_deterministic;
+using ShareSum = Select<common_sums, CommonSum, float>::type;
+JAX_FLASH_DEVICE int sums_of_group(const Problem& problem) { return common_sums ? 1 : problem.group_splits; }
+JAX_FLASH_DEVICE ShareSum* share_sums(const Problem& problem, int batch, int share, int key) {
+  const int sum = common_sums ? share / problem.group_splits : share;
+  const i64 row = (static_cast<i64>(batch) * problem.kv_heads * sums_of_group(problem) + sum) * problem.kv_length + key;
+  return static_cast<ShareSum*>(problem.group_sums) + row * (head_dim + value_head_dim);
+}
+
+// The gradient of a slope: the sums of its document's keys. One warp a slope.
+extern "C" __global__ void __launch_bounds__(32 * kSlopeWarps)
+    jax_flash_sum_slopes(const __grid_constant__ Problem problem) {
+  if constexpr (!has_dalibi_slopes) return;
+  const i64 item = static_cast<i64>(blockIdx.x) * kSlopeWarps + threadIdx.x / 32;
+  const int documents = problem.options.documents;
+  if (item >= static_cast<i64>(problem.batch) * documents * problem.q_heads) return;
+  const int lane = threadIdx.x % 32;
+  const int head = static_cast<int>(item % problem.q_heads);
+  const int document = static_cast<int>(item / problem.q_heads % documents);
+  const int batch = static_cast<int>(item / problem.q_heads / documents);
+  const float* from = slope_sums(problem, batch, head) + first_slope_sum(problem, batch, document);
+  const int sums = ceil_div(part_of(problem, batch, document).kv.length, 16);
+  float sum = 0.f;
+  for (int i = lane; i < sums; i += 32) sum += from[i];
+#pragma unroll
+  for (int other = 1; other < 32; other *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+  if (lane == 0) static_cast<float*>(problem.dalibi_slopes)[item] = sum;
+}
+
+}  // namespace jax_flash

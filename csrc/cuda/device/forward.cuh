@@ -1,0 +1,75 @@
+// FlashAttention-2 forward (Dao 2023, algorithm 1) by mma.sync, for every family that says before which `Steps` it
+// takes.
+#pragma once
+
+#include "cuda/device/forward_steps.cuh"
+
+namespace jax_flash {
+
+extern "C" __global__ void __launch_bounds__(threads, min_blocks)
+    jax_flash_forward(const __grid_constant__ Problem problem) {
+  extern __shared__ __align__(128) char memory[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
+
+  Place place = place_of(problem, blockIdx.x);
+  if (packed && place.first_row >= place.part.q.stored) return;
+  const Part& part = place.part;
+  const int head = place.head, batch = place.batch, kv_head = place.kv_head, first_row = place.first_row;
+  const int warp = threadIdx.x / 32, lane = Lanes::of(threadIdx.x);
+  const Unscales unscales = unscales_of(problem, batch, kv_head);
+  const float scale = scale_of(problem, batch) * unscales.query * unscales.key;
+
+  Steps forward{
+      problem,
+      shared,
+      part,
+      keys_of(problem, part, batch, kv_head),
+      values_of(problem, part, batch, kv_head),
+      {problem, part, batch, head, scale},
+      first_row,
+      warp,
+      lane,
+      modifies_scores ? 1.f : scale * kLog2e,
+      {},
+      {},
+      Mma::reader_a<QTile>(shared_address(shared.q), warp * row_tiles * 16, lane),
+      Mma::reader_b<KTile>(shared_address(shared.k), 0, lane),
+  };
+  forward.begin_rows();
+  if constexpr (has_sinks) {
+    const float sink = place.sink(problem);
+#pragma unroll
+    for (int m = 0; m < row_tiles; ++m) {
+      forward.statistics[m][0].begin_with(sink * kLog2e, forward.scale_log2, lane % 4 == 0);
+      forward.statistics[m][1].begin_with(sink * kLog2e, forward.scale_log2, lane % 4 == 0);
+    }
+  }
+
+  TileRange tiles = key_tiles_of<block_kv>(forward.rows.keep.band, part, first_row, block_q);
+  if (tiles.begin < tiles.end) {
+    load_tile<QTile, head_dim, threads>(shared_address(shared.q), head_of(problem.q, batch, head, part.q.first),
+                                        problem.q.row_stride, first_row, part.q.length, threadIdx.x);
+  }
+  const SegmentTiles<block_kv> segments = segments_of(problem, batch, first_row);
+  segments.trim(tiles, threadIdx.x % 32);
+  int tile = tiles.end - 1;
+  if (tile >= tiles.begin) forward.start_k(tile);
+  copies_commit();
+  if (in_segments && tile < tiles.begin) {
+    copies_wait<0>();
+    __syncthreads();  // Q has landed before out takes its place
+  }
+  if (tile >= tiles.begin) forward.begin_tiles();
+  walk(forward, tile, tiles, segments);
+
+  // Where the loop takes all registers there are, nothing else is kept in them.
+  if constexpr (loads_take_registers) {
+    place = place_of(problem, block_again());
+    forward.first_row = place.first_row;
+    forward.warp = thread_again() / 32;
+    forward.lane = Lanes::of(thread_again());
+  }
+  forward.finish(place);
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,92 @@
+// What passes share whose blocks own block_q rows of one query head and walk over the keys, block_kv at a time, for
+// every family whose mma.cuh is included before. K and V tiles have one buffer each. Keys are walked from the last to
+// the first, so that the tiles to mask come first and the bare loop has no test in it.
+#pragma once
+
+#include "cuda/device/again.cuh"
+#include "cuda/device/schedule.cuh"
+#include "cuda/device/score_rows.cuh"
+
+namespace jax_flash {
+
+constexpr int threads = 32 * warps;
+constexpr int row_tiles = block_q / (16 * warps);  // m16 tiles of a warp
+using QTile = Tile<block_q, parts * tile_head_dim>;
+using KTile = Tile<block_kv, parts * tile_head_dim>;
+using VTile = Tile<block_kv, parts * tile_value_head_dim>;
+using KLoad = TileLoad<KTile, head_dim, threads>;
+using VLoad = TileLoad<VTile, value_head_dim, threads>;
+// With these the tiles to visit, or the bare ones among them, are not one range up to the end.
+constexpr bool irregular = bounded_left || in_segments;
+
+// The state of a walk; `Shared` holds what is in shared memory, k and v among it.
+template <typename Shared>
+struct KeyWalk {
+  const Problem& problem;
+  Shared& shared;
+  const Part& part;
+  const Element* k;
+  const Element* v;
+  ScoreRows rows;
+  int first_row;  // of the block
+  int warp, lane;
+  float scale_log2;  // from what the softmax sees to units of log2
+  KLoad k_load;
+  VLoad v_load;
+
+  // `whole` when all keys of the tile are there.
+  template <bool whole = false>
+  __device__ __forceinline__ void start_k(int tile) {
+    k_load.template start<whole>(shared_address(shared.k), k, problem.k.row_stride, tile * block_kv, part.kv.length,
+                                 threadIdx.x);
+    copies_commit();
+  }
+  template <bool whole = false>
+  __device__ __forceinline__ void start_v(int tile) {
+    v_load.template start<whole>(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, part.kv.length,
+                                 threadIdx.x);
+    copies_commit();
+  }
+
+  __device__ __forceinline__ int row_of(int m, int half) const {
+    return first_row + (warp * row_tiles + m) * 16 + lane / 4 + half * 8;
+  }
+};
+
+JAX_FLASH_DEVICE const Element* keys_of(const Problem& problem, const Part& part, int batch, int kv_head) {
+  return KLoad::base(head_of(problem.k, batch, kv_head, part.kv.first), problem.k.row_stride, threadIdx.x);
+}
+JAX_FLASH_DEVICE const Element* values_of(const Problem& problem, const Part& part, int batch, int kv_head) {
+  return VLoad::base(head_of(problem.v, batch, kv_head, part.kv.first), problem.v.row_stride, threadIdx.x);
+}
+
+// The tiles of keys whose segments those of the block's rows meet.
+JAX_FLASH_DEVICE SegmentTiles<block_kv> segments_of(const Problem& problem, int batch, int first_row) {
+  return {problem.kv_segment_ranges, batch, problem.kv_length,
+          in_segments ? segment_range<block_q>(problem.q_segment_ranges, batch, problem.q_length, first_row)
+                      : SegmentRange{0, 0}};
+}
+
+// Every step from `tile` on, the last.
+template <typename Steps>
+JAX_FLASH_DEVICE void walk(Steps& steps, int tile, const TileRange& tiles, const SegmentTiles<block_kv>& segments) {
+  if constexpr (irregular) {
+    while (tile >= tiles.begin) {
+      int next = tile - 1;
+      while (next >= tiles.begin && !segments.visits(next)) --next;
+      const bool bare = tiles.bare(tile) && segments.uniform(tile);
+      const int wanted = next >= tiles.begin ? next : -1;
+      if (bare) {
+        steps.template step<false>(tile, wanted);
+      } else {
+        steps.template step<true>(tile, wanted);
+      }
+      tile = next;
+    }
+  } else {
+    for (; tile >= tiles.bare_end; --tile) steps.template step<true>(tile, tile - 1);
+    for (; tile >= 0; --tile) steps.template step<false>(tile, tile - 1);
+  }
+}
+
+}  // namespace jax_flash

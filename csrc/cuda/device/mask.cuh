@@ -1,0 +1,199 @@
+// Which pairs of query and key are kept: as ranges of tiles, so that tiles without a pair are skipped and tiles that
+// keep every pair are not tested; and pair by pair for the tiles between.
+#pragma once
+
+#include "cuda/device/part.cuh"
+
+namespace jax_flash {
+
+constexpr bool bounded_right = option_causal || with_window_right || has_window_bounds;
+constexpr bool bounded_left = with_window_left || has_window_bounds;
+constexpr bool in_segments = has_q_segment_ids;
+
+// Row t keeps keys s with t + low <= s <= t + high.
+struct Band {
+  int low;
+  int high;
+};
+
+// Beyond [-q_length, kv_length] a bound changes nothing more, so they are clamped there, where sums with indices fit an
+// int.
+JAX_FLASH_DEVICE int clamped(i64 bound, const Problem& problem) {
+  return static_cast<int>(at_most<i64>(at_least<i64>(bound, -problem.q_length), problem.kv_length));
+}
+
+JAX_FLASH_DEVICE Band band_of(const Problem& problem, const Part& part) {
+  if constexpr (!bounded_left && !bounded_right) return {0, 0};
+  const i64 offset = has_q_offset ? problem.q_offset[part.index] : 0;
+  if constexpr (has_window_bounds) {
+    constexpr int unlimited = 0x7fffffff;
+    const int2 sides = reinterpret_cast<const int2*>(problem.window_bounds)[part.batch];
+    const int low = sides.x == unlimited ? -problem.q_length : clamped(offset - sides.x, problem);
+    const i64 right = option_causal ? at_most(sides.y, 0) : sides.y;
+    const int high = right == unlimited ? problem.kv_length : clamped(offset + right, problem);
+    // Sides that cross keep nothing: as above every row, so that ranges of tiles are empty ones.
+    return low <= high ? Band{low, high} : Band{-problem.q_length, -problem.q_length};
+  }
+  i64 right = with_window_right ? problem.options.window_right : 0;
+  if (option_causal) right = 0;
+  return {bounded_left ? clamped(offset - problem.options.window_left, problem) : 0, clamped(offset + right, problem)};
+}
+
+JAX_FLASH_DEVICE bool in_band(const Band& band, int row, int column) {
+  return (!bounded_left || column >= row + band.low) && (!bounded_right || column <= row + band.high);
+}
+
+// Tiles [begin, end) hold all pairs that are kept; those of [bare_begin, bare_end) keep all their pairs, as far as
+// `mask` and the segments let them. Every range is canonical, 0 <= begin <= end <= tiles, the empty ones too, so that
+// it may be walked from either end, trimmed, and its tiles counted. The bare tiles are some of it, or none: then
+// bare_begin and bare_end may be anything with bare_begin >= bare_end.
+struct TileRange {
+  int begin;
+  int end;
+  int bare_begin;
+  int bare_end;
+
+  __device__ __forceinline__ bool bare(int tile) const { return tile >= bare_begin && tile < bare_end; }
+  __device__ __forceinline__ bool canonical(int tiles) const {
+    return 0 <= begin && begin <= end && end <= tiles &&
+           (bare_begin >= bare_end || (begin <= bare_begin && bare_end <= end));
+  }
+};
+
+// Tiles of the positions [first_any, last_any], the bare ones inside [first_all, last_all], all in [0, length). Unless
+// it `starts_at_0`, as the compiler doesn't find out, the first position may lie beyond the last and beyond the length.
+template <int tile, bool starts_at_0>
+JAX_FLASH_DEVICE TileRange tile_range(int first_any, int last_any, int first_all, int last_all, int length) {
+  const int begin = at_least(0, first_any) / tile;
+  const int end = ceil_div(at_least(0, at_most(length, last_any + 1)), tile);
+  const int bare_begin = ceil_div(at_least(0, first_all), tile);
+  const int bare_end = at_least(0, at_most(length, last_all + 1)) / tile;
+  const TileRange range{starts_at_0 ? 0 : at_most(begin, end), end, bare_begin, bare_end};
+  JAX_FLASH_ASSERT(range.canonical(ceil_div(at_least(0, length), tile)), "a range of tiles that is not canonical");
+  return range;
+}
+
+// For rows [row, row + rows).
+template <int tile>
+JAX_FLASH_DEVICE TileRange key_tiles_of(const Band& band, const Part& part, int row, int rows) {
+  const int last_row = at_most(row + rows, part.q.length) - 1;
+  if (last_row < row) return {0, 0, 0, 0};
+  const int length = part.kv.length;
+  return tile_range<tile, !bounded_left>(
+      bounded_left ? row + band.low : 0, bounded_right ? last_row + band.high : length - 1,
+      bounded_left ? last_row + band.low : 0, bounded_right ? row + band.high : length - 1, length);
+}
+
+// For keys [column, column + columns). Keys beyond the end are masked against every row.
+template <int tile>
+JAX_FLASH_DEVICE TileRange row_tiles_of(const Band& band, const Part& part, int column, int columns) {
+  const int length = part.q.length;
+  const int last_column = at_most(column + columns, part.kv.length) - 1;
+  if (last_column < column) return {0, 0, 0, 0};
+  const int end = column + columns - 1;
+  TileRange range = tile_range<tile, !bounded_right>(
+      bounded_right ? column - band.high : 0, bounded_left ? last_column - band.low : length - 1,
+      bounded_right ? end - band.high : 0, bounded_left ? column - band.low : length - 1, length);
+  // Rows beyond the end add nothing to any sum.
+  if (!bounded_left) range.bare_end = range.end;
+  if (end >= part.kv.length) range.bare_begin = range.bare_end = range.end;
+  JAX_FLASH_ASSERT(range.canonical(ceil_div(length, tile)), "a range of tiles that is not canonical");
+  return range;
+}
+
+// Smallest and largest segment of some rows or keys.
+struct SegmentRange {
+  int first;
+  int last;
+
+  __device__ __forceinline__ bool meets(const SegmentRange& other) const {
+    return first <= other.last && other.first <= last;
+  }
+};
+
+// Of the blocks of kSegmentBlock that hold the rows [first, first + rows), `first` being a multiple of `rows`.
+template <int rows>
+JAX_FLASH_DEVICE SegmentRange segment_range(const int* ranges, int batch, int length, int first) {
+  const int blocks = ceil_div(length, kSegmentBlock);
+  const int2* from = reinterpret_cast<const int2*>(ranges) + static_cast<i64>(batch) * blocks;
+  constexpr bool aligned = rows % kSegmentBlock == 0 || kSegmentBlock % rows == 0;
+  SegmentRange range{0x7fffffff, -0x7fffffff - 1};
+#pragma unroll
+  for (int i = 0; i < ceil_div(rows, kSegmentBlock) + (aligned ? 0 : 1); ++i) {
+    const int block = first / kSegmentBlock + i;
+    if (block < blocks && (aligned || block * kSegmentBlock < first + rows)) {
+      const int2 next = from[block];
+      range = {at_most(range.first, next.x), at_least(range.last, next.y)};
+    }
+  }
+  return range;
+}
+
+// The tiles of `range` that a block whose segments are `own` has to visit, given the ranges of the other side.
+template <int tile>
+struct SegmentTiles {
+  const int* ranges;
+  int batch;
+  int length;
+  SegmentRange own;
+
+  __device__ __forceinline__ SegmentRange of(int i) const {
+    return segment_range<tile>(ranges, batch, length, i * tile);
+  }
+  __device__ __forceinline__ bool visits(int i) const { return !in_segments || own.meets(of(i)); }
+  // Whether all pairs of the tile are in one segment.
+  __device__ __forceinline__ bool uniform(int i) const {
+    if (!in_segments) return true;
+    const SegmentRange other = of(i);
+    return own.first == own.last && other.first == other.last && own.first == other.first;
+  }
+
+  // Leaves off what need not be visited at both ends. Every lane looks at its own share of the tiles, so that their
+  // loads fly together.
+  __device__ __forceinline__ void trim(TileRange& range, int lane) const {
+    if constexpr (!in_segments) return;
+    const TileRange all = range;
+    int begin = range.end, end = range.begin;
+#pragma unroll 4
+    for (int i = range.begin + lane; i < range.end; i += 32) {
+      if (!visits(i)) continue;
+      begin = at_most(begin, i);
+      end = at_least(end, i + 1);
+    }
+#pragma unroll
+    for (int other = 1; other < 32; other *= 2) {
+      begin = at_most(begin, __shfl_xor_sync(0xffffffffu, begin, other));
+      end = at_least(end, __shfl_xor_sync(0xffffffffu, end, other));
+    }
+    range.begin = begin;
+    range.end = at_least(begin, end);
+    JAX_FLASH_ASSERT(all.begin <= range.begin && range.begin <= range.end && range.end <= all.end,
+                     "a range of tiles that grows where it is trimmed");
+  }
+};
+
+// The test of single pairs but for `mask`; row and column count within the part.
+struct Keep {
+  const Problem& problem;
+  const Part& part;
+  Band band;
+
+  __device__ __forceinline__ bool operator()(int row, int column) const {
+    bool kept = column < part.kv.length && in_band(band, row, column);
+    if constexpr (in_segments) kept &= in_segment(row, column);  // read always: a branch for each would cost registers
+    return kept;
+  }
+  // The keys that a row keeps as far as segments let it are one range, from `first` to `last`.
+  __device__ __forceinline__ int first(int row) const { return bounded_left ? row + band.low : 0; }
+  __device__ __forceinline__ int last(int row) const {
+    return bounded_right ? at_most(row + band.high, part.kv.length - 1) : part.kv.length - 1;
+  }
+  __device__ __forceinline__ bool in_segment(int row, int column) const {
+    if constexpr (!in_segments) return true;
+    const int q_rows = at_most(row, problem.q_length - 1), keys = at_most(column, problem.kv_length - 1);
+    return problem.q_segment_ids[static_cast<i64>(part.batch) * problem.q_length + q_rows] ==
+           problem.kv_segment_ids[static_cast<i64>(part.batch) * problem.kv_length + keys];
+  }
+};
+
+}  // namespace jax_flash

@@ -1,0 +1,128 @@
+// What happens to scores of which rows run along the accumulators, between the product and exp2, and to their weights.
+#pragma once
+
+#include "cuda/device/dropout.cuh"
+#include "cuda/device/mask.cuh"
+#include "cuda/device/scores.cuh"
+
+namespace jax_flash {
+
+struct ScoreRows {
+  const Part& part;
+  Keep keep;
+  Scores modified;
+  Plane<Bias> biases;
+  Plane<bool> masks;
+  Dropout dropout;
+
+  __device__ __forceinline__ ScoreRows(const Problem& problem, const Part& part, int batch, int head, float scale)
+      : part(part),
+        keep{problem, part, band_of(problem, part)},
+        modified(problem, part, head, scale),
+        biases(static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, head),
+        masks(problem.mask, problem.mask_strides, batch, head),
+        dropout(problem, part, head) {}
+
+  // Scores of one row, keys `first_key` and on, become logits; those that are not kept, -inf. d logit / d (scale *
+  // score) goes to `derivatives` where softcap makes it other than 1, unless that is null. Four n8 tiles at a time, or
+  // what is read for all of them crowds out the accumulators.
+  template <bool masked, int tiles>
+  __device__ __forceinline__ void modify(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
+                                         int first_key, int lane) const {
+    constexpr int together = tiles % 4 == 0 ? 4 : 2;
+    // The assembler would read for all rows at once, and spill. Of 16 keys or 64 it spills more with the barrier.
+    if (loads_take_registers && tiles == 4 && (has_bias || has_mask || in_segments)) __syncwarp();
+    // Against what is constant, a column of a lane is tested by one instruction for each end. Where loads take
+    // registers too, the two ends would be spilled.
+    constexpr bool by_ends = !(loads_take_registers && (has_bias || has_mask || in_segments));
+    const int own_key = first_key + lane % 4 * 2;
+    const int first_kept = masked ? keep.first(row) - own_key : 0, last_kept = masked ? keep.last(row) - own_key : 0;
+#pragma unroll
+    for (int first_n = 0; first_n < tiles; first_n += together) {
+      const int first = own_key + first_n * 8;
+      Bias bias[together][2];
+      bool mask[together][2];
+      if constexpr (has_bias) biases.read<masked>(bias, row, first, part);
+      if constexpr (has_mask) masks.read<masked>(mask, row, first, part);
+#pragma unroll
+      for (int n = 0; n < together; ++n) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          float& score = scores[first_n + n].x[2 * half + odd];
+          const int column = first + n * 8 + odd;
+          if constexpr (modifies_scores) {
+            float b = 0.f, derivative;
+            if constexpr (has_bias) b = as_float(bias[n][odd]);
+            score = modified.logit(score, b, row, column, derivative);
+            if constexpr (with_softcap) {
+              if (derivatives) derivatives[first_n + n].x[2 * half + odd] = derivative;
+            }
+          }
+          if constexpr (has_mask) score = mask[n][odd] ? score : -JAX_FLASH_INFINITY;
+          if constexpr (masked) {
+            const int here = (first_n + n) * 8 + odd;
+            bool kept;
+            if constexpr (by_ends) {
+              // Segments are read always: a branch for each would cost registers.
+              kept = (!bounded_left || here >= first_kept) && here <= last_kept;
+              if constexpr (in_segments) kept &= keep.in_segment(row, column);
+            } else {
+              kept = keep(row, column);
+            }
+            score = kept ? score : -JAX_FLASH_INFINITY;
+          }
+        }
+      }
+    }
+  }
+
+  // Weights of rows `row` and `row` + 8 that are dropped become 0, or with `turn` change their sign; those that are
+  // kept get their factor at the end.
+  template <bool turn, int tiles>
+  __device__ __forceinline__ void drop(FragmentC (&weights)[tiles], int row, int first_key, int lane) const {
+    if constexpr (tiles == 2) {  // 16 keys, of the 32 that a call serves
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const uint4 bits = dropout.bits(row, first_key + lane % 4 * 2 + odd);
+        const bool second = first_key / 16 % 2 != 0;
+        drop_words<turn>(weights, odd, 0, {second ? bits.z : bits.x, second ? bits.w : bits.y, 0, 0});
+      }
+    } else if (tiles % 4 == 0 || first_key % 32 == 0) {
+      drop_from<turn, 0>(weights, row, first_key, lane);
+    } else {
+      drop_from<turn, 2>(weights, row, first_key - 16, lane);
+    }
+  }
+
+ private:
+  // The first `before` n8 tiles of the 32 keys from `first_key` on are not there.
+  template <bool turn, int before, int tiles>
+  __device__ __forceinline__ void drop_from(FragmentC (&weights)[tiles], int row, int first_key, int lane) const {
+#pragma unroll
+    for (int n = 0; n < tiles + before; n += 4) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        drop_words<turn>(weights, odd, n - before, dropout.bits(row, first_key + n * 8 + lane % 4 * 2 + odd));
+      }
+    }
+  }
+  template <bool turn, int tiles>
+  __device__ __forceinline__ void drop_words(FragmentC (&weights)[tiles], int odd, int first, const uint4& bits) const {
+    const u32 words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (first + i < 0 || first + i >= tiles) continue;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float& weight = weights[first + i].x[2 * half + odd];
+        if (!dropout.keeps(words[i], half)) weight = turn ? -weight : 0.f;
+      }
+    }
+  }
+};
+
+// A weight that is dropped is kept with its sign turned: dS wants it, dV does not.
+JAX_FLASH_DEVICE bool is_dropped(float p) { return __float_as_int(p) < 0; }
+JAX_FLASH_DEVICE float weight_of(float p) { return with_dropout_rate ? fabsf(p) : p; }
+
+}  // namespace jax_flash

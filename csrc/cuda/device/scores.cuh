@@ -1,0 +1,137 @@
+// What is done to the scores between the product and the softmax: softcap, bias, ALiBi, in this order.
+#pragma once
+
+#include "cuda/device/part.cuh"
+
+namespace jax_flash {
+
+JAX_FLASH_DEVICE float as_float(float x) { return x; }
+JAX_FLASH_DEVICE float as_float(u16 x) {
+  if constexpr (dtype == DType::bf16) return __uint_as_float(static_cast<u32>(x) << 16);
+  return half_to_float(x);
+}
+
+template <bool wide>
+struct BiasElement {
+  using type = float;
+};
+template <>
+struct BiasElement<false> {
+  using type = u16;
+};
+using Bias = BiasElement<option_wide_bias>::type;
+
+// One head's [rows, columns] of an array that may be broadcast along either.
+template <typename Element>
+struct Plane {
+  const Element* data;
+  i64 row_stride;
+  int column_stride;  // 0 or 1
+
+  __device__ __forceinline__ Plane(const Element* all, const Strides& s, int batch, int head)
+      : data(all + batch * s.batch + head * s.head), row_stride(s.row), column_stride(static_cast<int>(s.column)) {}
+
+  // Rows and columns beyond the ends give what stands at the ends.
+  __device__ __forceinline__ const Element* row(int row, const Part& part) const {
+    const Element* from = data + at_most(row, part.q.length - 1) * row_stride;
+    // Opaque, or each element's address would be summed up anew from row and column, in 64 bits.
+    asm("" : "+l"(from));
+    return from;
+  }
+  __device__ __forceinline__ Element at(const Element* row, int column, const Part& part) const {
+    return row[static_cast<u32>(at_most(column, (part.kv.length - 1) * column_stride))];
+  }
+
+  // The values of row `r`, columns first + 8 * i and first + 8 * i + 1, `first` even. When not `masked` all columns are
+  // there, and two are read at a time where they lie so.
+  template <bool masked, int n>
+  __device__ __forceinline__ void read(Element (&values)[n][2], int r, int first, const Part& part) const {
+    struct alignas(2 * sizeof(Element)) Pair {
+      Element x, y;
+    };
+    const Element* from = row(r, part);
+    if constexpr (masked) {
+#pragma unroll
+      for (int i = 0; i < n; ++i) {
+        values[i][0] = at(from, first + 8 * i, part);
+        values[i][1] = at(from, first + 8 * i + 1, part);
+      }
+    } else if (column_stride == 0) {
+      const Element all = from[0];
+#pragma unroll
+      for (int i = 0; i < n; ++i) values[i][0] = values[i][1] = all;
+    } else if (reinterpret_cast<u64>(from) % sizeof(Pair) == 0) {
+#pragma unroll
+      for (int i = 0; i < n; ++i) {
+        const Pair pair = *reinterpret_cast<const Pair*>(from + first + 8 * i);
+        values[i][0] = pair.x;
+        values[i][1] = pair.y;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < n; ++i) {
+        values[i][0] = from[first + 8 * i];
+        values[i][1] = from[first + 8 * i + 1];
+      }
+    }
+  }
+};
+
+// tanh to a few units of float32's rounding. Scores are mostly small against the cap, and then the series to x^11 is as
+// good as the rounding of its result; beyond 1/4 the exponential is, whose cancellation would be felt below.
+JAX_FLASH_DEVICE float hyperbolic_tangent(float x) {
+  const float square = x * x;
+  float y = -0.0088632355f;
+  y = y * square + 0.021869488f;
+  y = y * square - 0.053968254f;
+  y = y * square + 0.13333333f;
+  y = y * square - 0.33333333f;
+  y = x + x * square * y;
+  if (fabsf(x) >= 0.25f) y = 1.f - 2.f * reciprocal_approx(exp2_approx(2.f * kLog2e * x) + 1.f);
+  return y;
+}
+
+// The modifications for one head of a part. Logits are in units of log2, ready for exp2.
+struct Scores {
+  const Problem& problem;
+  const Part& part;
+  float scale;
+  float softcap, inverse_softcap;
+  float slope;
+  float offset;  // of row 0
+
+  __device__ __forceinline__ Scores(const Problem& problem, const Part& part, int head, float scale)
+      : problem(problem), part(part), scale(scale) {
+    if constexpr (with_softcap) {
+      softcap = static_cast<float>(problem.options.softcap);
+      inverse_softcap = 1.f / softcap;
+    }
+    enter(head);
+  }
+
+  __device__ __forceinline__ void enter(int head) {
+    if constexpr (has_alibi_slopes) {
+      slope = static_cast<const float*>(problem.alibi_slopes)[part.index * problem.q_heads + head];
+      offset = has_q_offset ? static_cast<float>(problem.q_offset[part.index]) : 0.f;
+    }
+  }
+
+  __device__ __forceinline__ float distance(int row, int column) const {
+    return fabsf(static_cast<float>(row - column) + offset);
+  }
+
+  // The logit of a raw score, and d logit / d (scale * score).
+  __device__ __forceinline__ float logit(float score, float bias, int row, int column, float& derivative) const {
+    float x = score * scale;
+    if constexpr (with_softcap) {
+      const float t = hyperbolic_tangent(x * inverse_softcap);
+      x = softcap * t;
+      derivative = 1.f - t * t;
+    }
+    if constexpr (has_bias) x += bias;
+    if constexpr (has_alibi_slopes) x -= slope * distance(row, column);
+    return x * kLog2e;
+  }
+};
+
+}  // namespace jax_flash

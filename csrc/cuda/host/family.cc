@@ -1,0 +1,135 @@
+#include "cuda/host/family.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <stdexcept>
+
+#include "cuda/host/tuned.h"
+
+namespace jax_flash::cuda {
+
+const Family& family_named(const std::string& name) {
+  for (const Family& family : kFamilies) {
+    if (name == family.name) return family;
+  }
+  throw std::invalid_argument("no kernel family has the name " + name);
+}
+
+const Family* family_of(int arch, const std::string& name, const char* by) {
+  std::string known;
+  for (const Family& family : kFamilies) {
+    const bool runs = arch >= family.from && arch <= family.to;
+    if (runs && (name.empty() || name == family.name)) return &family;
+    known += std::string(known.empty() ? "" : ", ") + family.name;
+  }
+  if (!name.empty()) {
+    throw std::runtime_error(std::string(by) + " must be one of " + known + ", for a GPU that can run it, got " + name);
+  }
+  return nullptr;
+}
+
+const Family* family_of(int arch) {
+  const char* forced = std::getenv("JAX_FLASH_CUDA_FAMILY");
+  return family_of(arch, forced ? forced : "", "JAX_FLASH_CUDA_FAMILY");
+}
+
+const Family& served_family(int arch) {
+  if (const Family* family = family_of(arch)) return *family;
+  throw std::invalid_argument("no kernels for compute capability " + std::to_string(arch / 10) + "." +
+                              std::to_string(arch % 10));
+}
+
+const Family& pass_family(const Family& family, int arch, int parts, Pass pass, int head_dim, bool plain) {
+  if (!*family.fallback || find_tile_row(family.name, parts, pass, head_dim, arch, plain)) return family;
+  return family_named(family.fallback);
+}
+
+bool separate_dq(const Family& family, const Options& options, int largest_head_dim) {
+  return options.deterministic || options.highest_precision || largest_head_dim > family.separate_dq_above;
+}
+
+Variant variant_of(const Family& device_family, int arch, Pass pass, DType dtype, int head_dim, int value_head_dim,
+                   const Options& options, int rows, const std::string& gpu) {
+  const int parts = options.highest_precision ? 2 : 1;
+  const int largest = std::max(head_dim, value_head_dim);
+  const bool own_dq = separate_dq(device_family, options, largest);
+  const bool without_dq = pass == Pass::backward && own_dq && largest <= device_family.lean_without_dq;
+  const bool wants_registers = options.has_unscales || options.has_q_lengths || options.has_kv_lengths;
+  const bool plain = is_plain(options) && !(without_dq && wants_registers);
+  const Family& family = pass_family(device_family, arch, parts, pass, largest, plain);
+  if (dtype == DType::f32 || dtype == DType::f64) {
+    throw std::invalid_argument("kernels are for float16 and bfloat16; float32 comes as float16 with unscales");
+  }
+  if (dtype == DType::bf16 && family.float16_only) {
+    throw std::invalid_argument(std::string("kernels of ") + family.name +
+                                " are for float16; bfloat16 comes as float16 with unscales");
+  }
+  if (options.highest_precision && !options.has_unscales) {
+    throw std::invalid_argument("highest_precision is for float16 arrays in two parts, which come with unscales");
+  }
+  const TileRow& tile = tile_row(family.name, parts, pass, largest, arch, plain, rows);
+  Variant variant{family.name, arch, pass, dtype, head_dim, value_head_dim, options, tile, rows};
+  const bool tunable = plain && !without_dq && !options.has_unscales && head_dim == value_head_dim;
+  if (!gpu.empty() && tunable) {
+    if (auto row = tuned_row(gpu, family.name, pass, head_dim)) variant.set_tuned(*row);
+  }
+  const bool forward = pass == Pass::forward || pass == Pass::forward_few || pass == Pass::forward_tiny;
+  variant.options.deterministic = !forward && own_dq;
+  return variant;
+}
+
+namespace {
+
+// Whether there is nothing but scale and causal.
+bool only_causal(const Options& options) {
+  bool absent = true;
+#define JAX_FLASH_NOTHING(type, name)
+#define JAX_FLASH_FEATURE(type, name, value) absent &= options.name == value;
+#define JAX_FLASH_OPERAND(type, name, dims) absent &= !options.has_##name;
+  JAX_FLASH_OPTIONS(JAX_FLASH_NOTHING, JAX_FLASH_NOTHING, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND, JAX_FLASH_OPERAND)
+#undef JAX_FLASH_OPERAND
+#undef JAX_FLASH_FEATURE
+#undef JAX_FLASH_NOTHING
+  return absent;
+}
+
+}  // namespace
+
+bool serves_tiny(const Family& family, int arch, const Options& options, int head_dim, int value_head_dim) {
+  const int largest = std::max(head_dim, value_head_dim);
+  return only_causal(options) && head_dim % 16 == 0 && value_head_dim % 16 == 0 &&
+         find_tile_row(pass_family(family, arch, 1, Pass::forward_tiny, largest).name, 1, Pass::forward_tiny, largest,
+                       arch);
+}
+
+bool serves_few(const Family& family, int arch, const Problem& p, const FewPlan& plan) {
+  const int parts = p.options.highest_precision ? 2 : 1, largest = std::max(p.head_dim, p.value_head_dim);
+  const char* const of = pass_family(family, arch, parts, Pass::forward_few, largest).name;
+  return plan.rows && find_tile_row(of, parts, Pass::forward_few, largest, arch, is_plain(p.options), plan.rows);
+}
+
+Choice choose(int arch, Pass pass, int head_dim, const std::string& gpu) {
+  const Variant variant =
+      variant_of(served_family(arch), arch, pass, DType::f16, head_dim, head_dim, Options{}, 0, gpu);
+  return {variant.family, variant.tile, variant.tuned, 1024 * shared_kb_of(arch)};
+}
+
+bool separate_dq(int arch, int largest_head_dim) {
+  return separate_dq(served_family(arch), Options{}, largest_head_dim);
+}
+
+int largest_head_dim(int arch, bool highest_precision) {
+  const Family& family = served_family(arch);
+  for (int head_dim = 256; head_dim > 0; head_dim -= 8) {
+    bool served = true;
+    for (Pass pass : {Pass::forward, Pass::backward, Pass::backward_dq, Pass::backward_bias}) {
+      const int parts = highest_precision ? 2 : 1;
+      served =
+          served && find_tile_row(pass_family(family, arch, parts, pass, head_dim).name, parts, pass, head_dim, arch);
+    }
+    if (served) return head_dim;
+  }
+  return 0;
+}
+
+}  // namespace jax_flash::cuda

@@ -1,0 +1,333 @@
+#include "cuda/host/jit.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <future>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <sstream>
+#include <stdexcept>
+#include <utility>
+
+#include "cuda/host/disk_cache.h"
+#include "cuda/host/elf.h"
+#include "cuda/host/family.h"
+
+namespace jax_flash::cuda {
+namespace fs = std::filesystem;
+namespace {
+
+std::mutex settings_mutex;
+Settings the_settings;
+
+const char* dtype_name(DType dtype) {
+  switch (dtype) {
+    case DType::f16: return "f16";
+    case DType::bf16: return "bf16";
+    case DType::f32: return "f32";
+    default: return "f64";
+  }
+}
+
+// The device sources, by the names that their includes use.
+struct Sources {
+  std::vector<Nvrtc::Header> files;
+  std::string key;  // what they say
+};
+
+// Of the folder that is configured now: each is read once.
+const Sources& sources() {
+  static std::mutex mutex;
+  static std::map<std::string, Sources> known;
+  const std::string dir = settings().source_dir;
+  std::lock_guard<std::mutex> lock(mutex);
+  Sources& found = known[dir];
+  if (!found.files.empty()) return found;
+  const fs::path root = dir;
+  auto read = [&](const fs::path& path) {
+    std::ifstream file(path, std::ios::binary);
+    std::ostringstream text;
+    text << file.rdbuf();
+    if (!file.is_open() || text.bad()) throw std::runtime_error("can't read the device source " + path.string());
+    return text.str();
+  };
+  std::vector<Nvrtc::Header> files;
+  std::error_code error;
+  for (fs::recursive_directory_iterator entry(root, error), end; !error && entry != end; entry.increment(error)) {
+    if (entry->is_regular_file(error)) {
+      files.push_back({fs::relative(entry->path(), root).generic_string(), read(entry->path())});
+    }
+    if (error) break;
+  }
+  // A part of them would be the sources of other kernels, or of none.
+  if (error) throw std::runtime_error("can't list the device sources in " + root.string() + ": " + error.message());
+  if (files.empty()) throw std::runtime_error("no device sources in " + root.string());
+  std::sort(files.begin(), files.end(), [](auto& a, auto& b) { return a.name < b.name; });
+  Hash hash;
+  for (const Nvrtc::Header& header : files) hash.add(header.name).add(header.text);
+  found = {std::move(files), hash.hex()};
+  return found;
+}
+
+// What the sources say, whoever compiles them: the key of prebuilt kernels.
+std::string source_key(const Variant& variant) {
+  return Hash().add(sources_key()).add(variant.name()).add(variant.source()).hex();
+}
+
+std::vector<std::string> compile_options(const Variant& variant, int target) {
+  // Verbose costs nothing, and puts registers and spills into the log. Not every kernel uses every constant of its
+  // variant (177).
+  return {"--gpu-architecture=sm_" + std::to_string(target) + family_named(variant.family).suffix, "--std=c++20",
+          "--ptxas-options=-v", "--diag-suppress=177"};
+}
+
+std::string compiled_key(const Variant& variant, const Nvrtc& nvrtc, int target) {
+  Hash hash;
+  hash.add(source_key(variant)).add(nvrtc.version());
+  for (const std::string& option : compile_options(variant, target)) hash.add(option);
+  return hash.hex();
+}
+
+Nvrtc nvrtc_for(int arch) {
+  std::string error;
+  const std::vector<Nvrtc> all = nvrtcs(&error);
+  if (all.empty())
+    throw std::runtime_error("no NVRTC to compile kernels with (install jax[cuda12] or [cuda13]): " + error);
+  for (const Nvrtc& nvrtc : all) {
+    if (nvrtc.target(arch)) return nvrtc;
+  }
+  std::string known;
+  for (const Nvrtc& nvrtc : all) known += (known.empty() ? "" : ", ") + nvrtc.version();
+  throw std::runtime_error("no NVRTC here (" + known + ") compiles for compute capability " +
+                           std::to_string(arch / 10) + "." + std::to_string(arch % 10));
+}
+
+Nvrtc::Result compile(const Variant& variant, const Nvrtc& nvrtc) {
+  return nvrtc.compile(variant.name(), variant.source(), sources().files,
+                       compile_options(variant, nvrtc.target(variant.arch)));
+}
+
+}  // namespace
+
+Fetched fetch(const Variant& variant) {
+  const std::string name = variant.name(), key = source_key(variant);
+  const Settings settings = cuda::settings();
+  for (const std::string& dir : settings.prebuilt_dirs) {
+    if (auto cubin = KernelFolder::trusted(dir, false).read(name, key)) return {*cubin, "prebuilt"};
+  }
+  const Nvrtc nvrtc = nvrtc_for(variant.arch);
+  const std::string full_key = compiled_key(variant, nvrtc, nvrtc.target(variant.arch));
+  const KernelFolder cache = KernelFolder::cache(true);
+  if (auto cubin = cache.read(name, full_key)) return {*cubin, "cached"};
+  std::string cubin = compile(variant, nvrtc).cubin;
+  // A disk that can't take it costs the next process a compilation, and nothing else.
+  cache.write(name, full_key, cubin);
+  return {std::move(cubin), "compiled"};
+}
+
+namespace {
+
+LaunchFacts facts_of(const Elf& elf, Pass pass) {
+  return elf.constant<LaunchFacts>(std::string(entry_point(pass)) + "_facts");
+}
+
+Loaded load(const Variant& variant) {
+  const Driver& driver = Driver::get();
+  Loaded loaded{};
+  loaded.cubin = new std::string(fetch(variant).cubin);
+  loaded.name = entry_point(variant.pass);
+  const std::string& cubin = *loaded.cubin;
+  loaded.facts = facts_of(Elf(cubin), variant.pass);
+  CuLibrary library = driver.load(cubin);
+  loaded.main = driver.kernel(library, loaded.name);
+  if (loaded.facts.convert_warps) loaded.convert_dq = driver.kernel(library, "jax_flash_convert_dq");
+  if (variant.pass == Pass::backward && variant.options.has_dalibi_slopes) {
+    loaded.sum_slopes = driver.kernel(library, "jax_flash_sum_slopes");
+  }
+  if (loaded.facts.splits_groups) loaded.sum_splits = driver.kernel(library, "jax_flash_sum_splits");
+  if (loaded.facts.combine_warps) loaded.combine = driver.kernel(library, kCombine);
+  return loaded;
+}
+
+// The number before `after` in what the assembler's log says of a kernel, 0 when it isn't said.
+int log_number(const std::string& log, const std::string& kernel, const std::string& after) {
+  size_t start = log.find("'" + kernel + "'");
+  if (start == std::string::npos) return 0;
+  size_t stop = log.find("Compiling entry function", start);
+  size_t found = log.find(after, start);
+  if (found == std::string::npos || found > stop) return 0;
+  size_t digits = log.find_last_not_of(' ', found - 1);
+  size_t first = log.find_last_not_of("0123456789", digits);
+  return std::atoi(log.substr(first + 1, digits - first).c_str());
+}
+
+// Those of wgmma that waits for each other, and of setmaxnreg that is left out.
+std::string complaints_of(const std::string& log) {
+  std::istringstream lines(log);
+  std::string found;
+  for (std::string line; std::getline(lines, line);) {
+    if (line.find("Potential Performance Loss") != std::string::npos || line.find("setmaxnreg") != std::string::npos) {
+      found += line + "\n";
+    }
+  }
+  return found;
+}
+
+}  // namespace
+
+const char* entry_point(Pass pass) {
+  static constexpr const char* kNames[] = {
+#define JAX_FLASH_PASS(name) "jax_flash_" #name,
+      JAX_FLASH_PASSES(JAX_FLASH_PASS)
+#undef JAX_FLASH_PASS
+  };
+  return kNames[static_cast<int>(pass)];
+}
+const char* pass_name(Pass pass) { return entry_point(pass) + sizeof("jax_flash_") - 1; }
+
+Settings settings() {
+  std::lock_guard<std::mutex> lock(settings_mutex);
+  return the_settings;
+}
+
+void configure(Settings settings) {
+  std::lock_guard<std::mutex> lock(settings_mutex);
+  the_settings = std::move(settings);
+}
+
+std::vector<Nvrtc> nvrtcs(std::string* error) { return Nvrtc::all(settings().nvrtc_paths, error); }
+
+std::string Variant::name() const {
+  std::string name = family + "-" + pass_name(pass) + "-" + dtype_name(dtype) + "-d" + std::to_string(head_dim);
+  if (value_head_dim != head_dim) name += "-v" + std::to_string(value_head_dim);
+  if (tuned) {
+#define JAX_FLASH_FIELD(field) name += "-" #field + std::to_string(tile.field);
+    JAX_FLASH_TILE_FIELDS(JAX_FLASH_FIELD)
+#undef JAX_FLASH_FIELD
+  }
+#define JAX_FLASH_CONSTANT(type, option) \
+  if (options.option) name += "-" #option;
+#define JAX_FLASH_NOTHING(type, option)
+#define JAX_FLASH_FEATURE(type, option, absent) \
+  if (options.option != absent) name += "-" #option;
+#define JAX_FLASH_OPERAND(type, option, dims) \
+  if (options.has_##option) name += "-" #option;
+#define JAX_FLASH_TRAINABLE(type, option, dims) \
+  JAX_FLASH_OPERAND(type, option, dims)         \
+  if (options.has_d##option) name += "-d" #option;
+  JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_NOTHING, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND, JAX_FLASH_TRAINABLE)
+#undef JAX_FLASH_TRAINABLE
+#undef JAX_FLASH_OPERAND
+#undef JAX_FLASH_FEATURE
+#undef JAX_FLASH_NOTHING
+#undef JAX_FLASH_CONSTANT
+  if (rows) name += "-q" + std::to_string(rows);
+  return name + "-sm_" + std::to_string(arch);
+}
+
+std::string Variant::source() const {
+  std::ostringstream out;
+  // For what the preprocessor has to choose.
+  out << "#define JAX_FLASH_LARGEST_HEAD_DIM " << std::max(head_dim, value_head_dim) << "\n"
+      << "#include \"problem.h\"\nnamespace jax_flash {\n"
+      << "constexpr DType dtype = DType::" << dtype_name(dtype) << ";\n"
+      << "constexpr int head_dim = " << head_dim << ";\n"
+      << "constexpr int value_head_dim = " << value_head_dim << ";\n"
+      << std::boolalpha;
+#define JAX_FLASH_CONSTANT(type, option) out << "constexpr " #type " option_" #option " = " << options.option << ";\n";
+#define JAX_FLASH_NOTHING(type, option)
+#define JAX_FLASH_FEATURE(type, option, absent) \
+  out << "constexpr bool with_" #option " = " << (options.option != absent) << ";\n";
+#define JAX_FLASH_OPERAND(type, option, dims) \
+  out << "constexpr bool has_" #option " = " << options.has_##option << ";\n";
+#define JAX_FLASH_TRAINABLE(type, option, dims) \
+  JAX_FLASH_OPERAND(type, option, dims)         \
+  out << "constexpr bool has_d" #option " = " << options.has_d##option << ";\n";
+  JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_NOTHING, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND, JAX_FLASH_TRAINABLE)
+#undef JAX_FLASH_TRAINABLE
+#undef JAX_FLASH_OPERAND
+#undef JAX_FLASH_FEATURE
+#undef JAX_FLASH_NOTHING
+#undef JAX_FLASH_CONSTANT
+#define JAX_FLASH_FIELD(field) out << "constexpr int " #field " = " << tile.field << ";\n";
+  JAX_FLASH_TILE_FIELDS(JAX_FLASH_FIELD)
+#undef JAX_FLASH_FIELD
+  out << "}  // namespace jax_flash\n#include \"cuda/" << family << "/" << pass_name(pass) << ".cu\"\n";
+  return out.str();
+}
+
+std::string sources_key() { return sources().key; }
+
+Loaded kernels_of(const Variant& variant, int device) {
+  static std::mutex mutex;
+  static std::map<std::string, std::shared_future<Loaded>> loading;
+  static std::set<std::pair<CuKernel, int>> ready;
+
+  const std::string name = settings().source_dir + "/" + variant.name();
+  std::shared_future<Loaded> future;
+  std::optional<std::promise<Loaded>> mine;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto found = loading.find(name);
+    if (found != loading.end()) {
+      future = found->second;
+    } else {
+      mine.emplace();
+      future = mine->get_future().share();
+      loading.emplace(name, future);
+    }
+  }
+  if (mine) {
+    try {
+      mine->set_value(load(variant));
+    } catch (...) {
+      mine->set_exception(std::current_exception());
+      std::lock_guard<std::mutex> lock(mutex);
+      loading.erase(name);  // the next call may find what this one missed
+    }
+  }
+  const Loaded loaded = future.get();
+  std::lock_guard<std::mutex> lock(mutex);
+  if (!ready.count({loaded.main, device})) {
+    const Driver& driver = Driver::get();
+    driver.ready(loaded.main, device, loaded.facts.shared_bytes + loaded.facts.cluster_bytes);
+    if (loaded.convert_dq) driver.ready(loaded.convert_dq, device, 0);
+    if (loaded.sum_slopes) driver.ready(loaded.sum_slopes, device, 0);
+    if (loaded.sum_splits) driver.ready(loaded.sum_splits, device, 0);
+    if (loaded.combine) driver.ready(loaded.combine, device, 0);
+    ready.insert({loaded.main, device});  // only now: a call that failed here is tried again
+  }
+  return loaded;
+}
+
+Kernel build(const Variant& variant, const std::string& out_dir) {
+  const Nvrtc::Result compiled = compile(variant, nvrtc_for(variant.arch));
+  const LaunchFacts facts = facts_of(Elf(compiled.cubin), variant.pass);
+  const std::string entry = entry_point(variant.pass);
+  Kernel kernel{};
+  kernel.name = variant.name();
+  kernel.pass = pass_name(variant.pass);
+  kernel.head_dim = variant.head_dim;
+  kernel.value_head_dim = variant.value_head_dim;
+  kernel.block_q = variant.tile.block_q;
+  kernel.block_kv = variant.tile.block_kv;
+  kernel.registers = log_number(compiled.log, entry, " registers");
+  kernel.shared_bytes = facts.shared_bytes;
+  kernel.threads = facts.threads;
+  kernel.spill_bytes =
+      log_number(compiled.log, entry, "bytes spill stores") + log_number(compiled.log, entry, "bytes spill loads");
+  kernel.local_bytes = log_number(compiled.log, entry, "bytes stack frame");
+  kernel.cubin_bytes = static_cast<int64_t>(compiled.cubin.size());
+  kernel.complaints = complaints_of(compiled.log);
+
+  const auto path = KernelFolder::trusted(out_dir, true).write(kernel.name, source_key(variant), compiled.cubin);
+  if (!path) throw std::runtime_error("can't write kernel " + kernel.name + " into " + out_dir);
+  kernel.path = *path;
+  return kernel;
+}
+
+}  // namespace jax_flash::cuda

@@ -1,0 +1,76 @@
+// Variant -> kernel. Prebuilt, cached and freshly compiled kernels come through the one door `kernels_of`.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cuda/host/cuda.h"
+#include "cuda/host/driver.h"
+#include "cuda/launch_facts.h"
+#include "cuda/tiles.h"
+
+namespace jax_flash::cuda {
+
+// The kernel of a pass, and the pass's name.
+const char* entry_point(Pass pass);
+const char* pass_name(Pass pass);
+
+// What is compiled into a kernel.
+struct Variant {
+  std::string family;  // which sources, "sm80"
+  int arch;            // compute capability of the device, 90
+  Pass pass;
+  DType dtype;
+  int head_dim;        // a multiple of 8
+  int value_head_dim;  // a multiple of 8
+  Options options;     // the constants, and which features and operands there are
+  TileRow tile;
+  int rows = 0;        // block_q that was asked for; 0: the table's first row
+  bool tuned = false;  // the row is another than the table's
+
+  void set_tuned(const TileRow& row) {
+    tile = row;
+    rows = 0;
+    tuned = true;
+  }
+  // Readable and unique: with the tile row where it is tuned, and block_q where it was asked for.
+  std::string name() const;
+  std::string source() const;  // the named constants, and the include of the family's file
+};
+
+constexpr char kCombine[] = "jax_flash_combine";
+
+struct Loaded {
+  LaunchFacts facts;
+  const std::string* cubin;  // lives as long as the process
+  const char* name;          // of main
+  CuKernel main;
+  CuKernel convert_dq;  // backward with atomic additions only
+  CuKernel sum_slopes;  // backward with a gradient of alibi_slopes only
+  CuKernel sum_splits;  // backward of the families that split groups of query heads only
+  CuKernel combine;     // forward_few only
+};
+
+// The cubin of a variant: prebuilt, else cached on disk, else compiled. Needs no driver.
+struct Fetched {
+  std::string cubin;
+  const char* origin;  // "prebuilt", "cached" or "compiled"
+};
+Fetched fetch(const Variant& variant);
+
+// The kernels of a variant, ready to launch on the device. Safe to call from several threads: a variant is compiled
+// once, different variants at the same time.
+Loaded kernels_of(const Variant& variant, int device);
+
+// Compiles a variant, without a driver, and stores it under `out_dir` for `prebuilt_dirs`. Registers and the like are
+// those of its main kernel.
+Kernel build(const Variant& variant, const std::string& out_dir);
+
+// What the device sources and the table say.
+std::string sources_key();
+
+Settings settings();
+std::vector<Nvrtc> nvrtcs(std::string* error);
+
+}  // namespace jax_flash::cuda

@@ -1,0 +1,169 @@
+#include "cuda/host/plan.h"
+
+#include <cstdlib>
+#include <string>
+
+#include "cuda/launch_facts.h"
+#include "cuda/tiles.h"
+
+namespace jax_flash::cuda {
+namespace {
+
+// Whether all elements are so near to the first that an int says how far.
+bool fits_int(const Problem& p) {
+  auto fits = [&](const Tensor& t, int64_t rows, int64_t heads, int64_t columns) {
+    const int64_t last = (p.batch - 1) * t.batch_stride + (rows - 1) * t.row_stride + (heads - 1) * t.head_stride;
+    return last + columns <= std::numeric_limits<int>::max();
+  };
+  return fits(p.q, ceil_div(p.q_length, 16) * 16, p.q_heads, p.head_dim) &&
+         fits(p.k, ceil_div(p.kv_length, 16) * 16, p.kv_heads, p.head_dim) &&
+         fits(p.v, ceil_div(p.kv_length, 16) * 16, p.kv_heads, p.value_head_dim) &&
+         fits(p.out, ceil_div(p.q_length, 16) * 16, p.q_heads, p.value_head_dim);
+}
+
+}  // namespace
+
+// block_q of the forward's blocks; 0: as the table's first row has it. Up to head_dim 64 Hopper's blocks of 192 rows
+// make 557 TFLOP/s and those of 128 rows 485; but where blocks are few, they are done the sooner the smaller they are.
+int rows_of_blocks(Pass pass, const Problem& p) {
+  if (pass != Pass::forward || std::max(p.head_dim, p.value_head_dim) > 64) return 0;
+  if (p.options.highest_precision || !is_plain(p.options)) return 0;
+  auto time = [&](int64_t rows, double rate) {
+    const int64_t blocks = ceil_div(p.q_length, rows) * p.q_heads * p.batch;
+    const int64_t whole = rows * p.kv_length;  // a block's scores
+    // Under causal blocks keep half of them in the mean, the longest all, and go longest first.
+    const int64_t scores = p.options.causal ? std::max(whole, blocks * (whole + rows * rows) / 2 / kMultiprocessors)
+                                            : whole * ceil_div(blocks, kMultiprocessors);
+    return scores / rate;
+  };
+  return time(kShortRows, 485) < time(192, 557) ? kShortRows : 0;
+}
+
+namespace {
+
+int64_t extent(int64_t stride, int64_t size) { return stride ? size : 1; }
+
+bool is_tiny(const Problem& p, const FewPlan& few) {
+  const int64_t blocks = ceil_div(p.q_length, 16) * p.q_heads * p.batch;
+  return few.rows && p.kv_length <= kTinyKeys && blocks <= kMultiprocessors && fits_int(p);
+}
+
+// What a slice of the keys leaves for jax_flash_combine.
+int64_t slice_elements(const Problem& p) {
+  return jax_flash::slice_elements(int64_t{p.batch} * p.q_heads * p.q_length, p.value_head_dim);
+}
+
+}  // namespace
+
+ForwardPlan plan_of(Pass pass, const Problem& problem, int64_t room) {
+  if (pass != Pass::forward) return {};
+  FewPlan few = plan_few(problem);
+  if (few.slices > 1) {
+    few.slices = static_cast<int>(std::clamp<int64_t>(room / slice_elements(problem), 1, few.slices));
+  }
+  return {few, is_tiny(problem, few)};
+}
+
+int64_t bias_planes(const Problem& p) {
+  return extent(p.dbias_strides.batch, p.batch) * extent(p.dbias_strides.head, p.q_heads);
+}
+
+int64_t bias_elements(const Problem& p) {
+  return bias_planes(p) * extent(p.dbias_strides.row, p.q_length) * extent(p.dbias_strides.column, p.kv_length);
+}
+
+int64_t dq_scratch(const Problem& p) {
+  return dq_elements(int64_t{p.batch} * p.q_heads, blocks_of(p, p.q_length, kDqRows), p.head_dim);
+}
+int64_t slope_scratch(const Problem& p) {
+  return p.options.has_dalibi_slopes ? int64_t{p.batch} * p.q_heads * blocks_of(p, p.kv_length, kSlopeKeys) : 0;
+}
+
+// Whether the call asks for an accumulator of dQ.
+bool accumulates_dq(const Problem& p) { return !(p.options.deterministic || p.options.highest_precision); }
+
+// Elements of float that shares of a group's query heads leave for jax_flash_sum_splits (Problem::group_sums).
+int64_t sums_of_splits(const Problem& p, int splits) {
+  return int64_t{splits} * p.batch * p.kv_heads * p.kv_length * (p.head_dim + p.value_head_dim);
+}
+// Whether these find room in dq, which nobody has written yet.
+bool sums_fit_dq(const Problem& p, int splits) {
+  const int64_t elements = int64_t{p.batch} * p.q_length * p.q_heads * p.head_dim;
+  return sums_of_splits(p, splits) * 4 <= elements * (p.options.has_unscales ? 4 : 2);
+}
+
+constexpr int64_t kAnyRoom = std::numeric_limits<int64_t>::max();
+
+// What sums of shares cost, in tiles of rows: 128 KB a block that are written and read again, and a launch.
+constexpr int64_t kSumSteps = 8;
+
+// Into how many shares a group is split; `common`: all add to one sum, beside an accumulator of dQ. `room` is for all
+// that lies in the scratch.
+int shares_of_groups(const Problem& p, bool common, int64_t room) {
+  const int64_t group = p.q_heads / p.kv_heads;
+  const int largest = std::max(p.head_dim, p.value_head_dim);
+  // Of Hopper's blocks in calls without options; of rows with fewer keys there are more blocks than are counted here.
+  const int keys = largest <= 64 ? 256 : largest <= 128 ? 128 : 64;
+  const int64_t blocks = blocks_of(p, p.kv_length, keys) * p.kv_heads * p.batch;
+  const int64_t tiles =
+      ceil_div(p.q_length, int64_t{64} * p.options.documents);  // of rows, for each query head of a block
+  // Under causal the longest block is twice as long as most are, and has to end with the others.
+  const int64_t enough = (p.options.causal ? 2 : 1) * kMultiprocessors;
+  // What the last multiprocessor has to do, in tiles of rows.
+  auto steps = [&](int64_t splits) {
+    const int64_t longest = tiles * (group / splits), all = blocks * splits;
+    const int64_t loop = p.options.causal ? std::max(longest, longest * all / enough) : longest * ceil_div(all, enough);
+    return loop + (splits > 1 ? kSumSteps : 0);
+  };
+  auto have_room = [&](int splits) {
+    if (common) return sums_fit_dq(p, 1);
+    // In place of the accumulator, behind the sums of slopes, no more than that.
+    const int64_t slopes = slope_scratch(p), wanted = whole_fours(slopes) + sums_of_splits(p, splits);
+    return sums_fit_dq(p, splits) || (wanted <= slopes + dq_scratch(p) && wanted <= room);
+  };
+  int64_t best = 1;
+  for (int64_t splits = 2; splits <= group && blocks * best < enough; ++splits) {
+    if (group % splits != 0) continue;
+    if (!have_room(static_cast<int>(splits))) break;
+    if (10 * steps(splits) <= 9 * steps(best)) best = splits;
+  }
+  return static_cast<int>(best);
+}
+
+FewPlan plan_few(const Problem& p) {
+  const char* wanted_at_all = std::getenv("JAX_FLASH_FEW_QUERIES");
+  if (wanted_at_all && std::string(wanted_at_all) == "0") return {0, 1};
+  const bool documents = p.options.has_cu_q_lengths;
+  const int64_t group = documents ? 1 : p.q_heads / p.kv_heads, sets = int64_t{p.batch} * (p.q_heads / group);
+  const int64_t rows = p.q_length * group;  // that may share a block
+  auto blocks = [&](int64_t size) { return ceil_div(rows, size) * sets; };
+  // More rows than a block has go to the kernels for many, as soon as these have blocks for two multiprocessors of
+  // five.
+  const int64_t many = blocks_of(p, p.q_length, 128) * p.q_heads * p.batch;
+  if (rows > 64 && 5 * many > 2 * kMultiprocessors) return {0, 1};
+  const bool small = p.kv_length <= 1024;
+  const int block = rows <= 32 || (small && blocks(16) <= kMultiprocessors) ? 16 : 64;
+  // As many slices as there are multiprocessors for, of 256 keys or more. With twice as many a head's slices of 64 rows
+  // took 1.5 times as long (T 64, S 8192, 32 heads), by what they leave for each other in scratch. Up to 1024 keys the
+  // second launch costs what slices save.
+  const int64_t slices = small ? 1 : std::min(kMultiprocessors / blocks(block), int64_t{p.kv_length} / 256);
+  return {block, static_cast<int>(std::clamp<int64_t>(slices, 1, kMostSlices))};
+}
+
+bool is_tiny(const Problem& p) { return is_tiny(p, plan_few(p)); }
+
+int64_t forward_scratch(DType, const Problem& p) {
+  const int slices = plan_few(p).slices;
+  return slices == 1 ? 0 : slices * slice_elements(p);
+}
+
+int64_t backward_scratch(DType, const Problem& p) {
+  const int64_t zeros = (accumulates_dq(p) ? dq_scratch(p) : 0) + slope_scratch(p);
+  if (accumulates_dq(p)) return zeros;  // sums find room in dq, or are not split
+  const int splits = shares_of_groups(p, false, kAnyRoom);
+  return splits == 1 || sums_fit_dq(p, splits) ? zeros : whole_fours(zeros) + sums_of_splits(p, splits);
+}
+
+int group_splits(const Problem& p) { return shares_of_groups(p, accumulates_dq(p), kAnyRoom); }
+
+}  // namespace jax_flash::cuda

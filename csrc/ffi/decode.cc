@@ -1,0 +1,207 @@
+#include "ffi/decode.h"
+
+#include <limits>
+
+namespace jax_flash {
+
+void require(bool condition, const std::string& what) {
+  if (!condition) throw std::invalid_argument(what);
+}
+
+namespace {
+
+int narrow(int64_t value, const char* what) {
+  if (value < 1 || value > std::numeric_limits<int>::max()) {
+    throw std::invalid_argument(std::string(what) + " must be in [1, 2^31), got " + std::to_string(value));
+  }
+  return static_cast<int>(value);
+}
+
+DType decode_dtype(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::F16: return DType::f16;
+    case ffi::DataType::BF16: return DType::bf16;
+    case ffi::DataType::F32: return DType::f32;
+    case ffi::DataType::F64: return DType::f64;
+    default: throw std::invalid_argument("query must be float16, bfloat16, float32 or float64");
+  }
+}
+
+// What is accumulated in, and what statistics, sinks, slopes and the gradients of trainable operands are.
+ffi::DataType wide(ffi::DataType type) { return type == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32; }
+
+// XLA hands over dense row-major buffers.
+Tensor tensor(const ffi::AnyBuffer& buffer, int batch, int length, int heads, int head_dim, ffi::DataType type,
+              const char* name) {
+  auto dims = buffer.dimensions();
+  if (buffer.element_type() != type || dims.size() != 4 || dims[0] != batch || dims[1] != length || dims[2] != heads ||
+      dims[3] != head_dim) {
+    throw std::invalid_argument(std::string(name) + " has the wrong shape or dtype");
+  }
+  int64_t row = static_cast<int64_t>(heads) * head_dim;
+  return Tensor{buffer.untyped_data(), row * length, row, head_dim};
+}
+
+void* statistic(const ffi::AnyBuffer& buffer, const Problem& p, ffi::DataType type, const char* name) {
+  auto dims = buffer.dimensions();
+  if (buffer.element_type() != wide(type) || dims.size() != 3 || dims[0] != p.batch || dims[1] != p.q_heads ||
+      dims[2] != p.q_length) {
+    throw std::invalid_argument(std::string(name) + " has the wrong shape or dtype");
+  }
+  return buffer.untyped_data();
+}
+
+int64_t extent(char dim, const Problem& p) {
+  auto blocks = [](int length) { return (static_cast<int64_t>(length) + kSegmentBlock - 1) / kSegmentBlock; };
+  switch (dim) {
+    case 'b': return p.batch;
+    case 'd': return p.options.documents;
+    case 'e': return int64_t{p.options.documents} + 1;
+    case 'n': return p.q_heads;
+    case 'k': return p.kv_heads;
+    case '5': return 5;
+    case 't': return p.q_length;
+    case 's': return p.kv_length;
+    case 'i': return blocks(p.q_length);
+    case 'j': return blocks(p.kv_length);
+    case '2': return 2;
+    default: throw std::logic_error("an operand has a dimension of no meaning");
+  }
+}
+
+// The elements of an operand whose dimensions are `dims` of options.h. With `broadcast` it may be, and
+// gets its strides.
+void* operand(const ffi::AnyBuffer& buffer, const Problem& p, const std::string& dims, ffi::DataType type,
+              const char* name, Strides* broadcast) {
+  auto sizes = buffer.dimensions();
+  require(buffer.element_type() == type, std::string(name) + " has the wrong dtype");
+  require(sizes.size() == dims.size(), std::string(name) + " has the wrong rank");
+  for (size_t i = 0; i < dims.size(); ++i) {
+    require(sizes[i] == extent(dims[i], p) || (broadcast && sizes[i] == 1), std::string(name) + " has the wrong shape");
+  }
+  if (broadcast) *broadcast = strides({sizes.begin(), sizes.end()});
+  return buffer.untyped_data();
+}
+
+ffi::DataType type_of(const int*, ffi::DataType) { return ffi::DataType::S32; }
+ffi::DataType type_of(const unsigned*, ffi::DataType) { return ffi::DataType::U32; }
+ffi::DataType type_of(const float*, ffi::DataType) { return ffi::DataType::F32; }
+ffi::DataType type_of(const bool*, ffi::DataType) { return ffi::DataType::PRED; }
+ffi::DataType type_of(const void*, ffi::DataType element) { return wide(element); }
+
+ffi::AnyBuffer argument(ffi::RemainingArgs args, size_t index) {
+  auto value = args.get<ffi::AnyBuffer>(index);
+  if (!value.has_value()) throw std::invalid_argument(value.error().message());
+  return *value;
+}
+
+ffi::AnyBuffer result(ffi::RemainingRets rets, size_t index) {
+  auto value = rets.get<ffi::AnyBuffer>(index);
+  if (!value.has_value()) throw std::invalid_argument(value.error().message());
+  return **value;
+}
+
+}  // namespace
+
+Strides strides(const std::vector<int64_t>& sizes) {
+  int64_t all[4], stride = 1;
+  for (int i = 3; i >= 0; --i) {
+    all[i] = sizes.at(i) == 1 ? 0 : stride;
+    stride *= sizes[i];
+  }
+  return {all[0], all[1], all[2], all[3]};
+}
+
+int parts_of(const Options& options) { return options.has_unscales && options.highest_precision ? 2 : 1; }
+
+Call decode(Platform platform, Pass pass, const Options& options, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  Call call{};
+  Problem& p = call.problem;
+  p.options = options;
+  ffi::AnyBuffer q = argument(args, 0), k = argument(args, 1), v = argument(args, 2);
+  ffi::DataType type = q.element_type();
+  call.dtype = decode_dtype(type);
+  require(q.dimensions().size() == 4 && k.dimensions().size() == 4 && v.dimensions().size() == 4,
+          "query, key and value must have rank 4");
+  p.batch = narrow(q.dimensions()[0], "batch");
+  p.q_length = narrow(q.dimensions()[1], "query length");
+  p.q_heads = narrow(q.dimensions()[2], "query heads");
+  p.head_dim = narrow(q.dimensions()[3], "head_dim");
+  p.kv_length = narrow(k.dimensions()[1], "key length");
+  p.kv_heads = narrow(k.dimensions()[2], "key heads");
+  p.value_head_dim = narrow(v.dimensions()[3], "value_head_dim");
+  narrow(options.documents, "documents");
+  require(static_cast<int64_t>(p.q_length) + p.kv_length <= std::numeric_limits<int>::max(),
+          "query and key lengths must add up to less than 2^31");
+  require(p.q_heads % p.kv_heads == 0, "query heads must be a multiple of key heads");
+
+  const int parts = parts_of(options);
+  p.head_dim /= parts;
+  p.value_head_dim /= parts;
+  const ffi::DataType result_type = options.has_unscales ? ffi::DataType::F32 : type;
+  auto on_queries = [&](const ffi::AnyBuffer& buffer, int head_dim, ffi::DataType element, const char* name) {
+    return tensor(buffer, p.batch, p.q_length, p.q_heads, head_dim, element, name);
+  };
+  auto on_keys = [&](const ffi::AnyBuffer& buffer, int head_dim, ffi::DataType element, const char* name) {
+    return tensor(buffer, p.batch, p.kv_length, p.kv_heads, head_dim, element, name);
+  };
+  p.q = on_queries(q, parts * p.head_dim, type, "query");
+  p.k = on_keys(k, parts * p.head_dim, type, "key");
+  p.v = on_keys(v, parts * p.value_head_dim, type, "value");
+  size_t next = 3;
+  size_t results = 2;
+  if (pass == Pass::forward) {
+    p.out = on_queries(result(rets, 0), p.value_head_dim, result_type, "out");
+    p.lse = statistic(result(rets, 1), p, type, "lse");
+  } else {
+    p.dout = on_queries(argument(args, next++), parts * p.value_head_dim, type, "dout");
+    p.lse = statistic(argument(args, next++), p, type, "lse");
+    if (platform == Platform::cpu) {
+      p.dlse = statistic(argument(args, next++), p, type, "dlse");
+      p.out = on_queries(argument(args, next++), p.value_head_dim, type, "out");
+    } else {
+      p.delta = statistic(argument(args, next++), p, type, "delta");
+    }
+    p.dq = on_queries(result(rets, 0), p.head_dim, result_type, "dq");
+    p.dk = on_keys(result(rets, 1), p.head_dim, result_type, "dk");
+    p.dv = on_keys(result(rets, 2), p.value_head_dim, result_type, "dv");
+    results = 3;
+  }
+  auto strides_of = [&](const std::string& name) {
+    return name == "bias"    ? &p.bias_strides
+           : name == "dbias" ? &p.dbias_strides
+           : name == "mask"  ? &p.mask_strides
+                             : nullptr;
+  };
+#define JAX_FLASH_CONSTANT(type_, name)
+#define JAX_FLASH_FEATURE(type_, name, absent)
+#define JAX_FLASH_OPERAND(type_, name, dims)                                                                         \
+  if (options.has_##name) {                                                                                          \
+    ffi::DataType element = type_of(p.name, type);                                                                   \
+    if (std::string(#name) == "bias" && !options.wide_bias) element = type;                                          \
+    p.name = static_cast<const type_*>(operand(argument(args, next++), p, dims, element, #name, strides_of(#name))); \
+  }
+#define JAX_FLASH_TRAINABLE(type_, name, dims)                                                           \
+  JAX_FLASH_OPERAND(type_, name, dims)                                                                   \
+  if (options.has_d##name) {                                                                             \
+    p.d##name = operand(result(rets, results++), p, dims, wide(type), "d" #name, strides_of("d" #name)); \
+  }
+  JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_CONSTANT, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND, JAX_FLASH_TRAINABLE)
+#undef JAX_FLASH_TRAINABLE
+#undef JAX_FLASH_OPERAND
+#undef JAX_FLASH_FEATURE
+#undef JAX_FLASH_CONSTANT
+  require(options.documents == 1 || (options.has_cu_q_lengths && options.has_cu_kv_lengths),
+          "documents need cu_q_lengths and cu_kv_lengths");
+  if (rets.size() == results + 1) {
+    ffi::AnyBuffer buffer = result(rets, results++);
+    require(buffer.element_type() == wide(type), "scratch has the wrong dtype");
+    call.room = static_cast<int64_t>(buffer.element_count());
+    p.scratch = buffer.untyped_data();
+  }
+  require(args.size() == next, "wrong number of operands");
+  require(rets.size() == results, "wrong number of results");
+  return call;
+}
+
+}  // namespace jax_flash

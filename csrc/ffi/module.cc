@@ -1,0 +1,385 @@
+// The Python module.
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "cpu/cpu.h"
+#include "cuda/host/cuda.h"
+#include "cuda/host/disk_cache.h"
+#include "cuda/host/jit.h"
+#include "cuda/host/tuned.h"
+#include "ffi/decode.h"
+#include "ffi/handlers.h"
+#include "ffi/options.h"
+#include "ffi/recording.h"
+
+namespace nb = nanobind;
+
+namespace jax_flash {
+namespace {
+
+DType named_dtype(const std::string& name) {
+  if (name == "float16") return DType::f16;
+  if (name == "bfloat16") return DType::bf16;
+  if (name == "float32") return DType::f32;
+  if (name == "float64") return DType::f64;
+  throw std::invalid_argument("dtype must be float16, bfloat16, float32 or float64, got " + name);
+}
+
+const std::vector<std::string> kPasses{
+#define JAX_FLASH_PASS(pass) #pass,
+    JAX_FLASH_PASSES(JAX_FLASH_PASS)
+#undef JAX_FLASH_PASS
+};
+
+Pass named_pass(const std::string& name) {
+  std::string known;
+  for (const std::string& pass : kPasses) known += (known.empty() ? "" : ", ") + pass;
+#define JAX_FLASH_PASS(pass) \
+  if (name == #pass) return Pass::pass;
+  JAX_FLASH_PASSES(JAX_FLASH_PASS)
+#undef JAX_FLASH_PASS
+  throw std::invalid_argument("pass_ must be one of " + known + ", got " + name);
+}
+
+// The record from the attributes of a call; what is not named is absent.
+Options named_options(const nb::dict& attributes) {
+  Options options{};
+  options.documents = 1;
+  size_t known = 0;
+  for_each_field(options, [&](const char* name, auto& field) {
+    if (!attributes.contains(name)) return;
+    field = nb::cast<std::remove_reference_t<decltype(field)>>(attributes[name]);
+    ++known;
+  });
+  if (known != attributes.size()) throw std::invalid_argument("options must be named as in the option record");
+  return options;
+}
+
+nb::dict row_of(const cuda::Kernel& k) {
+  nb::dict row;
+  row["name"] = k.name;
+  row["path"] = k.path;
+  row["pass"] = k.pass;
+  row["head_dim"] = k.head_dim;
+  row["value_head_dim"] = k.value_head_dim;
+  row["block_q"] = k.block_q;
+  row["block_kv"] = k.block_kv;
+  row["registers"] = k.registers;
+  row["shared_bytes"] = k.shared_bytes;
+  row["threads"] = k.threads;
+  row["spill_bytes"] = k.spill_bytes;
+  row["local_bytes"] = k.local_bytes;
+  row["cubin_bytes"] = k.cubin_bytes;
+  row["complaints"] = k.complaints;
+  return row;
+}
+
+// A tile row by the names of its fields, all of which are there.
+cuda::TileRow named_tile_row(const nb::dict& named) {
+  cuda::TileRow row{};
+#define JAX_FLASH_FIELD(field) row.field = nb::cast<int>(named[#field]);
+  JAX_FLASH_TILE_FIELDS(JAX_FLASH_FIELD)
+#undef JAX_FLASH_FIELD
+  return row;
+}
+
+// What plans and scratch are a function of, but for head dims.
+Problem shape_of(const Options& options, int batch, int q_length, int kv_length, int q_heads, int kv_heads) {
+  Problem p{};
+  p.options = options;
+  p.batch = batch;
+  p.q_length = q_length;
+  p.kv_length = kv_length;
+  p.q_heads = q_heads;
+  p.kv_heads = kv_heads;
+  return p;
+}
+
+// Elements of scratch that a call of Python's description wants.
+struct Scratch {
+  Pass pass;
+  bool cuda;
+  DType dtype;
+  Problem problem;
+
+  Scratch(const std::string& pass_, const std::string& platform, const std::string& dtype_, const nb::dict& options,
+          int q_length, int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,
+          const std::vector<int64_t>& bias_shape)
+      : pass(named_pass(pass_)),
+        cuda(platform == "cuda"),
+        dtype(named_dtype(dtype_)),
+        problem(shape_of(named_options(options), 1, q_length, kv_length, q_heads, kv_heads)) {
+    problem.head_dim = head_dim / parts_of(problem.options);
+    problem.value_head_dim = value_head_dim / parts_of(problem.options);
+    if (!bias_shape.empty()) problem.bias_strides = strides(bias_shape);
+  }
+
+  int64_t of_batch(int batch) {
+    problem.batch = batch;
+    if (cuda) return (pass == Pass::forward ? cuda::forward_scratch : cuda::backward_scratch)(dtype, problem);
+    return pass == Pass::forward ? 0 : cpu::backward_scratch(dtype, problem);
+  }
+
+  // (a, b) with of_batch(B) <= a * B + b for all B. From kMany batch entries on there is work for all threads and
+  // multiprocessors, so that nothing is split any more: then scratch grows by as much with each.
+  std::pair<int64_t, int64_t> of_any_batch() {
+    constexpr int kMany = 1024;
+    const int64_t each = of_batch(kMany + 1) - of_batch(kMany);
+    int64_t more = 0;
+    for (int batch = 1; batch <= kMany; ++batch) more = std::max(more, of_batch(batch) - each * batch);
+    return {each, more};
+  }
+};
+
+nb::capsule capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); }
+
+}  // namespace
+}  // namespace jax_flash
+
+NB_MODULE(_core, m) {
+  using namespace jax_flash;
+  m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  nb::list known;
+  for (const auto& [api, record] : recording::kKnown) {
+    known.append(nb::make_tuple(nb::make_tuple(api.major, api.minor), nb::make_tuple(record.major, record.minor)));
+  }
+  m.attr("RECORD_API_VERSIONS") = nb::tuple(known);
+
+  nb::list operands;
+#define JAX_FLASH_NOTHING(type, name)
+#define JAX_FLASH_FEATURE(type, name, absent)
+#define JAX_FLASH_NAME(type, name, dims) operands.append(nb::make_tuple(#name, dims));
+  JAX_FLASH_OPTIONS(JAX_FLASH_NOTHING, JAX_FLASH_NOTHING, JAX_FLASH_FEATURE, JAX_FLASH_NAME, JAX_FLASH_NAME)
+#undef JAX_FLASH_NAME
+#undef JAX_FLASH_FEATURE
+#undef JAX_FLASH_NOTHING
+  m.attr("OPERANDS") = nb::tuple(operands);
+
+  m.def(
+      "handlers",
+      [](bool records) {
+        const Handlers of_calls = handlers();
+        nb::dict cpu, cuda, forward, backward;
+        cpu["jax_flash_forward"] = capsule(of_calls.forward_cpu);
+        cpu["jax_flash_backward"] = capsule(of_calls.backward_cpu);
+        forward["initialize"] = capsule(of_calls.prepare_forward_cuda);
+        forward["execute"] = capsule(of_calls.forward_cuda);
+        backward["initialize"] = capsule(of_calls.prepare_backward_cuda);
+        backward["execute"] = capsule(of_calls.backward_cuda);
+        cuda["jax_flash_forward"] = forward;
+        if (records) {
+          cuda.clear();
+          cuda["jax_flash_register_forward"] = capsule(register_forward_cuda);
+        }
+        cuda["jax_flash_backward"] = backward;
+        nb::dict all;
+        all["cpu"] = cpu;
+        all["CUDA"] = cuda;
+        return all;
+      },
+      nb::kw_only(), nb::arg("records"));
+
+  m.def(
+      "scratch",
+      [](const std::string& pass, const std::string& platform, const std::string& dtype, const nb::dict& options,
+         int batch, int q_length, int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,
+         const std::vector<int64_t>& bias_shape) -> int64_t {
+        return Scratch(pass, platform, dtype, options, q_length, kv_length, q_heads, kv_heads, head_dim, value_head_dim,
+                       bias_shape)
+            .of_batch(batch);
+      },
+      nb::kw_only(), nb::arg("pass_"), nb::arg("platform"), nb::arg("dtype"), nb::arg("options"), nb::arg("batch"),
+      nb::arg("q_length"), nb::arg("kv_length"), nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
+      nb::arg("value_head_dim"), nb::arg("bias_shape"));
+
+  m.def(
+      "scratch_of_any_batch",
+      [](const std::string& pass, const std::string& platform, const std::string& dtype, const nb::dict& options,
+         int q_length, int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,
+         const std::vector<int64_t>& bias_shape) {
+        return Scratch(pass, platform, dtype, options, q_length, kv_length, q_heads, kv_heads, head_dim, value_head_dim,
+                       bias_shape)
+            .of_any_batch();
+      },
+      nb::kw_only(), nb::arg("pass_"), nb::arg("platform"), nb::arg("dtype"), nb::arg("options"), nb::arg("q_length"),
+      nb::arg("kv_length"), nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_head_dim"),
+      nb::arg("bias_shape"));
+
+  m.def(
+      "plan_few",
+      [](int batch, int q_length, int kv_length, int q_heads, int kv_heads, const nb::dict& options) {
+        Problem p = shape_of(named_options(options), batch, q_length, kv_length, q_heads, kv_heads);
+        const cuda::FewPlan plan = cuda::plan_few(p);
+        return std::make_pair(plan.rows, plan.slices);
+      },
+      nb::kw_only(), nb::arg("batch"), nb::arg("q_length"), nb::arg("kv_length"), nb::arg("q_heads"),
+      nb::arg("kv_heads"), nb::arg("options"));
+
+  m.def(
+      "is_tiny",
+      [](int batch, int q_length, int kv_length, int q_heads, int kv_heads) {
+        return cuda::is_tiny(shape_of(named_options({}), batch, q_length, kv_length, q_heads, kv_heads));
+      },
+      nb::kw_only(), nb::arg("batch"), nb::arg("q_length"), nb::arg("kv_length"), nb::arg("q_heads"),
+      nb::arg("kv_heads"));
+
+  m.def(
+      "group_splits",
+      [](int batch, int q_length, int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,
+         const nb::dict& options) {
+        Problem p = shape_of(named_options(options), batch, q_length, kv_length, q_heads, kv_heads);
+        p.head_dim = head_dim;
+        p.value_head_dim = value_head_dim;
+        return cuda::group_splits(p);
+      },
+      nb::kw_only(), nb::arg("batch"), nb::arg("q_length"), nb::arg("kv_length"), nb::arg("q_heads"),
+      nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_head_dim"), nb::arg("options"));
+
+  m.def("cpu_isa", &cpu::isa);
+
+  m.def(
+      "configure_cuda",
+      [](std::string source_dir, std::vector<std::string> prebuilt_dirs, std::vector<std::string> nvrtc_paths) {
+        cuda::configure({std::move(source_dir), std::move(prebuilt_dirs), std::move(nvrtc_paths)});
+      },
+      nb::kw_only(), nb::arg("source_dir"), nb::arg("prebuilt_dirs"), nb::arg("nvrtc_paths"));
+
+  m.def("largest_head_dim", &cuda::largest_head_dim, nb::kw_only(), nb::arg("arch"), nb::arg("highest_precision"));
+
+  m.def("separate_dq", &cuda::separate_dq, nb::kw_only(), nb::arg("arch"), nb::arg("largest_head_dim"));
+
+  m.def("cuda_launches", [] {
+    const cuda::Launches launches = cuda::launches();
+    return nb::make_tuple(launches.all, launches.captured, launches.recorded);
+  });
+
+  m.def("cuda_status", [] {
+    cuda::Status s = cuda::status();
+    nb::list devices;
+    for (const cuda::Device& d : s.devices) {
+      nb::dict device;
+      device["name"] = d.name;
+      device["compute_capability"] = d.compute_capability;
+      device["family"] = d.family;
+      devices.append(device);
+    }
+    nb::dict out;
+    out["driver"] = s.driver;
+    out["driver_error"] = s.driver_error;
+    out["nvrtc"] = s.nvrtc;
+    out["nvrtc_error"] = s.nvrtc_error;
+    out["cache_dir"] = s.cache_dir;
+    out["cache_problem"] = s.cache_problem;
+    out["devices"] = devices;
+    return out;
+  });
+
+  m.def(
+      "build_kernels",
+      [](int arch, const std::string& out_dir, const std::vector<std::string>& dtypes,
+         const std::vector<std::pair<int, int>>& head_dims, const std::vector<nb::dict>& options,
+         const std::string& family, const std::vector<std::string>& passes) {
+        std::vector<DType> types;
+        std::vector<Pass> wanted;
+        for (const std::string& pass : passes) wanted.push_back(named_pass(pass));
+        for (const std::string& dtype : dtypes) types.push_back(named_dtype(dtype));
+        std::vector<Options> records;
+        for (const nb::dict& attributes : options) records.push_back(named_options(attributes));
+        std::vector<cuda::Kernel> kernels;
+        {
+          nb::gil_scoped_release release;
+          kernels = cuda::build(arch, types, head_dims, records, out_dir, family, wanted);
+        }
+        nb::list rows;
+        for (const cuda::Kernel& k : kernels) rows.append(row_of(k));
+        return rows;
+      },
+      nb::kw_only(), nb::arg("arch"), nb::arg("out_dir"), nb::arg("dtypes"), nb::arg("head_dims"), nb::arg("options"),
+      nb::arg("family") = "", nb::arg("passes") = kPasses);
+
+  m.def(
+      "fetch_kernel",
+      [](int arch, const std::string& pass, const std::string& dtype, int head_dim, int value_head_dim,
+         const nb::dict& attributes, const std::string& gpu) {
+        Options options = named_options(attributes);
+        nb::gil_scoped_release release;
+        return cuda::fetch(arch, named_pass(pass), named_dtype(dtype), head_dim, value_head_dim, options, gpu);
+      },
+      nb::kw_only(), nb::arg("arch"), nb::arg("pass_"), nb::arg("dtype"), nb::arg("head_dim"),
+      nb::arg("value_head_dim"), nb::arg("options"), nb::arg("gpu") = "");
+
+  m.def("cache_path", &cuda::cache_path);
+  m.def("cache_refusal", [] {
+    const cuda::KernelFolder cache = cuda::KernelFolder::cache(false);
+    return cache.refused() ? cache.problem() : "";
+  });
+  m.def("make_cache", [] {
+    const cuda::KernelFolder cache = cuda::KernelFolder::cache(true);
+    if (!cache.usable() && !cache.path().empty()) throw std::runtime_error(cache.problem());
+  });
+  m.def("clear_cache", [] {
+    const cuda::KernelFolder cache = cuda::KernelFolder::cache(false);
+    if (!cache.problem().empty()) throw std::runtime_error(cache.problem());
+    const cuda::KernelFolder::Removed removed = cache.clear();
+    return std::make_pair(removed.files, removed.bytes);
+  });
+  m.def("sources_key", &cuda::sources_key);
+  nb::list fields;
+#define JAX_FLASH_FIELD(field) fields.append(#field);
+  JAX_FLASH_TILE_FIELDS(JAX_FLASH_FIELD)
+#undef JAX_FLASH_FIELD
+  m.attr("TILE_FIELDS") = nb::tuple(fields);
+
+  m.def("tune", [](const std::vector<nb::dict>& rows) {
+    std::vector<cuda::TunedRow> tuned;
+    for (const nb::dict& row : rows) {
+      tuned.push_back({nb::cast<std::string>(row["gpu"]), nb::cast<std::string>(row["family"]),
+                       named_pass(nb::cast<std::string>(row["pass"])), nb::cast<int>(row["head_dim"]),
+                       named_tile_row(row)});
+    }
+    cuda::tune(std::move(tuned));
+  });
+
+  m.def(
+      "tile_row",
+      [](int arch, const std::string& pass, int head_dim, const std::string& gpu) {
+        const cuda::Choice choice = cuda::choose(arch, named_pass(pass), head_dim, gpu);
+        nb::dict row, found;
+#define JAX_FLASH_FIELD(field) row[#field] = choice.row.field;
+        JAX_FLASH_TILE_FIELDS(JAX_FLASH_FIELD)
+#undef JAX_FLASH_FIELD
+        found["family"] = choice.family;
+        found["row"] = row;
+        found["tuned"] = choice.tuned;
+        found["most_shared_bytes"] = choice.most_shared_bytes;
+        return found;
+      },
+      nb::kw_only(), nb::arg("arch"), nb::arg("pass_"), nb::arg("head_dim"), nb::arg("gpu") = "");
+
+  m.def(
+      "build_row",
+      [](int arch, const std::string& pass, const std::string& dtype, int head_dim, const nb::dict& attributes,
+         const nb::dict& row, const std::string& out_dir) {
+        const Options options = named_options(attributes);
+        const cuda::TileRow tile = named_tile_row(row);
+        cuda::Kernel kernel;
+        {
+          nb::gil_scoped_release release;
+          kernel = cuda::build_row(arch, named_pass(pass), named_dtype(dtype), head_dim, options, tile, out_dir);
+        }
+        return row_of(kernel);
+      },
+      nb::kw_only(), nb::arg("arch"), nb::arg("pass_"), nb::arg("dtype"), nb::arg("head_dim"), nb::arg("options"),
+      nb::arg("row"), nb::arg("out_dir"));
+}
