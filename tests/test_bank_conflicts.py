@@ -84,7 +84,10 @@ def count_kernels(folder: pathlib.Path) -> list[dict[str, Any]]:
     """Every kernel that bank_conflicts/variants.cc lists."""
     sources = [
         HOST / "variants.cc",
-        *(ROOT / "csrc" / "cuda" / "host" / name for name in ("jit.cc", "disk_cache.cc", "driver.cc", "family.cc", "tuned.cc", "plan.cc")),
+        *(
+            ROOT / "csrc" / "cuda" / "host" / name
+            for name in ("jit.cc", "disk_cache.cc", "driver.cc", "family.cc", "tuned.cc", "plan.cc")
+        ),
     ]
     run(COMPILER, "-o", folder / "variants", *compiled(folder, sources, "-std=c++20", "-O0"), "-ldl", "-pthread")
     (folder / "kernels").mkdir()

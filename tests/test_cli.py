@@ -210,9 +210,12 @@ def test_doctor_names_an_unusable_instruction_set(monkeypatch, capsys):
     ],
 )
 def test_doctor_says_how_calls_get_into_graphs(ffi, record, said, monkeypatch):
+    monkeypatch.setenv("JAX_FLASH_RECORD_GRAPHS", "1")
     monkeypatch.setattr(registration, "runtime_ffi_version", lambda *_: ffi)
     monkeypatch.setattr(registration, "runtime_record_version", lambda *_: record)
     assert ["CUDA graphs", said] in _doctor.versions([])
+    monkeypatch.delenv("JAX_FLASH_RECORD_GRAPHS")
+    assert ["CUDA graphs", "calls captured"] in _doctor.versions([])
 
 
 # GPUs that are not here

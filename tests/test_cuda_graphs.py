@@ -52,36 +52,43 @@ def replays(head_dim: int, options: dict[str, Any]) -> dict[str, Any]:
     return {"launches": launches, "worst": worst}
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", ["sm80", "sm90a"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize(
-    "options", [{}, {"causal": True, "deterministic_backward": True}], ids=["plain", "deterministic"]
-)
-def test_captured_and_replayed(family: str, head_dim: int, options: dict[str, Any]) -> None:
-    """In a process of its own, because the family is a process's."""
-    capability = registration.cuda_status()["devices"][0]["compute_capability"]
-    if (family == "sm90a" and capability != 90) or capability < 80:
-        pytest.skip(f"compute capability {capability} does not run kernels of {family}")
-    code = f"import json, test_cuda_graphs as t; print(json.dumps(t.replays({head_dim}, {options!r})))"
-    environment = os.environ | {"JAX_FLASH_CUDA_FAMILY": family, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+def in_a_process(call: str, **variables: str) -> dict[str, Any]:
+    """What a function of this file returns in a process of its own, in which XLA is told which kernels to record."""
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", f"import json, test_cuda_graphs as t; print(json.dumps(t.{call}))"],
         cwd=os.path.dirname(__file__),
-        env=environment,
+        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_FLASH_RECORD_GRAPHS": "1"} | variables,
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["sm80", "sm90a"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True, "deterministic_backward": True}], ids=["plain", "deterministic"]
+)
+def test_captured_and_replayed(
+    family: str, head_dim: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own, because the family is a process's."""
+    capability = registration.cuda_status()["devices"][0]["compute_capability"]
+    if (family == "sm90a" and capability != 90) or capability < 80:
+        pytest.skip(f"compute capability {capability} does not run kernels of {family}")
+    found = in_a_process(f"replays({head_dim}, {options!r})", JAX_FLASH_CUDA_FAMILY=family)
     launches = np.diff(found["launches"], axis=0)
     all_, captured, recorded = launches.sum(axis=0)
     assert captured > 0, f"launched {all_} calls, none into a graph: {launches.tolist()}"
     # Forward and backward are two calls; a graph that is replayed launches none of them.
     assert all_ < 2 * STEPS, f"launched {all_} calls in {STEPS} steps of two: {launches.tolist()}"
     # Forward calls are XLA's own nodes where the jaxlib has an interface for them that the library knows.
+    monkeypatch.setenv("JAX_FLASH_RECORD_GRAPHS", "1")
     known = registration.records_kernels()
     assert (recorded > 0) == known, f"{recorded} of {captured} calls were recorded: {launches.tolist()}"
     assert found["worst"] < 0.01
@@ -125,5 +132,5 @@ def test_chains_of_recorded_calls() -> None:
     """A kernel that begins before those that it follows have ended waits for all of them: the same bits as alone."""
     if (capability := registration.cuda_status()["devices"][0]["compute_capability"]) < 80:
         pytest.skip(f"compute capability {capability} has no bfloat16, which the chains are of")
-    found = chains()
+    found = in_a_process("chains()")
     assert found["worst"] == dict.fromkeys(("tiny", "cluster", "slices", "many"), 0.0)

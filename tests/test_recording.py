@@ -59,6 +59,9 @@ def test_kernels_are_recorded_by_what_is_known(
 ) -> None:
     """By the running jaxlib's versions, whatever headers the library was built with."""
     folder = headers(tmp_path, ffi, record)
+    monkeypatch.delenv("JAX_FLASH_RECORD_GRAPHS", raising=False)
+    assert not registration.records_kernels(folder), "nobody asked for it"
+    monkeypatch.setenv("JAX_FLASH_RECORD_GRAPHS", "1")
     assert registration.records_kernels(folder) is records
 
     asked = []

@@ -80,9 +80,12 @@ def check_ffi_version(library: tuple[int, int], runtime: tuple[int, int]) -> Non
 def records_kernels(include_dir: pathlib.Path | None = None) -> bool:
     """Whether XLA is told which kernels to put into its CUDA graphs, or has to capture our launches.
 
-    The library has its own account of that interface (csrc/ffi/recording.h), whatever headers it was built with. As it is
-    not stable yet, it is used with versions for which that account is known to be right, and no others.
+    XLA does not promise that interface to anybody yet, so JAX_FLASH_RECORD_GRAPHS=1 has to ask for it. The library has
+    its own account of it (csrc/ffi/recording.h), whatever headers it was built with, and uses it with versions for
+    which that account is known to be right, and no others.
     """
+    if os.environ.get("JAX_FLASH_RECORD_GRAPHS") != "1":
+        return False
     recorded = runtime_record_version(include_dir)
     return recorded is not None and (runtime_ffi_version(include_dir), recorded) in _core.RECORD_API_VERSIONS
 

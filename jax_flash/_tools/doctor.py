@@ -167,6 +167,8 @@ def _graphs() -> str:
     if registration.records_kernels():
         return "forward kernels recorded as XLA's own nodes"
     version = registration.runtime_record_version()
+    if os.environ.get("JAX_FLASH_RECORD_GRAPHS") != "1":
+        return "calls captured"
     if version is None:
         return "calls captured: this jaxlib can't record kernels (0.11.2 can)"
     return f"calls captured: how this jaxlib records kernels ({'.'.join(map(str, version))}) is not known to jax_flash"
