@@ -1,4 +1,5 @@
-"""XLA is told which kernels to put into its CUDA graphs where the library knows how (csrc/ffi/recording.h), and only there.
+"""XLA is told which kernels to put into its CUDA graphs where it is asked for and the library knows how
+(csrc/ffi/recording.h), and only there.
 
 Tests without a GPU play XLA: what they hand the library lies in memory as jaxlib 0.11.2 has it, said here once more and
 apart from the library's own account. tests/test_cuda_graphs.py has the graphs themselves.
