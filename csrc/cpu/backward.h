@@ -55,6 +55,14 @@ constexpr int kHeadsTogether = 4;
 static_assert(kBackwardKeys % kPanel<float> == 0 && kBackwardKeys % kPanel<double> == 0 && kKeys % kBackwardKeys == 0);
 static_assert(kBackwardKeys % kDropoutKeys == 0 && kBackwardKeys % kSegmentBlock == 0);
 
+// What becomes of the sums of a tile's first two products.
+enum class Finish {
+  bare,    // weights and dscores
+  ended,   // the same, weights cleared from the end of the band on: half the comparisons of
+  masked,  // the same, weights cleared on both sides of the band
+  later,   // apply_options() makes them of scores and dweights
+};
+
 template <typename E>
 class BackwardItem {
   using T = Compute<E>;
@@ -274,29 +282,7 @@ class BackwardItem {
   // delta is as wrong as out, which is rounded and may be made of rounded weights; distances multiply that, while
   // what is right cancels: a relative error of 0.1 was seen. But a row's dscores add up to what is known, so they
   // say how wrong its delta was.
-  void reduce_slopes(int64_t head) {
-    head_ = head;
-    double sink = static_cast<double>(options_.sink(batch_, head)) * kLog2E;
-    for (int64_t index = 0; index < p_.options.documents; ++index) {
-      go_to_document(index);
-      double sum = 0;
-      for (int chunk = 0; chunk < plan_.chunks; ++chunk) sum += dslope(chunk, head, index);
-      for (int64_t t = document_.first_row; t < document_.first_row + document_.rows; ++t) {
-        double dscores = 0, distances = 0;
-        for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
-          SlopeSums sums = *slope_sums(chunk, head, t);
-          dscores += sums.dscores;
-          distances += sums.distances;
-        }
-        if (distances == 0) continue;
-        // The weights are 1 without the sink's. All of them times dweight - delta is dlse.
-        double of_sink = __builtin_exp2(sink - *row_lse(t)) * *delta(t);
-        sum += (*statistic(p_.dlse, t) + of_sink - dscores) * distances;
-      }
-      static_cast<T*>(p_.dalibi_slopes)[(batch_ * p_.options.documents + index) * p_.q_heads + head] =
-          static_cast<T>(-sum);
-    }
-  }
+  void reduce_slopes(int64_t head);
 
   void attend_chunk() {
     std::memset(touched(), 0, sizeof(T) * plan_.row_blocks);
@@ -461,85 +447,15 @@ class BackwardItem {
   }
 
   // The block's rows of K or V as the right operand of the first products.
-  void load_columns(const E* from, ptrdiff_t stride, int columns, int depth, Pair* to) {
-    int keys = round_up(count_, kTilePadding<E>);
-    copy_rows(from, stride, count_, columns, keys, depth, pairs_);
-    for (int j = 0; j < keys; j += kTileKeys) {
-      transpose_rows(pairs_ + j * depth, depth, std::min(keys - j, kTileKeys), depth, kTileKeys, to + j * depth);
-    }
-  }
+  void load_columns(const E* from, ptrdiff_t stride, int columns, int depth, Pair* to);
 
   // Rows t, t + 1, ... of the batch entry and head_.
-  void fill(const Record& to, int64_t t, int rows) {
-    auto copy = [&](const Tensor& x, int columns, int stride, int depth, Pair* by_rows, Pair* by_columns) {
-      const E* from = row_of<const E>(x, batch_, t, head_);
-      copy_rows(from, x.row_stride, rows, columns, kQueries, depth, by_rows);
-      copy_pairs_of_rows(from, x.row_stride, rows, columns, kQueries, stride, kColumns<E> ? pairs_ : by_columns);
-      if (kColumns<E>) transpose_rows(pairs_, stride, kQueries / 2, stride, kQueries / 2, by_columns);
-    };
-    copy(p_.q, p_.head_dim, k_stride_, k_depth_, to.q_rows, to.q_columns);
-    copy(p_.dout, p_.value_head_dim, v_stride_, v_depth_, to.dout_rows, to.dout_columns);
-  }
+  void fill(const Record& to, int64_t t, int rows);
 
   // Rows t, t + 1, ... of head_: as they lie in the copies where they fill the tile, else rows `at`, ... of our
   // buffers.
-  void load_queries(int64_t t, int rows, int at = 0) {
-    int padded = round_up(rows, kTilePadding<E>);
-    int64_t row = document_.first_row + t;
-    if constexpr (kPairedBackward<E>) {
-      if (!few()) load_record(t, rows);
-    }
-    if (plan_.copies && rows == padded) {
-      if constexpr (!kPairedBackward<E>) {
-        tile_q_ = q_copy(row);
-        tile_dout_ = dout_copy(row);
-      }
-      tile_lse_ = row_lse(row);
-      tile_delta_ = delta(row);
-    } else {
-      if (!kPairedBackward<E> || few()) {
-        copy_rows(row_of<const E>(p_.q, batch_, row, head_), p_.q.row_stride, rows, p_.head_dim, padded, k_stride_,
-                  q_ + at * k_stride_);
-        copy_rows(row_of<const E>(p_.dout, batch_, row, head_), p_.dout.row_stride, rows, p_.value_head_dim, padded,
-                  v_stride_, dout_ + at * v_stride_);
-      }
-      std::copy_n(row_lse(row), rows, lse_ + at);
-      std::copy_n(delta(row), rows, delta_ + at);
-      std::fill_n(lse_ + at + rows, padded - rows, kInfinity<T>);
-      std::fill_n(delta_ + at + rows, padded - rows, T(0));
-      tile_q_ = q_;
-      tile_dout_ = dout_;
-      tile_lse_ = lse_;
-      tile_delta_ = delta_;
-    }
-    bool whole = band_.begin(document_, t + rows - 1) <= first_ && band_.end(document_, t) >= first_ + count_;
-    masked_ = count_ < plan_.keys || !whole;
-    if (whole) {
-      std::fill_n(kept_begin_ + at, padded, T(0));
-      std::fill_n(kept_end_ + at, padded, static_cast<T>(count_));
-      most_ = count_;
-      return;
-    }
-    most_ = 0;
-    for (int i = 0; i < rows; ++i) {
-      int begin = static_cast<int>(std::clamp<int64_t>(band_.begin(document_, t + i) - first_, 0, count_));
-      int end = static_cast<int>(std::clamp<int64_t>(band_.end(document_, t + i) - first_, begin, count_));
-      kept_begin_[at + i] = static_cast<T>(begin);
-      kept_end_[at + i] = static_cast<T>(end);
-      most_ = std::max(most_, end);
-    }
-    // Rows of padding do as the last one does.
-    std::fill_n(kept_begin_ + at + rows, padded - rows, kept_begin_[at + rows - 1]);
-    std::fill_n(kept_end_ + at + rows, padded - rows, kept_end_[at + rows - 1]);
-  }
+  void load_queries(int64_t t, int rows, int at = 0);
 
-  // What becomes of the sums of a tile's first two products.
-  enum class Finish {
-    bare,    // weights and dscores
-    ended,   // the same, weights cleared from the end of the band on: half the comparisons of
-    masked,  // the same, weights cleared on both sides of the band
-    later,   // apply_options() makes them of scores and dweights
-  };
   bool finishes_later() const { return options_.any() || dropout_.active() || compare_segments_; }
   // body(std::integral_constant<Finish, finish>) for the tile at hand.
   template <typename Body>
@@ -561,217 +477,26 @@ class BackwardItem {
   }
 
   // Records in the copies begin at multiples of kQueries rows, tiles at multiples of kTilePadding<E>.
-  void load_record(int64_t t, int rows) {
-    if (plan_.copies) {
-      int first = static_cast<int>(t % kQueries);
-      tile_ = Record(*this, record(head_, t));
-      tile_.q_rows += first * k_depth_;
-      tile_.dout_rows += first * v_depth_;
-      tile_.q_columns += first / 2 * (kColumns<E> ? 1 : k_stride_);
-      tile_.dout_columns += first / 2 * (kColumns<E> ? 1 : v_stride_);
-    } else {
-      tile_ = Record(*this, record_);
-      fill(tile_, document_.first_row + t, rows);
-    }
-  }
+  void load_record(int64_t t, int rows);
 
   // tile() by products of pairs, kTileKeys keys at a time.
-  void tile_of_pairs(int64_t t, int rows, int64_t next) {
-    int padded = round_up(rows, kTilePadding<E>), keys = round_up(most_, kTilePadding<E>);
-    int steps = padded / 2 * ((keys + kTileKeys - 1) / kTileKeys);
-    ask_ahead(t, rows, next, steps, steps);
-    [[maybe_unused]] int k_columns = round_up(p_.head_dim, kWidth<T>);
-    [[maybe_unused]] int v_columns = round_up(p_.value_head_dim, kWidth<T>);
-    bool later = finishes_later();
-    // Vectors that are multiplied together: 3, and of the last 4 those for which registers have room.
-    auto for_vectors = [](int lanes, auto body) __attribute__((always_inline)) {
-      constexpr int W = kWidth<T>, kFour = kColumns<E> ? 4 : 2;
-      int lane = 0;
-      for (; lanes - lane >= 3 * W && lanes - lane != 4 * W; lane += 3 * W) {
-        body(lane, std::integral_constant<int, 3>{});
-      }
-      for (; lanes - lane >= kFour * W; lane += kFour * W) body(lane, std::integral_constant<int, kFour>{});
-      if (lanes - lane == 2 * W) body(lane, std::integral_constant<int, 2>{});
-      if (lanes - lane == W) body(lane, std::integral_constant<int, 1>{});
-    };
-    if constexpr (!kColumns<E>) {
-      find_kept(padded, keys);
-      for (int j = 0; j < keys / kRowPadding; ++j) {
-        rows_of_keys_[j] = {rows_of_keys_[j].begin / 2, rows_of_keys_[j].end / 2};
-      }
-    }
-    auto make_scores = [&](int first, int lanes) __attribute__((always_inline)) {
-      for_vectors(lanes, [&](int lane, auto nv) __attribute__((always_inline)) {
-#if defined(__AMX_BF16__)
-        multiply_tiles<nv.value>(padded, k_depth_, tile_.q_rows, k_depth_, k_tiles_ + first * k_depth_ + lane,
-                                 kTileKeys, weights_ + first + lane, kKeys, false);
-        multiply_tiles<nv.value>(padded, v_depth_, tile_.dout_rows, v_depth_, v_tiles_ + first * v_depth_ + lane,
-                                 kTileKeys, dscores_ + first + lane, kKeys, false);
-#else
-        multiply_rows<nv.value>(padded, first + lane, p_.head_dim, tile_.q_rows, k_depth_,
-                                k_tiles_ + first * k_depth_ + lane, weights_);
-        multiply_rows<nv.value>(padded, first + lane, p_.value_head_dim, tile_.dout_rows, v_depth_,
-                                v_tiles_ + first * v_depth_ + lane, dscores_);
-#endif
-      });
-    };
-    auto sum = [&](int first, int lanes) __attribute__((always_inline)) {
-#if defined(__AMX_BF16__)
-      for_vectors(lanes, [&](int lane, auto nv) __attribute__((always_inline)) {
-        multiply_tiles<nv.value>(v_stride_, padded / 2, tile_.dout_columns, kQueries / 2, weight_pairs_ + lane,
-                                 kTileKeys, dv_columns_ + first * v_stride_ + lane, kTileKeys, true);
-        multiply_tiles<nv.value>(k_stride_, padded / 2, tile_.q_columns, kQueries / 2, dscore_pairs_ + lane, kTileKeys,
-                                 dk_columns_ + first * k_stride_ + lane, kTileKeys, true);
-      });
-#else
-      const Depths* depths = rows_of_keys_ + first / kRowPadding;
-      accumulate<Layout::column_major>(lanes, v_columns, depths, weight_pairs_, kTileKeys, tile_.dout_columns,
-                                       v_stride_, dv_ + first * v_stride_, v_stride_, [] {});
-      accumulate<Layout::column_major>(lanes, k_columns, depths, dscore_pairs_, kTileKeys, tile_.q_columns, k_stride_,
-                                       dk_ + first * k_stride_, k_stride_, [] {});
-#endif
-    };
-    auto for_panels = [&](auto body) __attribute__((always_inline)) {
-      for (int first = 0; first < keys; first += kTileKeys) body(first, std::min(keys - first, kTileKeys));
-    };
-#if defined(__AMX_BF16__)
-    Tiles tiles;
-#endif
-    if (later) {
-      for_panels(make_scores);
-      T scale = static_cast<T>(scale_ * kLog2E);
-      for (int i = 0; i < rows; ++i) {
-        for (int lane = 0; lane < keys; lane += kWidth<T>) {
-          T* score = weights_ + i * kKeys + lane;
-          store<T>(score, load(score) * scale);
-        }
-      }
-      apply_options(t, rows, keys);
-    }
-    for_panels([&](int first, int lanes) __attribute__((always_inline)) {
-      if (!later) make_scores(first, lanes);
-      with_finish([&](auto finish) __attribute__((always_inline)) { pair_tile<finish.value>(padded, first, lanes); });
-      sum(first, lanes);
-    });
-    int of_group = static_cast<int>((head_ - kv_head_ * group()) * plan_.row_blocks + t / kQueries);
-    if (plan_.in_turn && first_ > 0) turns_->wait(turn_ - 1, of_group);
-    touch(t);
-#if defined(__AMX_BF16__)
-    for_vectors(k_stride_, [&](int lane, auto nv) __attribute__((always_inline)) {
-      multiply_tiles<nv.value>(padded, keys / 2, dscore_rows_, kKeys / 2, k_pairs_ + lane, k_stride_,
-                               dq(head_, t) + lane, plan_.padded_head_dim, true);
-    });
-#else
-    add_to_dq(padded, k_columns, dscore_rows_, kKeys / 2, k_pairs_, dq(head_, t));
-#endif
-    if (!plan_.in_turn) return;
-    if (plan_.reduce_items == 0) finish_rows(t, rows);
-    turns_->pass(turn_, of_group + 1);
-  }
+  void tile_of_pairs(int64_t t, int rows, int64_t next);
 
   // The first products of the rows with NV vectors of keys from `lane` on; zeros where the rows keep none of these.
   template <int NV>
-  void multiply_rows(int rows, int lane, int columns, const Pair* a, int depth, const Pair* b, T* to) {
-    constexpr int W = kWidth<T>;
-    for (int i = 0; i < rows; i += kRows) {
-      T* row = to + i * kKeys + lane;
-      if (lane >= keys_of_rows_[i / kRowPadding].end) {
-        for (int r = 0; r < kRows; ++r) std::memset(row + r * kKeys, 0, sizeof(T) * NV * W);
-        continue;
-      }
-      micro_kernel<NV, Layout::row_major>((columns + 1) / 2, a + i * depth, depth, b, kTileKeys,
-                                          [&](int r, int v, const Vec<T>& sum) __attribute__((always_inline)) {
-                                            store<T>(row + r * kKeys + v * W, sum);
-                                          });
-    }
-  }
+  void multiply_rows(int rows, int lane, int columns, const Pair* a, int depth, const Pair* b, T* to);
 
   // Makes weights and dscores of scores and dweights, unless they are made, and pairs of them: of both along the
   // queries, of dscores along the keys too. For `lanes` keys from `first` on.
   template <Finish finish>
-  void pair_tile(int rows, int first, int lanes) {
-    constexpr int W = kWidth<T>;
-    Vec<T> scale = static_cast<T>(scale_ * kLog2E);
-    for (int i = 0; i < rows; i += 2) {
-      next_record_.template step<Access::read, 2>();
-      ask_for_rows();
-      for (int lane = first; lane < first + lanes; lane += 2 * W) {
-        Vec<T> weight[2][2], dscore[2][2];
-#pragma GCC unroll 2
-        for (int r = 0; r < 2; ++r) {
-#pragma GCC unroll 2
-          for (int v = 0; v < 2; ++v) {
-            int at = (i + r) * kKeys + lane + v * W;
-            weight[r][v] = load(weights_ + at);
-            dscore[r][v] = load(dscores_ + at);
-            if constexpr (finish != Finish::later) {
-              weight[r][v] = weight_of<finish>(weight[r][v] * scale, i + r, lane + v * W);
-              dscore[r][v] = weight[r][v] * (dscore[r][v] - tile_delta_[i + r]);
-            }
-          }
-        }
-        Pair* weights = weight_pairs_ + i / 2 * kTileKeys + lane - first;
-        Pair* dscores = dscore_pairs_ + i / 2 * kTileKeys + lane - first;
-        Pair* dscore_row = dscore_rows_ + (i * kKeys + lane) / 2;
-#pragma GCC unroll 2
-        for (int v = 0; v < 2; ++v) {
-          store(weights + v * W, pair_up(weight[0][v], weight[1][v]));
-          store(dscores + v * W, pair_up(dscore[0][v], dscore[1][v]));
-          store(dscore_row + v * kKeys / 2, round_row(dscore[v][0], dscore[v][1]));
-        }
-      }
-    }
-  }
+  void pair_tile(int rows, int first, int lanes);
 
   // One tile of `rows` queries and the first `most_` keys of the block.
-  void tile(int64_t t, int rows, int64_t next) {
-    int padded = round_up(rows, kRowPadding), key_rows = round_up(most_, kRowPadding);
-    int k_columns = round_up(p_.head_dim, kWidth<T>), v_columns = round_up(p_.value_head_dim, kWidth<T>);
-    // The last product's sums are asked for while the first ones are made.
-    int steps = (key_rows + kPanel<T> - 1) / kPanel<T> * (padded / kRows);
-    next_dq_ = LinesAhead(dq(head_, t), padded * plan_.padded_head_dim * sizeof(T), steps);
-    int later_steps = register_tiles<T>(key_rows, k_columns) + register_tiles<T>(key_rows, v_columns);
-    ask_ahead(t, rows, next, steps + later_steps, later_steps);
-    find_kept(padded, key_rows);
-    for (int lane = 0; lane < key_rows; lane += kPanel<T>) {
-      int lanes = std::min(kPanel<T>, key_rows - lane);
-      with_vectors((lanes + kWidth<T> - 1) / kWidth<T>, [&](auto nv) __attribute__((always_inline)) {
-        with_finish([&](auto finish) __attribute__((always_inline)) { scores<nv.value, finish.value>(padded, lane); });
-      });
-    }
-    if (finishes_later()) apply_options(t, rows, round_up(key_rows, kWidth<T>));
-    auto ask = [&]() __attribute__((always_inline)) {
-      next_q_.template step<Access::read>();
-      next_dout_.template step<Access::read>();
-      ask_for_rows();
-    };
-    accumulate<Layout::column_major>(key_rows, v_columns, rows_of_keys_, weights_, kKeys, tile_dout_, v_stride_, dv_,
-                                     v_stride_, ask);
-    accumulate<Layout::column_major>(key_rows, k_columns, rows_of_keys_, dscores_, kKeys, tile_q_, k_stride_, dk_,
-                                     k_stride_, ask);
-    int of_group = static_cast<int>((head_ - kv_head_ * group()) * plan_.row_blocks + t / kQueries);
-    if (plan_.in_turn && first_ > 0) turns_->wait(turn_ - 1, of_group);
-    touch(t);
-    add_to_dq(padded, k_columns, dscores_, kKeys, k_, dq(head_, t));
-    if (!plan_.in_turn) return;
-    if (plan_.reduce_items == 0) finish_rows(t, rows);
-    turns_->pass(turn_, of_group + 1);
-  }
+  void tile(int64_t t, int rows, int64_t next);
 
   // In parts of so many keys, so that the sums are the same bit for bit in blocks of any length.
   template <typename Factors>
-  void add_to_dq(int rows, int columns, const Factors* dscores, ptrdiff_t stride, const Factors* k, T* to) {
-    constexpr int N = kElements<Factors>;
-    for (int first = 0; first < most_; first += kBackwardKeys) {
-      Depths part[kQueries / kRowPadding];
-      for (int i = 0; i < rows / kRowPadding; ++i) {
-        const Depths& kept = keys_of_rows_[i];
-        part[i] = {std::max(kept.begin, first) / N, (std::min(kept.end, first + kBackwardKeys) + N - 1) / N};
-      }
-      accumulate<Layout::row_major>(rows, columns, part, dscores, stride, k, k_stride_, to, plan_.padded_head_dim,
-                                    [] {});
-    }
-  }
+  void add_to_dq(int rows, int columns, const Factors* dscores, ptrdiff_t stride, const Factors* k, T* to);
 
   // What the tile after the one at hand reads in the copies, and the rows of the results that follow this one: of dq
   // when it finishes some, of dk and dv when it is the block's last. They lie far apart, and storing them took 1.5% of
@@ -815,26 +540,11 @@ class BackwardItem {
 
   // What the band keeps of a tile, 8 rows with 8 keys at a time: the rest is left out of all five products, which is
   // half of the tiles on the diagonal.
-  void find_kept(int rows, int keys) {
-    constexpr int N = kRowPadding;
-    for (int i = 0; i < rows / N; ++i) {
-      Depths& kept = keys_of_rows_[i] = {0, most_};
-      if (!masked_) continue;
-      kept = {static_cast<int>(*std::min_element(kept_begin_ + i * N, kept_begin_ + (i + 1) * N)),
-              static_cast<int>(*std::max_element(kept_end_ + i * N, kept_end_ + (i + 1) * N))};
-    }
-    for (int j = 0; j < keys / N; ++j) {
-      Depths& kept = rows_of_keys_[j] = {0, rows};
-      if (!masked_) continue;
-      auto meets = [&](int i) { return keys_of_rows_[i].begin < (j + 1) * N && keys_of_rows_[i].end > j * N; };
-      while (kept.begin < kept.end && !meets(kept.begin / N)) kept.begin += N;
-      while (kept.begin < kept.end && !meets(kept.end / N - 1)) kept.end -= N;
-    }
-  }
+  void find_kept(int rows, int keys);
 
-  // Few queries, as in decoding, of calls without options: as in the forward (few.h), head_dim stands in the lanes, and
-  // K and V are read as they lie in memory. All rows of a key's gradients are here, so they are written once. For 8
-  // rows of one head it would be 0.8 times as fast in float32; for 8 rows of several, a tile each, it is 2.
+  // Few queries, as in decoding, of calls without options: as in the forward (decoding.h), head_dim stands in the
+  // lanes, and K and V are read as they lie in memory. All rows of a key's gradients are here, so they are written
+  // once. For 8 rows of one head it would be 0.8 times as fast in float32; for 8 rows of several, a tile each, it is 2.
   bool few() const {
     int64_t rows = group() * document_.rows;
     return !plan_.in_turn && rows > 0 && rows <= (group() > 1 ? kFewRows : kFewRows / 2) && !is_packed(p_) &&
@@ -842,278 +552,32 @@ class BackwardItem {
            p_.value_head_dim % kWidth<T> == 0;
   }
 
-  void attend_few() {
-    int rows = static_cast<int>(document_.rows), most = 0;
-    for (int member = 0; member < group(); ++member) {
-      head_ = kv_head_ * group() + member;
-      load_queries(0, rows, member * rows);
-      most = std::max(most, most_);
-    }
-    most_ = most;
-    touch(0);
-    rows *= group();
-    if (rows == 1) return attend_few_rows<1>(rows);
-    if (rows == 2) return attend_few_rows<2>(rows);
-    if (rows <= 4) return attend_few_rows<4>(rows);
-    attend_few_rows<kFewRows>(rows);
-  }
+  void attend_few();
 
   // R rows, of which `rows` are not padding.
   template <int R>
-  void attend_few_rows(int rows) {
-    constexpr int W = kWidth<T>;
-    Rows<const E> k{row_of<const E>(p_.k, batch_, first_, kv_head_), p_.k.row_stride, p_.head_dim};
-    Rows<const E> v{row_of<const E>(p_.v, batch_, first_, kv_head_), p_.v.row_stride, p_.value_head_dim};
-    // The products of each row with W keys. Behind the last key it stands again; its weights are cleared.
-    auto dots = [&](const Rows<const E>& keys, int j, const T* row) __attribute__((always_inline)) {
-      Vec<T> products[W];
-      const E* from[W];
-#pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) {
-        products[i] = T(0);
-        from[i] = keys.data + std::min(j + i, count_ - 1) * keys.stride;
-      }
-      for (int h = 0; h < keys.columns; h += W) {
-        Vec<T> factor = load(row + h);
-#pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) products[i] = multiply_add(load_as(from[i] + h), factor, products[i]);
-      }
-      return sums<T>(products);
-    };
-    Vec<T> scale = static_cast<T>(scale_ * kLog2E);
-    for (int j = 0; j < count_; j += W) {
-      Vec<T> key = iota<T>() + static_cast<T>(j);
-      for (int r = 0; r < R; ++r) {
-        Vec<T> weight = T(0), dscore = T(0);
-        if (j < most_) {
-          weight = exp2(dots(k, j, q_ + r * k_stride_) * scale - lse_[r]);
-          stdx::where(key < kept_begin_[r] || key >= kept_end_[r], weight) = T(0);
-          dscore = weight * (dots(v, j, dout_ + r * v_stride_) - delta_[r]);
-        }
-        store(weights_ + r * kKeys + j, weight);
-        store(dscores_ + r * kKeys + j, dscore);
-      }
-    }
-    T* dq_rows[R];
-    int rows_of_head = rows / group();
-    for (int r = 0; r < R; ++r) {
-      // Padding adds zeros to a buffer that is free here.
-      dq_rows[r] = r < rows ? dq(kv_head_ * group() + r / rows_of_head, r % rows_of_head) : k_;
-    }
-    for_columns<R>(p_.value_head_dim, [&](int h, auto vectors) __attribute__((always_inline)) {
-      put_few<R, vectors.value>(weights_, dout_ + h, v_stride_, T(1), row_of<E>(p_.dv, batch_, first_, kv_head_) + h,
-                                p_.dv.row_stride);
-    });
-    for_columns<R>(p_.head_dim, [&](int h, auto vectors) __attribute__((always_inline)) {
-      constexpr int NV = vectors.value;
-      put_few<R, NV>(dscores_, q_ + h, k_stride_, static_cast<T>(scale_),
-                     row_of<E>(p_.dk, batch_, first_, kv_head_) + h, p_.dk.row_stride);
-      Vec<T> sum[R][NV];
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-        for (int i = 0; i < NV; ++i) sum[r][i] = load(dq_rows[r] + h + i * W);
-      }
-      for (int j = 0; j < most_; ++j) {
-        Vec<T> key[NV];
-#pragma GCC unroll 8
-        for (int i = 0; i < NV; ++i) key[i] = load_as(k.data + j * k.stride + h + i * W);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-          for (int i = 0; i < NV; ++i) sum[r][i] = multiply_add(key[i], dscores_[r * kKeys + j], sum[r][i]);
-        }
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-        for (int i = 0; i < NV; ++i) store(dq_rows[r] + h + i * W, sum[r][i]);
-      }
-    });
-  }
+  void attend_few_rows(int rows);
 
   // body(h, std::integral_constant<int, vectors>): as many vectors of R rows together as registers hold.
   template <int R, typename Body>
-  JAX_FLASH_INLINE void for_columns(int columns, Body body) {
-    constexpr int W = kWidth<T>, kTogether = R * 4 <= kRows * kVecs ? 4 : R * 2 <= kRows * kVecs ? 2 : 1;
-    int h = 0;
-    for (; h + kTogether * W <= columns; h += kTogether * W) body(h, std::integral_constant<int, kTogether>{});
-    for (; h < columns; h += W) body(h, std::integral_constant<int, 1>{});
-  }
+  JAX_FLASH_INLINE void for_columns(int columns, Body body);
 
   // to[j] = scale * sum of factors[r][j] * rows[r], NV vectors of the rows of dv or dk.
   template <int R, int NV>
-  JAX_FLASH_INLINE void put_few(const T* factors, const T* rows, ptrdiff_t stride, T scale, E* to,
-                                ptrdiff_t to_stride) {
-    constexpr int W = kWidth<T>;
-    Vec<T> row[R][NV];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-      for (int i = 0; i < NV; ++i) row[r][i] = load(rows + r * stride + i * W);
-    }
-    for (int j = 0; j < count_; ++j) {
-      Vec<T> sum[NV];
-#pragma GCC unroll 8
-      for (int i = 0; i < NV; ++i) sum[i] = row[0][i] * factors[j];
-#pragma GCC unroll 8
-      for (int r = 1; r < R; ++r) {
-#pragma GCC unroll 8
-        for (int i = 0; i < NV; ++i) sum[i] = multiply_add(row[r][i], factors[r * kKeys + j], sum[i]);
-      }
-#pragma GCC unroll 8
-      for (int i = 0; i < NV; ++i) store_as<E>(to + j * to_stride + i * W, sum[i] * scale);
-    }
-  }
+  JAX_FLASH_INLINE void put_few(const T* factors, const T* rows, ptrdiff_t stride, T scale, E* to, ptrdiff_t to_stride);
 
   template <int NV, Finish finish>
-  void scores(int rows, int lane) {
-    static_assert(NV <= 3);
-    constexpr int W = kWidth<T>;
-    for (int i = 0; i < rows; i += kRows) {
-      next_dq_.template step<Access::write>();
-      next_q_.template step<Access::read>();
-      next_dout_.template step<Access::read>();
-      // Of the panel's vectors those up to the last key that the rows keep.
-      Depths kept = keys_of_rows_[i / kRowPadding];
-      int vectors = kept.begin < lane + NV * W ? std::clamp((kept.end - lane + W - 1) / W, 0, NV) : 0;
-      if (finish == Finish::bare || vectors == NV) {
-        scores_of_rows<NV, finish>(i, lane);
-        continue;
-      }
-      for (int r = i; r < i + kRows; ++r) {
-        int at = r * kKeys + lane + vectors * W;
-        std::memset(weights_ + at, 0, sizeof(T) * (NV - vectors) * W);
-        std::memset(dscores_ + at, 0, sizeof(T) * (NV - vectors) * W);
-      }
-      if (vectors == 2) {
-        scores_of_part<std::min(NV, 2), finish>(i, lane);
-      } else if (vectors == 1) {
-        scores_of_part<1, finish>(i, lane);
-      }
-    }
-  }
+  void scores(int rows, int lane);
 
   template <int NV, Finish finish>
-  __attribute__((noinline)) void scores_of_part(int i, int lane) {
-    scores_of_rows<NV, finish>(i, lane);
-  }
+  __attribute__((noinline)) void scores_of_part(int i, int lane);
 
   // kRows rows from i on with NV vectors of keys from `lane` on.
   template <int NV, Finish finish>
-  JAX_FLASH_INLINE void scores_of_rows(int i, int lane) {
-    const T* k = k_panels_ + static_cast<int64_t>(lane) * p_.head_dim;
-    const T* v = v_panels_ + static_cast<int64_t>(lane) * p_.value_head_dim;
-    Vec<T> scale = static_cast<T>(scale_ * kLog2E);
-    T* weights = weights_ + i * kKeys + lane;
-    T* dscores = dscores_ + i * kKeys + lane;
-    auto weight = [&](int r, int vector, const Vec<T>& score) __attribute__((always_inline)) {
-      if constexpr (finish == Finish::later) return Vec<T>(score * scale);
-      return weight_of<finish>(score * scale, i + r, lane + vector * kWidth<T>);
-    };
-    auto weigh = [&](int r, int vector) __attribute__((always_inline)) {
-      T* score = weights + r * kKeys + vector * kWidth<T>;
-      store<T>(score, weight(r, vector, load(score)));
-    };
-    auto put_dscore = [&](int r, int vector, const Vec<T>& sum) __attribute__((always_inline)) {
-      ptrdiff_t at = r * kKeys + vector * kWidth<T>;
-      Vec<T> dscore = sum;
-      if constexpr (finish != Finish::later) dscore = load(weights + at) * (sum - tile_delta_[i + r]);
-      store<T>(dscores + at, dscore);
-    };
-    dot_kernel<NV>(p_.head_dim, tile_q_ + i * k_stride_, k_stride_, k, kPanel<T>,
-                   [&](int r, int vector, const Vec<T>& score) __attribute__((always_inline)) {
-                     store<T>(weights + r * kKeys + vector * kWidth<T>,
-                              kInterleaved ? score : weight(r, vector, score));
-                   });
-    const T* dout = tile_dout_ + i * v_stride_;
-    if constexpr (kInterleaved) {
-      if (p_.value_head_dim <= kSumDepth) {
-        interleaved_kernel<NV>(p_.value_head_dim, dout, v_stride_, v, kPanel<T>, weigh, put_dscore);
-        return;
-      }
-      for (int r = 0; r < kRows; ++r) {
-        for (int vector = 0; vector < NV; ++vector) weigh(r, vector);
-      }
-    }
-    dot_kernel<NV>(p_.value_head_dim, dout, v_stride_, v, kPanel<T>, put_dscore);
-  }
+  JAX_FLASH_INLINE void scores_of_rows(int i, int lane);
 
   // Makes weights and dscores of scores and dweights, and adds to the gradients of bias and slopes.
-  __attribute__((noinline)) void apply_options(int64_t t, int rows, int lanes) {
-    constexpr int W = kWidth<T>;
-    T keep_factor = static_cast<T>(dropout_.factor());
-    const uint32_t* bits = dropout_.active() ? fill_key_bits(t, rows) : nullptr;
-    bool sums_bias = p_.dbias, sums_rows_of_bias = sums_bias && p_.bias_strides.row == 0 && rows > 1;
-    if (sums_rows_of_bias) std::memset(dbias_, 0, sizeof(T) * kKeys);
-    double dslope_sum = 0;
-    for (int i = 0; i < rows; ++i) {
-      typename Scores<E>::Row row{};
-      if (options_.has_addend) row = options_.row(batch_, head_, t + i);
-      T position = static_cast<T>(t + i + document_.offset - first_);
-      Int<T> segment = compare_segments_ ? p_.q_segment_ids[batch_ * p_.q_length + t + i] : 0;
-      Vec<T> dslope_row = T(0), dscore_row = T(0), distance_row = T(0), dbias_row = T(0);
-      for (int lane = 0; lane < lanes; lane += W) {
-        T* weights = weights_ + i * kKeys + lane;
-        T* dscores = dscores_ + i * kKeys + lane;
-        Vec<T> key = iota<T>() + static_cast<T>(lane);
-        Vec<T> distance = stdx::abs(position - key);
-        Vec<T> score = load(weights), derivative = T(1);
-        if (options_.has_cap) {
-          Tanh<T> capped = options_.cap(score);
-          score = capped.value;
-          derivative = capped.derivative;
-        }
-        if (options_.has_addend) score = options_.add(score, options_.addend(row, first_ + lane));
-        if (options_.has_slope) score -= slope_ * distance;
-        score -= tile_lse_[i];
-        if (compare_segments_) {
-          put_where<T>(IntVec<T>(segments_ + lane, stdx::element_aligned) != segment, score, -kInfinity<T>);
-        }
-        stdx::where(key < kept_begin_[i] || key >= kept_end_[i], score) = -kInfinity<T>;
-        // Rounding may lift a score above lse, by much where a bias is huge.
-        stdx::where(score > T(0), score) = T(0);
-        Vec<T> weight = exp2(score), used = weight, dweight = load(dscores);
-        if (bits) {
-          IntVec<T> kept =
-              spread_bits<T>(bits[i * (kKeys / kDropoutKeys) + lane / kDropoutKeys] >> lane % kDropoutKeys);
-          dweight *= keep_factor;
-          put_where<T>(kept == 0, dweight, T(0));
-          put_where<T>(kept == 0, used, T(0));
-        }
-        Vec<T> dscore = weight * (dweight - tile_delta_[i]);
-        stdx::where(weight == T(0), dscore) = T(0);
-        store(weights, used);
-        store<T>(dscores, dscore * derivative);
-        if (p_.dalibi_slopes) {
-          dslope_row += dscore * distance;
-          dscore_row += dscore;
-          distance_row += weight * distance;
-        }
-        if (!sums_bias) continue;
-        if (p_.bias_strides.column == 0) {
-          dbias_row += dscore;
-        } else if (sums_rows_of_bias) {
-          store<T>(dbias_ + lane, load(dbias_ + lane) + dscore);
-        } else {
-          add_to_bias(t + i, lane, dscore);
-        }
-      }
-      if (p_.dalibi_slopes) {
-        dslope_sum += stdx::reduce(dslope_row);
-        SlopeSums& sums = *slope_sums(chunk_, head_, document_.first_row + t + i);
-        sums.dscores += stdx::reduce(dscore_row);
-        sums.distances += stdx::reduce(distance_row);
-      }
-      if (sums_bias && p_.bias_strides.column == 0) *dbias_at(t + i, 0) += stdx::reduce(dbias_row);
-    }
-    std::memset(weights_ + rows * kKeys, 0, sizeof(T) * (round_up(rows, kTilePadding<E>) - rows) * kKeys);
-    std::memset(dscores_ + rows * kKeys, 0, sizeof(T) * (round_up(rows, kTilePadding<E>) - rows) * kKeys);
-    if (p_.dalibi_slopes) dslope(chunk_, head_, document_index_) += static_cast<T>(dslope_sum);
-    if (sums_rows_of_bias && p_.bias_strides.column != 0) {
-      for (int lane = 0; lane < lanes; lane += W) add_to_bias(t, lane, load(dbias_ + lane));
-    }
-  }
+  __attribute__((noinline)) void apply_options(int64_t t, int rows, int lanes);
 
   T* dbias_at(int64_t t, int64_t s) const {
     const Strides& strides = p_.bias_strides;
@@ -1121,15 +585,7 @@ class BackwardItem {
            s * strides.column;
   }
 
-  void add_to_bias(int64_t t, int lane, const Vec<T>& sum) const {
-    T* to = dbias_at(t, first_ + lane);
-    int count = count_ - lane;
-    if (count >= kWidth<T>) {
-      store<T>(to, load(to) + sum);
-    } else if (count > 0) {
-      store_some<T>(to, load_some(to, count) + sum, count);
-    }
-  }
+  void add_to_bias(int64_t t, int lane, const Vec<T>& sum) const;
 
   // Returns the bits of row t: [row][kKeys / kDropoutKeys].
   const uint32_t* fill_key_bits(int64_t t, int rows) {

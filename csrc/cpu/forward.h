@@ -1,13 +1,13 @@
 // The forward pass of one item: a block of queries against a part of the keys.
 //
 // Queries stand in the lanes. So the softmax needs no reduction across lanes, K and V are read as they lie in memory,
-// one factor at a time, and only the block of queries is transposed, once. Few queries take another way: few.h.
+// one factor at a time, and only the block of queries is transposed, once. Few queries take another way: decoding.h.
 #pragma once
 
 #include <algorithm>
 #include <bit>
 
-#include "few.h"
+#include "decoding.h"
 #include "isa.h"
 #include "scores.h"
 #include "tiles.h"
@@ -273,18 +273,7 @@ class ForwardItem {
   }
 
   // What the options say of the rows.
-  void load_options(int lanes) {
-    if (options_.any() || options_.has_segments) {
-      for (int row = 0; row < lanes; ++row) {
-        Place at = place(std::min(row, rows_ - 1));
-        if (options_.has_addend) rows_of_options_[row] = options_.row(batch_, at.head, at.t);
-        if (options_.has_slope) slopes_[row] = options_.slope(batch_, document_index_, at.head);
-        if (options_.has_segments) segments_[row] = p_.q_segment_ids[batch_ * p_.q_length + at.t];
-      }
-    }
-    // The head's, for rows are folded only without dropout.
-    if (dropout_.active()) dropout_.seed(options_.seed(batch_, document_index_, first_head_));
-  }
+  void load_options(int lanes);
 
   void clear() {
     int lanes = few() ? few_rows() : round_up(rows_, kPanel<T>);
@@ -420,98 +409,16 @@ class ForwardItem {
 
   // A panel against `keys` keys, the first of which is the block's key `begin`, a multiple of kKeyPadding.
   template <int NV>
-  void attend(int panel, int64_t block, int begin, int keys) {
-    int row = panel_[panel].row;
-    const Kept& kept = panel_[panel].kept;
-    const F* queries = queries_ + int64_t{panel} * kPanel<T> * depth_;
-    const F* k = k_ + static_cast<int64_t>(begin) * k_stride_;
-    const F* v = v_ + static_cast<int64_t>(begin / kElements<F>) * (kTiled<F> ? 1 : v_stride_);
-    T* out = out_ + int64_t{panel} * kPanel<T> * v_stride_;
-    T* scores = scores_;
-    int kept_keys[NV];
-    count_kept_keys(row, block + begin, keys, kept_keys);
-    // Not folded into the queries: products of 16-bit numbers are exact, those of scaled ones are not.
-    Vec<T> scale = static_cast<T>(scale_ * kLog2E);
-    if constexpr (kTiled<F>) {
-      next_k_.step();
-      multiply_tiles<NV>(round_up(keys, kTileRows), depth_, k, k_stride_, queries, kPanel<T>, scores, kPanel<T>, false);
-      change_scores<NV>(0, keys, [&](int, int, Vec<T>& score) __attribute__((always_inline)) { score *= scale; });
-    } else {
-      for (int j = 0, dropped = 0; j < keys; j += kRows) {
-        next_k_.step();
-        while (dropped < NV - 1 && kept_keys[dropped] <= j) ++dropped;
-        // What is left out here, the mask clears.
-        int at = dropped * kWidth<T>;
-        if (dropped == 0) {
-          make_scores<NV>(k + j * k_stride_, queries, scale, scores + j * kPanel<T>);
-        } else if (dropped == 1) {
-          make_some_scores<std::max(NV - 1, 1)>(k + j * k_stride_, queries + at, scale, scores + j * kPanel<T> + at);
-        } else {
-          make_some_scores<1>(k + j * k_stride_, queries + at, scale, scores + j * kPanel<T> + at);
-        }
-      }
-    }
-    if (options_.any()) apply_options<NV>(row, block + begin, keys);
-    if (options_.has_segments) compare_segments<NV>(row, kept, block + begin, keys);
-    if (band_.limited()) mask<NV>(row, kept, block + begin, keys);
-    if (dropout_.active()) {
-      online_softmax<NV, T>(keys, scores, maximum_ + row, sum_ + row, decay_);
-      drop<NV>(row, begin, keys);
-      pair_weights<NV, F>(keys, scores);
-    } else {
-      online_softmax<NV, F>(keys, scores, maximum_ + row, sum_ + row, decay_);
-    }
-    const T* decay = decay_;
-    F* weights = reinterpret_cast<F*>(scores);
-    if constexpr (kTiled<F>) {
-      for (int h = 0; h < v_stride_; ++h) {
-        for (int v = 0; v < NV; ++v) {
-          T* o = out + h * kPanel<T> + v * kWidth<T>;
-          store<T>(o, load(o) * load(decay + v * kWidth<T>));
-        }
-      }
-      int pairs = factors<F>(keys), padded = round_up(pairs, kTilePairs);
-      std::memset(weights + pairs * kPanel<T>, 0, sizeof(F) * (padded - pairs) * kPanel<T>);
-      next_v_.step();
-      multiply_tiles<NV>(v_stride_, padded, v, keys_ / kElements<F>, weights, kPanel<T>, out, kPanel<T>, true);
-      return;
-    }
-    bool stairs = kept_keys[0] < keys;
-    for (int v = 0; v < NV; ++v) kept_keys[v] = factors<F>(kept_keys[v]);
-    for (int h = 0; h < p_.value_head_dim; h += kRows) {
-      next_v_.step();
-      auto add = [&](int i, int v, const Vec<T>& sum) __attribute__((always_inline)) {
-        T* o = out + (h + i) * kPanel<T> + v * kWidth<T>;
-        store<T>(o, load(o) * load(decay + v * kWidth<T>) + sum);
-      };
-      if (stairs) {
-        stair_kernel<NV>(kept_keys, v + h, v_stride_, weights, kPanel<T>, add);
-      } else {
-        micro_kernel<NV, Layout::column_major>(factors<F>(keys), v + h, v_stride_, weights, kPanel<T>, add);
-      }
-    }
-  }
+  void attend(int panel, int64_t block, int begin, int keys);
 
   // How many of `keys` keys from key `first` on the rows of each vector of a panel keep: beyond is the other side of a
   // causal triangle. Leaving that out of both products makes 1.01 to 1.02 of the rate at S 1024.
   template <int NV>
-  void count_kept_keys(int row, int64_t first, int keys, int (&kept)[NV]) const {
-    for (int v = 0; v < NV; ++v) {
-      int64_t last = first_row_ + row + (v + 1) * kWidth<T> - 1;
-      // Folded rows do not stand in the order of their positions.
-      int64_t end = plan_.fold == 1 ? band_.end(document_, last) - first : keys;
-      kept[v] = static_cast<int>(std::clamp<int64_t>(end, 0, keys));
-    }
-  }
+  void count_kept_keys(int row, int64_t first, int keys, int (&kept)[NV]) const;
 
   // Scores of kRows keys with NV vectors of queries.
   template <int NV>
-  JAX_FLASH_INLINE void make_scores(const F* k, const F* queries, const Vec<T>& scale, T* scores) {
-    dot_kernel<NV>(depth_, k, k_stride_, queries, kPanel<T>,
-                   [&](int i, int v, const Vec<T>& sum) __attribute__((always_inline)) {
-                     store<T>(scores + i * kPanel<T> + v * kWidth<T>, sum * scale);
-                   });
-  }
+  JAX_FLASH_INLINE void make_scores(const F* k, const F* queries, const Vec<T>& scale, T* scores);
   template <int NV>
   __attribute__((noinline)) void make_some_scores(const F* k, const F* queries, const Vec<T>& scale, T* scores) {
     make_scores<NV>(k, queries, scale, scores);
@@ -587,30 +494,10 @@ class ForwardItem {
 
   // Bias and mask lie with keys in the lanes; here queries do.
   template <int NV>
-  void fill_addends(int row, int64_t first, int keys) {
-    constexpr int W = kWidth<T>;
-    for (int v = 0; v < NV; ++v) {
-      const typename Scores<E>::Row* rows = rows_of_options_ + row + v * W;
-      for (int j = 0; j < keys; j += W) {
-        Vec<T> tile[W];
-        for (int i = 0; i < W; ++i) tile[i] = options_.addend(rows[i], first + j);
-        transpose<T>(tile);
-        for (int i = 0; i < W; ++i) store(addends_ + (j + i) * kPanel<T> + v * W, tile[i]);
-      }
-    }
-  }
+  void fill_addends(int row, int64_t first, int keys);
 
   // lane_bits_[j][row / 16], of the keys that the rows may keep.
-  void fill_lane_bits(int64_t first, int count) {
-    for (int row = 0; row < rows_; row += kDropoutRows) {
-      int64_t t = first_row_ + row;
-      int64_t begin = std::clamp<int64_t>(band_.begin(document_, t) - first, 0, count);
-      int64_t end = std::clamp<int64_t>(band_.end(document_, t + kDropoutRows - 1) - first, 0, count);
-      for (int64_t j = round_down(begin, kDropoutKeys); j < end; j += kDropoutKeys) {
-        dropout_.bits_of_rows(t, first + j, lane_bits_ + j * bit_rows_ + row / kDropoutRows, bit_rows_);
-      }
-    }
-  }
+  void fill_lane_bits(int64_t first, int count);
 
   template <int NV>
   __attribute__((noinline)) void drop(int row, int begin, int keys) {
@@ -624,45 +511,7 @@ class ForwardItem {
   // A block for R rows a head, of one head or of all that go together: the products with K of all heads, their softmax,
   // and the products with V.
   template <int R>
-  void attend_few(int64_t first, int count) {
-    int all = plan_.together ? heads() : 1;
-    int row = round_up(count, std::max(kWidth<T>, kDropoutKeys));  // of scores
-    int64_t query_stride = int64_t{R} * k_stride_, score_stride = int64_t{R} * row;
-    int64_t record_stride = record_size(), first_item = block_item_;
-    T scale = static_cast<T>(scale_ * kLog2E);
-    with_rows<R>(p_.k, p_.head_dim, k_stride_ * kElements<F>, reinterpret_cast<E*>(k_), first, count, all,
-                 [&](int head, int j, int keys, const Rows<const E>& k, Ahead ahead) __attribute__((always_inline)) {
-                   score_few<R>(keys, k, Rows<const F>{queries_ + head * query_stride, k_stride_, 0}, scale,
-                                scores_ + head * score_stride + j, row, ahead);
-                 });
-    for (int head = 0; head < all; ++head) {
-      T* scores = scores_ + head * score_stride;
-      if (all > 1 && (options_.any() || dropout_.active())) {
-        go_to(first_item + head);
-        load_options(kFewRows);
-      }
-      if (dropout_.active()) {
-        for (int i = 0; i < rows_; ++i) {
-          for (int j = 0; j < count; j += kDropoutKeys) {
-            dropout_.bits_of_keys(first_row_, first + j, i, key_bits_ + j / kDropoutKeys, keys_ / kDropoutKeys);
-          }
-        }
-      }
-      int64_t at = head * record_stride;
-      softmax_few<R, E>(
-          count, scores, row, maximum_ + at, sum_ + at, Rows<T>{out_ + at, v_stride_, v_stride_},
-          [&](int i, T* scores) { finish_few(i, first, count, scores); },
-          [&](int i, T* weights) {
-            if (dropout_.active()) drop_few(i, count, weights);
-          });
-    }
-    if (all > 1) go_to(first_item);
-    with_rows<R>(p_.v, p_.value_head_dim, v_stride_, reinterpret_cast<E*>(v_), first, count, all,
-                 [&](int head, int j, int keys, const Rows<const E>& v, Ahead ahead) __attribute__((always_inline)) {
-                   add_values_few<R>(j, keys, v, scores_ + head * score_stride, row,
-                                     Rows<T>{out_ + head * record_stride, v_stride_, 0}, ahead);
-                 });
-  }
+  void attend_few(int64_t first, int count);
 
   // body(head, j, keys, rows, ahead) for all heads and the rows of K or V of `keys` keys from key first + j on: as they
   // lie in memory where whole vectors fit, else from a copy.
@@ -671,77 +520,12 @@ class ForwardItem {
   // bring with the cache lines of one head is there for the next ones.
   template <int R, typename Body>
   JAX_FLASH_INLINE void with_rows(const Tensor& x, int columns, int padded, E* copy, int64_t first, int count,
-                                  int heads, Body body) {
-    // Wider elements of one row take so little work that processors foresee the rest: there asking takes 1.08 times as
-    // long out of memory.
-    bool asks = R > 1 || (sizeof(E) == 2 && plan_.key_bytes > kFewCached);
-    int group = p_.q_heads / p_.kv_heads, members = group / plan_.fold;
-    bool in_place = columns == padded, in_order = in_place && heads > 1;
-    int64_t row_bytes = x.row_stride * int64_t{sizeof(E)};
-    int part = count;
-    if (in_order) {
-      constexpr int kStep = kFewStep<R, T>;
-      part = static_cast<int>(
-          std::clamp<int64_t>(round_down(kFewBytes / row_bytes, kStep), kStep, round_up(count, kStep)));
-    }
-    for (int j = 0; j < count; j += part) {
-      int keys = std::min(part, count - j);
-      const E* rows = row_of<const E>(x, batch_, document_.first_key + first + j, first_head_ / group);
-      const char* next = nullptr;
-      if (asks && in_order) next = reinterpret_cast<const char*>(rows) + std::min(part * row_bytes, kFewAhead);
-      int64_t share = keys * columns * int64_t{sizeof(E)};
-      for (int head = 0; head < heads;) {
-        if (!in_place) {
-          for (int i = 0; i < keys; ++i) {
-            E* row = copy + static_cast<int64_t>(i) * padded;
-            std::memcpy(row, rows + i * x.row_stride, sizeof(E) * columns);
-            std::memset(row + columns, 0, sizeof(E) * (padded - columns));
-          }
-        }
-        Rows<const E> of_head{in_place ? rows : copy, in_place ? ptrdiff_t{x.row_stride} : padded, padded};
-        for (int member = 0; member < members && head < heads; ++member, ++head) {
-          body(head, j, keys, of_head, Ahead{member == 0 ? next : nullptr});
-        }
-        if (next) next += share;
-        rows += x.head_stride;
-      }
-    }
-  }
+                                  int heads, Body body);
 
   // The scores of a row with keys in the lanes.
-  void finish_few(int row, int64_t first, int count, T* scores) {
-    int64_t t = first_position_ + static_cast<int64_t>(position_[row]);
-    if (options_.any() || options_.has_segments) {
-      for (int j = 0; j < count; j += kWidth<T>) {
-        Vec<T> score = load(scores + j);
-        if (options_.has_cap) score = options_.cap(score).value;
-        if (options_.has_addend) score = options_.add(score, options_.addend(rows_of_options_[row], first + j));
-        if (options_.has_slope) {
-          score -= slopes_[row] * stdx::abs(static_cast<T>(t + document_.offset - first - j) - iota<T>());
-        }
-        store(scores + j, score);
-      }
-    }
-    if (options_.has_segments) {
-      const int* segments = p_.kv_segment_ids + batch_ * p_.kv_length + first;
-      for (int j = 0; j < count; ++j) {
-        if (segments[j] != segments_[row]) scores[j] = -kInfinity<T>;
-      }
-    }
-    int begin = static_cast<int>(std::clamp<int64_t>(band_.begin(document_, t) - first, 0, count));
-    int end = static_cast<int>(std::clamp<int64_t>(band_.end(document_, t) - first, begin, count));
-    std::fill(scores, scores + begin, -kInfinity<T>);
-    std::fill(scores + end, scores + round_up(count, kWidth<T>), -kInfinity<T>);
-  }
+  void finish_few(int row, int64_t first, int count, T* scores);
 
-  void drop_few(int row, int count, T* weights) {
-    for (int j = 0; j < count; j += kWidth<T>) {
-      uint32_t bits = key_bits_[row * (keys_ / kDropoutKeys) + j / kDropoutKeys] >> (j % kDropoutKeys);
-      Vec<T> weight = load(weights + j);
-      put_where<T>(spread_bits<T>(bits) == 0, weight, T(0));
-      store(weights + j, weight);
-    }
-  }
+  void drop_few(int row, int count, T* weights);
 
   // body(row, sums) for the rows of out, which are not normalised yet.
   template <typename Body>

@@ -7,7 +7,14 @@
 #include <type_traits>
 
 #include "backward.h"
+#include "backward_decoding.h"
+#include "backward_options.h"
+#include "backward_pairs.h"
+#include "backward_panels.h"
 #include "forward.h"
+#include "forward_decoding.h"
+#include "forward_options.h"
+#include "forward_panels.h"
 #include "isa.h"
 
 namespace jax_flash::cpu::JAX_FLASH_ISA {

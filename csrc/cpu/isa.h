@@ -24,7 +24,7 @@ struct ForwardPlan {
   int64_t key_bytes;      // of K and V
 };
 
-// Rows of a block that put head_dim in the lanes (few.h).
+// Rows of a block that put head_dim in the lanes (decoding.h).
 constexpr int kFewRows = 8;
 
 // The scratch holds sums of dq [chunks][batch][q_heads][padded_q_length][padded_head_dim], and what follows them.

@@ -1,0 +1,120 @@
+// Weights and gradients of scores in the backward where there is more than a scale and a band: softcap, bias, mask,
+// ALiBi, segments and dropout, and the gradients of bias and slopes.
+#pragma once
+
+#include "backward.h"
+
+namespace jax_flash::cpu::JAX_FLASH_ISA {
+
+template <typename E>
+__attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int rows, int lanes) {
+  constexpr int W = kWidth<T>;
+  T keep_factor = static_cast<T>(dropout_.factor());
+  const uint32_t* bits = dropout_.active() ? fill_key_bits(t, rows) : nullptr;
+  bool sums_bias = p_.dbias, sums_rows_of_bias = sums_bias && p_.bias_strides.row == 0 && rows > 1;
+  if (sums_rows_of_bias) std::memset(dbias_, 0, sizeof(T) * kKeys);
+  double dslope_sum = 0;
+  for (int i = 0; i < rows; ++i) {
+    typename Scores<E>::Row row{};
+    if (options_.has_addend) row = options_.row(batch_, head_, t + i);
+    T position = static_cast<T>(t + i + document_.offset - first_);
+    Int<T> segment = compare_segments_ ? p_.q_segment_ids[batch_ * p_.q_length + t + i] : 0;
+    Vec<T> dslope_row = T(0), dscore_row = T(0), distance_row = T(0), dbias_row = T(0);
+    for (int lane = 0; lane < lanes; lane += W) {
+      T* weights = weights_ + i * kKeys + lane;
+      T* dscores = dscores_ + i * kKeys + lane;
+      Vec<T> key = iota<T>() + static_cast<T>(lane);
+      Vec<T> distance = stdx::abs(position - key);
+      Vec<T> score = load(weights), derivative = T(1);
+      if (options_.has_cap) {
+        Tanh<T> capped = options_.cap(score);
+        score = capped.value;
+        derivative = capped.derivative;
+      }
+      if (options_.has_addend) score = options_.add(score, options_.addend(row, first_ + lane));
+      if (options_.has_slope) score -= slope_ * distance;
+      score -= tile_lse_[i];
+      if (compare_segments_) {
+        put_where<T>(IntVec<T>(segments_ + lane, stdx::element_aligned) != segment, score, -kInfinity<T>);
+      }
+      stdx::where(key < kept_begin_[i] || key >= kept_end_[i], score) = -kInfinity<T>;
+      // Rounding may lift a score above lse, by much where a bias is huge.
+      stdx::where(score > T(0), score) = T(0);
+      Vec<T> weight = exp2(score), used = weight, dweight = load(dscores);
+      if (bits) {
+        IntVec<T> kept = spread_bits<T>(bits[i * (kKeys / kDropoutKeys) + lane / kDropoutKeys] >> lane % kDropoutKeys);
+        dweight *= keep_factor;
+        put_where<T>(kept == 0, dweight, T(0));
+        put_where<T>(kept == 0, used, T(0));
+      }
+      Vec<T> dscore = weight * (dweight - tile_delta_[i]);
+      stdx::where(weight == T(0), dscore) = T(0);
+      store(weights, used);
+      store<T>(dscores, dscore * derivative);
+      if (p_.dalibi_slopes) {
+        dslope_row += dscore * distance;
+        dscore_row += dscore;
+        distance_row += weight * distance;
+      }
+      if (!sums_bias) continue;
+      if (p_.bias_strides.column == 0) {
+        dbias_row += dscore;
+      } else if (sums_rows_of_bias) {
+        store<T>(dbias_ + lane, load(dbias_ + lane) + dscore);
+      } else {
+        add_to_bias(t + i, lane, dscore);
+      }
+    }
+    if (p_.dalibi_slopes) {
+      dslope_sum += stdx::reduce(dslope_row);
+      SlopeSums& sums = *slope_sums(chunk_, head_, document_.first_row + t + i);
+      sums.dscores += stdx::reduce(dscore_row);
+      sums.distances += stdx::reduce(distance_row);
+    }
+    if (sums_bias && p_.bias_strides.column == 0) *dbias_at(t + i, 0) += stdx::reduce(dbias_row);
+  }
+  std::memset(weights_ + rows * kKeys, 0, sizeof(T) * (round_up(rows, kTilePadding<E>) - rows) * kKeys);
+  std::memset(dscores_ + rows * kKeys, 0, sizeof(T) * (round_up(rows, kTilePadding<E>) - rows) * kKeys);
+  if (p_.dalibi_slopes) dslope(chunk_, head_, document_index_) += static_cast<T>(dslope_sum);
+  if (sums_rows_of_bias && p_.bias_strides.column != 0) {
+    for (int lane = 0; lane < lanes; lane += W) add_to_bias(t, lane, load(dbias_ + lane));
+  }
+}
+
+template <typename E>
+inline void BackwardItem<E>::add_to_bias(int64_t t, int lane, const Vec<T>& sum) const {
+  T* to = dbias_at(t, first_ + lane);
+  int count = count_ - lane;
+  if (count >= kWidth<T>) {
+    store<T>(to, load(to) + sum);
+  } else if (count > 0) {
+    store_some<T>(to, load_some(to, count) + sum, count);
+  }
+}
+
+template <typename E>
+inline void BackwardItem<E>::reduce_slopes(int64_t head) {
+  head_ = head;
+  double sink = static_cast<double>(options_.sink(batch_, head)) * kLog2E;
+  for (int64_t index = 0; index < p_.options.documents; ++index) {
+    go_to_document(index);
+    double sum = 0;
+    for (int chunk = 0; chunk < plan_.chunks; ++chunk) sum += dslope(chunk, head, index);
+    for (int64_t t = document_.first_row; t < document_.first_row + document_.rows; ++t) {
+      double dscores = 0, distances = 0;
+      for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
+        SlopeSums sums = *slope_sums(chunk, head, t);
+        dscores += sums.dscores;
+        distances += sums.distances;
+      }
+      if (distances == 0) continue;
+      // The weights are 1 without the sink's. All of them times dweight - delta is dlse.
+      double of_sink = __builtin_exp2(sink - *row_lse(t)) * *delta(t);
+      sum += (*statistic(p_.dlse, t) + of_sink - dscores) * distances;
+    }
+    static_cast<T*>(p_.dalibi_slopes)[(batch_ * p_.options.documents + index) * p_.q_heads + head] =
+        static_cast<T>(-sum);
+  }
+}
+
+}  // namespace jax_flash::cpu::JAX_FLASH_ISA
