@@ -451,7 +451,7 @@ def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q
         left = right = UNLIMITED
     fields = {
         "causal": causal,
-        "softcap": checks.softcap(arguments.softcap),
+        "softcap": checks.positive_or_none("softcap", arguments.softcap),
         "window_left": left,
         "window_right": UNLIMITED if causal else right,  # causal is the narrower
         "dropout_rate": rate,

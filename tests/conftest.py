@@ -1,6 +1,8 @@
 """Strict JAX for every test: x64 on, implicit promotion forbidden; warnings are fatal by pyproject.toml."""
 
 import os
+import re
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -40,7 +42,28 @@ def _no_gpu() -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _keep_turn(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With JAX_FLASH_TEST_TURN=I/N the I-th of N shares of the tests that are marked by_turns, and all others; with
+    JAX_FLASH_TEST_SHARE=I/N the I-th of N shares of all. A share is the same in every process."""
+    for variable, marked in (("JAX_FLASH_TEST_TURN", True), ("JAX_FLASH_TEST_SHARE", False)):
+        if not (value := os.environ.get(variable)):
+            continue
+        numbers = re.fullmatch(r"(\d+)/(\d+)", value)
+        if not numbers or not 0 <= int(numbers[1]) < int(numbers[2]):
+            raise pytest.UsageError(f"{variable} must be I/N with 0 <= I < N, got {value!r}")
+        turn, turns = int(numbers[1]), int(numbers[2])
+        others = [
+            item
+            for item in items
+            if (not marked or item.get_closest_marker("by_turns")) and zlib.crc32(item.nodeid.encode()) % turns != turn
+        ]
+        config.hook.pytest_deselected(items=others)
+        left_out = set(map(id, others))
+        items[:] = [item for item in items if id(item) not in left_out]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _keep_turn(config, items)
     # First, lest at the end one process is left with them while the others have nothing to do.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if not any(item.get_closest_marker("gpu") for item in items):

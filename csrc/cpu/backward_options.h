@@ -1,5 +1,5 @@
-// Weights and gradients of scores in the backward where there is more than a scale and a band: softcap, bias, mask,
-// ALiBi, segments and dropout, and the gradients of bias and slopes.
+// Weights and gradients of scores in the backward where there is more than a scale and a band: modified
+// scores (scores.h), mask, segments and dropout, and the gradients of bias and slopes.
 #pragma once
 
 #include "backward.h"

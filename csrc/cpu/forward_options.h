@@ -1,4 +1,5 @@
-// Scores in the forward where there is more than a scale and a band: softcap, bias, mask, ALiBi, segments and dropout.
+// Scores in the forward where there is more than a scale and a band: modified scores (scores.h), mask, segments and
+// dropout.
 #pragma once
 
 #include "forward.h"

@@ -110,14 +110,14 @@ def scale(value: object, head_dim: int, dtype: Any) -> float | jax.Array:
     return jnp.asarray(value).astype(dtype)
 
 
-def softcap(value: object) -> float:
-    """0 for none."""
+def positive_or_none(name: str, value: object) -> float:
+    """0 for None."""
     if value is None:
         return 0.0
-    cap = real("softcap", value)
-    if cap <= 0:
-        raise ValueError(f"softcap must be positive, or None for none, got {cap}")
-    return cap
+    number = real(name, value)
+    if number <= 0:
+        raise ValueError(f"{name} must be positive, or None for none, got {number}")
+    return number
 
 
 def window(name: str, value: Any) -> tuple[int | jax.Array, int | jax.Array]:
