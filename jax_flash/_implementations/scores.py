@@ -163,6 +163,52 @@ def _keep(options: Options, operands: Operands, rows: jax.Array, columns: jax.Ar
     return keep
 
 
+def kept(
+    options: Options, operands: Operands, side: str, q_length: int, kv_length: int, kv_heads: int
+) -> jax.Array | None:
+    """Which rows of the "q" or "kv" side are in a pair that is kept, [B or 1, length, heads or 1]; None for all.
+
+    Packed sequences count as one: of their rows those are left out that are in no sequence. XLA computes this in
+    O(T + S) memory: it fuses the conditions on pairs into the reduction.
+    """
+    if f"cu_{side}_lengths" in operands:
+        within = rows_within(operands, side, q_length if side == "q" else kv_length)
+        return None if within is None else within[:, :, None]
+    rows, columns = jnp.arange(q_length, dtype=jnp.int32), jnp.arange(kv_length, dtype=jnp.int32)
+    if not any(name in operands for name in ("q_segment_ids", "mask", "bias")):
+        found = _in_band(options, operands, side, rows, columns)
+        return None if found is None else found[:, :, None]
+    pairs = _keep(options, operands, rows, columns, kv_heads)
+    if "bias" in operands:
+        finite = ~jnp.isneginf(grouped(operands["bias"], kv_heads))
+        pairs = finite if pairs is None else pairs & finite
+    assert pairs is not None
+    if side == "q":
+        of_rows = pairs.any(axis=-1)
+        return jnp.moveaxis(of_rows.reshape(of_rows.shape[0], -1, of_rows.shape[-1]), 1, 2)
+    return jnp.moveaxis(pairs.any(axis=(2, 3)), 1, 2)
+
+
+def _in_band(
+    options: Options, operands: Operands, side: str, rows: jax.Array, columns: jax.Array
+) -> jax.Array | None:
+    """`kept`, [B or 1, length], where nothing but lengths, causal and a window masks."""
+    lower, upper = _band(options, operands)
+    if lower is None and upper is None and not {"q_lengths", "kv_lengths"} & operands.keys():
+        return None
+    q_length, kv_length = rows.size, columns.size
+    # No difference of positions is beyond these, and sums with them do not wrap around.
+    least, most = -q_length, kv_length
+    lower = jnp.full(1, least) if lower is None else jnp.clip(lower, least, most)
+    upper = jnp.full(1, most) if upper is None else jnp.clip(upper, least, most)
+    of_q = operands["q_lengths"] if "q_lengths" in operands else jnp.full(1, q_length)
+    of_kv = operands["kv_lengths"] if "kv_lengths" in operands else jnp.full(1, kv_length)
+    lower, upper, of_q, of_kv = (x.astype(jnp.int32)[:, None] for x in (lower, upper, of_q, of_kv))
+    if side == "q":  # is a key in [row + lower, row + upper]?
+        return (rows < of_q) & (jnp.maximum(rows + lower, 0) <= jnp.minimum(rows + upper, of_kv - 1))
+    return (columns < of_kv) & (jnp.maximum(columns - upper, 0) <= jnp.minimum(columns - lower, of_q - 1))
+
+
 def may_keep(options: Options, operands: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array | None:
     """False only if the block holds no pair that is kept, by looking at its edges; None when it always may."""
     conditions = []

@@ -27,14 +27,17 @@ def scaled(
 ) -> tuple[list[jax.Array], jax.Array]:
     """query, key, value in float16, with ``gradients`` = (dout, delta) also dout, and their unscales [B, K, 5].
 
-    With ``highest_precision`` arrays have twice the columns: of the one part and of the other.
+    With ``highest_precision`` arrays have twice the columns: of the one part and of the other. Rows that no pair keeps
+    are zeros: they do not count among the largest, by whose scale they might overflow, and 0 * inf is NaN.
     """
     kv_heads = key.shape[2]
-    rows, keys = (scores.rows_within(operands, side, x.shape[1]) for side, x in (("q", query), ("kv", key)))
+    rows, keys = (
+        scores.kept(options, operands, side, query.shape[1], key.shape[1], kv_heads) for side in ("q", "kv")
+    )
     arrays = [(query, rows), (key, keys), (value, keys)]
     if gradients:
         arrays.append((gradients[0], rows))
-    arrays = [(x.astype(jnp.float32), valid) for x, valid in arrays]
+    arrays = [(_without(x.astype(jnp.float32), valid), valid) for x, valid in arrays]
     largest = [_largest(x, valid, kv_heads) for x, valid in arrays]
     scales = [_power(x) for x in largest]
     near = [
@@ -60,10 +63,14 @@ def scaled(
     return halves, jnp.stack(unscales, axis=-1)
 
 
+def _without(x: jax.Array, valid: jax.Array | None) -> jax.Array:
+    return x if valid is None else jnp.where(valid[..., None], x, 0)
+
+
 def _largest(x: jax.Array, valid: jax.Array | None, kv_heads: int) -> jax.Array:
     """The largest finite magnitude in [B, length, heads, columns] for each key head, [B, K]."""
     magnitude = jnp.abs(x)
-    keep = jnp.isfinite(x) if valid is None else jnp.isfinite(x) & valid[:, :, None, None]
+    keep = jnp.isfinite(x) if valid is None else jnp.isfinite(x) & valid[..., None]
     of_heads = jnp.where(keep, magnitude, 0).max(axis=(1, 3))
     return of_heads.reshape(x.shape[0], kv_heads, -1).max(axis=-1)
 
