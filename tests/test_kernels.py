@@ -191,9 +191,9 @@ def test_gates_of_hopper(hopper: list[tuple[str, Mapping[str, Any]]]) -> None:
     for name, kernel in hopper:
         assert kernel["name"].startswith("sm90a-")
         gate = HOPPER_GATE.get((kernel["pass"], kernel["head_dim"]), {}).get(name, 0)
-        if kernel["spill_bytes"] > gate or kernel["local_bytes"] > gate or kernel["complaints"]:
+        if kernel["spill_bytes"] > gate or kernel["local_bytes"] > gate or kernel["compiler_warnings"]:
             spilled = f"{kernel['spill_bytes']} bytes spilled, {kernel['local_bytes']} local"
-            failed.append(f"{kernel['name']}: {spilled} {kernel['complaints']}")
+            failed.append(f"{kernel['name']}: {spilled} {kernel['compiler_warnings']}")
     assert not failed, "\n".join(failed)
 
 

@@ -10,7 +10,7 @@ struct TensorMap {
 };
 
 // Of [batch, length, heads, head_dim] arrays of 16-bit elements. Coordinates are {column, row, head, batch}. A copy
-// brings a box of kBoxColumns columns and of as many rows of one head as the kernel's LaunchFacts say, with the
+// brings a box of kBoxColumns columns and of as many rows of one head as the kernel's KernelTraits say, with the
 // 128-byte swizzle; what lies outside the array comes as zeros, and counts among the bytes that arrive.
 struct TensorMaps {
   TensorMap q, k, v, dout;  // dout in backward only

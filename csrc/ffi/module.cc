@@ -81,7 +81,7 @@ nb::dict row_of(const cuda::Kernel& k) {
   row["spill_bytes"] = k.spill_bytes;
   row["local_bytes"] = k.local_bytes;
   row["cubin_bytes"] = k.cubin_bytes;
-  row["complaints"] = k.complaints;
+  row["compiler_warnings"] = k.compiler_warnings;
   return row;
 }
 

@@ -48,7 +48,7 @@ int main(int, char** arguments) {
           std::ofstream file(folder + "/" + name + ".cc");
           // All of them are linked together, so each has its own names.
           file << "#define jax_flash jax_flash_" << index << "\n";
-          for (std::string suffix : {"", "_facts"}) {
+          for (std::string suffix : {"", "_traits"}) {
             file << "#define " << entry << suffix << " " << entry << suffix << "_" << index << "\n";
           }
           for (std::string helper : {"convert_dq", "sum_slopes", "sum_splits"}) {

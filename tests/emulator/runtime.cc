@@ -99,7 +99,7 @@ Loaded kernels_of(const Variant& variant, int) {
   {
     std::ofstream file(base + ".cc");
     file << variant.source() << "namespace jax_flash {\n"
-         << "extern \"C\" LaunchFacts emulated_facts() { return " << entry << "_facts; }\n"
+         << "extern \"C\" KernelTraits emulated_traits() { return " << entry << "_traits; }\n"
          << "extern \"C\" void emulated_main(const Problem& problem"
          << (has_maps ? ", const TensorMaps& maps) { " : ") { ") << entry
          << (has_maps ? "(problem, maps); }\n" : "(problem); }\n");
@@ -117,15 +117,15 @@ Loaded kernels_of(const Variant& variant, int) {
   void* library = dlopen((base + ".so").c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!library) throw std::runtime_error(dlerror());
   Loaded loaded{};
-  loaded.facts = reinterpret_cast<LaunchFacts (*)()>(dlsym(library, "emulated_facts"))();
+  loaded.traits = reinterpret_cast<KernelTraits (*)()>(dlsym(library, "emulated_traits"))();
   auto kernel = [&](const char* maps, const char* problem) {
     return reinterpret_cast<CuKernel>(
         new Emulated{reinterpret_cast<decltype(Emulated::of_maps)>(maps ? dlsym(library, maps) : nullptr),
                      reinterpret_cast<decltype(Emulated::of_problem)>(problem ? dlsym(library, problem) : nullptr)});
   };
   loaded.main = has_maps ? kernel("emulated_main", nullptr) : kernel(nullptr, "emulated_main");
-  if (loaded.facts.splits_groups) loaded.sum_splits = kernel(nullptr, "emulated_sum_splits");
-  if (loaded.facts.convert_warps) loaded.convert_dq = kernel(nullptr, "emulated_convert_dq");
+  if (loaded.traits.splits_groups) loaded.sum_splits = kernel(nullptr, "emulated_sum_splits");
+  if (loaded.traits.convert_warps) loaded.convert_dq = kernel(nullptr, "emulated_convert_dq");
   if (variant.pass == Pass::backward && variant.options.has_dalibi_slopes) {
     loaded.sum_slopes = kernel(nullptr, "emulated_sum_slopes");
   }

@@ -104,7 +104,7 @@ struct RowsLoad {
   FloatLoad lse, delta;
 };
 
-extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {
+extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
     .threads = threads,
     .block_rows = block_kv,
     .shared_bytes = sizeof(SharedStorage),

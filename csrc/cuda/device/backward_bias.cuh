@@ -34,7 +34,7 @@ struct SharedStorage {
   __device__ __forceinline__ Operands& scores() { return stage[stages - 1]; }
 };
 
-extern "C" __constant__ LaunchFacts jax_flash_backward_bias_facts = {
+extern "C" __constant__ KernelTraits jax_flash_backward_bias_traits = {
     .threads = threads,
     .block_rows = block_q,
     .shared_bytes = sizeof(SharedStorage),

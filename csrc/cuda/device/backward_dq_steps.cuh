@@ -33,7 +33,7 @@ struct SharedStorage {
   char v[VTile::bytes];
 };
 
-extern "C" __constant__ LaunchFacts jax_flash_backward_dq_facts = {
+extern "C" __constant__ KernelTraits jax_flash_backward_dq_traits = {
     .threads = threads,
     .block_rows = block_q,
     .shared_bytes = sizeof(SharedStorage),

@@ -68,7 +68,7 @@ struct ClusterStorage {
   static constexpr int given = block_q * (value_head_dim * static_cast<int>(sizeof(float)) + 8);  // bytes, in all
 };
 
-extern "C" __constant__ LaunchFacts jax_flash_forward_few_facts = {
+extern "C" __constant__ KernelTraits jax_flash_forward_few_traits = {
     .threads = threads,
     .block_rows = block_q,
     .shared_bytes = sizeof(SharedStorage),

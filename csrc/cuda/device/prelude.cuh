@@ -10,7 +10,7 @@
 #pragma once
 
 #include "cuda/device/arithmetic.cuh"
-#include "cuda/launch_facts.h"
+#include "cuda/kernel_traits.h"
 #include "layout.h"
 #include "problem.h"
 

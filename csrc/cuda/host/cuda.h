@@ -135,7 +135,7 @@ struct Kernel {
   int spill_bytes;   // stores plus loads
   int local_bytes;   // stack frame
   int64_t cubin_bytes;
-  std::string complaints;  // lines of the assembler's log that tell of lost speed
+  std::string compiler_warnings;  // lines of the assembler's log that warn of lost speed
 };
 // Compiles these passes of every combination for an architecture such as 80 or 90 into a folder for
 // Settings::prebuilt_dirs, without a driver or a GPU. Head dims are pairs of head_dim and value_head_dim. `family` is

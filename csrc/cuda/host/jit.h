@@ -7,7 +7,7 @@
 
 #include "cuda/host/cuda.h"
 #include "cuda/host/driver.h"
-#include "cuda/launch_facts.h"
+#include "cuda/kernel_traits.h"
 #include "cuda/tiles.h"
 
 namespace jax_flash::cuda {
@@ -42,7 +42,7 @@ struct Variant {
 constexpr char kCombine[] = "jax_flash_combine";
 
 struct Loaded {
-  LaunchFacts facts;
+  KernelTraits traits;
   const std::string* cubin;  // lives as long as the process
   const char* name;          // of main
   CuKernel main;

@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "cuda/launch_facts.h"
+#include "cuda/kernel_traits.h"
 #include "cuda/tiles.h"
 
 namespace jax_flash::cuda {

@@ -21,7 +21,7 @@ struct SharedStorage {
   float2 statistics[warps][16];
 };
 
-extern "C" __constant__ LaunchFacts jax_flash_forward_tiny_facts = {
+extern "C" __constant__ KernelTraits jax_flash_forward_tiny_traits = {
     .threads = threads,
     .block_rows = block_q,
     .shared_bytes = sizeof(SharedStorage),

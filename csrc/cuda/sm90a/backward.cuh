@@ -45,7 +45,7 @@ struct SharedStorage {
   u64 keys_full, full[stages], empty[stages], ds_full[2], ds_empty[2];
 };
 
-extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {
+extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
     .threads = threads,
     .block_rows = block_kv,
     .shared_bytes = sizeof(SharedStorage),

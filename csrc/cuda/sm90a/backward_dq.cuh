@@ -45,7 +45,7 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) <= most_bytes, "the tiles are too large");
 
-extern "C" __constant__ LaunchFacts jax_flash_backward_dq_facts = {
+extern "C" __constant__ KernelTraits jax_flash_backward_dq_traits = {
     .threads = threads,
     .block_rows = block_q,
     .shared_bytes = sizeof(SharedStorage),

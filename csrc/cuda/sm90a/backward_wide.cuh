@@ -29,7 +29,7 @@ struct SharedStorage {
   u64 p_full[4], p_empty[4];  // of a warp each
 };
 
-extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {
+extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
     .threads = threads,
     .block_rows = block_kv,
     .shared_bytes = sizeof(SharedStorage),

@@ -58,7 +58,7 @@ struct SharedStorage {
   u64 k_full[stages], k_empty[stages];
   u64 v_full[stages], v_empty[stages];
 };
-extern "C" __constant__ LaunchFacts jax_flash_forward_facts = {
+extern "C" __constant__ KernelTraits jax_flash_forward_traits = {
     .threads = threads,
     .block_rows = block_q,
     .shared_bytes = sizeof(SharedStorage),

@@ -131,7 +131,7 @@ def fault_of(kernel: Mapping[str, Any], most_shared_bytes: int) -> str:
         return f"{kernel['shared_bytes'] / 1024:.0f} KB of shared memory"
     if kernel["spill_bytes"] or kernel["local_bytes"]:
         return f"spills {kernel['spill_bytes']} bytes" if kernel["spill_bytes"] else "local memory"
-    return "the assembler complains" if kernel["complaints"] else ""
+    return "the assembler complains" if kernel["compiler_warnings"] else ""
 
 
 def tune(

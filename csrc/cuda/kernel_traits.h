@@ -1,5 +1,5 @@
-// What host and kernel must agree on: the kernel states it, the host reads it out of the cubin. Compiled by the host
-// compiler and by NVRTC, so it includes nothing.
+// KernelTraits: what a kernel states to the host, which reads it from the cubin as the constant <entry point>_traits.
+// The host compiler and NVRTC both compile this header, so it includes nothing.
 #pragma once
 
 namespace jax_flash {
@@ -9,7 +9,7 @@ constexpr int kSplitWarps = 8;  // per block of jax_flash_sum_splits
 
 constexpr int kTinyKeys = 64;  // at most, of jax_flash_forward_tiny
 
-struct LaunchFacts {
+struct KernelTraits {
   int threads = 0;        // per block; forward_tiny: at most
   int block_rows = 0;     // rows of query or, in backward, of key of an item of work
   int shared_bytes = 0;   // dynamic shared memory
