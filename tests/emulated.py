@@ -29,8 +29,8 @@ KERNEL = ["-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-fno-exceptions", "
 """-fsanitize for its calls, before every plain access and of those that are not aligned, which emulator.cc answers;
 warnings would be of #pragma unroll and of results that inline PTX no longer sets."""
 
-ENVIRONMENT = {"JAX_FLASH_FEW_QUERIES": "0"}
-"""For the process: few queries are for sm80's kernels, of mma.sync."""
+ENVIRONMENT = {"JAX_FLASH_SPLIT_KV": "0"}
+"""For the process: the split-KV forward is sm80's kernel, of mma.sync."""
 
 
 def build(folder: pathlib.Path, sources: pathlib.Path = ROOT / "csrc") -> ctypes.CDLL:

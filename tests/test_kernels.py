@@ -85,7 +85,7 @@ GROUPED = {
 
 
 LONG = ("forward", "backward", "backward_dq")
-"""The passes but for those of few queries and tiny problems, which have gates of their own."""
+"""The passes but for split-KV and single-tile, which have gates of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +276,7 @@ def test_gates_of_old_gpus(arch: int, nvrtc: str, tmp_path: pathlib.Path) -> Non
 
 
 @pytest.mark.parametrize(("arch", "dtype"), [(70, "float16"), (75, "float16"), (80, "bfloat16"), (86, "float16")])
-def test_gates_of_few_queries(arch: int, dtype: str, tmp_path: pathlib.Path) -> None:
+def test_gates_of_split_kv(arch: int, dtype: str, tmp_path: pathlib.Path) -> None:
     """Nothing is spilled, whatever the option, and each number of rows has its kernel."""
     causal = {"causal": True, "has_unscales": arch < 80}
     heavy = [causal, ON["bias"], ON["dropout"], ON["segments"]]
@@ -293,15 +293,18 @@ def test_gates_of_few_queries(arch: int, dtype: str, tmp_path: pathlib.Path) -> 
             dtypes=[dtype],
             head_dims=[head_dim],
             options=options,
-            passes=["forward_few"],
+            passes=["forward_split_kv"],
         )
-        assert {(kernel["pass"], kernel["block_q"]) for kernel in rows} == {("forward_few", 16), ("forward_few", 64)}
+        assert {(kernel["pass"], kernel["block_q"]) for kernel in rows} == {
+            ("forward_split_kv", 16),
+            ("forward_split_kv", 64),
+        }
         assert len(rows) == 2 * len(options)
         for kernel in rows:
             assert kernel["spill_bytes"] == kernel["local_bytes"] == 0, kernel["name"]
 
 
-def test_gates_of_tiny_problems(tmp_path: pathlib.Path) -> None:
+def test_gates_of_single_tile(tmp_path: pathlib.Path) -> None:
     """Nothing is spilled, and calls with options or other head dims have no kernel of theirs."""
     for arch in (80, 90):
         rows = compiled(
@@ -310,13 +313,16 @@ def test_gates_of_tiny_problems(tmp_path: pathlib.Path) -> None:
             dtypes=["bfloat16"],
             head_dims=[16, 64, 72, 80],
             options=[{}, {"causal": True}, ON["sinks"], ON["lengths"]],
-            passes=["forward_tiny"],
+            passes=["forward_single_tile"],
         )
-        assert {(kernel["pass"], kernel["head_dim"]) for kernel in rows} == {("forward_tiny", 16), ("forward_tiny", 64)}
+        assert {(kernel["pass"], kernel["head_dim"]) for kernel in rows} == {
+            ("forward_single_tile", 16),
+            ("forward_single_tile", 64),
+        }
         assert len(rows) == 4
         for kernel in rows:
             assert kernel["spill_bytes"] == kernel["local_bytes"] == 0, kernel["name"]
-    assert not compiled(75, tmp_path, dtypes=["float16"], head_dims=[64], options=[{}], passes=["forward_tiny"])
+    assert not compiled(75, tmp_path, dtypes=["float16"], head_dims=[64], options=[{}], passes=["forward_single_tile"])
 
 
 SHARED_BIAS_GATE = {(80, 128): 16, (80, 256): 24}

@@ -7,10 +7,10 @@ namespace jax_flash {
 constexpr int kSlopeWarps = 4;  // per block of jax_flash_sum_slopes
 constexpr int kSplitWarps = 8;  // per block of jax_flash_sum_splits
 
-constexpr int kTinyKeys = 64;  // at most, of jax_flash_forward_tiny
+constexpr int kSingleTileKeys = 64;  // at most, of jax_flash_forward_single_tile
 
 struct KernelTraits {
-  int threads = 0;        // per block; forward_tiny: at most
+  int threads = 0;        // per block; forward_single_tile: at most
   int block_rows = 0;     // rows of query or, in backward, of key of an item of work
   int shared_bytes = 0;   // dynamic shared memory
   int convert_warps = 0;  // per block of jax_flash_convert_dq; 0 where there is no such kernel
@@ -24,8 +24,9 @@ struct KernelTraits {
   int dout_box_rows = 0;
   int combine_warps = 0;  // per block of jax_flash_combine; 0 where there is no such kernel
   int block_keys = 0;     // backward_bias: keys of an item of work, which is a tile of the result there
-  int starts_ahead = 0;  // forward_few, forward_tiny: 1 where it waits itself for the end of the kernel that it follows
-  int most_cluster = 1;  // forward_few: into so many slices keys are split within a cluster, a power of two
+  int starts_ahead =
+      0;  // forward_split_kv, forward_single_tile: 1 where it waits itself for the end of the kernel that it follows
+  int most_cluster = 1;   // forward_split_kv: into so many slices keys are split within a cluster, a power of two
   int cluster_bytes = 0;  // of dynamic shared memory that a block of a cluster has beside
   int splits_groups = 0;  // backward: 1 where there is jax_flash_sum_splits
 };

@@ -37,7 +37,8 @@ struct TileRule {
 namespace rules {
 
 constexpr Pass forward = Pass::forward, backward = Pass::backward, backward_dq = Pass::backward_dq,
-               backward_bias = Pass::backward_bias, forward_few = Pass::forward_few, forward_tiny = Pass::forward_tiny;
+               backward_bias = Pass::backward_bias, forward_split_kv = Pass::forward_split_kv,
+               forward_single_tile = Pass::forward_single_tile;
 
 // The first rule that fits is taken. Beside each the forward or backward rate that put it there: full, B4 S4096,
 // N * H = 2048, on an H200, in TFLOP/s, of bf16 for one part; and behind "first:" those of the first working version,
@@ -64,18 +65,19 @@ inline constexpr TileRule all[] = {
     {"sm80", 1, forward, 256, 194, {64, 64, 4, 1, 2}},          // 366; 64x80 361, 64x32 366; room for two blocks
     {"sm80", 1, forward, 256, 128, {128, 64, 8, 1, 1}},         // 366; first: 287
     {"sm80", 1, forward, 256, 96, {128, 32, 8, 1, 1}},          // first: 267, 64x64 with 4 warps 222
-    // For few queries there are rows for each block_q of kFewRows, and a team of warps for every block_q rows of them.
-    {"sm80", 1, forward_few, 64, 67, {16, 64, 4, 1, 2}},
-    {"sm80", 1, forward_few, 128, 69, {16, 32, 4, 1, 3}},
-    {"sm80", 1, forward_few, 256, 137, {16, 32, 4, 1, 1}},
-    {"sm80", 1, forward_few, 256, 75, {16, 16, 4, 1, 1}},
-    {"sm80", 1, forward_few, 64, 46, {64, 64, 8, 1, 1}},
-    {"sm80", 1, forward_few, 128, 86, {64, 64, 8, 1, 1}},
-    {"sm80", 1, forward_few, 256, 166, {64, 32, 8, 1, 1}},
-    {"sm80", 1, forward_few, 256, 99, {64, 32, 4, 1, 1}},
-    // For tiny problems a warp has 16 keys and 16 columns of values. Of 128 keys and columns eight warps took 3.9 us a
-    // call in a chain, forward_few 3.5.
-    {"sm80", 1, forward_tiny, 64, 3, {16, 16, 4, 1, 1}},
+    // The split-KV forward has rows for each block_q of kSplitKvRows, and a team of warps for every block_q rows of
+    // them.
+    {"sm80", 1, forward_split_kv, 64, 67, {16, 64, 4, 1, 2}},
+    {"sm80", 1, forward_split_kv, 128, 69, {16, 32, 4, 1, 3}},
+    {"sm80", 1, forward_split_kv, 256, 137, {16, 32, 4, 1, 1}},
+    {"sm80", 1, forward_split_kv, 256, 75, {16, 16, 4, 1, 1}},
+    {"sm80", 1, forward_split_kv, 64, 46, {64, 64, 8, 1, 1}},
+    {"sm80", 1, forward_split_kv, 128, 86, {64, 64, 8, 1, 1}},
+    {"sm80", 1, forward_split_kv, 256, 166, {64, 32, 8, 1, 1}},
+    {"sm80", 1, forward_split_kv, 256, 99, {64, 32, 4, 1, 1}},
+    // A warp of the single-tile forward has 16 keys and 16 columns of values. For 128 keys and columns eight warps took
+    // 3.9 us a call in a chain, forward_split_kv 3.5.
+    {"sm80", 1, forward_single_tile, 64, 3, {16, 16, 4, 1, 1}},
     // Rows of two tiles of keys a warp spill with most options.
     {"sm80", 1, backward, 64, 117, {64, 64, 4, 2, 2, 2}, true},   // 321, with one tile of keys 274; room for two blocks
     {"sm80", 1, backward, 64, 130, {128, 128, 8, 2, 1}},          // 264; first: 264, 64x64 with 4 warps 245
@@ -128,10 +130,10 @@ inline constexpr TileRule all[] = {
     {"sm70", 1, forward, 192, 96, {128, 64, 8, 1, 1}},        // 225
     {"sm70", 1, forward, 256, 96, {128, 32, 8, 1, 1}, true},  // 227
     {"sm70", 1, forward, 256, 80, {128, 16, 8, 1, 1}},        // 248
-    {"sm70", 1, forward_few, 64, 35, {16, 32, 4, 1, 1}},
-    {"sm70", 1, forward_few, 128, 39, {16, 16, 4, 1, 1}},
-    {"sm70", 1, forward_few, 64, 46, {64, 32, 8, 1, 1}},
-    {"sm70", 1, forward_few, 128, 86, {64, 32, 8, 1, 1}},
+    {"sm70", 1, forward_split_kv, 64, 35, {16, 32, 4, 1, 1}},
+    {"sm70", 1, forward_split_kv, 128, 39, {16, 16, 4, 1, 1}},
+    {"sm70", 1, forward_split_kv, 64, 46, {64, 32, 8, 1, 1}},
+    {"sm70", 1, forward_split_kv, 128, 86, {64, 32, 8, 1, 1}},
     {"sm70", 1, backward, 64, 33, {64, 64, 4, 1, 2}, true},    // two blocks, 247
     {"sm70", 1, backward, 64, 25, {32, 64, 4, 1, 2}},          // two blocks, 250
     {"sm70", 1, backward, 96, 73, {64, 128, 8, 1, 1}},         // 248; 32x64 in two blocks reads 1/8 more
@@ -152,10 +154,10 @@ inline constexpr TileRule all[] = {
     {"sm75", 1, forward, 192, 60, {128, 16, 8, 1, 1}},       // 202; 96x32 with 6 warps 234
     {"sm75", 1, forward, 256, 64, {96, 16, 6, 1, 1}, true},  // 254; 64x32 with 4 warps spills
     {"sm75", 1, forward, 256, 48, {64, 16, 4, 1, 1}},        // 254
-    {"sm75", 1, forward_few, 64, 35, {16, 32, 4, 1, 1}},
-    {"sm75", 1, forward_few, 128, 39, {16, 16, 4, 1, 1}},
-    {"sm75", 1, forward_few, 64, 46, {64, 32, 8, 1, 1}},
-    {"sm75", 1, forward_few, 128, 51, {64, 32, 4, 1, 1}},
+    {"sm75", 1, forward_split_kv, 64, 35, {16, 32, 4, 1, 1}},
+    {"sm75", 1, forward_split_kv, 128, 39, {16, 16, 4, 1, 1}},
+    {"sm75", 1, forward_split_kv, 64, 46, {64, 32, 8, 1, 1}},
+    {"sm75", 1, forward_split_kv, 128, 51, {64, 32, 4, 1, 1}},
     {"sm75", 1, backward, 64, 25, {32, 64, 4, 1, 2}},      // two blocks, 198; of 64 rows it spills
     {"sm75", 1, backward, 96, 59, {16, 128, 8, 1, 1}},     // 218
     {"sm75", 1, backward, 128, 59, {32, 64, 8, 1, 1}},     // 203; 4 warps spill

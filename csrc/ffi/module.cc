@@ -217,19 +217,19 @@ NB_MODULE(_core, m) {
       nb::arg("bias_shape"));
 
   m.def(
-      "plan_few",
+      "plan_split_kv",
       [](int batch, int q_length, int kv_length, int q_heads, int kv_heads, const nb::dict& options) {
         Problem p = shape_of(named_options(options), batch, q_length, kv_length, q_heads, kv_heads);
-        const cuda::FewPlan plan = cuda::plan_few(p);
+        const cuda::SplitKvPlan plan = cuda::plan_split_kv(p);
         return std::make_pair(plan.rows, plan.slices);
       },
       nb::kw_only(), nb::arg("batch"), nb::arg("q_length"), nb::arg("kv_length"), nb::arg("q_heads"),
       nb::arg("kv_heads"), nb::arg("options"));
 
   m.def(
-      "is_tiny",
+      "is_single_tile",
       [](int batch, int q_length, int kv_length, int q_heads, int kv_heads) {
-        return cuda::is_tiny(shape_of(named_options({}), batch, q_length, kv_length, q_heads, kv_heads));
+        return cuda::is_single_tile(shape_of(named_options({}), batch, q_length, kv_length, q_heads, kv_heads));
       },
       nb::kw_only(), nb::arg("batch"), nb::arg("q_length"), nb::arg("kv_length"), nb::arg("q_heads"),
       nb::arg("kv_heads"));

@@ -54,7 +54,7 @@ void Driver::ready(CuKernel, int, int) const {}
 bool Driver::capturing(CuStream) const { return false; }
 
 void Driver::launch_small(CuKernel, unsigned, unsigned, unsigned, CuStream, const void* const*, unsigned) const {
-  throw std::logic_error("the emulator has no kernels for few queries");
+  throw std::logic_error("the emulator has no split-KV kernels");
 }
 
 void Driver::launch(CuKernel kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, CuStream,

@@ -66,14 +66,15 @@ std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std:
           auto add = [&](int rows) {
             variants.push_back(variant_of(family, arch, pass, dtype, head_dim, value_head_dim, record, rows));
           };
-          if (pass == Pass::forward_tiny && !serves_tiny(family, arch, record, head_dim, value_head_dim)) continue;
+          if (pass == Pass::forward_single_tile && !serves_single_tile(family, arch, record, head_dim, value_head_dim))
+            continue;
           const Family& of = pass_family(family, arch, parts, pass, largest);
-          if (pass != Pass::forward_few) {
+          if (pass != Pass::forward_split_kv) {
             add(0);
             if (pass == Pass::forward && largest <= of.short_blocks && is_plain(record)) add(kShortRows);
             continue;
           }
-          for (int rows : kFewRows) {
+          for (int rows : kSplitKvRows) {
             if (find_tile_row(of.name, parts, pass, largest, arch, is_plain(record), rows)) add(rows);
           }
         }

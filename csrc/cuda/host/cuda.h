@@ -32,28 +32,29 @@ void prepare(int device, Pass pass, DType dtype, const Problem& problem, int64_t
 // std::invalid_argument where the scratch has less room than the call can do with.
 void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem, int64_t room);
 
-// How a call of few queries is served: by blocks of so many rows, on so many slices of the keys. A function of the
-// shape alone, so that results are the same on every GPU of a family; that a GPU has kMultiprocessors is a guess.
-struct FewPlan {
-  int rows;    // of kFewRows; 0: not by the pass for few queries
+// How the split-KV forward serves a call: by blocks of so many rows, on so many slices of the keys. The plan is a
+// function of the shape alone, so that results are the same on every GPU of a family; that a GPU has kMultiprocessors
+// is a guess.
+struct SplitKvPlan {
+  int rows;    // of kSplitKvRows; 0: the split-KV forward does not serve the call
   int slices;  // 1 to kMostSlices
 };
-constexpr int kFewRows[] = {16, 64};
+constexpr int kSplitKvRows[] = {16, 64};
 constexpr int kMultiprocessors = 132;
-FewPlan plan_few(const Problem& problem);
+SplitKvPlan plan_split_kv(const Problem& problem);
 
 // How a forward call is to be served where its family can: a function of shape, options and scratch.
 struct ForwardPlan {
-  FewPlan few{0, 1};
-  bool tiny = false;
+  SplitKvPlan split_kv{0, 1};
+  bool single_tile = false;
 };
 
-// Whether a call is one for the kernel for tiny problems, where there is one for its options and head dims: a function
-// of the shape alone.
-bool is_tiny(const Problem& problem);
+// Whether the single-tile forward serves a call, where it serves its options and head dims: a function of the shape
+// alone.
+bool is_single_tile(const Problem& problem);
 
 // Backward: into how many shares the query heads of a key head are split, where blocks for every key head are too few
-// for the multiprocessors; a divisor of their number, and a function of the shape alone, as plan_few is.
+// for the multiprocessors; a divisor of their number, and a function of the shape alone, as plan_split_kv is.
 int group_splits(const Problem& problem);
 
 // A forward call whose kernels XLA puts into a CUDA graph by itself: with other arrays it then changes the kernels'
@@ -123,8 +124,8 @@ bool separate_dq(int arch, int largest_head_dim);
 struct Kernel {
   std::string name;  // the variant's name
   std::string path;  // of the cubin
-  std::string pass;  // "forward", "forward_few", "forward_tiny", "backward", "backward_dq" or "backward_bias"; the
-                     // kernel is jax_flash_<pass>
+  std::string pass;  // "forward", "forward_split_kv", "forward_single_tile", "backward", "backward_dq" or
+                     // "backward_bias"; the kernel is jax_flash_<pass>
   int head_dim;
   int value_head_dim;
   int block_q;       // rows of query in a step of the main loop

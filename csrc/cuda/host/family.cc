@@ -73,7 +73,7 @@ Variant variant_of(const Family& device_family, int arch, Pass pass, DType dtype
   if (!gpu.empty() && tunable) {
     if (auto row = tuned_row(gpu, family.name, pass, head_dim)) variant.set_tuned(*row);
   }
-  const bool forward = pass == Pass::forward || pass == Pass::forward_few || pass == Pass::forward_tiny;
+  const bool forward = pass == Pass::forward || pass == Pass::forward_split_kv || pass == Pass::forward_single_tile;
   variant.options.deterministic = !forward && own_dq;
   return variant;
 }
@@ -95,17 +95,17 @@ bool only_causal(const Options& options) {
 
 }  // namespace
 
-bool serves_tiny(const Family& family, int arch, const Options& options, int head_dim, int value_head_dim) {
+bool serves_single_tile(const Family& family, int arch, const Options& options, int head_dim, int value_head_dim) {
   const int largest = std::max(head_dim, value_head_dim);
   return only_causal(options) && head_dim % 16 == 0 && value_head_dim % 16 == 0 &&
-         find_tile_row(pass_family(family, arch, 1, Pass::forward_tiny, largest).name, 1, Pass::forward_tiny, largest,
-                       arch);
+         find_tile_row(pass_family(family, arch, 1, Pass::forward_single_tile, largest).name, 1,
+                       Pass::forward_single_tile, largest, arch);
 }
 
-bool serves_few(const Family& family, int arch, const Problem& p, const FewPlan& plan) {
+bool serves_split_kv(const Family& family, int arch, const Problem& p, const SplitKvPlan& plan) {
   const int parts = p.options.highest_precision ? 2 : 1, largest = std::max(p.head_dim, p.value_head_dim);
-  const char* const of = pass_family(family, arch, parts, Pass::forward_few, largest).name;
-  return plan.rows && find_tile_row(of, parts, Pass::forward_few, largest, arch, is_plain(p.options), plan.rows);
+  const char* const of = pass_family(family, arch, parts, Pass::forward_split_kv, largest).name;
+  return plan.rows && find_tile_row(of, parts, Pass::forward_split_kv, largest, arch, is_plain(p.options), plan.rows);
 }
 
 Choice choose(int arch, Pass pass, int head_dim, const std::string& gpu) {

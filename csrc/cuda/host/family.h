@@ -49,10 +49,10 @@ bool separate_dq(const Family& family, const Options& options, int largest_head_
 Variant variant_of(const Family& device_family, int arch, Pass pass, DType dtype, int head_dim, int value_head_dim,
                    const Options& options, int rows = 0, const std::string& gpu = "");
 
-// Whether the kernel for tiny problems serves calls with these options and head dims.
-bool serves_tiny(const Family& family, int arch, const Options& options, int head_dim, int value_head_dim);
+// Whether the single-tile forward serves calls with these options and head dims.
+bool serves_single_tile(const Family& family, int arch, const Options& options, int head_dim, int value_head_dim);
 
-// Whether the pass for few queries serves a call as plan_few() would have it.
-bool serves_few(const Family& family, int arch, const Problem& p, const FewPlan& plan);
+// Whether the split-KV forward serves a call as plan_split_kv() plans it.
+bool serves_split_kv(const Family& family, int arch, const Problem& p, const SplitKvPlan& plan);
 
 }  // namespace jax_flash::cuda

@@ -49,7 +49,7 @@ struct Loaded {
   CuKernel convert_dq;  // backward with atomic additions only
   CuKernel sum_slopes;  // backward with a gradient of alibi_slopes only
   CuKernel sum_splits;  // backward of the families that split groups of query heads only
-  CuKernel combine;     // forward_few only
+  CuKernel combine;     // forward_split_kv only
 };
 
 // The cubin of a variant: prebuilt, else cached on disk, else compiled. Needs no driver.

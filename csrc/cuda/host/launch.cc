@@ -69,7 +69,7 @@ auto key_of(int device, Pass pass, DType dtype, const Problem& problem, const Fo
                     number(problem.head_dim),
                     number(problem.value_head_dim),
                     number(tuned_generation()),
-                    number(2 * plan.few.rows + plan.tiny),
+                    number(2 * plan.split_kv.rows + plan.single_tile),
                     number(rows),
                     number(pass == Pass::backward && shares_bias(problem)),
                     JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_NOTHING, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND,
@@ -119,12 +119,12 @@ const Found& find(int device, Pass pass, DType dtype, const Problem& problem, co
         device);
   };
   Pass main = pass;
-  if (serves_few(family, arch, problem, plan.few)) main = Pass::forward_few;
-  if (plan.tiny && serves_tiny(family, arch, problem.options, problem.head_dim, problem.value_head_dim)) {
-    main = Pass::forward_tiny;
+  if (serves_split_kv(family, arch, problem, plan.split_kv)) main = Pass::forward_split_kv;
+  if (plan.single_tile && serves_single_tile(family, arch, problem.options, problem.head_dim, problem.value_head_dim)) {
+    main = Pass::forward_single_tile;
   }
   const int largest = std::max(problem.head_dim, problem.value_head_dim);
-  const int main_rows = main == Pass::forward_few                        ? plan.few.rows
+  const int main_rows = main == Pass::forward_split_kv                   ? plan.split_kv.rows
                         : main == pass && largest <= family.short_blocks ? rows
                                                                          : 0;
   Found found{kernels(main, main_rows), {}, {}, main};
@@ -156,11 +156,11 @@ TensorMaps tensor_maps(const KernelTraits& traits, const Problem& p) {
           tensor_map(p.dout, "dout", traits.dout_box_rows, p, p.q_length, p.q_heads, p.value_head_dim)};
 }
 
-// Up to 1024 keys a second launch costs what slices save (plan_few); a cluster saves it. Of 32 heads on 8 key heads at
-// T 1, S 1024, head_dim 128, blocks alone take 8.4 us, clusters of 2, 4 and 8 take 6.1, 4.3 and 3.5; but two blocks
-// take 3.1 instead of 2.5 for one head's 128 keys, and four take 4.6 like two for 256 keys of head_dim 256 (H200): so
-// there are 128 keys or 64 KB for every block at least. And no more blocks than half of the multiprocessors: four times
-// 32 of them take 7.3, two times 32 6.5.
+// Up to 1024 keys a second launch costs what slices save (plan_split_kv); a cluster saves it. Of 32 heads on 8 key
+// heads at T 1, S 1024, head_dim 128, blocks alone take 8.4 us, clusters of 2, 4 and 8 take 6.1, 4.3 and 3.5; but two
+// blocks take 3.1 instead of 2.5 for one head's 128 keys, and four take 4.6 like two for 256 keys of head_dim 256
+// (H200): so there are 128 keys or 64 KB for every block at least. And no more blocks than half of the multiprocessors:
+// four times 32 of them take 7.3, two times 32 6.5.
 constexpr int kClusterKeys = 128, kClusterBytes = 1 << 16;
 
 std::atomic<int64_t> launched{0}, captured{0}, recorded{0};
@@ -205,7 +205,7 @@ Launch launch_of(int device, const Loaded& loaded, const Problem& problem, int l
 }
 
 // Blocks for every slice of the keys of every head.
-Launch few_launch_of(const Loaded& loaded, const Problem& problem, int slices) {
+Launch split_kv_launch_of(const Loaded& loaded, const Problem& problem, int slices) {
   const bool heads_share = heads_share_rows(problem.options.has_cu_q_lengths);
   const int64_t rows = int64_t{problem.q_length} * (heads_share ? problem.q_heads / problem.kv_heads : 1);
   const int64_t sets = int64_t{problem.batch} * (heads_share ? problem.kv_heads : problem.q_heads);
@@ -229,7 +229,7 @@ Launch few_launch_of(const Loaded& loaded, const Problem& problem, int slices) {
 }
 
 // A warp for every 16 keys, and one for every 16 columns of values.
-Launch tiny_launch_of(const Loaded& loaded, const Problem& problem) {
+Launch single_tile_launch_of(const Loaded& loaded, const Problem& problem) {
   const KernelTraits& traits = loaded.traits;
   const int64_t warps = ceil_div(std::max(problem.kv_length, problem.value_head_dim), 16);
   const int64_t blocks = blocks_of(problem, problem.q_length, traits.block_rows) * problem.q_heads * problem.batch;
@@ -240,8 +240,8 @@ Launch tiny_launch_of(const Loaded& loaded, const Problem& problem) {
 
 Launch forward_launch(int device, const Found& found, const ForwardPlan& plan, const Problem& problem) {
   switch (found.pass) {
-    case Pass::forward_tiny: return tiny_launch_of(found.main, problem);
-    case Pass::forward_few: return few_launch_of(found.main, problem, plan.few.slices);
+    case Pass::forward_single_tile: return single_tile_launch_of(found.main, problem);
+    case Pass::forward_split_kv: return split_kv_launch_of(found.main, problem, plan.split_kv.slices);
     default: return launch_of(device, found.main, problem, problem.q_length, problem.q_heads);
   }
 }

@@ -43,9 +43,9 @@ namespace {
 
 int64_t extent(int64_t stride, int64_t size) { return stride ? size : 1; }
 
-bool is_tiny(const Problem& p, const FewPlan& few) {
+bool is_single_tile(const Problem& p, const SplitKvPlan& split_kv) {
   const int64_t blocks = ceil_div(p.q_length, 16) * p.q_heads * p.batch;
-  return few.rows && p.kv_length <= kTinyKeys && blocks <= kMultiprocessors && fits_int(p);
+  return split_kv.rows && p.kv_length <= kSingleTileKeys && blocks <= kMultiprocessors && fits_int(p);
 }
 
 // What a slice of the keys leaves for jax_flash_combine.
@@ -57,11 +57,11 @@ int64_t slice_elements(const Problem& p) {
 
 ForwardPlan plan_of(Pass pass, const Problem& problem, int64_t room) {
   if (pass != Pass::forward) return {};
-  FewPlan few = plan_few(problem);
-  if (few.slices > 1) {
-    few.slices = static_cast<int>(std::clamp<int64_t>(room / slice_elements(problem), 1, few.slices));
+  SplitKvPlan split_kv = plan_split_kv(problem);
+  if (split_kv.slices > 1) {
+    split_kv.slices = static_cast<int>(std::clamp<int64_t>(room / slice_elements(problem), 1, split_kv.slices));
   }
-  return {few, is_tiny(problem, few)};
+  return {split_kv, is_single_tile(problem, split_kv)};
 }
 
 int64_t bias_planes(const Problem& p) {
@@ -130,8 +130,8 @@ int shares_of_groups(const Problem& p, bool common, int64_t room) {
   return static_cast<int>(best);
 }
 
-FewPlan plan_few(const Problem& p) {
-  const char* wanted_at_all = std::getenv("JAX_FLASH_FEW_QUERIES");
+SplitKvPlan plan_split_kv(const Problem& p) {
+  const char* wanted_at_all = std::getenv("JAX_FLASH_SPLIT_KV");
   if (wanted_at_all && std::string(wanted_at_all) == "0") return {0, 1};
   const bool documents = p.options.has_cu_q_lengths;
   const int64_t group = documents ? 1 : p.q_heads / p.kv_heads, sets = int64_t{p.batch} * (p.q_heads / group);
@@ -150,10 +150,10 @@ FewPlan plan_few(const Problem& p) {
   return {block, static_cast<int>(std::clamp<int64_t>(slices, 1, kMostSlices))};
 }
 
-bool is_tiny(const Problem& p) { return is_tiny(p, plan_few(p)); }
+bool is_single_tile(const Problem& p) { return is_single_tile(p, plan_split_kv(p)); }
 
 int64_t forward_scratch(DType, const Problem& p) {
-  const int slices = plan_few(p).slices;
+  const int slices = plan_split_kv(p).slices;
   return slices == 1 ? 0 : slices * slice_elements(p);
 }
 

@@ -196,7 +196,7 @@ def wrong(row: TunedRow, gpu: jax.Device) -> str:
             q_heads=4,
             kv_heads=2,
             head_dim=row.head_dim,
-            batch=5,  # few enough queries would be served by another pass
+            batch=5,  # with fewer, split-KV would serve the call
             causal=causal,
             q_offset=None if causal else 0,
             deterministic_backward=row.pass_ == "backward_dq",

@@ -1,5 +1,5 @@
-// Forward for problems so small that a call takes as long as one block from its first line to its last: a few hundred
-// instructions, none of them twice, since each comes from afar, and as few trips to memory as can be.
+// Single-tile forward, for problems so small that a call takes as long as one block from its first line to its last: a
+// few hundred instructions, none of them twice, since each comes from afar, and as few trips to memory as can be.
 //
 // A warp has 16 keys and 16 columns of values. It takes its fragments of query, key and value straight from global
 // memory, gives the weights of its keys to the others, and adds up what all have for its columns. All in one order, so
@@ -21,7 +21,7 @@ struct SharedStorage {
   float2 statistics[warps][16];
 };
 
-extern "C" __constant__ KernelTraits jax_flash_forward_tiny_traits = {
+extern "C" __constant__ KernelTraits jax_flash_forward_single_tile_traits = {
     .threads = threads,
     .block_rows = block_q,
     .shared_bytes = sizeof(SharedStorage),
@@ -74,7 +74,7 @@ JAX_FLASH_DEVICE int quotient(int x, int by) {
 }
 
 extern "C" __global__ void __launch_bounds__(threads, min_blocks)
-    jax_flash_forward_tiny(const __grid_constant__ Problem problem) {
+    jax_flash_forward_single_tile(const __grid_constant__ Problem problem) {
   extern __shared__ __align__(128) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
 

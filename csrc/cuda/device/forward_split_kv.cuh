@@ -1,5 +1,5 @@
-// Forward for few queries (decoding, short prompts, small problems), by mma.sync, for every family whose mma.cuh is
-// included before: keys are split, over the teams of a block and over blocks ("flash decoding", Dao et al. 2023).
+// Split-KV forward ("flash decoding", Dao et al. 2023) for decoding, short prompts and small problems, by mma.sync, for
+// every family whose mma.cuh is included before: the keys are split over the teams of a block and over blocks.
 //
 // A block owns block_q rows, and a slice of the keys of one head. Query heads that share a key head share its tiles:
 // the rows of a block are pairs of query and head, heads fastest. A team of a warp for each 16 rows owns all of them,
@@ -68,7 +68,7 @@ struct ClusterStorage {
   static constexpr int given = block_q * (value_head_dim * static_cast<int>(sizeof(float)) + 8);  // bytes, in all
 };
 
-extern "C" __constant__ KernelTraits jax_flash_forward_few_traits = {
+extern "C" __constant__ KernelTraits jax_flash_forward_split_kv_traits = {
     .threads = threads,
     .block_rows = block_q,
     .shared_bytes = sizeof(SharedStorage),
@@ -146,7 +146,7 @@ struct Block {
   int slice;
   u32 inverse;  // of `heads`, in units of 2^-32, rounded up
 
-  // Exact where x * heads is below 2^32, which plan_few sees to by far.
+  // Exact where x * heads is below 2^32, which plan_split_kv sees to by far.
   __device__ __forceinline__ int row_of(int r) const {
     return heads == 1 ? first + r : static_cast<int>(__umulhi(first + r, inverse));
   }
@@ -202,7 +202,7 @@ JAX_FLASH_DEVICE void drop_row(const Dropout& dropout, FragmentC (&weights)[tile
 using KLoad = TileLoad<KTile, head_dim, team_threads, short_code>;
 using VLoad = TileLoad<VTile, value_head_dim, team_threads, short_code>;
 
-struct FewForward {
+struct SplitKvForward {
   const Problem& problem;
   TeamStorage& shared;
   const Part& part;
@@ -365,7 +365,7 @@ JAX_FLASH_DEVICE SegmentRange segments_of_rows(const Problem& problem, int batch
 }
 
 // Puts together what the teams have, in eights of columns: where what comes from global memory takes registers.
-JAX_FLASH_DEVICE void finish_eights(const Problem& problem, const Block& block, const FewForward& forward,
+JAX_FLASH_DEVICE void finish_eights(const Problem& problem, const Block& block, const SplitKvForward& forward,
                                     SharedStorage& shared) {
   const Part& part = block.part;
   const bool whole = problem.kv_slices == 1;
@@ -424,7 +424,7 @@ JAX_FLASH_DEVICE void for_fours(int first_column, const Do& doing) {
 }
 
 extern "C" __global__ void __launch_bounds__(threads, min_blocks)
-    jax_flash_forward_few(const __grid_constant__ Problem problem) {
+    jax_flash_forward_split_kv(const __grid_constant__ Problem problem) {
   extern __shared__ __align__(128) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
 
@@ -447,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const float scale = scale_of(problem, block.batch) * unscales.query * unscales.key;
 
   TeamStorage& storage = shared.team[team];
-  FewForward forward{
+  SplitKvForward forward{
       problem,
       storage,
       part,
