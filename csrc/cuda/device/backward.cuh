@@ -17,8 +17,8 @@
 // block, dS always passes through shared memory.
 #pragma once
 
-#include "cuda/device/again.cuh"
 #include "cuda/device/backward_block.cuh"
+#include "cuda/device/opaque.cuh"
 #include "cuda/device/score_rows.cuh"
 
 namespace jax_flash {
@@ -173,8 +173,8 @@ struct Backward {
   RowsLoad load;
 
   __device__ __forceinline__ void find_lane() {
-    warp = thread_again() / 32;
-    lane = Lanes::of(thread_again());
+    warp = reread_thread_index() / 32;
+    lane = Lanes::of(reread_thread_index());
     key_row = key_row_of(warp);
     member = member_of(warp);
   }
@@ -647,9 +647,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     __syncthreads();  // everybody is done with K and V
   }
 
-  // Where the loop takes all registers there are, nothing else is kept in them.
+  // Where the loop takes all registers, the place is re-read here rather than kept across it.
   if constexpr (loads_take_registers) {
-    place = place_of(problem, block_again());
+    place = place_of(problem, reread_block_index());
     backward.first_key = place.first_key;
     backward.find_lane();
   }

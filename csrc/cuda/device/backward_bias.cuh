@@ -9,7 +9,7 @@
 // other; with one they take turns in the same place.
 #pragma once
 
-#include "cuda/device/again.cuh"
+#include "cuda/device/opaque.cuh"
 #include "cuda/device/score_rows.cuh"
 
 namespace jax_flash {
@@ -58,8 +58,8 @@ struct BackwardBias {
   }
 
   __device__ __forceinline__ void find_lane() {
-    warp = thread_again() / 32;
-    lane = Lanes::of(thread_again());
+    warp = reread_thread_index() / 32;
+    lane = Lanes::of(reread_thread_index());
   }
 
   // Goes on from `batch` to the next batch entry that keeps pairs of the tile; false when there is none.

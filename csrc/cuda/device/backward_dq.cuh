@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   // Where the loop takes all registers there are, nothing else is kept in them. Of arrays in two parts more would be
   // spilled (head_dim 256: 432 bytes in place of 184).
   if constexpr (loads_take_registers || parts == 1) {
-    place = place_of(problem, block_again());
+    place = place_of(problem, reread_block_index());
     backward.first_row = place.first_row;
     backward.find_lane();
   }

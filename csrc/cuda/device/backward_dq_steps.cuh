@@ -1,5 +1,5 @@
 // The steps of dQ alone over tiles of keys, for every family whose mma.cuh is included before; sm80 has its own way for
-// most calls, woven_dq.cuh.
+// most calls, interleaved_dq.cuh.
 //
 // A block owns block_q rows of one query head, as forward does, and walks over the keys. With
 //   dP = dO V^T,  S = Q K^T,  P = exp(scale S - lse),  dS = P * (dP - delta)
@@ -23,13 +23,13 @@ constexpr bool early_v = !loads_take_registers || step_registers <= 160;
 // has none. Of arrays in two parts the exponent has no place for another summand.
 constexpr bool weights_have_factor = with_dropout_rate && parts == 1;
 
-// Where copies need no registers and there is room for two tiles of K: see sm80/woven_dq.cuh.
-constexpr bool woven = !loads_take_registers && stages == 2 && parts == 1 && !with_dropout_rate && !with_softcap;
+// Where copies need no registers and there is room for two tiles of K: see sm80/interleaved_dq.cuh.
+constexpr bool interleaved = !loads_take_registers && stages == 2 && parts == 1 && !with_dropout_rate && !with_softcap;
 
 struct SharedStorage {
   char q[QTile::bytes];  // and dQ, at the end, unless it is stored from registers
   char dout[OutTile::bytes];
-  char k[(woven ? 2 : 1) * KTile::bytes];
+  char k[(interleaved ? 2 : 1) * KTile::bytes];
   char v[VTile::bytes];
 };
 
@@ -62,8 +62,8 @@ struct BackwardDq : KeyWalk<SharedStorage> {
   float deltas[row_tiles][2];
 
   __device__ __forceinline__ void find_lane() {
-    warp = thread_again() / 32;
-    lane = Lanes::of(thread_again());
+    warp = reread_thread_index() / 32;
+    lane = Lanes::of(reread_thread_index());
   }
 
   __device__ __forceinline__ void load_statistics(const float* lse, const float* delta) {

@@ -62,12 +62,12 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   if (tile >= tiles.begin) forward.begin_tiles();
   walk(forward, tile, tiles, segments);
 
-  // Where the loop takes all registers there are, nothing else is kept in them.
+  // Where the loop takes all registers, the place and lane are re-read here rather than kept across it.
   if constexpr (loads_take_registers) {
-    place = place_of(problem, block_again());
+    place = place_of(problem, reread_block_index());
     forward.first_row = place.first_row;
-    forward.warp = thread_again() / 32;
-    forward.lane = Lanes::of(thread_again());
+    forward.warp = reread_thread_index() / 32;
+    forward.lane = Lanes::of(reread_thread_index());
   }
   forward.finish(place);
 }

@@ -1,5 +1,5 @@
 // The steps of the forward over tiles of keys, for every family whose mma.cuh is included before; sm80 has its own way
-// for most calls, woven_steps.cuh.
+// for most calls, interleaved_steps.cuh.
 //
 // A block owns block_q rows of one query head; each warp owns 16 * row_tiles of them, with their accumulators in
 // registers. K and V tiles have one buffer each: V is on its way while Q K^T is computed, the next K while softmax and
@@ -74,8 +74,8 @@ struct Forward : KeyWalk<SharedStorage> {
     if constexpr (early_v) start_v<!masked>(tile);
 
     if constexpr (!early_v) {
-      q_reader.first = fresh(q_reader.first);
-      k_reader.first = fresh(k_reader.first);
+      q_reader.first = opaque(q_reader.first);
+      k_reader.first = opaque(k_reader.first);
     }
     Mma::multiply_rows<head_dim>(scores, q_reader, k_reader);
     if constexpr (early_v) change_tiles<!masked>(next);
@@ -166,7 +166,7 @@ struct Forward : KeyWalk<SharedStorage> {
           }
           return Mma::operand(scores[m], kk);
         },
-        VReader(early_v ? v_tile : fresh(v_tile), lane));
+        VReader(early_v ? v_tile : opaque(v_tile), lane));
   }
 
   // A template, so that families that store from registers need none of the way through shared memory.

@@ -3,7 +3,7 @@
 // the first, so that the tiles to mask come first and the bare loop has no test in it.
 #pragma once
 
-#include "cuda/device/again.cuh"
+#include "cuda/device/opaque.cuh"
 #include "cuda/device/schedule.cuh"
 #include "cuda/device/score_rows.cuh"
 

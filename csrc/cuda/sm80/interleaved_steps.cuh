@@ -1,21 +1,21 @@
-// A step of the forward as one line of instructions, which no branch divides but that for a maximum that is outgrown:
-// the assembler puts nothing in order beyond a branch. Two warps share a partition of a multiprocessor here, so what
-// one of them waits for is not hidden by others.
+// A step of the forward whose softmax and loads are interleaved with its MMAs, without branches but the one for a
+// maximum that is outgrown: the assembler schedules no instruction across a branch. Only two warps share a partition of
+// a multiprocessor here, so other warps do not hide the latency of one.
 #pragma once
 
 #include "cuda/device/forward_steps.cuh"
 
 namespace jax_flash {
 
-constexpr bool woven = late_weights && parts == 1;
+constexpr bool interleaved = late_weights && parts == 1;
 
 // So many steps of Q's fragments stay in registers: what the accumulators of 16 rows a warp leave, and options do not
 // take. At head_dim 256 shared memory is read nearly all of the time, and Q is a ninth of what is read.
 constexpr int accumulators = row_tiles * (tile_value_head_dim + block_kv) / 2;
-constexpr bool keeps_q = woven && row_tiles == 1 && !modifies_scores && !has_mask && !irregular && !has_unscales;
+constexpr bool keeps_q = interleaved && row_tiles == 1 && !modifies_scores && !has_mask && !irregular && !has_unscales;
 constexpr int kept_steps = keeps_q ? at_most(ceil_div(head_dim, Mma::depth), at_least(0, (192 - accumulators) / 4)) : 0;
 
-struct WovenForward : Forward {
+struct InterleavedForward : Forward {
   Mma::FragmentA q_kept[at_least(1, kept_steps)][row_tiles];
 
   __device__ __forceinline__ void begin_rows() {
@@ -94,11 +94,11 @@ struct WovenForward : Forward {
     }
   }
 
-  // Takes in the maxima of a warp's rows if one of them has been outgrown, and then calls `again`. That is seldom but
-  // for the first tile; until then each lane looks at its own scores only.
-  template <typename Again>
-  __device__ __forceinline__ void take_in_maxima(const FragmentC (&scores)[row_tiles][block_kv / 8],
-                                                 const Again& again) {
+  // Updates the maxima of a warp's rows if one of them has been outgrown, and then calls `reweigh`. That is rare after
+  // the first tile; until then each lane looks at its own scores only.
+  template <typename Reweigh>
+  __device__ __forceinline__ void update_maxima(const FragmentC (&scores)[row_tiles][block_kv / 8],
+                                                const Reweigh& reweigh) {
     float maxima[row_tiles][2];
     bool outgrown = false;
 #pragma unroll
@@ -130,7 +130,7 @@ struct WovenForward : Forward {
         }
       }
     }
-    again();
+    reweigh();
   }
 
   // The i-th of 8 scores that a lane has of 16 rows and 16 keys: four of each half of the rows.
@@ -154,7 +154,7 @@ struct WovenForward : Forward {
       for (int i = 0; i < weights; ++i) first[i] = weigh(score_of(scores[i / 8], 0, i % 8), i / 8, i / 4 % 2);
     };
     weigh_first();
-    take_in_maxima(scores, weigh_first);
+    update_maxima(scores, weigh_first);
 #pragma unroll
     for (int i = 0; i < weights; ++i) {
       score_of(scores[i / 8], 0, i % 8) = first[i];
@@ -205,6 +205,6 @@ struct WovenForward : Forward {
   }
 };
 
-using Steps = Select<woven, WovenForward, Forward>::type;
+using Steps = Select<interleaved, InterleavedForward, Forward>::type;
 
 }  // namespace jax_flash

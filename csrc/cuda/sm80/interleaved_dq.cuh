@@ -1,14 +1,13 @@
-// A step of dQ alone as one line of instructions without branches, as woven_steps.cuh has it for the forward. Here S
-// comes first, so that its exponentials are computed among the products of dP; dS = P * (dP - delta) is, among those of
-// dS K. K is wanted at both ends of a step, so there are two tiles of it: the next is on its way from dP on, V during
-// S.
+// A step of the pass for dQ, interleaved and without branches as interleaved_steps.cuh is for the forward. Here S comes
+// first, so that its exponentials are computed among the MMAs of dP, and dS = P * (dP - delta) among those of dS K. K
+// is wanted at both ends of a step, so there are two tiles of it: the next is on its way from dP on, V during S.
 #pragma once
 
 #include "cuda/device/backward_dq_steps.cuh"
 
 namespace jax_flash {
 
-struct WovenDq : BackwardDq {
+struct InterleavedDq : BackwardDq {
   u32 k_tile;  // of this step, in shared memory
 
   __device__ __forceinline__ void begin(int tile) {
@@ -154,6 +153,6 @@ struct WovenDq : BackwardDq {
   }
 };
 
-using Steps = Select<woven, WovenDq, BackwardDq>::type;
+using Steps = Select<interleaved, InterleavedDq, BackwardDq>::type;
 
 }  // namespace jax_flash
