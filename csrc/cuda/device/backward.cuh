@@ -635,7 +635,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
         const bool last_tile = following >= tiles.end;
         const int next_head = head + last_tile;
         const int next_tile = !last_tile ? following : head < last_head ? tiles.begin : -1;
-        if (tiles.bare(tile) && segments.uniform(tile)) {
+        if (tiles.is_full(tile) && segments.uniform(tile)) {
           backward.step<false>(head, tile, stage, next_head, next_tile);
         } else {
           backward.step<true>(head, tile, stage, next_head, next_tile);

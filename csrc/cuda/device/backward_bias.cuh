@@ -48,7 +48,7 @@ struct BackwardBias {
   int first_head, end_head;  // that share the plane, and batch entries
   int batch, end_batch;
   int head;
-  bool bare;  // in this batch entry all pairs of the tile are kept
+  bool full;  // in this batch entry all pairs of the tile are kept
   int warp, lane;
   FragmentC sum[row_tiles][block_kv / 8];
 
@@ -72,7 +72,7 @@ struct BackwardBias {
           in_segments ? segment_range<block_q>(problem.q_segment_ranges, batch, problem.q_length, first_row)
                       : SegmentRange{0, 0}};
       if (tile < tiles.begin || tile >= tiles.end || !segments.visits(tile)) continue;
-      bare = tiles.bare(tile) && segments.uniform(tile);
+      full = tiles.is_full(tile) && segments.uniform(tile);
       return true;
     }
     return false;
@@ -144,7 +144,7 @@ struct BackwardBias {
         deltas[m][half] = valid ? static_cast<const float*>(problem.delta)[first_statistic + row] : 0.f;
       }
     }
-    const bool all_kept = bare;
+    const bool all_kept = full;
     bool more;
     if constexpr (stages == 2) {
       more = advance();

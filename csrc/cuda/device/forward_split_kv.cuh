@@ -522,7 +522,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   if (alone && team > 0) return;
   while (tile >= 0) {
     const int next = next_from(tile + 1);
-    if (tiles.bare(tile) && segments.uniform(tile)) {
+    if (tiles.is_full(tile) && segments.uniform(tile)) {
       forward.step<false>(tile, next);
     } else {
       forward.step<true>(tile, next);

@@ -3,8 +3,8 @@
 //
 // A block owns block_q rows of one query head; each warp owns 16 * row_tiles of them, with their accumulators in
 // registers. K and V tiles have one buffer each: V is on its way while Q K^T is computed, the next K while softmax and
-// P V are. Keys are walked from the last to the first, so that the tiles to mask come first and the bare loop has no
-// test in it.
+// P V are. Keys are walked from the last to the first, so that the tiles to mask come first and the loop over full
+// tiles has no test in it.
 #pragma once
 
 #include "cuda/device/key_walk.cuh"

@@ -1,6 +1,6 @@
 // What passes share whose blocks own block_q rows of one query head and walk over the keys, block_kv at a time, for
 // every family whose mma.cuh is included before. K and V tiles have one buffer each. Keys are walked from the last to
-// the first, so that the tiles to mask come first and the bare loop has no test in it.
+// the first, so that the tiles to mask come first and the loop over full tiles has no test in it.
 #pragma once
 
 #include "cuda/device/opaque.cuh"
@@ -16,7 +16,7 @@ using KTile = Tile<block_kv, parts * tile_head_dim>;
 using VTile = Tile<block_kv, parts * tile_value_head_dim>;
 using KLoad = TileLoad<KTile, head_dim, threads>;
 using VLoad = TileLoad<VTile, value_head_dim, threads>;
-// With these the tiles to visit, or the bare ones among them, are not one range up to the end.
+// With these the tiles to visit, or the full tiles among them, are not one range up to the end.
 constexpr bool irregular = bounded_left || in_segments;
 
 // The state of a walk; `Shared` holds what is in shared memory, k and v among it.
@@ -74,9 +74,9 @@ JAX_FLASH_DEVICE void walk(Steps& steps, int tile, const TileRange& tiles, const
     while (tile >= tiles.begin) {
       int next = tile - 1;
       while (next >= tiles.begin && !segments.visits(next)) --next;
-      const bool bare = tiles.bare(tile) && segments.uniform(tile);
+      const bool full = tiles.is_full(tile) && segments.uniform(tile);
       const int wanted = next >= tiles.begin ? next : -1;
-      if (bare) {
+      if (full) {
         steps.template step<false>(tile, wanted);
       } else {
         steps.template step<true>(tile, wanted);
@@ -84,7 +84,7 @@ JAX_FLASH_DEVICE void walk(Steps& steps, int tile, const TileRange& tiles, const
       tile = next;
     }
   } else {
-    for (; tile >= tiles.bare_end; --tile) steps.template step<true>(tile, tile - 1);
+    for (; tile >= tiles.full_end; --tile) steps.template step<true>(tile, tile - 1);
     for (; tile >= 0; --tile) steps.template step<false>(tile, tile - 1);
   }
 }

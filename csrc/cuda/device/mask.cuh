@@ -43,32 +43,32 @@ JAX_FLASH_DEVICE bool in_band(const Band& band, int row, int column) {
   return (!bounded_left || column >= row + band.low) && (!bounded_right || column <= row + band.high);
 }
 
-// Tiles [begin, end) hold all pairs that are kept; those of [bare_begin, bare_end) keep all their pairs, as far as
+// Tiles [begin, end) hold all pairs that are kept; those of [full_begin, full_end) keep all their pairs, as far as
 // `mask` and the segments let them. Every range is canonical, 0 <= begin <= end <= tiles, the empty ones too, so that
-// it may be walked from either end, trimmed, and its tiles counted. The bare tiles are some of it, or none: then
-// bare_begin and bare_end may be anything with bare_begin >= bare_end.
+// it may be walked from either end, trimmed, and its tiles counted. The full tiles are some of it, or none: then
+// full_begin and full_end may be anything with full_begin >= full_end.
 struct TileRange {
   int begin;
   int end;
-  int bare_begin;
-  int bare_end;
+  int full_begin;
+  int full_end;
 
-  __device__ __forceinline__ bool bare(int tile) const { return tile >= bare_begin && tile < bare_end; }
+  __device__ __forceinline__ bool is_full(int tile) const { return tile >= full_begin && tile < full_end; }
   __device__ __forceinline__ bool canonical(int tiles) const {
     return 0 <= begin && begin <= end && end <= tiles &&
-           (bare_begin >= bare_end || (begin <= bare_begin && bare_end <= end));
+           (full_begin >= full_end || (begin <= full_begin && full_end <= end));
   }
 };
 
-// Tiles of the positions [first_any, last_any], the bare ones inside [first_all, last_all], all in [0, length). Unless
+// Tiles of the positions [first_any, last_any], the full tiles inside [first_all, last_all], all in [0, length). Unless
 // it `starts_at_0`, as the compiler doesn't find out, the first position may lie beyond the last and beyond the length.
 template <int tile, bool starts_at_0>
 JAX_FLASH_DEVICE TileRange tile_range(int first_any, int last_any, int first_all, int last_all, int length) {
   const int begin = at_least(0, first_any) / tile;
   const int end = ceil_div(at_least(0, at_most(length, last_any + 1)), tile);
-  const int bare_begin = ceil_div(at_least(0, first_all), tile);
-  const int bare_end = at_least(0, at_most(length, last_all + 1)) / tile;
-  const TileRange range{starts_at_0 ? 0 : at_most(begin, end), end, bare_begin, bare_end};
+  const int full_begin = ceil_div(at_least(0, first_all), tile);
+  const int full_end = at_least(0, at_most(length, last_all + 1)) / tile;
+  const TileRange range{starts_at_0 ? 0 : at_most(begin, end), end, full_begin, full_end};
   JAX_FLASH_ASSERT(range.canonical(ceil_div(at_least(0, length), tile)), "a range of tiles that is not canonical");
   return range;
 }
@@ -95,8 +95,8 @@ JAX_FLASH_DEVICE TileRange row_tiles_of(const Band& band, const Part& part, int 
       bounded_right ? column - band.high : 0, bounded_left ? last_column - band.low : length - 1,
       bounded_right ? end - band.high : 0, bounded_left ? column - band.low : length - 1, length);
   // Rows beyond the end add nothing to any sum.
-  if (!bounded_left) range.bare_end = range.end;
-  if (end >= part.kv.length) range.bare_begin = range.bare_end = range.end;
+  if (!bounded_left) range.full_end = range.end;
+  if (end >= part.kv.length) range.full_begin = range.full_end = range.end;
   JAX_FLASH_ASSERT(range.canonical(ceil_div(length, tile)), "a range of tiles that is not canonical");
   return range;
 }

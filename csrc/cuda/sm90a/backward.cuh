@@ -231,7 +231,7 @@ struct Backward {
         wgmma_wait<0>();
       }
       hold(s[j]);
-      weights.weigh(s[j], derivatives, at, bare(at, j), shared.anchors[stage], j * row_of_tiles);
+      weights.weigh(s[j], derivatives, at, is_full(at, j), shared.anchors[stage], j * row_of_tiles);
       if (j > 0) take_back(ds_operand[j - 1]);
       if (j > 0 || !dp_with_s) start_dp(dp[j], stage, j);
       round_kept(p_operand[j], s[j]);
@@ -275,8 +275,8 @@ struct Backward {
   __device__ __forceinline__ TileRange rows_of(int j) const {
     return row_tiles_of<block_q>(block.band, block.place.part, block.place.first_key + j * row_of_tiles, row_of_tiles);
   }
-  __device__ __forceinline__ bool bare(const Walk& at, int j) const {
-    return tiles_of_keys == 1 ? block.bare(at) : rows_of(j).bare(at.tile);
+  __device__ __forceinline__ bool is_full(const Walk& at, int j) const {
+    return tiles_of_keys == 1 ? block.is_full(at) : rows_of(j).is_full(at.tile);
   }
 
   __device__ __forceinline__ void run() {

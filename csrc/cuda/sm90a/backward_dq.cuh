@@ -220,7 +220,7 @@ struct BackwardDq {
   }
 
   // One tile of keys; dQ of the tile before is under way.
-  __device__ __forceinline__ void step(int tile, bool first, bool bare) {
+  __device__ __forceinline__ void step(int tile, bool first, bool full) {
     FragmentC s[block_kv / 8], dp[block_kv / 8];  // S and then P, dP and then dS
     const char* k = shared.k[k_ring.stage];
     const char* v = shared.v[v_ring.stage];
@@ -233,7 +233,7 @@ struct BackwardDq {
     start<OutSlabs, VSlabs>(dp, shared.dout, v);
     wgmma_wait<1>();  // S
     hold(s);
-    if (bare) {
+    if (full) {
       weigh<false>(s, tile);
     } else {
       weigh<true>(s, tile);
@@ -267,7 +267,7 @@ struct BackwardDq {
     // What this warpgroup's rows keep of the tiles.
     const TileRange own =
         key_tiles_of<block_kv>(rows.keep.band, block.place.part, block.place.first_row + group * 64, 64);
-    const auto bare = [&](int tile) { return own.bare(tile) && block.segments.uniform(tile); };
+    const auto is_full = [&](int tile) { return own.is_full(tile) && block.segments.uniform(tile); };
     int tile = block.first();
     for (; tile >= at_least(own.end, block.tiles.begin); tile = block.after(tile)) skip();
     const int last = at_least(own.begin, block.tiles.begin);
@@ -276,7 +276,7 @@ struct BackwardDq {
       barrier_wait(shared_address(&shared.dout_full), 0);
 #pragma unroll
       for (auto& a : operand) a[0] = a[1] = a[2] = a[3] = 0;
-      for (const int first = tile; tile >= last; tile = block.after(tile)) step(tile, tile == first, bare(tile));
+      for (const int first = tile; tile >= last; tile = block.after(tile)) step(tile, tile == first, is_full(tile));
       wgmma_wait<0>();
       hold(dq);
       arrive(shared.k_empty[(k_ring.stage + stages - 1) % stages]);

@@ -69,8 +69,8 @@ struct Block {
   }
   __device__ __forceinline__ Walk first() const { return {first_head, tiles.begin}; }
   __device__ __forceinline__ bool idle() const { return tiles.begin >= tiles.end; }
-  __device__ __forceinline__ bool bare(const Walk& at) const {
-    return tiles.bare(at.tile) && segments.uniform(at.tile);
+  __device__ __forceinline__ bool is_full(const Walk& at) const {
+    return tiles.is_full(at.tile) && segments.uniform(at.tile);
   }
 };
 
@@ -228,9 +228,9 @@ struct Weights {
 
   // Scores of the keys `beyond` first_key and on become weights. With softcap, its derivatives are to be multiplied
   // with dS^T.
-  __device__ __forceinline__ void weigh(Scores64& s, FragmentC* derivatives, const Walk& at, bool bare,
+  __device__ __forceinline__ void weigh(Scores64& s, FragmentC* derivatives, const Walk& at, bool full,
                                         const float* anchors, int beyond = 0) const {
-    if (bare) {
+    if (full) {
       weigh<false>(s, derivatives, at, anchors, first_key + beyond);
     } else {
       weigh<true>(s, derivatives, at, anchors, first_key + beyond);

@@ -146,7 +146,7 @@ struct Half {
       score_product<KSlabs, QSlabs>(s, shared.k, shared.q[stage]);
       wgmma_wait<0>();
       hold(s);
-      weights.weigh(s, derivatives, at, block.bare(at), shared.anchors[stage]);
+      weights.weigh(s, derivatives, at, block.is_full(at), shared.anchors[stage]);
       arrive(shared.q_empty[stage]);
       barrier_wait(shared_address(&shared.p_empty[warp]), parity ^ 1);
 #pragma unroll

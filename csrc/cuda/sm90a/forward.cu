@@ -4,7 +4,7 @@
 // Two things run side by side: in a warpgroup, the softmax of one tile of keys and the product of the weights of the
 // tile before with V; and the softmax of one warpgroup and the products of another, by turns. Blocks stay on their
 // multiprocessor and walk over the items of work, so that an item's first tiles are there when it begins. Keys are
-// walked from the last to the first: the tiles to mask come first, and the bare loop has no test in it.
+// walked from the last to the first: the tiles to mask come first, and the loop over full tiles has no test in it.
 #include "cuda/sm90a/mma.cuh"
 //
 #include "cuda/device/place.cuh"
@@ -28,7 +28,7 @@ constexpr int consumer_registers = consumers == 3 ? (producer_searches ? 152 : 1
 using QSlabs = Slabs<block_q, head_dim>;
 using KSlabs = Slabs<block_kv, head_dim>;
 using VSlabs = Slabs<block_kv, value_head_dim>;
-// With these the tiles to visit, or the bare ones among them, are not one range up to the end.
+// With these the tiles to visit, or the full tiles among them, are not one range up to the end.
 constexpr bool irregular = bounded_left || in_segments;
 // Where keys past the end stand in the same array as those before it, V may hold anything there.
 constexpr bool ragged = has_kv_lengths || packed;
@@ -419,7 +419,9 @@ struct Consumer {
     const KeyTiles keys(problem, scope.item);
     // What this warpgroup's rows keep of them.
     const TileRange own = key_tiles_of<block_kv>(scope.rows.keep.band, place.part, place.first_row + number * 64, 64);
-    const auto bare = [&](int i) { return irregular ? own.bare(i) && keys.segments.uniform(i) : i < own.bare_end; };
+    const auto is_full = [&](int i) {
+      return irregular ? own.is_full(i) && keys.segments.uniform(i) : i < own.full_end;
+    };
     int tile = keys.last(), next;
     while (tile >= at_least(own.end, keys.range.begin)) {
       skip();
@@ -429,21 +431,21 @@ struct Consumer {
       if (scope.item.has_keys()) release(shared.q_empty);
       return clear(scope);
     }
-    if (bare(tile)) {
+    if (is_full(tile)) {
       begin<false>(scope, tile);
     } else {
       begin<true>(scope, tile);
     }
     if constexpr (irregular) {
       for (; (next = keys.before(tile)) >= keys.range.begin; tile = next) {
-        if (bare(next)) {
+        if (is_full(next)) {
           step<false>(scope, next, tile);
         } else {
           step<true>(scope, next, tile);
         }
       }
     } else {
-      for (; tile > own.bare_end; --tile) step<true>(scope, tile - 1, tile);
+      for (; tile > own.full_end; --tile) step<true>(scope, tile - 1, tile);
       for (; tile > 0; --tile) step<false>(scope, tile - 1, tile);
     }
     release(shared.q_empty);
