@@ -25,7 +25,7 @@
 #define JAX_FLASH_OPTIONS(CONSTANT, VALUE, FEATURE, OPERAND, TRAINABLE)                                             \
   /* keep key position <= query position */                                                                         \
   CONSTANT(bool, causal)                                                                                            \
-  /* float32 products at float32 accuracy rather than TF32's; false for other dtypes. With unscales: the float16 */ \
+  /* float32 products at float32 accuracy rather than TF32's; false for other dtypes. With descale: the float16 */  \
   /* arrays have two parts, side by side in every row */                                                            \
   CONSTANT(bool, highest_precision)                                                                                 \
   /* bias is float32 (float64 for float64 inputs) whatever the query's dtype; else it has that one */               \
@@ -67,7 +67,7 @@
   OPERAND(unsigned, dropout_seeds, "bdn2")                                                                          \
   /* factors that undo the scales of query, key, value and dout, float16 arrays that stand for float32 ones, and */ \
   /* the scale of dS; results are float32 then */                                                                   \
-  OPERAND(float, unscales, "bk5")                                                                                   \
+  OPERAND(float, descale, "bk5")                                                                                    \
   /* float32 (float64 for float64 inputs): exp(sink) joins the sum of exponentials */                               \
   OPERAND(void, sinks, "bn")                                                                                        \
   /* float32 (float64 for float64 inputs): scores become scores - slope * |query position - key position| */        \

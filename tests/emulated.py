@@ -159,7 +159,7 @@ TOLERANCE = {"out": 1.5, "lse": 0.02, "dq": 3.0, "dk": 3.0, "dv": 2.0, "dbias": 
 
 OPTIONS = (
     "causal", "window", "arrays", "q_offset", "lengths", "short_rows", "short_keys", "segments", "documents", "mask",
-    "bias", "bias_of_keys", "alibi", "softcap", "sinks", "dropout", "unscales", "deterministic",
+    "bias", "bias_of_keys", "alibi", "softcap", "sinks", "dropout", "descale", "deterministic",
 )  # fmt: skip
 
 
@@ -190,12 +190,10 @@ class Problem:
         documents = 1
         rows = np.ones((batch, q_length), bool)  # which are no padding
 
-        if "unscales" in options:
+        if "descale" in options:
             assert self.dtype == np.float16
             factors = 2.0 ** random.integers(-3, 4, (batch, kv_heads, 4))
-            self.arrays["unscales"] = np.concatenate(
-                [factors, np.full_like(factors[..., :1], 64)], -1, dtype=np.float32
-            )
+            self.arrays["descale"] = np.concatenate([factors, np.full_like(factors[..., :1], 64)], -1, dtype=np.float32)
             true_k, true_v = (x * factors[:, None, :, i, None] for i, x in ((1, true_k), (2, true_v)))
             by_query = np.repeat(factors, q_heads // kv_heads, axis=1)
             true_q, true_dout = (x * by_query[:, None, :, i, None] for i, x in ((0, true_q), (3, true_dout)))
@@ -302,7 +300,7 @@ class Problem:
         return ["dq", "dk", "dv", *(f"d{name}" for name in self.trainable)]
 
     def output(self, name: str) -> Guarded:
-        narrow = np.dtype(np.float32) if "unscales" in self.arrays else self.dtype
+        narrow = np.dtype(np.float32) if "descale" in self.arrays else self.dtype
         if name == "out":
             return Guarded(self.dout.shape, narrow)
         if name == "lse":

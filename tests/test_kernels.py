@@ -156,9 +156,9 @@ HOPPER_GATE = {
 nothing."""
 
 HOPPER_OPTIONS = [
-    (64, ["plain", "causal", "unscales", "scale", *GROUPED]),
-    (128, ["plain", "causal", "unscales"]),
-    (256, ["plain", "causal", "unscales", "bias", "mask", "dropout", "segments"]),
+    (64, ["plain", "causal", "descale", "scale", *GROUPED]),
+    (128, ["plain", "causal", "descale"]),
+    (256, ["plain", "causal", "descale", "bias", "mask", "dropout", "segments"]),
     (64, ["deterministic"]),
     (128, ["deterministic"]),
     *((head_dim, ["plain"]) for head_dim in (40, 96, 192)),
@@ -169,7 +169,7 @@ HOPPER_OPTIONS = [
 @pytest.fixture(scope="module")
 def hopper(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Mapping[str, Any]]]:
     """Kernels of sm90a, each with the name of its option."""
-    flags = {"plain": {}, "causal": {"causal": True}, "unscales": {"has_unscales": True}}
+    flags = {"plain": {}, "causal": {"causal": True}, "descale": {"has_descale": True}}
     flags["scale"] = {"has_traced_scale": True, "causal": True}
     on = flags | {"deterministic": {"deterministic": True}} | ON | GROUPED
     folder = tmp_path_factory.mktemp("hopper")
@@ -178,7 +178,7 @@ def hopper(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Mapping[
         rows = compiled(90, folder, dtypes=["float16"], head_dims=[head_dim], options=[on[name] for name in names])
         split = head_dim > 128 or names == ["deterministic"]
         # The forward has blocks of two sizes there.
-        sizes = dict.fromkeys(("plain", "causal", "unscales", "scale", "deterministic"), 2) if head_dim <= 64 else {}
+        sizes = dict.fromkeys(("plain", "causal", "descale", "scale", "deterministic"), 2) if head_dim <= 64 else {}
         forward = [name for name in names for _ in range(sizes.get(name, 1))]
         found += zip([*forward, *names * (2 if split else 1)], rows, strict=True)
     return found
@@ -200,7 +200,7 @@ def test_gates_of_hopper(hopper: list[tuple[str, Mapping[str, Any]]]) -> None:
 @pytest.mark.parametrize("precision", FLOAT32_GATE)
 @pytest.mark.parametrize("arch", [80, 86])
 def test_gates_of_float32(arch: int, precision: str, tmp_path: pathlib.Path) -> None:
-    options = [{"has_unscales": True, "highest_precision": precision == "highest"}]
+    options = [{"has_descale": True, "highest_precision": precision == "highest"}]
     head_dims = {("default", 80): [64, 128, 256], ("highest", 80): [64, 128, 256], ("default", 86): [128, 256]}
     rows = compiled(
         arch, tmp_path, dtypes=["float16"], head_dims=head_dims.get((precision, arch), [128]), options=options
@@ -240,7 +240,7 @@ print(json.dumps([_core.cuda_status()["nvrtc"][0], rows]))
 def test_gates_of_old_gpus(arch: int, nvrtc: str, tmp_path: pathlib.Path) -> None:
     """Nothing is spilled, whatever the option: what would spill with options has another row for calls without
     (`plain` in tiles.h). With the backward that is the default there, the one without atomic additions."""
-    plain = {"plain": {}, "scaled": {"causal": True, "has_unscales": True}}
+    plain = {"plain": {}, "scaled": {"causal": True, "has_descale": True}}
     heavy = {name: ON[name] for name in ("bias", "mask", "dropout")}
     of_head_dim: dict[int, dict[str, dict[str, Any]]] = {
         **{head_dim: {"plain": {}} for head_dim in (96, 160, 192)},
@@ -278,7 +278,7 @@ def test_gates_of_old_gpus(arch: int, nvrtc: str, tmp_path: pathlib.Path) -> Non
 @pytest.mark.parametrize(("arch", "dtype"), [(70, "float16"), (75, "float16"), (80, "bfloat16"), (86, "float16")])
 def test_gates_of_split_kv(arch: int, dtype: str, tmp_path: pathlib.Path) -> None:
     """Nothing is spilled, whatever the option, and each number of rows has its kernel."""
-    causal = {"causal": True, "has_unscales": arch < 80}
+    causal = {"causal": True, "has_descale": arch < 80}
     heavy = [causal, ON["bias"], ON["dropout"], ON["segments"]]
     tried: dict[int, dict[int, list[Any]]] = {
         80: {64: [causal], 128: [causal, *GROUPED.values()], 256: heavy},
@@ -340,7 +340,7 @@ def test_gates_of_shared_bias(arch: int, dtype: str, tmp_path: pathlib.Path) -> 
         256: [bias | on for on in ({}, heavy["window"], heavy["dropout"])],
     }
     for head_dim, options in variants.items():
-        two_parts = [bias | {"has_unscales": True, "highest_precision": True}] * (arch != 86)
+        two_parts = [bias | {"has_descale": True, "highest_precision": True}] * (arch != 86)
         if head_dim == 256 and arch < 80:
             two_parts = []
         on = {"dtypes": [dtype], "head_dims": [head_dim], "passes": ["backward_bias"]}
@@ -358,11 +358,11 @@ def test_what_kernels_are_not_for_is_refused(tmp_path: pathlib.Path) -> None:
     def build(arch: int, dtype: str, **options: bool) -> None:
         _core.build_kernels(arch=arch, out_dir=str(tmp_path), dtypes=[dtype], head_dims=[(64, 64)], options=[options])
 
-    with pytest.raises(ValueError, match="float32 comes as float16 with unscales"):
+    with pytest.raises(ValueError, match="float32 comes as float16 with descale"):
         build(80, "float32")
     with pytest.raises(ValueError, match="kernels of sm75 are for float16"):
         build(75, "bfloat16")
-    with pytest.raises(ValueError, match="two parts, which come with unscales"):
+    with pytest.raises(ValueError, match="two parts, which come with descale"):
         build(80, "float16", highest_precision=True)
 
 

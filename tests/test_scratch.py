@@ -30,7 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "documents": {"documents": 5, "has_cu_q_lengths": True, "has_cu_kv_lengths": True, "has_dalibi_slopes": True},
     "window": {"window_left": 100, "window_right": 0},
     "segments": {"has_q_segment_ids": True, "has_kv_segment_ids": True},
-    "limbs": {"has_unscales": True, "highest_precision": True},
+    "limbs": {"has_descale": True, "highest_precision": True},
 }
 LENGTHS = (1, 5, 63, 64, 65, 200, 480, 512, 1024, 1500, 4096, 33333)
 HEADS = ((1, 1), (2, 1), (8, 8), (8, 1), (32, 8), (32, 1), (12, 4), (133, 133))

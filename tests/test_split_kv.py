@@ -89,7 +89,7 @@ def test_scratch_holds_what_every_slice_has() -> None:
     assert scratch("cuda", 5, 32768) == slices * 3 * 8 * 5 * (128 + 2)
     assert scratch("cuda", 5, 512) == scratch("cpu", 5, 32768) == 0
     # A row of float32 in two parts has the columns of both.
-    halves = scratch("cuda", 5, 32768, has_unscales=True, highest_precision=True)
+    halves = scratch("cuda", 5, 32768, has_descale=True, highest_precision=True)
     assert halves == slices * 3 * 8 * 5 * (64 + 2)
 
 

@@ -112,7 +112,7 @@ Strides strides(const std::vector<int64_t>& sizes) {
   return {all[0], all[1], all[2], all[3]};
 }
 
-int parts_of(const Options& options) { return options.has_unscales && options.highest_precision ? 2 : 1; }
+int parts_of(const Options& options) { return options.has_descale && options.highest_precision ? 2 : 1; }
 
 Call decode(Platform platform, Pass pass, const Options& options, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   Call call{};
@@ -138,7 +138,7 @@ Call decode(Platform platform, Pass pass, const Options& options, ffi::Remaining
   const int parts = parts_of(options);
   p.head_dim /= parts;
   p.value_head_dim /= parts;
-  const ffi::DataType result_type = options.has_unscales ? ffi::DataType::F32 : type;
+  const ffi::DataType result_type = options.has_descale ? ffi::DataType::F32 : type;
   auto on_queries = [&](const ffi::AnyBuffer& buffer, int head_dim, ffi::DataType element, const char* name) {
     return tensor(buffer, p.batch, p.q_length, p.q_heads, head_dim, element, name);
   };

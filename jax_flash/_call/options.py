@@ -63,12 +63,12 @@ OPERANDS: dict[str, Operand] = {
     "kv_segment_ranges": Operand("bj2", ("int32",)),
     "mask": Operand("bnts", ("bool",), broadcast=True),
     "dropout_seeds": Operand("bdn2", ("uint32",)),
-    "unscales": Operand("bk5", ("float32",)),
+    "descale": Operand("bk5", ("float32",)),
     "sinks": Operand("bn", ("float32", "float64")),
     "alibi_slopes": Operand("bdn", ("float32", "float64"), trainable=True),
     "bias": Operand("bnts", ("float16", "bfloat16", "float32", "float64"), trainable=True, broadcast=True),
 }
-"""Each optional; what each means stands in csrc/options.h. sinks has a gradient too, one that needs no kernel; unscales
+"""Each optional; what each means stands in csrc/options.h. sinks has a gradient too, one that needs no kernel; descale
 is no option of attention() but comes with the float16 form of float32 arrays (_primitive/half.py)."""
 
 Operands = Mapping[str, jax.Array]

@@ -25,7 +25,7 @@ _BITS = 15  # the largest value lies in [2^14, 2^15)
 def scaled(
     options: Options, operands: Operands, query: jax.Array, key: jax.Array, value: jax.Array, *gradients: jax.Array
 ) -> tuple[list[jax.Array], jax.Array]:
-    """query, key, value in float16, with ``gradients`` = (dout, delta) also dout, and their unscales [B, K, 5].
+    """query, key, value in float16, with ``gradients`` = (dout, delta) also dout, and ``descale`` [B, K, 5].
 
     With ``highest_precision`` arrays have twice the columns: of the one part and of the other.
     """
@@ -42,22 +42,22 @@ def scaled(
         for (x, _), scale in zip(arrays, scales, strict=True)
     ]
     halves = [_two_parts(x) if options.highest_precision else x.astype(jnp.float16) for x in near]
-    unscales = [1 / scale for scale in scales]
+    descale = [1 / scale for scale in scales]
     if gradients:
         # |dS| = P |dP - delta|, and |dP| is at most that of a row of ones.
         delta = jnp.swapaxes(gradients[1], 1, 2)[..., None]
         if options.highest_precision:
             # Nearer: low parts of dS have fewer digits the smaller dS is against its bound.
-            norms = (_largest_norm(near[i], arrays[i][1], kv_heads) * unscales[i] for i in (2, 3))
+            norms = (_largest_norm(near[i], arrays[i][1], kv_heads) * descale[i] for i in (2, 3))
             dp = functools.reduce(jnp.multiply, norms)
         else:
             dp = value.shape[-1] * largest[3] * largest[2]
         if options.dropout_rate:
             dp = dp * dropout.factor(options.dropout_rate)
-        unscales.append(_power(dp + _largest(delta, rows, kv_heads)))
+        descale.append(_power(dp + _largest(delta, rows, kv_heads)))
     else:
-        unscales += [jnp.ones_like(unscales[0])] * 2
-    return halves, jnp.stack(unscales, axis=-1)
+        descale += [jnp.ones_like(descale[0])] * 2
+    return halves, jnp.stack(descale, axis=-1)
 
 
 def _largest(x: jax.Array, valid: jax.Array | None, kv_heads: int) -> jax.Array:

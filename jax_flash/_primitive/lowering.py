@@ -72,8 +72,8 @@ def _half_precision(
     gradients = (args[3], args[5]) if pass_ == "backward" else ()
     if "bias" in operands:
         operands["bias"] = operands["bias"].astype(jnp.float32)
-    halves, operands["unscales"] = half.scaled(params.options, operands, *args[:3], *gradients)
-    dims = {**dict(params.operands), "unscales": OPERANDS["unscales"].dims}
+    halves, operands["descale"] = half.scaled(params.options, operands, *args[:3], *gradients)
+    dims = {**dict(params.operands), "descale": OPERANDS["descale"].dims}
     names = in_order(operands)
     params = dataclasses.replace(
         params,

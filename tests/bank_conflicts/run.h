@@ -61,7 +61,7 @@ void run(int tiles) {
   problem.lse = problem.delta = problem.scratch = record::global;
   problem.bias = problem.lse;
   problem.dbias = problem.lse;
-  problem.unscales = static_cast<const float*>(problem.lse);
+  problem.descale = static_cast<const float*>(problem.lse);
   kernel(problem);
 }
 

@@ -34,7 +34,7 @@ int main(int, char** arguments) {
       for (Pass pass : {Pass::forward, Pass::backward, Pass::backward_dq, Pass::backward_bias}) {
         for (int head_dim : {16, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256}) {
           Options options{};
-          options.highest_precision = options.has_unscales = parts == 2;
+          options.highest_precision = options.has_descale = parts == 2;
           options.deterministic =
               pass == Pass::backward_dq || (pass == Pass::backward && (family == "sm70" || parts == 2));
           options.has_bias = options.has_dbias = pass == Pass::backward_bias;

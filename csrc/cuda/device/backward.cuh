@@ -371,12 +371,12 @@ struct Backward {
     for (int n = 0; n < score_columns / 8; ++n) {
       const int column = score_row() + 8 * n + lane % 4 * 2;
       float2 delta = *reinterpret_cast<const float2*>(&rows.delta[column]);
-      if constexpr (has_unscales) delta = {delta.x * ds_factor, delta.y * ds_factor};
+      if constexpr (has_descale) delta = {delta.x * ds_factor, delta.y * ds_factor};
 #pragma unroll
       for (int m = 0; m < key_tiles; ++m) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          float dp = has_unscales ? ds[m][n].x[e] * dp_factor : ds[m][n].x[e];
+          float dp = has_descale ? ds[m][n].x[e] * dp_factor : ds[m][n].x[e];
           if constexpr (with_dropout_rate) dp = is_dropped(p[m][n].x[e]) ? 0.f : dp * dropout.factor;
           ds[m][n].x[e] = weight_of(p[m][n].x[e]) * (dp - (e % 2 ? delta.y : delta.x));
         }
@@ -582,10 +582,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   // Not split, both are the same number, but with the share the registers of sm_70 are other ones.
   const int first_head = (splits_groups ? place.share : kv_head) * group, last_head = first_head + group - 1;
   const int warp = threadIdx.x / 32, lane = Lanes::of(threadIdx.x);
-  const Unscales unscales = unscales_of(problem, batch, kv_head);
+  const Descale descale = descale_of(problem, batch, kv_head);
   const float scale = scale_of(problem, batch);
-  const float score_scale = scale * unscales.query * unscales.key;
-  const float ds_factor = unscales.ds * probability_unit;
+  const float score_scale = scale * descale.query * descale.key;
+  const float ds_factor = descale.ds * probability_unit;
 
   Backward backward{
       problem,
@@ -605,12 +605,12 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       key_row_of(warp),
       member_of(warp),
       score_scale * kLog2e,
-      unscales.dout * unscales.value * ds_factor,
+      descale.dout * descale.value * ds_factor,
       ds_factor,
   };
 #pragma unroll
   for (int m = 0; m < key_tiles; ++m) {
-    backward.gradients[m].unscale = 1.f / unscales.ds;
+    backward.gradients[m].descale = 1.f / descale.ds;
     if constexpr (has_dbias || has_dalibi_slopes) backward.gradients[m].clear();
   }
   TileRange tiles = row_tiles_of<block_q>(backward.keep.band, part, first_key, block_kv);
@@ -653,9 +653,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     backward.first_key = place.first_key;
     backward.find_lane();
   }
-  const Unscales unscale = unscales_of(problem, place.batch, place.kv_head);
-  const float dk_factor = scale * unscale.query / unscale.ds;
-  const float factor = backward.dropout.factor * unscale.dout * probability_unit;
+  const Descale reread_descale = descale_of(problem, place.batch, place.kv_head);
+  const float dk_factor = scale * reread_descale.query / reread_descale.ds;
+  const float factor = backward.dropout.factor * reread_descale.dout * probability_unit;
   if constexpr (sums_rows) {
     backward.sum_pairs(backward.dk);
     backward.sum_pairs(backward.dv);
@@ -685,8 +685,8 @@ extern "C" __global__ void __launch_bounds__(32 * convert_warps)
   const int batch = static_cast<int>(item / tiles / problem.q_heads);
   int row_tile = tile;
   const Part part = part_of(problem, batch, document_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
-  const Unscales unscales = unscales_of(problem, batch, head / (problem.q_heads / problem.kv_heads));
-  const float scale = scale_of(problem, batch) * unscales.key / unscales.ds;
+  const Descale descale = descale_of(problem, batch, head / (problem.q_heads / problem.kv_heads));
+  const float scale = scale_of(problem, batch) * descale.key / descale.ds;
   const float* from = dq_fragment(problem, batch, head, tile, 0) + lane * dq_lane_step;
   Result* to = result_of(problem.dq, batch, head, part.q.first);
 #pragma unroll

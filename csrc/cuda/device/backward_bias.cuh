@@ -126,10 +126,10 @@ struct BackwardBias {
     __syncthreads();  // Q and K have landed; everybody is done with dO and V
 
     const Part part = part_of(problem, batch, 0);
-    const Unscales unscales = unscales_of(problem, batch, kv_head());
-    const float scale = scale_of(problem, batch) * unscales.query * unscales.key;
+    const Descale descale = descale_of(problem, batch, kv_head());
+    const float scale = scale_of(problem, batch) * descale.query * descale.key;
     const ScoreRows rows(problem, part, batch, head, scale);
-    const float dp_factor = unscales.dout * unscales.value;
+    const float dp_factor = descale.dout * descale.value;
     const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length;
     float anchors[row_tiles][2], deltas[row_tiles][2];
 #pragma unroll
@@ -187,7 +187,7 @@ struct BackwardBias {
       for (int n = 0; n < block_kv / 8; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          float x = has_unscales ? dp[m][n].x[e] * dp_factor : dp[m][n].x[e];
+          float x = has_descale ? dp[m][n].x[e] * dp_factor : dp[m][n].x[e];
           if constexpr (with_dropout_rate) x = is_dropped(p[m][n].x[e]) ? 0.f : x * rows.dropout.factor;
           sum[m][n].x[e] += weight_of(p[m][n].x[e]) * (x - deltas[m][e / 2]);
         }

@@ -37,7 +37,7 @@ JAX_FLASH_DEVICE int first_slope_sum(const Problem& problem, int batch, int docu
 struct OperandGradients {
   float slope;
   float keys[2];  // of a bias that all rows share: keys lane / 4 and lane / 4 + 8
-  float unscale;  // of dS
+  float descale;  // of dS
 
   __device__ __forceinline__ void clear() { slope = keys[0] = keys[1] = 0.f; }
 
@@ -58,7 +58,7 @@ struct OperandGradients {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int r = row + e % 2, c = key + e / 2 * 8;
-          if (r < part.q.length && c < part.kv.length) atomicAdd(to + r * s.row + c, ds.x[e] * unscale);
+          if (r < part.q.length && c < part.kv.length) atomicAdd(to + r * s.row + c, ds.x[e] * descale);
         }
       }
     }
@@ -71,14 +71,14 @@ struct OperandGradients {
 #pragma unroll
       for (int other = 1; other < 32; other *= 2) slope += __shfl_xor_sync(0xffffffffu, slope, other);
       float* to = slope_sums(problem, part.batch, head) + first_slope_sum(problem, part.batch, document);
-      if (lane == 0 && first_key < part.kv.length) atomicAdd(to + first_key / 16, slope * unscale);
+      if (lane == 0 && first_key < part.kv.length) atomicAdd(to + first_key / 16, slope * descale);
     }
     if constexpr (has_dbias) {
       const Strides& s = problem.dbias_strides;
       if (s.row == 0) {
         float* to = static_cast<float*>(problem.dbias) + part.batch * s.batch + head * s.head;
-        keys[0] = quad_sum(keys[0]) * unscale;
-        keys[1] = quad_sum(keys[1]) * unscale;
+        keys[0] = quad_sum(keys[0]) * descale;
+        keys[1] = quad_sum(keys[1]) * descale;
         const int key = first_key + lane / 4;
         if (lane % 4 == 0) {
           if (key < part.kv.length) atomicAdd(to + key, keys[0]);

@@ -15,10 +15,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const Part& part = place.part;
   const int head = place.head, batch = place.batch, kv_head = place.kv_head, first_row = place.first_row;
   const int warp = threadIdx.x / 32, lane = Lanes::of(threadIdx.x);
-  const Unscales unscales = unscales_of(problem, batch, kv_head);
+  const Descale descale = descale_of(problem, batch, kv_head);
   const float scale = scale_of(problem, batch);
-  const float score_scale = scale * unscales.query * unscales.key;
-  const float ds_factor = unscales.ds * probability_unit;
+  const float score_scale = scale * descale.query * descale.key;
+  const float ds_factor = descale.ds * probability_unit;
 
   Steps backward{
       problem,
@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       modifies_scores ? 1.f : score_scale * kLog2e,
       {},
       {},
-      unscales.dout * unscales.value * ds_factor,
+      descale.dout * descale.value * ds_factor,
       ds_factor,
   };
 
@@ -65,8 +65,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     backward.first_row = place.first_row;
     backward.find_lane();
   }
-  const Unscales unscale = unscales_of(problem, place.batch, place.kv_head);
-  backward.finish(result_of(problem.dq, place.batch, place.head, part.q.first), scale * unscale.key / unscale.ds);
+  const Descale reread_descale = descale_of(problem, place.batch, place.kv_head);
+  backward.finish(result_of(problem.dq, place.batch, place.head, part.q.first),
+                  scale * reread_descale.key / reread_descale.ds);
 }
 
 }  // namespace jax_flash

@@ -141,7 +141,7 @@ struct BackwardDq : KeyWalk<SharedStorage> {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& x = ds[m][n].x[e];
-          float dp = has_unscales ? x * dp_factor : x;
+          float dp = has_descale ? x * dp_factor : x;
           if constexpr (with_dropout_rate) {
             const float factor = weights_have_factor ? 1.f : rows.dropout.factor;
             dp = is_dropped(p[m][n].x[e]) ? 0.f : dp * factor;

@@ -16,8 +16,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const Part& part = place.part;
   const int head = place.head, batch = place.batch, kv_head = place.kv_head, first_row = place.first_row;
   const int warp = threadIdx.x / 32, lane = Lanes::of(threadIdx.x);
-  const Unscales unscales = unscales_of(problem, batch, kv_head);
-  const float scale = scale_of(problem, batch) * unscales.query * unscales.key;
+  const Descale descale = descale_of(problem, batch, kv_head);
+  const float scale = scale_of(problem, batch) * descale.query * descale.key;
 
   Steps forward{
       problem,

@@ -101,10 +101,10 @@ JAX_FLASH_DEVICE float sink_of(const Problem& problem, int batch, int head) {
 // Of out's rows.
 JAX_FLASH_DEVICE float inverse_of(const Problem& problem, const Dropout& dropout, int batch, int kv_head, float total) {
   // A division is code as long as all of the rest, which only float32 results are worth.
-  if constexpr (!has_unscales && !loads_take_registers) {
+  if constexpr (!has_descale && !loads_take_registers) {
     return total == 0.f ? 0.f : dropout.factor * reciprocal_approx(total);
   }
-  return total == 0.f ? 0.f : dropout.factor * unscales_of(problem, batch, kv_head).value / total;
+  return total == 0.f ? 0.f : dropout.factor * descale_of(problem, batch, kv_head).value / total;
 }
 
 JAX_FLASH_DEVICE void store_eight(float* to, const float (&x)[8]) {
@@ -443,8 +443,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const int team = threadIdx.x / team_threads, thread = threadIdx.x % team_threads;
   const int lane = Lanes::of(threadIdx.x), warp_row = thread / 32 * 16;
   const int own[2] = {warp_row + lane / 4, warp_row + lane / 4 + 8};
-  const Unscales unscales = unscales_of(problem, block.batch, block.kv_head);
-  const float scale = scale_of(problem, block.batch) * unscales.query * unscales.key;
+  const Descale descale = descale_of(problem, block.batch, block.kv_head);
+  const float scale = scale_of(problem, block.batch) * descale.query * descale.key;
 
   TeamStorage& storage = shared.team[team];
   SplitKvForward forward{

@@ -175,7 +175,7 @@ struct Forward : KeyWalk<SharedStorage> {
     Result* out_head = result_of(problem.out, place.batch, place.head, part.q.first);
     float* lse = static_cast<float*>(problem.lse) +
                  (static_cast<i64>(place.batch) * problem.q_heads + place.head) * problem.q_length + part.q.first;
-    const float sink = place.sink(problem), unscale = unscales_of(problem, place.batch, place.kv_head).value;
+    const float sink = place.sink(problem), descale = descale_of(problem, place.batch, place.kv_head).value;
     const int warp_row = warp * row_tiles * 16;
     if constexpr (!M::direct_stores && tile_head_dim != tile_value_head_dim) {
       __syncthreads();  // rows of out lie elsewhere than those of Q
@@ -187,7 +187,7 @@ struct Forward : KeyWalk<SharedStorage> {
       for (int half = 0; half < 2; ++half) {
         RowStatistics& row = statistics[m][half];
         row.total = quad_sum(row.total);
-        inverse[half] = row.total == 0.f ? 0.f : rows.dropout.factor * unscale / row.total;
+        inverse[half] = row.total == 0.f ? 0.f : rows.dropout.factor * descale / row.total;
         const int t = row_of(m, half);
         float row_lse = row.lse(scale_log2);
         if (has_q_lengths && t >= part.q.length) {

@@ -52,7 +52,7 @@ struct Matrices {
   using FragmentB = Matrix4;  // of two n8
   static constexpr int most_steps = steps;
   // Results pass through shared memory, for stores of 16 bytes, unless they are float32.
-  static constexpr bool direct_stores = has_unscales;
+  static constexpr bool direct_stores = has_descale;
 
   // How the rows of a tile [m, k] or [n, k] are read.
   template <typename T>

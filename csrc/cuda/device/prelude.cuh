@@ -51,10 +51,10 @@ struct Select<false, A, B> {
 };
 
 // What arrays and tiles are made of; f16 and bf16 are told apart only where they are computed with.
-static_assert(dtype == DType::f16 || dtype == DType::bf16, "float32 comes as float16 with unscales");
+static_assert(dtype == DType::f16 || dtype == DType::bf16, "float32 comes as float16 with descale");
 using Element = u16;
 constexpr int chunk_elements = 16 / sizeof(Element);  // in 16 bytes
-using Result = Select<has_unscales, float, Element>::type;
+using Result = Select<has_descale, float, Element>::type;
 // A float in global memory that blocks add to, in any order.
 struct CommonSum {
   float sum;
@@ -90,26 +90,26 @@ JAX_FLASH_DEVICE float scale_of(const Problem& problem, int batch) {
 }
 
 // What undoes the scales of arrays that stand for float32 ones, and the scale of dS; powers of two, of a key head.
-struct Unscales {
+struct Descale {
   float query, key, value, dout, ds;
 };
-JAX_FLASH_DEVICE Unscales unscales_of(const Problem& problem, int batch, int kv_head) {
-  if constexpr (!has_unscales) return {1.f, 1.f, 1.f, 1.f, 1.f};
-  const float* x = problem.unscales + (static_cast<i64>(batch) * problem.kv_heads + kv_head) * 5;
+JAX_FLASH_DEVICE Descale descale_of(const Problem& problem, int batch, int kv_head) {
+  if constexpr (!has_descale) return {1.f, 1.f, 1.f, 1.f, 1.f};
+  const float* x = problem.descale + (static_cast<i64>(batch) * problem.kv_heads + kv_head) * 5;
   return {x[0], x[1], x[2], x[3], x[4]};
 }
 
 // Forward, weights are at most 2^weight_bits, against the row's maximum so far: in float16 those of many keys would
 // else be too small to be noticed. More bits would cost lse digits, whose exponents they join: with 15 that of a row
 // with one key was wrong by 5e-7.
-constexpr float weight_bits = has_unscales ? 7.f : 0.f;
-constexpr float weight_unit = has_unscales ? 0x1p-7f : 1.f;
+constexpr float weight_bits = has_descale ? 7.f : 0.f;
+constexpr float weight_unit = has_descale ? 0x1p-7f : 1.f;
 
 // Backward, where they are against the whole sum, they are 2^15 of themselves.
-constexpr float probability_unit = has_unscales ? 0x1p-15f : 1.f;
+constexpr float probability_unit = has_descale ? 0x1p-15f : 1.f;
 // What is subtracted from logits before exp2. Of arrays in two parts the exponent has no place for another summand.
 JAX_FLASH_DEVICE float probability_anchor(float lse) {
-  return has_unscales && parts == 1 ? lse * kLog2e - 15.f : lse * kLog2e;
+  return has_descale && parts == 1 ? lse * kLog2e - 15.f : lse * kLog2e;
 }
 JAX_FLASH_DEVICE float probability(float logit, float anchor) {
   const float x = exp2_approx(logit - anchor);

@@ -54,22 +54,22 @@ Variant variant_of(const Family& device_family, int arch, Pass pass, DType dtype
   const int largest = std::max(head_dim, value_head_dim);
   const bool own_dq = separate_dq(device_family, options, largest);
   const bool without_dq = pass == Pass::backward && own_dq && largest <= device_family.lean_without_dq;
-  const bool wants_registers = options.has_unscales || options.has_q_lengths || options.has_kv_lengths;
+  const bool wants_registers = options.has_descale || options.has_q_lengths || options.has_kv_lengths;
   const bool plain = is_plain(options) && !(without_dq && wants_registers);
   const Family& family = pass_family(device_family, arch, parts, pass, largest, plain);
   if (dtype == DType::f32 || dtype == DType::f64) {
-    throw std::invalid_argument("kernels are for float16 and bfloat16; float32 comes as float16 with unscales");
+    throw std::invalid_argument("kernels are for float16 and bfloat16; float32 comes as float16 with descale");
   }
   if (dtype == DType::bf16 && family.float16_only) {
     throw std::invalid_argument(std::string("kernels of ") + family.name +
-                                " are for float16; bfloat16 comes as float16 with unscales");
+                                " are for float16; bfloat16 comes as float16 with descale");
   }
-  if (options.highest_precision && !options.has_unscales) {
-    throw std::invalid_argument("highest_precision is for float16 arrays in two parts, which come with unscales");
+  if (options.highest_precision && !options.has_descale) {
+    throw std::invalid_argument("highest_precision is for float16 arrays in two parts, which come with descale");
   }
   const TileRow& tile = tile_row(family.name, parts, pass, largest, arch, plain, rows);
   Variant variant{family.name, arch, pass, dtype, head_dim, value_head_dim, options, tile, rows};
-  const bool tunable = plain && !without_dq && !options.has_unscales && head_dim == value_head_dim;
+  const bool tunable = plain && !without_dq && !options.has_descale && head_dim == value_head_dim;
   if (!gpu.empty() && tunable) {
     if (auto row = tuned_row(gpu, family.name, pass, head_dim)) variant.set_tuned(*row);
   }

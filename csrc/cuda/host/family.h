@@ -14,7 +14,7 @@ struct Family {
   int from, to;           // compute capabilities
   const char* fallback;   // the family whose kernels serve passes that it has no tile row for; "": none
   const char* suffix;     // of NVRTC's target: the instructions of this architecture alone
-  bool float16_only;      // its matrix products take float16 alone: bfloat16 comes as float16 with unscales
+  bool float16_only;      // its matrix products take float16 alone: bfloat16 comes as float16 with descale
   int separate_dq_above;  // head_dim above which dQ has a pass of its own, whatever is asked for
   int lean_without_dq;    // head_dim up to which the backward without dQ has fewer registers left for operands
   int short_blocks;       // head_dim up to which a forward without options has blocks of kShortRows too; 0: none

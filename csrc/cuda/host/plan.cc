@@ -89,7 +89,7 @@ int64_t sums_of_splits(const Problem& p, int splits) {
 // Whether these find room in dq, which nobody has written yet.
 bool sums_fit_dq(const Problem& p, int splits) {
   const int64_t elements = int64_t{p.batch} * p.q_length * p.q_heads * p.head_dim;
-  return sums_of_splits(p, splits) * 4 <= elements * (p.options.has_unscales ? 4 : 2);
+  return sums_of_splits(p, splits) * 4 <= elements * (p.options.has_descale ? 4 : 2);
 }
 
 constexpr int64_t kAnyRoom = std::numeric_limits<int64_t>::max();

@@ -24,7 +24,7 @@ constexpr int column_step = 32;
 
 namespace jax_flash {
 
-static_assert(dtype == DType::f16, "other dtypes come as float16 with unscales");
+static_assert(dtype == DType::f16, "other dtypes come as float16 with descale");
 
 struct Lanes {
   static __device__ __forceinline__ int of(int thread) {
@@ -256,7 +256,7 @@ struct QuadPairs {
   }
 
   static __device__ __forceinline__ void store_pair(Result* to, float x, float y) {
-    if constexpr (has_unscales) {
+    if constexpr (has_descale) {
       *reinterpret_cast<float2*>(to) = {x, y};
     } else {
       *reinterpret_cast<u32*>(to) = pack(x, y);

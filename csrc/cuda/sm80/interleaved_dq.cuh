@@ -84,7 +84,7 @@ struct InterleavedDq : BackwardDq {
                                                 const FragmentC (&p)[row_tiles][block_kv / 8], int i) const {
     const Spot s(i);
     float& x = dp[s.m][s.n].x[s.e];
-    x = p[s.m][s.n].x[s.e] * ((has_unscales ? x * dp_factor : x) - deltas[s.m][s.e / 2]);
+    x = p[s.m][s.n].x[s.e] * ((has_descale ? x * dp_factor : x) - deltas[s.m][s.e / 2]);
   }
 
   template <bool masked>

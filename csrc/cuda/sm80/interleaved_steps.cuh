@@ -12,7 +12,7 @@ constexpr bool interleaved = late_weights && parts == 1;
 // So many steps of Q's fragments stay in registers: what the accumulators of 16 rows a warp leave, and options do not
 // take. At head_dim 256 shared memory is read nearly all of the time, and Q is a ninth of what is read.
 constexpr int accumulators = row_tiles * (tile_value_head_dim + block_kv) / 2;
-constexpr bool keeps_q = interleaved && row_tiles == 1 && !modifies_scores && !has_mask && !irregular && !has_unscales;
+constexpr bool keeps_q = interleaved && row_tiles == 1 && !modifies_scores && !has_mask && !irregular && !has_descale;
 constexpr int kept_steps = keeps_q ? at_most(ceil_div(head_dim, Mma::depth), at_least(0, (192 - accumulators) / 4)) : 0;
 
 struct InterleavedForward : Forward {

@@ -60,8 +60,8 @@ extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
 // By one warp.
 JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const TensorMaps& maps, int lane) {
   const Place& place = block.place;
-  const Unscales unscales = unscales_of(block.problem, place.batch, place.kv_head);
-  const float ds_factor = unscales.ds * probability_unit;
+  const Descale descale = descale_of(block.problem, place.batch, place.kv_head);
+  const float ds_factor = descale.ds * probability_unit;
   if (lane == 0) {
     const u32 full = shared_address(&shared.keys_full);
     barrier_expect(full, KSlabs::bytes + VSlabs::bytes);
@@ -336,9 +336,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   } else {
     take_registers<computing_registers>();
     const int group = warp / 4 - 1;
-    const Unscales unscales = unscales_of(problem, block.place.batch, block.place.kv_head);
+    const Descale descale = descale_of(problem, block.place.batch, block.place.kv_head);
     const int first_key = block.place.first_key + group * 64 + warp % 4 * 16;
-    Backward backward{block, shared, group, warp % 4, lane, {block, unscales, first_key, lane}, {}};
+    Backward backward{block, shared, group, warp % 4, lane, {block, descale, first_key, lane}, {}};
     backward.run();
 #pragma unroll
     for (int j = 0; j < tiles_of_keys; ++j) {

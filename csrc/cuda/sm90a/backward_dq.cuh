@@ -204,7 +204,7 @@ struct BackwardDq {
     for (int n = 0; n < block_kv / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        float x = has_unscales ? dp[n].x[e] * dp_factor : dp[n].x[e];
+        float x = has_descale ? dp[n].x[e] * dp_factor : dp[n].x[e];
         if constexpr (with_dropout_rate) x = is_dropped(p[n].x[e]) ? 0.f : x * rows.dropout.factor;
         dp[n].x[e] = weight_of(p[n].x[e]) * (x - deltas[e / 2]);
       }
@@ -330,10 +330,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   } else {
     take_registers<computing_registers>();
     const int group = warp / 4 - 1, lane = threadIdx.x % 32;
-    const Unscales unscales = unscales_of(problem, place.batch, place.kv_head);
+    const Descale descale = descale_of(problem, place.batch, place.kv_head);
     const float scale = scale_of(problem, place.batch);
-    const float score_scale = scale * unscales.query * unscales.key;
-    const float ds_factor = unscales.ds * probability_unit;
+    const float score_scale = scale * descale.query * descale.key;
+    const float ds_factor = descale.ds * probability_unit;
     BackwardDq backward{
         block,
         shared,
@@ -342,11 +342,11 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
         place.first_row + group * 64 + warp % 4 * 16 + lane / 4,
         {problem, place.part, place.batch, place.head, score_scale},
         modifies_scores ? 1.f : score_scale * kLog2e,
-        unscales.dout * unscales.value * ds_factor,
+        descale.dout * descale.value * ds_factor,
     };
     backward.load_statistics(ds_factor);
     backward.run();
-    backward.store(scale * unscales.key / unscales.ds);
+    backward.store(scale * descale.key / descale.ds);
   }
 }
 

@@ -146,15 +146,15 @@ JAX_FLASH_DEVICE void store_keys(const Block& block, const Tensor& tensor, const
 template <int n>
 JAX_FLASH_DEVICE void store_dk(const Block& block, const FragmentC (&dk)[n], int first_key, int lane) {
   const Problem& problem = block.problem;
-  const Unscales unscales = unscales_of(problem, block.place.batch, block.place.kv_head);
-  store_keys<head_dim>(block, problem.dk, dk, scale_of(problem, block.place.batch) * unscales.query / unscales.ds,
+  const Descale descale = descale_of(problem, block.place.batch, block.place.kv_head);
+  store_keys<head_dim>(block, problem.dk, dk, scale_of(problem, block.place.batch) * descale.query / descale.ds,
                        first_key, 0, lane);
 }
 template <int n>
 JAX_FLASH_DEVICE void store_dv(const Block& block, const FragmentC (&dv)[n], float dropout_factor, int first_key,
                                int lane) {
-  const Unscales unscales = unscales_of(block.problem, block.place.batch, block.place.kv_head);
-  store_keys<value_head_dim>(block, block.problem.dv, dv, dropout_factor * unscales.dout * probability_unit, first_key,
+  const Descale descale = descale_of(block.problem, block.place.batch, block.place.kv_head);
+  store_keys<value_head_dim>(block, block.problem.dv, dv, dropout_factor * descale.dout * probability_unit, first_key,
                              head_dim, lane);
 }
 
@@ -183,25 +183,25 @@ struct Weights {
   float dq_factor;  // what makes dQ of dS K
   OperandGradients gradients;
 
-  __device__ __forceinline__ Weights(const Block& block, const Unscales& unscales, int first_key, int lane)
+  __device__ __forceinline__ Weights(const Block& block, const Descale& descale, int first_key, int lane)
       : problem(block.problem),
         part(block.place.part),
         batch(block.place.batch),
         first_key(first_key),
         lane(lane),
         keep{problem, part, block.band},
-        modified(problem, part, block.first_head, score_scale(unscales)),
+        modified(problem, part, block.first_head, score_scale(descale)),
         biases(static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, block.first_head),
         masks(problem.mask, problem.mask_strides, batch, block.first_head),
         dropout(problem, part, block.first_head),
-        scale_log2(score_scale(unscales) * kLog2e),
-        dp_factor(unscales.dout * unscales.value * unscales.ds * probability_unit),
-        dq_factor(scale_of(problem, batch) * unscales.key / unscales.ds) {
-    gradients.unscale = 1.f / unscales.ds;
+        scale_log2(score_scale(descale) * kLog2e),
+        dp_factor(descale.dout * descale.value * descale.ds * probability_unit),
+        dq_factor(scale_of(problem, batch) * descale.key / descale.ds) {
+    gradients.descale = 1.f / descale.ds;
     if constexpr (has_dbias || has_dalibi_slopes) gradients.clear();
   }
-  __device__ __forceinline__ float score_scale(const Unscales& unscales) const {
-    return scale_of(problem, batch) * unscales.query * unscales.key;
+  __device__ __forceinline__ float score_scale(const Descale& descale) const {
+    return scale_of(problem, batch) * descale.query * descale.key;
   }
 
   // What depends on the query head.
@@ -299,7 +299,7 @@ struct Weights {
       const float2 delta = *reinterpret_cast<const float2*>(&deltas[column]);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        float x = has_unscales ? dp[n].x[e] * dp_factor : dp[n].x[e];
+        float x = has_descale ? dp[n].x[e] * dp_factor : dp[n].x[e];
         if constexpr (with_dropout_rate) x = is_dropped(s[n].x[e]) ? 0.f : x * dropout.factor;
         dp[n].x[e] = weight_of(s[n].x[e]) * (x - (e % 2 ? delta.y : delta.x));
       }

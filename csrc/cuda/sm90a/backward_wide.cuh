@@ -43,8 +43,8 @@ extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
 // By one warp.
 JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const TensorMaps& maps, int lane) {
   const Place& place = block.place;
-  const Unscales unscales = unscales_of(block.problem, place.batch, place.kv_head);
-  const float ds_factor = unscales.ds * probability_unit;
+  const Descale descale = descale_of(block.problem, place.batch, place.kv_head);
+  const float ds_factor = descale.ds * probability_unit;
   const int key = place.part.kv.first + place.first_key;
   Ring<buffers> ring{0, 1};
   bool first = true;
@@ -240,8 +240,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     if (warp == 0 && !block.idle()) bring(block, shared, maps, lane);
   } else {
     take_registers<computing_registers>();
-    const Unscales unscales = unscales_of(problem, block.place.batch, block.place.kv_head);
-    Half half{block, shared, warp / 4 - 1, warp % 4, lane, {block, unscales, first_key, lane}};
+    const Descale descale = descale_of(problem, block.place.batch, block.place.kv_head);
+    Half half{block, shared, warp / 4 - 1, warp % 4, lane, {block, descale, first_key, lane}};
     if (half.group == 0) {
       FragmentC dv[VSlabs::columns / 8];
 #pragma unroll

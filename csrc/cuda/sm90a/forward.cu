@@ -204,8 +204,8 @@ struct Scope {
         sink(item.place.sink(problem)) {}
 
   static __device__ __forceinline__ float score_scale_of(const Problem& problem, const Item& item) {
-    const Unscales unscales = unscales_of(problem, item.place.batch, item.place.kv_head);
-    return scale_of(problem, item.place.batch) * unscales.query * unscales.key;
+    const Descale descale = descale_of(problem, item.place.batch, item.place.kv_head);
+    return scale_of(problem, item.place.batch) * descale.query * descale.key;
   }
   static __device__ __forceinline__ float scale_log2_of(float scale) { return modifies_scores ? 1.f : scale * kLog2e; }
 };
@@ -389,7 +389,7 @@ struct Consumer {
   __device__ __forceinline__ void finish(const Scope& scope) {
     const Place& place = scope.item.place;
     const Part& part = place.part;
-    const float unscale = unscales_of(problem, place.batch, place.kv_head).value;
+    const float descale = descale_of(problem, place.batch, place.kv_head).value;
     Result* out_head = result_of(problem.out, place.batch, place.head, part.q.first);
     float* lse = static_cast<float*>(problem.lse) +
                  (static_cast<i64>(place.batch) * problem.q_heads + place.head) * problem.q_length + part.q.first;
@@ -398,7 +398,7 @@ struct Consumer {
       RowStatistics& of = statistics[half];
       of.total = quad_sum(of.total);
       const float divisor = of.total + quad_sum(rounding[half]);
-      float inverse = of.total == 0.f ? 0.f : scope.rows.dropout.factor * unscale / divisor;
+      float inverse = of.total == 0.f ? 0.f : scope.rows.dropout.factor * descale / divisor;
       float row_lse = of.lse(scope.scale_log2);
       const int t = scope.row + 8 * half;
       if (has_q_lengths && t >= part.q.length) {
