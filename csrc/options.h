@@ -12,12 +12,12 @@
 //   TRAINABLE(type, name, dims)  an OPERAND with a gradient: the backward pass adds it to `problem.d<name>`, null when
 //                                nobody asks for it; a CUDA kernel is compiled with `has_d<name>`
 //
-// `dims` has a letter for each dimension: b batch, d documents, e documents + 1, n query heads, t and s lengths,
+// `dims` has a letter for each dimension: b batch, d sequences, e sequences + 1, n query heads, t and s lengths,
 // i and j lengths in blocks of kSegmentBlock, 2 a pair. Arrays are dense and row-major. Those marked * may have size 1
 // in any dimension, which is then broadcast: their strides stand in Problem.
 //
-// A *document* is a part of the packed rows of one batch entry that attends to itself alone (attention_varlen); there
-// is one per batch entry, the whole of it, unless cu_q_lengths and cu_kv_lengths say otherwise.
+// A *sequence* is a range of the packed rows of one batch entry that attends to itself alone (attention_varlen). A
+// batch entry is one sequence unless cu_q_lengths and cu_kv_lengths say otherwise.
 //
 // This header is compiled by the host compiler and by NVRTC, so it includes nothing.
 #pragma once
@@ -35,7 +35,7 @@
   /* multiplies the scores; finite and > 0 (Python folds sign and zero into the query). 1 with traced_scale */      \
   VALUE(double, scale)                                                                                              \
   /* of a batch entry, >= 1 */                                                                                      \
-  VALUE(int, documents)                                                                                             \
+  VALUE(int, sequences)                                                                                             \
   /* keep key position >= query position - window_left and <= query position + window_right; >= 0 */                \
   FEATURE(int, window_left, 2147483647)                                                                             \
   FEATURE(int, window_right, 2147483647)                                                                            \
@@ -47,12 +47,12 @@
   OPERAND(void, traced_scale, "b")                                                                                  \
   /* window_left and window_right in place of these, which are absent then; of either sign, 2147483647: no limit */ \
   OPERAND(int, window_bounds, "b2")                                                                                 \
-  /* position of query row 0 of a document, whose keys begin at position 0; absent means 0 */                       \
+  /* position of query row 0 of a sequence, whose keys begin at position 0; absent means 0 */                       \
   OPERAND(int, q_offset, "bd")                                                                                      \
   /* rows from these on are padding: never read, results 0, lse as of a row that keeps no key; >= 0 */              \
   OPERAND(int, q_lengths, "b")                                                                                      \
   OPERAND(int, kv_lengths, "b")                                                                                     \
-  /* document d has rows [cu[d], cu[d + 1]); rows from cu[documents] on are in none, and are padding */             \
+  /* sequence d has rows [cu[d], cu[d + 1]); rows from cu[sequences] on are in none, and are padding */             \
   OPERAND(int, cu_q_lengths, "be")                                                                                  \
   OPERAND(int, cu_kv_lengths, "be")                                                                                 \
   /* keep pairs of equal segments */                                                                                \

@@ -41,7 +41,7 @@ struct Problem {
   Options options;
 
   int batch;           // B >= 1
-  int q_length;        // T >= 1, of a batch entry, with all its documents
+  int q_length;        // T >= 1, of a batch entry, with all its sequences
   int kv_length;       // S >= 1
   int q_heads;         // N, a multiple of kv_heads
   int kv_heads;        // K >= 1

@@ -441,7 +441,7 @@ def _poison(case: Case, arrays: dict[str, np.ndarray], options: dict[str, Any]) 
 
 @dataclasses.dataclass(frozen=True)
 class PackedCase:
-    """Documents, with their lengths, and tails that are in none and hold NaN."""
+    """Sequences, with their lengths, and tails that are in none and hold NaN."""
 
     name: str
     q_lengths: tuple[int, ...]
@@ -452,7 +452,7 @@ class PackedCase:
     head_dim: int = 16
     value_head_dim: int | None = None
     causal: bool = False
-    q_offset: int | tuple[int, ...] = 0  # a tuple is an array, one of each document
+    q_offset: int | tuple[int, ...] = 0  # a tuple is an array, one of each sequence
     window: int | oracle.Window | None = None
     scale: float | None = None
     arrays: bool = False  # see Case
@@ -478,8 +478,8 @@ def packed_problem(case: PackedCase, dtype: str) -> Packed:
     wide = np.dtype(np.float64 if dtype == "float64" else np.float32)
     options: dict[str, Any] = {}
     if case.alibi is not None:
-        documents = (len(case.q_lengths),) if "d" in case.alibi else ()
-        options["alibi_slopes"] = random(rng, (*documents, case.q_heads), wide, 0.2)
+        sequences = (len(case.q_lengths),) if "d" in case.alibi else ()
+        options["alibi_slopes"] = random(rng, (*sequences, case.q_heads), wide, 0.2)
     if case.sinks:
         options["sinks"] = random(rng, (case.q_heads,), wide)
     if case.dropout_rate:

@@ -25,7 +25,7 @@ CASES = {
     "many-heads": {"q_length": 140, "kv_length": 200, "q_heads": 67, "kv_heads": 67},
     "causal-64": {"q_length": 333, "kv_length": 197, "options": ["causal"], **GROUPS},
     "lengths-64": {"batch": 2, "dtype": "float16", "options": ["causal", "lengths"], **ODD},
-    "documents-64": {"options": ["documents", "alibi"], **ODD},
+    "sequences-64": {"options": ["sequences", "alibi"], **ODD},
     "full-128": {"head_dim": 128, "dtype": "float16", **ODD},
     "lengths-128": {"head_dim": 128, "batch": 2, "options": ["lengths", "causal"], **ODD},
     "descale-128": {"head_dim": 128, "dtype": "float16", "options": ["descale", "window"], **ODD},
@@ -75,7 +75,7 @@ CASES = {
         "batch": 2,
         **ODD,
     },
-    "arrays-documents": {"options": ["arrays", "documents", "q_offset"], **ODD},
+    "arrays-sequences": {"options": ["arrays", "sequences", "q_offset"], **ODD},
 }
 
 CALLS = [
@@ -129,7 +129,7 @@ SMALL = {"q_length": 133, "kv_length": 190}
 AMPERE = {
     "full-64": SMALL,
     "causal-64": {"options": ["causal"], **SMALL, **GROUPS},
-    "documents-64": {"options": ["documents", "alibi"], **SMALL},
+    "sequences-64": {"options": ["sequences", "alibi"], **SMALL},
     "full-128": {"head_dim": 128, "dtype": "float16", **SMALL},
     "lengths-128": {"head_dim": 128, "batch": 2, "options": ["lengths", "causal"], **SMALL},
     "descale-128": {"head_dim": 128, "dtype": "float16", "options": ["descale", "window"], **SMALL},
@@ -146,7 +146,7 @@ AMPERE = {
     "deterministic-256": {"head_dim": 256, "options": ["deterministic", "lengths"], **SMALL},
     "arrays-64": {"options": ["arrays", "q_offset"], "batch": 4, **SMALL},
     "arrays-128": {"head_dim": 128, "dtype": "float16", "options": ["arrays", "descale", "deterministic"], **SMALL},
-    "arrays-documents": {"options": ["arrays", "documents", "q_offset", "alibi"], **SMALL},
+    "arrays-sequences": {"options": ["arrays", "sequences", "q_offset", "alibi"], **SMALL},
     "split-64": CASES["split-64"],
     "split-deterministic": CASES["split-deterministic"],
     "split-128": CASES["split-128"],

@@ -72,11 +72,11 @@ ON = {
     "mask": {"has_mask": True},
     "segments": {f"has_{side}_segment_{what}": True for side in ("q", "kv") for what in ("ids", "ranges")},
     "lengths": {"has_q_lengths": True, "has_kv_lengths": True},
-    "documents": {"has_cu_q_lengths": True, "has_cu_kv_lengths": True},
+    "sequences": {"has_cu_q_lengths": True, "has_cu_kv_lengths": True},
 }
 """Every option alone, as the kernels know it."""
 
-LIGHT = (("window", "softcap", "sinks"), ("alibi_slopes", "documents", "arrays"), ("segments", "lengths"))
+LIGHT = (("window", "softcap", "sinks"), ("alibi_slopes", "sequences", "arrays"), ("segments", "lengths"))
 GROUPED = {
     **{" ".join(names): {key: x for name in names for key, x in ON[name].items()} for names in LIGHT},
     **{name: ON[name] for name in ("bias", "dropout", "mask")},

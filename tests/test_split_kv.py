@@ -42,7 +42,7 @@ def test_the_rows_of_a_key_head_share_a_block() -> None:
     assert plan(1, 8192)[0] == plan(16, 8192)[0] == plan(4, 8192, 32, 8)[0] == 16
     assert plan(8, 8192, 32, 8)[0] == plan(1, 8192, 32, 1)[0] == 16  # two blocks of 16 rather than one of 64
     assert plan(33, 8192)[0] == plan(64, 8192)[0] == plan(9, 8192, 32, 8)[0] == plan(2, 8192, 32, 1)[0] == 64
-    # Of documents they don't.
+    # Those of packed sequences do not.
     assert plan(16, 8192, 32, 1, has_cu_q_lengths=True, has_cu_kv_lengths=True)[0] == 16
 
 

@@ -55,8 +55,8 @@ int64_t extent(char dim, const Problem& p) {
   auto blocks = [](int length) { return (static_cast<int64_t>(length) + kSegmentBlock - 1) / kSegmentBlock; };
   switch (dim) {
     case 'b': return p.batch;
-    case 'd': return p.options.documents;
-    case 'e': return int64_t{p.options.documents} + 1;
+    case 'd': return p.options.sequences;
+    case 'e': return int64_t{p.options.sequences} + 1;
     case 'n': return p.q_heads;
     case 'k': return p.kv_heads;
     case '5': return 5;
@@ -130,7 +130,7 @@ Call decode(Platform platform, Pass pass, const Options& options, ffi::Remaining
   p.kv_length = narrow(k.dimensions()[1], "key length");
   p.kv_heads = narrow(k.dimensions()[2], "key heads");
   p.value_head_dim = narrow(v.dimensions()[3], "value_head_dim");
-  narrow(options.documents, "documents");
+  narrow(options.sequences, "sequences");
   require(static_cast<int64_t>(p.q_length) + p.kv_length <= std::numeric_limits<int>::max(),
           "query and key lengths must add up to less than 2^31");
   require(p.q_heads % p.kv_heads == 0, "query heads must be a multiple of key heads");
@@ -191,8 +191,8 @@ Call decode(Platform platform, Pass pass, const Options& options, ffi::Remaining
 #undef JAX_FLASH_OPERAND
 #undef JAX_FLASH_FEATURE
 #undef JAX_FLASH_CONSTANT
-  require(options.documents == 1 || (options.has_cu_q_lengths && options.has_cu_kv_lengths),
-          "documents need cu_q_lengths and cu_kv_lengths");
+  require(options.sequences == 1 || (options.has_cu_q_lengths && options.has_cu_kv_lengths),
+          "sequences need cu_q_lengths and cu_kv_lengths");
   if (rets.size() == results + 1) {
     ffi::AnyBuffer buffer = result(rets, results++);
     require(buffer.element_type() == wide(type), "scratch has the wrong dtype");

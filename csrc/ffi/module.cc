@@ -55,7 +55,7 @@ Pass named_pass(const std::string& name) {
 // The record from the attributes of a call; what is not named is absent.
 Options named_options(const nb::dict& attributes) {
   Options options{};
-  options.documents = 1;
+  options.sequences = 1;
   size_t known = 0;
   for_each_field(options, [&](const char* name, auto& field) {
     if (!attributes.contains(name)) return;

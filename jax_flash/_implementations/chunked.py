@@ -36,7 +36,7 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, V] and lse [B, N, T] of query [B, T, N, H], key [B, S, K, H] and value [B, S, K, V].
 
-    Knows every option but packed documents, which `_varlen` unpacks.
+    Knows every option but packed sequences, which `_varlen` unpacks.
     """
     dtype, accumulate = query.dtype, dtypes.accumulation_dtype(query.dtype)
     q_length, q_heads = query.shape[1:3]

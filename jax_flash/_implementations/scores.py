@@ -44,7 +44,7 @@ def zero_padding(x: jax.Array, side: str, operands: Operands) -> jax.Array:
 def rows_within(operands: Operands, side: str, length: int) -> jax.Array | None:
     """[B or 1, length] of rows that are not padding, which may hold anything; None where there is none.
 
-    ``side`` is "q" or "kv"; packed documents have padding too.
+    ``side`` is "q" or "kv"; packed sequences have padding too.
     """
     if f"{side}_lengths" in operands:
         return _within(length, operands[f"{side}_lengths"])

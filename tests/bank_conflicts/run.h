@@ -49,7 +49,7 @@ void run(int tiles) {
   constexpr int columns = parts * at_least(head_dim, value_head_dim);
   Problem problem{};
   problem.options.scale = 1;
-  problem.options.documents = 1;
+  problem.options.sequences = 1;
   problem.batch = problem.kv_heads = problem.group_splits = 1;
   problem.q_heads = walks_over_heads ? tiles : 1;
   problem.q_length = walks_over_rows ? tiles * block_q : block_q;

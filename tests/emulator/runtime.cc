@@ -180,7 +180,7 @@ EMULATOR_CALL Call* call_new(int bf16, int device) {
   Call* call = new Call;
   call->device = device;
   call->dtype = bf16 ? DType::bf16 : DType::f16;
-  call->problem.options.documents = 1;
+  call->problem.options.sequences = 1;
   return call;
 }
 EMULATOR_CALL void call_delete(Call* call) { delete call; }

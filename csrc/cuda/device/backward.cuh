@@ -149,7 +149,7 @@ struct Backward {
   const Problem& problem;
   SharedStorage& shared;
   const Part& part;
-  int batch, document;
+  int batch, sequence;
   int first_dq;  // tile of the part
   Keep keep;
   Scores modified;
@@ -423,7 +423,7 @@ struct Backward {
       if (counts() && (next_tile < 0 || next_head != head)) {
 #pragma unroll
         for (int m = 0; m < key_tiles; ++m)
-          gradients[m].flush(problem, part, document, head, first_key + key_row + 16 * m, lane);
+          gradients[m].flush(problem, part, sequence, head, first_key + key_row + 16 * m, lane);
       }
     }
     if (next_tile >= 0 && next_head != head) enter(next_head);
@@ -592,8 +592,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       shared,
       part,
       batch,
-      place.document,
-      first_dq_tile(problem, batch, place.document),
+      place.sequence,
+      first_dq_tile(problem, batch, place.sequence),
       {problem, part, band_of(problem, part)},
       {problem, part, first_head, score_scale},
       {static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, first_head},
@@ -684,7 +684,7 @@ extern "C" __global__ void __launch_bounds__(32 * convert_warps)
   const int head = static_cast<int>(item / tiles % problem.q_heads);
   const int batch = static_cast<int>(item / tiles / problem.q_heads);
   int row_tile = tile;
-  const Part part = part_of(problem, batch, document_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
+  const Part part = part_of(problem, batch, sequence_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
   const Descale descale = descale_of(problem, batch, head / (problem.q_heads / problem.kv_heads));
   const float scale = scale_of(problem, batch) * descale.key / descale.ds;
   const float* from = dq_fragment(problem, batch, head, tile, 0) + lane * dq_lane_step;

@@ -20,7 +20,7 @@ using QTile = Tile<block_q, parts * tile_head_dim>;
 using OutTile = Tile<block_q, parts * tile_value_head_dim>;
 using KTile = Tile<block_kv, parts * tile_head_dim>;
 using VTile = Tile<block_kv, parts * tile_value_head_dim>;
-static_assert(!packed, "documents have no bias");
+static_assert(!packed, "packed sequences have no bias");
 
 // The tiles of one product: dO and V, or Q and K.
 struct Operands {

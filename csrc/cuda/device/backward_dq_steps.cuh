@@ -50,9 +50,9 @@ JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
   const int row_blocks = blocks_of(problem, problem.q_length, block_q);
   const Work work = work_of(block, row_blocks, problem.q_heads, problem.batch, problem.kv_length);
   int row_block = option_causal ? row_blocks - 1 - work.block : work.block;
-  const int document = document_of(problem, problem.cu_q_lengths, work.batch, block_q, row_block);
+  const int sequence = sequence_of(problem, problem.cu_q_lengths, work.batch, block_q, row_block);
   const int kv_head = work.head / (problem.q_heads / problem.kv_heads);
-  return {part_of(problem, work.batch, document), work.batch, work.head, kv_head, row_block * block_q};
+  return {part_of(problem, work.batch, sequence), work.batch, work.head, kv_head, row_block * block_q};
 }
 
 struct BackwardDq : KeyWalk<SharedStorage> {

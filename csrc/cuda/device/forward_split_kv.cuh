@@ -39,7 +39,7 @@ constexpr bool reads_operands = false JAX_FLASH_OPTIONS(JAX_FLASH_NOTHING, JAX_F
                                                         JAX_FLASH_IS_THERE, JAX_FLASH_IS_THERE);
 #undef JAX_FLASH_IS_THERE
 #undef JAX_FLASH_NOTHING
-// Documents begin at any row, so that a block's rows would be of several: their heads keep to themselves.
+// Packed sequences begin at any row, so a block's rows would belong to several: there query heads do not share blocks.
 constexpr bool heads_share = heads_share_rows(packed);
 
 // Rows of float, 8 words more than whole lines: the four rows that a half of a warp writes miss each other's banks.
@@ -165,8 +165,8 @@ JAX_FLASH_DEVICE Block block_of(const Problem& problem, int item) {
   const int next = divide(rest, blocks), batch = divide(next, sets);
   int block = rest - next * blocks;
   const int set = next - batch * sets;
-  const int document = document_of(problem, problem.cu_q_lengths, batch, block_q, block);
-  return {part_of(problem, batch, document),
+  const int sequence = sequence_of(problem, problem.cu_q_lengths, batch, block_q, block);
+  return {part_of(problem, batch, sequence),
           batch,
           heads_share ? set : divide(set, q_group),
           set * heads,

@@ -1,4 +1,4 @@
-// Which rows and keys belong together: a batch entry, or one document of a packed one.
+// Which rows and keys belong together: a batch entry, or one sequence of a packed one.
 #pragma once
 
 #include "cuda/device/prelude.cuh"
@@ -14,25 +14,25 @@ struct Rows {
   int stored;
 };
 
-// Positions, the option's per-document arrays and dropout count from the first row of a part.
+// Positions, the option's per-sequence arrays and dropout count from the first row of a part.
 struct Part {
   int batch;
-  int index;  // batch * documents + document, of arrays per document
+  int index;  // batch * sequences + sequence, of arrays per sequence
   Rows q;
   Rows kv;
 };
 
-// Document `documents` is what follows the last one: padding, which attends to nothing.
-JAX_FLASH_DEVICE Part part_of(const Problem& problem, int batch, int document) {
+// Sequence `sequences` is what follows the last one: padding, which attends to nothing.
+JAX_FLASH_DEVICE Part part_of(const Problem& problem, int batch, int sequence) {
   if constexpr (packed) {
-    const int documents = problem.options.documents;
-    const int* q = problem.cu_q_lengths + static_cast<i64>(batch) * (documents + 1) + document;
-    const int* kv = problem.cu_kv_lengths + static_cast<i64>(batch) * (documents + 1) + document;
-    if (document == documents) {
+    const int sequences = problem.options.sequences;
+    const int* q = problem.cu_q_lengths + static_cast<i64>(batch) * (sequences + 1) + sequence;
+    const int* kv = problem.cu_kv_lengths + static_cast<i64>(batch) * (sequences + 1) + sequence;
+    if (sequence == sequences) {
       return {batch, 0, {*q, 0, problem.q_length - *q}, {*kv, 0, problem.kv_length - *kv}};
     }
     const int rows = q[1] - q[0], keys = kv[1] - kv[0];
-    return {batch, batch * documents + document, {q[0], rows, rows}, {kv[0], keys, keys}};
+    return {batch, batch * sequences + sequence, {q[0], rows, rows}, {kv[0], keys, keys}};
   } else {
     const int rows = has_q_lengths ? at_most(problem.q_lengths[batch], problem.q_length) : problem.q_length;
     const int keys = has_kv_lengths ? at_most(problem.kv_lengths[batch], problem.kv_length) : problem.kv_length;
@@ -41,16 +41,16 @@ JAX_FLASH_DEVICE Part part_of(const Problem& problem, int batch, int document) {
 }
 
 JAX_FLASH_DEVICE int blocks_of(const Problem& problem, int length, int size) {
-  return blocks_of(packed, problem.options.documents, length, size);
+  return blocks_of(packed, problem.options.sequences, length, size);
 }
 
-// The document of block `block` of blocks_of, which becomes the block within it. Document d begins at block
-// cu[d] / size + d: every document has room there for all its blocks, whatever the lengths.
-JAX_FLASH_DEVICE int document_of(const Problem& problem, const int* cu_lengths, int batch, int size, int& block) {
+// The sequence of block `block` of blocks_of, which becomes the block within it. Sequence d begins at block
+// cu[d] / size + d: every sequence has room there for all its blocks, whatever the lengths.
+JAX_FLASH_DEVICE int sequence_of(const Problem& problem, const int* cu_lengths, int batch, int size, int& block) {
   if constexpr (!packed) return 0;
-  const int documents = problem.options.documents;
-  const int* cu = cu_lengths + static_cast<i64>(batch) * (documents + 1);
-  int low = 0, high = documents;  // the last document that begins at or before `block`
+  const int sequences = problem.options.sequences;
+  const int* cu = cu_lengths + static_cast<i64>(batch) * (sequences + 1);
+  int low = 0, high = sequences;  // the last sequence that begins at or before `block`
   while (low < high) {
     const int middle = (low + high + 1) / 2;
     if (cu[middle] / size + middle <= block) {

@@ -352,7 +352,7 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
     driver.launch(found.main.convert_dq, grid(ceil_div(items, warps)), 32 * warps, 0, on, arguments);
   }
   if (found.main.sum_slopes) {
-    const int64_t items = int64_t{problem.batch} * problem.options.documents * problem.q_heads;
+    const int64_t items = int64_t{problem.batch} * problem.options.sequences * problem.q_heads;
     driver.launch(found.main.sum_slopes, grid(ceil_div(items, kSlopeWarps)), 32 * kSlopeWarps, 0, on, arguments);
   }
 }

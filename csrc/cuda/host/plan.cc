@@ -106,7 +106,7 @@ int shares_of_groups(const Problem& p, bool common, int64_t room) {
   const int keys = largest <= 64 ? 256 : largest <= 128 ? 128 : 64;
   const int64_t blocks = blocks_of(p, p.kv_length, keys) * p.kv_heads * p.batch;
   const int64_t tiles =
-      ceil_div(p.q_length, int64_t{64} * p.options.documents);  // of rows, for each query head of a block
+      ceil_div(p.q_length, int64_t{64} * p.options.sequences);  // of rows, for each query head of a block
   // Under causal the longest block is twice as long as most are, and has to end with the others.
   const int64_t enough = (p.options.causal ? 2 : 1) * kMultiprocessors;
   // What the last multiprocessor has to do, in tiles of rows.
@@ -133,8 +133,8 @@ int shares_of_groups(const Problem& p, bool common, int64_t room) {
 SplitKvPlan plan_split_kv(const Problem& p) {
   const char* wanted_at_all = std::getenv("JAX_FLASH_SPLIT_KV");
   if (wanted_at_all && std::string(wanted_at_all) == "0") return {0, 1};
-  const bool documents = p.options.has_cu_q_lengths;
-  const int64_t group = documents ? 1 : p.q_heads / p.kv_heads, sets = int64_t{p.batch} * (p.q_heads / group);
+  const bool packed = p.options.has_cu_q_lengths;
+  const int64_t group = packed ? 1 : p.q_heads / p.kv_heads, sets = int64_t{p.batch} * (p.q_heads / group);
   const int64_t rows = p.q_length * group;  // that may share a block
   auto blocks = [&](int64_t size) { return ceil_div(rows, size) * sets; };
   // More rows than a block has go to the kernels for many, as soon as these have blocks for two multiprocessors of

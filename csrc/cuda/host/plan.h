@@ -15,7 +15,7 @@ inline int64_t whole_fours(int64_t x) { return round_up(x, 4); }
 
 // Blocks of `size` rows in a batch entry.
 inline int64_t blocks_of(const Problem& p, int64_t length, int size) {
-  return jax_flash::blocks_of(p.options.has_cu_q_lengths, p.options.documents, length, size);
+  return jax_flash::blocks_of(p.options.has_cu_q_lengths, p.options.sequences, length, size);
 }
 
 // block_q of the forward's blocks where a family has short ones; 0: as the table's first row has it.

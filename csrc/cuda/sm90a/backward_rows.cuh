@@ -113,7 +113,7 @@ JAX_FLASH_DEVICE void add_dq(const Block& block, FragmentC (&dq)[n], float facto
   const Place& place = block.place;
   row += at.tile * block_q;
   const bool valid = row < place.part.q.length;
-  const int row_tile = first_dq_tile(block.problem, place.batch, place.document) + row / 16;
+  const int row_tile = first_dq_tile(block.problem, place.batch, place.sequence) + row / 16;
   float* to = dq_fragment(block.problem, place.batch, at.head, row_tile, column / 8) + lane * 4;
 #pragma unroll
   for (int i = 0; i < n; ++i) {
@@ -219,7 +219,7 @@ struct Weights {
     const Walk next = at.after(block.tiles, block.segments);
     if (next.head != at.head) {
       if constexpr (derives && (has_dbias || has_dalibi_slopes)) {
-        gradients.flush(problem, part, block.place.document, at.head, first_key, lane);
+        gradients.flush(problem, part, block.place.sequence, at.head, first_key, lane);
       }
       if (next.head <= block.last_head) enter(next.head);
     }
@@ -351,7 +351,7 @@ extern "C" __global__ void __launch_bounds__(32 * convert_warps)
   const int head = static_cast<int>(item / tiles % problem.q_heads);
   const int batch = static_cast<int>(item / tiles / problem.q_heads);
   int row_tile = tile;
-  const Part part = part_of(problem, batch, document_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
+  const Part part = part_of(problem, batch, sequence_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
   const float* from = dq_fragment(problem, batch, head, tile, 0) + lane * 4;
   FragmentC dq[head_dim / 8];
 #pragma unroll
