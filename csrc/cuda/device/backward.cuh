@@ -349,7 +349,7 @@ struct Backward {
               logit = modified.logit(weight, b, row, key, with_softcap ? derivative[m][n].x[e] : unused);
             }
             // Without modifications an lse of -inf belongs to a row that keeps nothing here, which is masked below.
-            weight = probability(logit, probability_anchor(odd ? lse.y : lse.x));
+            weight = probability(logit, probability_lse(odd ? lse.y : lse.x));
             bool kept = true;
             if constexpr (masked) kept = keep(row, key);
             if constexpr (has_mask) kept &= masked ? masks.at(mask, key, part) : mask[key * masks.column_stride];

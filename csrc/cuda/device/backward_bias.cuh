@@ -131,7 +131,7 @@ struct BackwardBias {
     const ScoreRows rows(problem, part, batch, head, scale);
     const float dp_factor = descale.dout * descale.value;
     const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length;
-    float anchors[row_tiles][2], deltas[row_tiles][2];
+    float lse_log2[row_tiles][2], deltas[row_tiles][2];
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
 #pragma unroll
@@ -140,7 +140,7 @@ struct BackwardBias {
         const bool valid = row < part.q.length;
         const float lse = valid ? static_cast<const float*>(problem.lse)[first_statistic + row] : 0.f;
         // The weights are 0 of rows beyond the end, and of rows whose bias is -inf for all keys: not exp2(-inf + inf).
-        anchors[m][half] = valid && lse != -JAX_FLASH_INFINITY ? lse * kLog2e : JAX_FLASH_INFINITY;
+        lse_log2[m][half] = valid && lse != -JAX_FLASH_INFINITY ? lse * kLog2e : JAX_FLASH_INFINITY;
         deltas[m][half] = valid ? static_cast<const float*>(problem.delta)[first_statistic + row] : 0.f;
       }
     }
@@ -155,9 +155,9 @@ struct BackwardBias {
         p, Mma::reader_a<QTile>(shared_address(shared.scores().rows), warp * row_tiles * 16, lane),
         Mma::reader_b<KTile>(shared_address(shared.scores().keys), 0, lane));
     if (all_kept) {
-      add<false>(rows, ds, p, anchors, deltas, dp_factor);
+      add<false>(rows, ds, p, lse_log2, deltas, dp_factor);
     } else {
-      add<true>(rows, ds, p, anchors, deltas, dp_factor);
+      add<true>(rows, ds, p, lse_log2, deltas, dp_factor);
     }
     if constexpr (stages == 1) {
       more = advance();
@@ -169,7 +169,7 @@ struct BackwardBias {
 
   template <bool masked>
   __device__ __forceinline__ void add(const ScoreRows& rows, const FragmentC (&dp)[row_tiles][block_kv / 8],
-                                      FragmentC (&p)[row_tiles][block_kv / 8], const float (&anchors)[row_tiles][2],
+                                      FragmentC (&p)[row_tiles][block_kv / 8], const float (&lse_log2)[row_tiles][2],
                                       const float (&deltas)[row_tiles][2], float dp_factor) {
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
@@ -180,7 +180,7 @@ struct BackwardBias {
 #pragma unroll
       for (int n = 0; n < block_kv / 8; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) p[m][n].x[e] = exp2_approx(p[m][n].x[e] - anchors[m][e / 2]);
+        for (int e = 0; e < 4; ++e) p[m][n].x[e] = exp2_approx(p[m][n].x[e] - lse_log2[m][e / 2]);
       }
       if constexpr (with_dropout_rate) rows.drop<true>(p[m], row_of(m, 0), tile * block_kv, lane);
 #pragma unroll

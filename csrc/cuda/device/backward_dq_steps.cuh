@@ -58,7 +58,7 @@ JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
 struct BackwardDq : KeyWalk<SharedStorage> {
   float dp_factor, ds_factor;  // dS is their common multiple of what it stands for
   FragmentC dq[row_tiles][tile_head_dim / 8];
-  float anchors[row_tiles][2];  // what is subtracted before exp2
+  float lse_log2[row_tiles][2];  // what is subtracted before exp2
   float deltas[row_tiles][2];
 
   __device__ __forceinline__ void find_lane() {
@@ -79,10 +79,10 @@ struct BackwardDq : KeyWalk<SharedStorage> {
           // inf).
           if (!valid || x == -JAX_FLASH_INFINITY) x = JAX_FLASH_INFINITY;
         }
-        anchors[m][half] = probability_anchor(x);
+        lse_log2[m][half] = probability_lse(x);
         deltas[m][half] = valid ? delta[row] * ds_factor : 0.f;
         if constexpr (weights_have_factor) {
-          anchors[m][half] -= log2f(rows.dropout.factor);
+          lse_log2[m][half] -= log2f(rows.dropout.factor);
           deltas[m][half] /= rows.dropout.factor;
         }
       }
@@ -129,9 +129,9 @@ struct BackwardDq : KeyWalk<SharedStorage> {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& x = p[m][n].x[e];
-          // What is not kept is -inf, also where nothing is and the anchor is -inf.
+          // What is not kept is -inf, also where nothing is and lse is -inf.
           const bool kept = !(masked || has_mask) || x != -JAX_FLASH_INFINITY;
-          x = probability(x * scale_log2, anchors[m][e / 2]);
+          x = probability(x * scale_log2, lse_log2[m][e / 2]);
           if constexpr (masked || has_mask) x = kept ? x : 0.f;
         }
       }

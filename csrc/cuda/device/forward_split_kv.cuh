@@ -11,7 +11,7 @@
 #pragma once
 
 #include "cuda/device/cluster.cuh"
-#include "cuda/device/mixture.cuh"
+#include "cuda/device/partial_softmax.cuh"
 #include "cuda/device/score_rows.cuh"
 #include "cuda/device/softmax.cuh"
 
@@ -57,7 +57,7 @@ struct TeamStorage {
 struct SharedStorage {
   TeamStorage team[teams];
   alignas(128) char q[QTile::bytes];
-  float2 statistics[teams][block_q];  // a team's anchor and total of a row
+  float2 statistics[teams][block_q];  // a team's scaled maximum and total of a row
 };
 // What the blocks of a cluster give to the one that puts a row together: as many rows as a block has, by the rank of
 // the giver and then by row.
@@ -256,7 +256,7 @@ struct SplitKvForward {
       }
       RowStatistics& mine = statistics[half];
       const float shrink = mine.update(quad_max(maximum), scale_log2);
-      const float anchor = mine.anchor(scale_log2);
+      const float scaled_max = mine.scaled_max(scale_log2);
 #pragma unroll
       for (int n = 0; n < tile_value_head_dim / 8; ++n) {
         out[0][n].x[2 * half] *= shrink;
@@ -266,7 +266,7 @@ struct SplitKvForward {
       for (int n = 0; n < block_kv / 8; ++n) {
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          scores[0][n].x[e] = exp2_approx(scores[0][n].x[e] * scale_log2 - anchor);
+          scores[0][n].x[e] = exp2_approx(scores[0][n].x[e] * scale_log2 - scaled_max);
           mine.total += scores[0][n].x[e];
         }
       }
@@ -369,15 +369,15 @@ JAX_FLASH_DEVICE void finish_eights(const Problem& problem, const Block& block, 
                                     SharedStorage& shared) {
   const Part& part = block.part;
   const bool whole = problem.kv_slices == 1;
-  const auto store = [&](int r, int column, float anchor, float total, float (&x)[8]) {
+  const auto store = [&](int r, int column, float scaled_max, float total, float (&x)[8]) {
     const int row = block.row_of(r);
     const float sink = sink_of(problem, block.batch, block.head_of(r));
-    if (has_sinks && sink != -JAX_FLASH_INFINITY) total += exp2_approx(sink * kLog2e - anchor);
+    if (has_sinks && sink != -JAX_FLASH_INFINITY) total += exp2_approx(sink * kLog2e - scaled_max);
     float factor = inverse_of(problem, forward.rows[0].dropout, block.batch, block.kv_head, total);
     const bool padding = has_q_lengths && row >= part.q.length;
     if (padding) factor = 0.f;
     if (column == 0) {
-      static_cast<float*>(problem.lse)[block.index_of(problem, r)] = padding ? sink : lse_of(anchor, total);
+      static_cast<float*>(problem.lse)[block.index_of(problem, r)] = padding ? sink : lse_of(scaled_max, total);
     }
 #pragma unroll
     for (float& e : x) e *= factor;
@@ -388,26 +388,26 @@ JAX_FLASH_DEVICE void finish_eights(const Problem& problem, const Block& block, 
   for (int i = threadIdx.x; i < block_q * eights; i += threads) {
     const int r = i / eights, column = i % eights * 8;
     if (block.row_of(r) >= part.q.stored) break;
-    float anchor = -JAX_FLASH_INFINITY, total = 0.f, x[8] = {};
+    float scaled_max = -JAX_FLASH_INFINITY, total = 0.f, x[8] = {};
 #pragma unroll
-    for (int j = 0; j < teams; ++j) anchor = fmaxf(anchor, shared.statistics[j][r].x);
-    if (whole) anchor = anchor_with(anchor, sink_of(problem, block.batch, block.head_of(r)));
+    for (int j = 0; j < teams; ++j) scaled_max = fmaxf(scaled_max, shared.statistics[j][r].x);
+    if (whole) scaled_max = scaled_max_with(scaled_max, sink_of(problem, block.batch, block.head_of(r)));
 #pragma unroll
     for (int j = 0; j < teams; ++j) {
       const float2 of_team = shared.statistics[j][r];
-      const float weight = weight_against(of_team.x, anchor);
+      const float weight = rescale_factor(of_team.x, scaled_max);
       total += weight * of_team.y;
       const float* sum = shared.team[j].sum(r) + column;
 #pragma unroll
       for (int e = 0; e < 8; ++e) x[e] += weight * sum[e];
     }
     if (whole) {
-      store(r, column, anchor, total, x);
+      store(r, column, scaled_max, total, x);
     } else {
       const Scratch scratch(problem);
       const i64 index = block.index_of(problem, r);
       store_eight(scratch.sum(block.slice, index) + column, x);
-      if (column == 0) *scratch.statistics(block.slice, index) = {anchor, total};
+      if (column == 0) *scratch.statistics(block.slice, index) = {scaled_max, total};
     }
   }
 }
@@ -531,10 +531,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   }
   copies_wait<0>();  // none is on its way, nor counted as one
 
-  const auto finish = [&](const ResultRow& to, float anchor, float total, bool first) {
+  const auto finish = [&](const ResultRow& to, float scaled_max, float total, bool first) {
     float factor = inverse_of(problem, forward.rows[0].dropout, block.batch, block.kv_head, total);
     if (to.padding) factor = 0.f;
-    if (first) *to.lse = to.padding ? to.sink : lse_of(anchor, total);
+    if (first) *to.lse = to.padding ? to.sink : lse_of(scaled_max, total);
     return factor;
   };
   if (alone) {
@@ -542,11 +542,11 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     for (int half = 0; half < 2; ++half) {
       const ResultRow& to = results[half];
       RowStatistics& mine = forward.statistics[half];
-      const float2 statistics{mine.maximum == -JAX_FLASH_INFINITY ? mine.maximum : mine.anchor(forward.scale_log2),
+      const float2 statistics{mine.maximum == -JAX_FLASH_INFINITY ? mine.maximum : mine.scaled_max(forward.scale_log2),
                               quad_sum(mine.total)};
       if (!to.stored) continue;
-      const Mixture<1> mixture(to.sink, [&](int) { return statistics; });
-      const float factor = mixture.weights[0] * finish(to, mixture.anchor, mixture.total, lane % 4 == 0);
+      const SoftmaxMerge<1> merge(to.sink, [&](int) { return statistics; });
+      const float factor = merge.weights[0] * finish(to, merge.scaled_max, merge.total, lane % 4 == 0);
 #pragma unroll
       for (int n = 0; n < tile_value_head_dim / 8; ++n) {
         const int column = Mma::out_column(n, lane);
@@ -562,8 +562,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     RowStatistics& mine = forward.statistics[half];
     const float total = quad_sum(mine.total);
     if (lane % 4 == 0) {
-      const float anchor = mine.maximum == -JAX_FLASH_INFINITY ? mine.maximum : mine.anchor(forward.scale_log2);
-      shared.statistics[team][own[half]] = {anchor, total};
+      const float scaled_max = mine.maximum == -JAX_FLASH_INFINITY ? mine.maximum : mine.scaled_max(forward.scale_log2);
+      shared.statistics[team][own[half]] = {scaled_max, total};
     }
     float* sum = storage.sum(own[half]);
 #pragma unroll
@@ -583,12 +583,12 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
 
   constexpr int fours = threads / block_q;  // of columns, in a step of the threads of a row
   const int r = threadIdx.x / fours, first_column = threadIdx.x % fours * 4;
-  const Mixture<teams> of_teams(whole ? results[0].sink : -JAX_FLASH_INFINITY,
-                                [&](int i) { return shared.statistics[i][r]; });
+  const SoftmaxMerge<teams> of_teams(whole ? results[0].sink : -JAX_FLASH_INFINITY,
+                                     [&](int i) { return shared.statistics[i][r]; });
   const auto four_of = [&](int column) { return of_teams([&](int i) { return shared.team[i].sum(r) + column; }); };
   if (whole) {
     if (!results[0].stored) return;
-    const float factor = finish(results[0], of_teams.anchor, of_teams.total, first_column == 0);
+    const float factor = finish(results[0], of_teams.scaled_max, of_teams.total, first_column == 0);
     for_fours<fours>(first_column, [&](int column) {
       const float4 x = four_of(column);
       store_four(results[0].out + column, {x.x * factor, x.y * factor, x.z * factor, x.w * factor});
@@ -599,7 +599,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     const i64 index = block.index_of(problem, r);
     float* sum = scratch.sum(block.slice, index);
     for_fours<fours>(first_column, [&](int column) { store_four(sum + column, four_of(column)); });
-    if (first_column == 0) *scratch.statistics(block.slice, index) = {of_teams.anchor, of_teams.total};
+    if (first_column == 0) *scratch.statistics(block.slice, index) = {of_teams.scaled_max, of_teams.total};
   } else {
     // Every row to the block of the cluster that puts it together.
     const int rows_log2 = __ffs(block_q) - 1 - ranks_log2;  // of a rank
@@ -611,17 +611,17 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
                      [&](int column) { give_four(sums + column * sizeof(float), gate, four_of(column)); });
     if (first_column == 0) {
       const u32 statistics = cluster_address(shared_address(given.statistics + place), rank);
-      give_pair(statistics, gate, {of_teams.anchor, of_teams.total});
+      give_pair(statistics, gate, {of_teams.scaled_max, of_teams.total});
     }
     gate_wait(shared_address(&given.gate));  // all blocks have given what they have
     const ResultRow& to = results[0];
     if (!to.stored) return;
     const int own_row = threadIdx.x / row_threads, own_column = threadIdx.x % row_threads * 4;
     const auto place_of_rank = [&](int i) { return (i << rows_log2) + own_row; };
-    const Mixture<most_cluster> of_blocks(to.sink, [&](int i) {
+    const SoftmaxMerge<most_cluster> of_blocks(to.sink, [&](int i) {
       return i < problem.kv_slices ? given.statistics[place_of_rank(i)] : float2{-JAX_FLASH_INFINITY, 0.f};
     });
-    const float factor = finish(to, of_blocks.anchor, of_blocks.total, own_column == 0);
+    const float factor = finish(to, of_blocks.scaled_max, of_blocks.total, own_column == 0);
 #pragma unroll 1
     for (int column = own_column; column < value_head_dim; column += row_threads * 4) {
       const float4 x = of_blocks([&](int i) { return given.sums + place_of_rank(i) * sum_stride + column; });
@@ -646,26 +646,26 @@ extern "C" __global__ void __launch_bounds__(32 * combine_warps)
 
   if (!loads_take_registers) wait_for_the_kernel_before();
   float2 statistics[most];
-  float anchor = -JAX_FLASH_INFINITY, total = 0.f, weight[most];
+  float scaled_max = -JAX_FLASH_INFINITY, total = 0.f, weight[most];
 #pragma unroll
   for (int i = 0; i < most; ++i) {
     const int slice = i * 32 + lane;
     statistics[i] = {-JAX_FLASH_INFINITY, 0.f};
     if (slice < scratch.slices) statistics[i] = *scratch.statistics(slice, index);
-    anchor = fmaxf(anchor, statistics[i].x);
+    scaled_max = fmaxf(scaled_max, statistics[i].x);
   }
 #pragma unroll
-  for (int i = 1; i < 32; i *= 2) anchor = fmaxf(anchor, __shfl_xor_sync(0xffffffffu, anchor, i));
+  for (int i = 1; i < 32; i *= 2) scaled_max = fmaxf(scaled_max, __shfl_xor_sync(0xffffffffu, scaled_max, i));
   const float sink = sink_of(problem, batch, head);
-  anchor = anchor_with(anchor, sink);
+  scaled_max = scaled_max_with(scaled_max, sink);
 #pragma unroll
   for (int i = 0; i < most; ++i) {
-    weight[i] = weight_against(statistics[i].x, anchor);
+    weight[i] = rescale_factor(statistics[i].x, scaled_max);
     total += weight[i] * statistics[i].y;
   }
 #pragma unroll
   for (int i = 1; i < 32; i *= 2) total += __shfl_xor_sync(0xffffffffu, total, i);
-  if (has_sinks && sink != -JAX_FLASH_INFINITY) total += exp2_approx(sink * kLog2e - anchor);
+  if (has_sinks && sink != -JAX_FLASH_INFINITY) total += exp2_approx(sink * kLog2e - scaled_max);
 
   float4 mine[own_fours] = {};
 #pragma unroll
@@ -691,7 +691,7 @@ extern "C" __global__ void __launch_bounds__(32 * combine_warps)
   const Part part = part_of(problem, batch, 0);
   const bool padding = has_q_lengths && t >= part.q.length;
   const int thread = alone ? lane : threadIdx.x, column = thread * 8;
-  if (thread == 0) static_cast<float*>(problem.lse)[index] = padding ? sink : lse_of(anchor, total);
+  if (thread == 0) static_cast<float*>(problem.lse)[index] = padding ? sink : lse_of(scaled_max, total);
   if (column >= value_head_dim) return;
   const Dropout dropout(problem, part, head);
   float factor = inverse_of(problem, dropout, batch, head / (problem.q_heads / problem.kv_heads), total);

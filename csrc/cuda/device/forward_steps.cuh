@@ -109,12 +109,12 @@ struct Forward : KeyWalk<SharedStorage> {
     // Sixteen keys become weights, which join the row's total.
     auto weigh = [&](int m, int half, int kk) {
       RowStatistics& row = statistics[m][half];
-      const float anchor = row.anchor(scale_log2);
+      const float scaled_max = row.scaled_max(scale_log2);
 #pragma unroll
       for (int n = 2 * kk; n < 2 * kk + 2; ++n) {
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          scores[m][n].x[e] = exp2_approx(scores[m][n].x[e] * scale_log2 - anchor);
+          scores[m][n].x[e] = exp2_approx(scores[m][n].x[e] * scale_log2 - scaled_max);
           row.total += scores[m][n].x[e];
         }
       }

@@ -107,12 +107,13 @@ constexpr float weight_unit = has_descale ? 0x1p-7f : 1.f;
 
 // Backward, where they are against the whole sum, they are 2^15 of themselves.
 constexpr float probability_unit = has_descale ? 0x1p-15f : 1.f;
-// What is subtracted from logits before exp2. Of arrays in two parts the exponent has no place for another summand.
-JAX_FLASH_DEVICE float probability_anchor(float lse) {
+// lse as it is subtracted from logits before exp2: in units of log2, and less what probability_unit undoes. With two
+// limbs the exponent has no place for another summand, so probability() multiplies instead.
+JAX_FLASH_DEVICE float probability_lse(float lse) {
   return has_descale && parts == 1 ? lse * kLog2e - 15.f : lse * kLog2e;
 }
-JAX_FLASH_DEVICE float probability(float logit, float anchor) {
-  const float x = exp2_approx(logit - anchor);
+JAX_FLASH_DEVICE float probability(float logit, float lse_log2) {
+  const float x = exp2_approx(logit - lse_log2);
   return parts == 1 ? x : x * 0x1p15f;
 }
 

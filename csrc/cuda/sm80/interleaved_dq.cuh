@@ -75,9 +75,9 @@ struct InterleavedDq : BackwardDq {
   __device__ __forceinline__ void weigh(FragmentC (&p)[row_tiles][block_kv / 8], int i) const {
     const Spot s(i);
     float& x = p[s.m][s.n].x[s.e];
-    // What is not kept is -inf, also where nothing is and the anchor is -inf.
+    // What is not kept is -inf, also where nothing is and lse is -inf.
     const bool kept = !(masked || has_mask) || x != -JAX_FLASH_INFINITY;
-    x = probability(x * scale_log2, anchors[s.m][s.e / 2]);
+    x = probability(x * scale_log2, lse_log2[s.m][s.e / 2]);
     if constexpr (masked || has_mask) x = kept ? x : 0.f;
   }
   __device__ __forceinline__ void differentiate(FragmentC (&dp)[row_tiles][block_kv / 8],

@@ -138,7 +138,7 @@ struct InterleavedForward : Forward {
     return scores[2 * kk + i / 2 % 2].x[i / 4 * 2 + i % 2];
   }
   __device__ __forceinline__ float weigh(float score, int m, int half) const {
-    return exp2_approx(score * scale_log2 - RowStatistics::anchor_of(statistics[m][half].maximum, scale_log2));
+    return exp2_approx(score * scale_log2 - RowStatistics::scaled_max_of(statistics[m][half].maximum, scale_log2));
   }
 
   // Softmax and P V. The first weights are computed beside the search for new maxima, and once more where there are

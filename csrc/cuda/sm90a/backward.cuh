@@ -40,7 +40,7 @@ struct SharedStorage {
   char q[stages][QSlabs::bytes];
   char dout[stages][OutSlabs::bytes];
   char ds[adds_dq ? 2 : 1][Slabs<block_kv, block_q>::bytes];  // dS^T
-  float anchors[stages][block_q];
+  float lse_log2[stages][block_q];
   float deltas[stages][block_q];
   u64 keys_full, full[stages], empty[stages], ds_full[2], ds_empty[2];
 };
@@ -81,7 +81,7 @@ JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const Ten
       QSlabs::copy(shared_address(shared.q[stage]), &maps.q, full, row, at.head, place.batch);
       OutSlabs::copy(shared_address(shared.dout[stage]), &maps.dout, full, row, at.head, place.batch);
     }
-    Statistics::put(shared.anchors[stage], statistics.anchors, lane);
+    Statistics::put(shared.lse_log2[stage], statistics.lse_log2, lane);
     Statistics::put(shared.deltas[stage], statistics.deltas, lane);
     barrier_arrive(full);
     ring.advance();
@@ -231,7 +231,7 @@ struct Backward {
         wgmma_wait<0>();
       }
       hold(s[j]);
-      weights.weigh(s[j], derivatives, at, is_full(at, j), shared.anchors[stage], j * row_of_tiles);
+      weights.weigh(s[j], derivatives, at, is_full(at, j), shared.lse_log2[stage], j * row_of_tiles);
       if (j > 0) take_back(ds_operand[j - 1]);
       if (j > 0 || !dp_with_s) start_dp(dp[j], stage, j);
       round_kept(p_operand[j], s[j]);
@@ -256,7 +256,7 @@ struct Backward {
     wgmma_wait<0>();
     hold(p_operand[tiles - 1]);
     hold(ds_operand[tiles - 1]);
-    __syncwarp();  // all lanes have read anchors and deltas
+    __syncwarp();  // all lanes have read lse_log2 and deltas
     if (arrives(lane)) barrier_arrive(shared_address(&shared.empty[stage]));
     if constexpr (sums) sum_dq(before, i - 1);
   }

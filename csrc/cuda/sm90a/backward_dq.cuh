@@ -122,7 +122,7 @@ struct BackwardDq {
   ScoreRows rows;
   float scale_log2;
   float dp_factor;  // dS is a multiple of what it stands for
-  float anchors[2], deltas[2];
+  float lse_log2[2], deltas[2];
   Ring<stages> k_ring;
   Ring<v_stages> v_ring;
   FragmentC dq[KSlabs::columns / 8];
@@ -143,7 +143,7 @@ struct BackwardDq {
       const i64 from = first + q.first + (valid ? at : 0);
       // The weights are 0 of rows beyond the end, and of those that keep nothing.
       const float lse = static_cast<const float*>(problem.lse)[from];
-      anchors[half] = valid && lse != -JAX_FLASH_INFINITY ? probability_anchor(lse) : JAX_FLASH_INFINITY;
+      lse_log2[half] = valid && lse != -JAX_FLASH_INFINITY ? probability_lse(lse) : JAX_FLASH_INFINITY;
       deltas[half] = valid ? static_cast<const float*>(problem.delta)[from] * ds_factor : 0.f;
     }
   }
@@ -191,7 +191,7 @@ struct BackwardDq {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& x = some[n].x[e];
-          x = exp2_approx(x * scale_log2 - anchors[e / 2]);
+          x = exp2_approx(x * scale_log2 - lse_log2[e / 2]);
           if constexpr (with_softcap) x *= derivatives[n].x[e];
         }
       }

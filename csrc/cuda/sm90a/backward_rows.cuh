@@ -76,7 +76,7 @@ struct Block {
 
 // lse and delta of a tile of rows, which a warp takes from global to shared memory.
 struct Statistics {
-  float anchors[block_q / 32], deltas[block_q / 32];
+  float lse_log2[block_q / 32], deltas[block_q / 32];
 
   __device__ __forceinline__ Statistics(const Block& block, const Walk& at, float ds_factor, int lane) {
     const Problem& problem = block.problem;
@@ -89,7 +89,7 @@ struct Statistics {
       const i64 from = first + (valid ? row : 0);
       // The weights are 0 of rows beyond the end, and of those that keep nothing.
       const float lse = static_cast<const float*>(problem.lse)[from];
-      anchors[i] = valid && lse != -JAX_FLASH_INFINITY ? probability_anchor(lse) : JAX_FLASH_INFINITY;
+      lse_log2[i] = valid && lse != -JAX_FLASH_INFINITY ? probability_lse(lse) : JAX_FLASH_INFINITY;
       deltas[i] = valid ? static_cast<const float*>(problem.delta)[from] * ds_factor : 0.f;
     }
   }
@@ -229,21 +229,21 @@ struct Weights {
   // Scores of the keys `beyond` first_key and on become weights. With softcap, its derivatives are to be multiplied
   // with dS^T.
   __device__ __forceinline__ void weigh(Scores64& s, FragmentC* derivatives, const Walk& at, bool full,
-                                        const float* anchors, int beyond = 0) const {
+                                        const float* lse_log2, int beyond = 0) const {
     if (full) {
-      weigh<false>(s, derivatives, at, anchors, first_key + beyond);
+      weigh<false>(s, derivatives, at, lse_log2, first_key + beyond);
     } else {
-      weigh<true>(s, derivatives, at, anchors, first_key + beyond);
+      weigh<true>(s, derivatives, at, lse_log2, first_key + beyond);
     }
     if constexpr (with_dropout_rate) drop(s, at, first_key + beyond);
   }
   template <bool masked>
-  __device__ __forceinline__ void weigh(Scores64& s, FragmentC* derivatives, const Walk& at, const float* anchors,
+  __device__ __forceinline__ void weigh(Scores64& s, FragmentC* derivatives, const Walk& at, const float* lse_log2,
                                         int first_key) const {
 #pragma unroll
     for (int n = 0; n < block_q / 8; ++n) {
       const int column = 8 * n + lane % 4 * 2;
-      const float2 anchor = *reinterpret_cast<const float2*>(&anchors[column]);
+      const float2 lse = *reinterpret_cast<const float2*>(&lse_log2[column]);
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const int row = at.tile * block_q + column + odd;
@@ -262,7 +262,7 @@ struct Weights {
               b = as_float(masked ? biases.at(bias, key, part) : bias[key * biases.column_stride]);
             logit = modified.logit(x, b, row, key, with_softcap ? derivatives[n].x[e] : unused);
           }
-          x = exp2_approx(logit - (odd ? anchor.y : anchor.x));
+          x = exp2_approx(logit - (odd ? lse.y : lse.x));
           bool kept = true;
           if constexpr (masked) kept = keep(row, key);
           if constexpr (has_mask) kept &= masked ? masks.at(mask, key, part) : mask[key * masks.column_stride];

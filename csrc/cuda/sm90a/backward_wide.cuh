@@ -23,7 +23,7 @@ struct SharedStorage {
   char dout[buffers][OutSlabs::bytes];
   float4 p[block_q / 8][warpgroup];  // P^T, as its threads hold it
   float4 derivatives[with_softcap ? block_q / 8 : 1][warpgroup];
-  float anchors[buffers][block_q];
+  float lse_log2[buffers][block_q];
   float deltas[buffers][block_q];
   u64 k_full, v_full, q_full[buffers], q_empty[buffers], dout_full[buffers], dout_empty[buffers];
   u64 p_full[4], p_empty[4];  // of a warp each
@@ -62,7 +62,7 @@ JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const Ten
       barrier_expect(q_full, QSlabs::bytes);
       QSlabs::copy(shared_address(shared.q[stage]), &maps.q, q_full, row, at.head, place.batch);
     }
-    Statistics::put(shared.anchors[stage], statistics.anchors, lane);
+    Statistics::put(shared.lse_log2[stage], statistics.lse_log2, lane);
     barrier_arrive(q_full);
     if (first && lane == 0) {
       const u32 full = shared_address(&shared.v_full);
@@ -146,7 +146,7 @@ struct Half {
       score_product<KSlabs, QSlabs>(s, shared.k, shared.q[stage]);
       wgmma_wait<0>();
       hold(s);
-      weights.weigh(s, derivatives, at, block.is_full(at), shared.anchors[stage]);
+      weights.weigh(s, derivatives, at, block.is_full(at), shared.lse_log2[stage]);
       arrive(shared.q_empty[stage]);
       barrier_wait(shared_address(&shared.p_empty[warp]), parity ^ 1);
 #pragma unroll

@@ -295,12 +295,12 @@ struct Consumer {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float anchor = statistics[half].anchor(scope.scale_log2);
+      const float scaled_max = statistics[half].scaled_max(scope.scale_log2);
 #pragma unroll
       for (int n = 0; n < block_kv / 8; ++n) {
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          scores[n].x[e] = exp2_approx(scores[n].x[e] * scope.scale_log2 - anchor);
+          scores[n].x[e] = exp2_approx(scores[n].x[e] * scope.scale_log2 - scaled_max);
           statistics[half].total += scores[n].x[e];
         }
         if constexpr (masked) {
