@@ -26,7 +26,7 @@
   /* keep key position <= query position */                                                                         \
   CONSTANT(bool, causal)                                                                                            \
   /* float32 products at float32 accuracy rather than TF32's; false for other dtypes. With descale: the float16 */  \
-  /* arrays have two parts, side by side in every row */                                                            \
+  /* arrays have two limbs, side by side in every row */                                                            \
   CONSTANT(bool, highest_precision)                                                                                 \
   /* bias is float32 (float64 for float64 inputs) whatever the query's dtype; else it has that one */               \
   CONSTANT(bool, wide_bias)                                                                                         \

@@ -97,7 +97,7 @@ def draw(family: str, number: int) -> Drawing:
         options["precision"] = choose.one(("default", "highest"))
     program = dataclasses.replace(program, options=tuple(sorted(options.items())))
     if options.get("precision") == "highest":
-        split_kv = False  # arrays in two parts have no such kernel
+        split_kv = False  # arrays of two limbs have no such kernel
         if max(program.head_dims) > (128 if family in choice.FLOAT16_FAMILIES else 256):
             program = dataclasses.replace(program, head_dims=(64, 64))
     return Drawing(program, split_kv)
@@ -175,7 +175,7 @@ class KernelCall:
     def of(cls, op: ir.Operation) -> "KernelCall":
         options = {x.name: x.attr.value for x in ir.DictAttr(op.attributes["mhlo.backend_config"])}
         shapes = [tuple(ir.RankedTensorType(x.type).shape) for x in op.operands]
-        parts = 2 if options["highest_precision"] else 1
+        limbs = 2 if options["highest_precision"] else 1
         shares = False
         if options["has_dbias"]:
             results = [tuple(ir.RankedTensorType(x.type).shape) for x in op.results]
@@ -186,7 +186,7 @@ class KernelCall:
         return cls(
             forward=ir.StringAttr(op.attributes["call_target_name"]).value == registration.FORWARD_TARGET,
             dtype={"f16": "float16", "bf16": "bfloat16"}[element],
-            head_dims=(shapes[0][3] // parts, shapes[2][3] // parts),
+            head_dims=(shapes[0][3] // limbs, shapes[2][3] // limbs),
             options=options,
             shares_bias=shares,
         )

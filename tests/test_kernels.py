@@ -38,7 +38,7 @@ FLOAT32_GATE = {
     "default": {**SPILL_GATE, "backward": 152, "backward_dq": 40},
     "highest": {"forward": 240, "backward": 184, "backward_dq": 192},
 }
-"""Of float32 on sm_80 and sm_86: "default" is float16 kernels with two factors more, "highest" holds two parts of every
+"""Of float32 on sm_80 and sm_86: "default" is float16 kernels with two factors more, "highest" holds two limbs of every
 operand. What spills is head_dim 256."""
 
 OLD_WARPS = {
@@ -327,7 +327,7 @@ def test_gates_of_single_tile(tmp_path: pathlib.Path) -> None:
 
 SHARED_BIAS_GATE = {(80, 128): 16, (80, 256): 24}
 """Bytes of spill stores plus loads of the pass for a bias that is shared, by compute capability and head_dim, for
-float32 in two parts. All others spill nothing."""
+float32 of two limbs. All others spill nothing."""
 
 
 @pytest.mark.parametrize(("arch", "dtype"), [(70, "float16"), (75, "float16"), (80, "bfloat16"), (86, "float16")])
@@ -340,13 +340,13 @@ def test_gates_of_shared_bias(arch: int, dtype: str, tmp_path: pathlib.Path) -> 
         256: [bias | on for on in ({}, heavy["window"], heavy["dropout"])],
     }
     for head_dim, options in variants.items():
-        two_parts = [bias | {"has_descale": True, "highest_precision": True}] * (arch != 86)
+        two_limbs = [bias | {"has_descale": True, "highest_precision": True}] * (arch != 86)
         if head_dim == 256 and arch < 80:
-            two_parts = []
+            two_limbs = []
         on = {"dtypes": [dtype], "head_dims": [head_dim], "passes": ["backward_bias"]}
         rows = compiled(arch, tmp_path, options=options, **on)
-        rows += compiled(arch, tmp_path, options=two_parts, **(on | {"dtypes": ["float16"]}))
-        assert len(rows) == len(options) + len(two_parts)
+        rows += compiled(arch, tmp_path, options=two_limbs, **(on | {"dtypes": ["float16"]}))
+        assert len(rows) == len(options) + len(two_limbs)
         for kernel in rows:
             assert kernel["pass"] == "backward_bias"
             gate = SHARED_BIAS_GATE.get((arch, head_dim), 0) if "highest_precision" in kernel["name"] else 0
@@ -362,7 +362,7 @@ def test_what_kernels_are_not_for_is_refused(tmp_path: pathlib.Path) -> None:
         build(80, "float32")
     with pytest.raises(ValueError, match="kernels of sm75 are for float16"):
         build(75, "bfloat16")
-    with pytest.raises(ValueError, match="two parts, which come with descale"):
+    with pytest.raises(ValueError, match="two limbs, which come with descale"):
         build(80, "float16", highest_precision=True)
 
 

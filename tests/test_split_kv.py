@@ -88,9 +88,9 @@ def test_scratch_holds_what_every_slice_has() -> None:
     assert slices > 1
     assert scratch("cuda", 5, 32768) == slices * 3 * 8 * 5 * (128 + 2)
     assert scratch("cuda", 5, 512) == scratch("cpu", 5, 32768) == 0
-    # A row of float32 in two parts has the columns of both.
-    halves = scratch("cuda", 5, 32768, has_descale=True, highest_precision=True)
-    assert halves == slices * 3 * 8 * 5 * (64 + 2)
+    # A row of float32 as two limbs has the columns of both.
+    limbs = scratch("cuda", 5, 32768, has_descale=True, highest_precision=True)
+    assert limbs == slices * 3 * 8 * 5 * (64 + 2)
 
 
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.platform == "cuda" and target.kernel))

@@ -26,7 +26,7 @@ struct TileRow {
 
 struct TileRule {
   const char* family;
-  int parts;  // of the arrays, which decide what a tile costs
+  int limbs;  // of the arrays, which decide what a tile costs
   Pass pass;
   int max_head_dim;  // serves head dims up to this
   int shared_kb;     // needs so much dynamic shared memory a block
@@ -41,10 +41,10 @@ constexpr Pass forward = Pass::forward, backward = Pass::backward, backward_dq =
                forward_single_tile = Pass::forward_single_tile;
 
 // The first rule that fits is taken. Beside each the forward or backward rate that put it there: full, B4 S4096,
-// N * H = 2048, on an H200, in TFLOP/s, of bf16 for one part; and behind "first:" those of the first working version,
+// N * H = 2048, on an H200, in TFLOP/s, of bf16 for one limb; and behind "first:" those of the first working version,
 // where others lost. Rules that an H200 has no need of were timed on one all the same.
 inline constexpr TileRule all[] = {
-    // family, parts, pass, head_dim, shared KB, {block_q, block_kv, warps, stages, min_blocks, key_tiles}
+    // family, limbs, pass, head_dim, shared KB, {block_q, block_kv, warps, stages, min_blocks, key_tiles}
     {"sm90a", 1, forward, 64, 89, {192, 128, 16, 2, 1}, true},  // 557; with other options it spills; 192x96 523
     {"sm90a", 1, forward, 64, 81, {128, 128, 12, 2, 1}},        // 485, 128x192 478
     {"sm90a", 1, forward, 128, 161, {128, 128, 12, 2, 1}},      // 714; 128x160 711, 128x176 699, 192x80 689
@@ -211,10 +211,10 @@ inline bool is_plain(const Options& options) {
 }
 
 // nullptr where no row serves. `rows` is the block_q that is wanted; 0: any.
-inline const TileRow* find_tile_row(const std::string& family, int parts, Pass pass, int head_dim, int arch,
+inline const TileRow* find_tile_row(const std::string& family, int limbs, Pass pass, int head_dim, int arch,
                                     bool plain = false, int rows = 0) {
   for (const TileRule& rule : rules::all) {
-    if (family == rule.family && parts == rule.parts && pass == rule.pass && head_dim <= rule.max_head_dim &&
+    if (family == rule.family && limbs == rule.limbs && pass == rule.pass && head_dim <= rule.max_head_dim &&
         rule.shared_kb <= shared_kb_of(arch) && (plain || !rule.plain) && (!rows || rows == rule.row.block_q)) {
       return &rule.row;
     }
@@ -222,11 +222,11 @@ inline const TileRow* find_tile_row(const std::string& family, int parts, Pass p
   return nullptr;
 }
 
-inline const TileRow& tile_row(const std::string& family, int parts, Pass pass, int head_dim, int arch,
+inline const TileRow& tile_row(const std::string& family, int limbs, Pass pass, int head_dim, int arch,
                                bool plain = false, int rows = 0) {
-  if (const TileRow* row = find_tile_row(family, parts, pass, head_dim, arch, plain, rows)) return *row;
+  if (const TileRow* row = find_tile_row(family, limbs, pass, head_dim, arch, plain, rows)) return *row;
   throw std::invalid_argument("no tile row for family " + family + ", head_dim " + std::to_string(head_dim) +
-                              ", compute capability " + std::to_string(arch) + (parts == 2 ? ", in two parts" : ""));
+                              ", compute capability " + std::to_string(arch) + (limbs == 2 ? ", of two limbs" : ""));
 }
 
 }  // namespace jax_flash::cuda

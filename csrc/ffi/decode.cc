@@ -112,7 +112,7 @@ Strides strides(const std::vector<int64_t>& sizes) {
   return {all[0], all[1], all[2], all[3]};
 }
 
-int parts_of(const Options& options) { return options.has_descale && options.highest_precision ? 2 : 1; }
+int limbs_of(const Options& options) { return options.has_descale && options.highest_precision ? 2 : 1; }
 
 Call decode(Platform platform, Pass pass, const Options& options, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   Call call{};
@@ -135,9 +135,9 @@ Call decode(Platform platform, Pass pass, const Options& options, ffi::Remaining
           "query and key lengths must add up to less than 2^31");
   require(p.q_heads % p.kv_heads == 0, "query heads must be a multiple of key heads");
 
-  const int parts = parts_of(options);
-  p.head_dim /= parts;
-  p.value_head_dim /= parts;
+  const int limbs = limbs_of(options);
+  p.head_dim /= limbs;
+  p.value_head_dim /= limbs;
   const ffi::DataType result_type = options.has_descale ? ffi::DataType::F32 : type;
   auto on_queries = [&](const ffi::AnyBuffer& buffer, int head_dim, ffi::DataType element, const char* name) {
     return tensor(buffer, p.batch, p.q_length, p.q_heads, head_dim, element, name);
@@ -145,16 +145,16 @@ Call decode(Platform platform, Pass pass, const Options& options, ffi::Remaining
   auto on_keys = [&](const ffi::AnyBuffer& buffer, int head_dim, ffi::DataType element, const char* name) {
     return tensor(buffer, p.batch, p.kv_length, p.kv_heads, head_dim, element, name);
   };
-  p.q = on_queries(q, parts * p.head_dim, type, "query");
-  p.k = on_keys(k, parts * p.head_dim, type, "key");
-  p.v = on_keys(v, parts * p.value_head_dim, type, "value");
+  p.q = on_queries(q, limbs * p.head_dim, type, "query");
+  p.k = on_keys(k, limbs * p.head_dim, type, "key");
+  p.v = on_keys(v, limbs * p.value_head_dim, type, "value");
   size_t next = 3;
   size_t results = 2;
   if (pass == Pass::forward) {
     p.out = on_queries(result(rets, 0), p.value_head_dim, result_type, "out");
     p.lse = statistic(result(rets, 1), p, type, "lse");
   } else {
-    p.dout = on_queries(argument(args, next++), parts * p.value_head_dim, type, "dout");
+    p.dout = on_queries(argument(args, next++), limbs * p.value_head_dim, type, "dout");
     p.lse = statistic(argument(args, next++), p, type, "lse");
     if (platform == Platform::cpu) {
       p.dlse = statistic(argument(args, next++), p, type, "dlse");

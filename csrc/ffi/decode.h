@@ -21,8 +21,8 @@ struct Call {
   int64_t room;  // elements of its scratch
 };
 
-// Arrays in two parts have the columns of both.
-int parts_of(const Options& options);
+// Arrays of two limbs have the columns of both.
+int limbs_of(const Options& options);
 
 // Of a dense [batch, heads, rows, columns] array; 0 where a dimension of size 1 is broadcast.
 Strides strides(const std::vector<int64_t>& sizes);

@@ -120,8 +120,8 @@ struct Scratch {
         cuda(platform == "cuda"),
         dtype(named_dtype(dtype_)),
         problem(shape_of(named_options(options), 1, q_length, kv_length, q_heads, kv_heads)) {
-    problem.head_dim = head_dim / parts_of(problem.options);
-    problem.value_head_dim = value_head_dim / parts_of(problem.options);
+    problem.head_dim = head_dim / limbs_of(problem.options);
+    problem.value_head_dim = value_head_dim / limbs_of(problem.options);
     if (!bias_shape.empty()) problem.bias_strides = strides(bias_shape);
   }
 

@@ -46,7 +46,7 @@ struct Regions {
 // One batch entry, one block, and one head unless it walks over them.
 template <void (*kernel)(Problem)>
 void run(int tiles) {
-  constexpr int columns = parts * at_least(head_dim, value_head_dim);
+  constexpr int columns = limbs * at_least(head_dim, value_head_dim);
   Problem problem{};
   problem.options.scale = 1;
   problem.options.sequences = 1;

@@ -28,10 +28,10 @@ constexpr int key_warps = block_kv / (16 * key_tiles);
 constexpr int split = warps / key_warps;
 static_assert(split * key_warps == warps && (split & (split - 1)) == 0, "warps share the keys evenly");
 
-using KTile = Tile<block_kv, parts * tile_head_dim>;
-using VTile = Tile<block_kv, parts * tile_value_head_dim>;
-using QTile = Tile<block_q, parts * tile_head_dim>;
-using OutTile = Tile<block_q, parts * tile_value_head_dim>;
+using KTile = Tile<block_kv, limbs * tile_head_dim>;
+using VTile = Tile<block_kv, limbs * tile_value_head_dim>;
+using QTile = Tile<block_q, limbs * tile_head_dim>;
+using OutTile = Tile<block_q, limbs * tile_value_head_dim>;
 using ScoreTile = Mma::Scores<block_kv, block_q>;
 
 static_assert(stages <= 2);
@@ -71,7 +71,7 @@ constexpr int dq_together = key_tiles > 1 && passes_p ? (warps == 4 ? 2 : 1) : d
 // The next rows are on their way from the beginning of a step, or where they wait in registers that it lacks, while dK
 // is computed; with split = 2 those of dO while dV is, and those of Q while dK is.
 constexpr int step_registers = (tile_head_dim + tile_value_head_dim) / (2 * split) + score_columns +
-                               block_q * parts * (tile_head_dim + tile_value_head_dim) / (2 * threads);
+                               block_q * limbs * (tile_head_dim + tile_value_head_dim) / (2 * threads);
 constexpr bool late_rows = loads_take_registers && stages == 1 && step_registers > 160;
 constexpr bool early_rows = stages == 2 || (loads_take_registers && !late_rows);
 // Without dQ a step has no barrier but its first, and ptxas spills least so (sm_80, head_dim 64: 32 and 76 bytes for 32

@@ -16,10 +16,10 @@ namespace jax_flash {
 
 constexpr int threads = 32 * warps;
 constexpr int row_tiles = block_q / (16 * warps);  // m16 tiles of a warp
-using QTile = Tile<block_q, parts * tile_head_dim>;
-using OutTile = Tile<block_q, parts * tile_value_head_dim>;
-using KTile = Tile<block_kv, parts * tile_head_dim>;
-using VTile = Tile<block_kv, parts * tile_value_head_dim>;
+using QTile = Tile<block_q, limbs * tile_head_dim>;
+using OutTile = Tile<block_q, limbs * tile_value_head_dim>;
+using KTile = Tile<block_kv, limbs * tile_head_dim>;
+using VTile = Tile<block_kv, limbs * tile_value_head_dim>;
 static_assert(!packed, "packed sequences have no bias");
 
 // The tiles of one product: dO and V, or Q and K.

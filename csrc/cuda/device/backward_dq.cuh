@@ -58,9 +58,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     __syncthreads();  // Q has landed before dQ takes its place
   }
   walk(backward, tile, tiles, segments);
-  // Where the loop takes all registers there are, nothing else is kept in them. Of arrays in two parts more would be
-  // spilled (head_dim 256: 432 bytes in place of 184).
-  if constexpr (loads_take_registers || parts == 1) {
+  // Where the loop takes all registers, the place is re-read here rather than kept across it. With two limbs re-reading
+  // spills more (head_dim 256: 432 bytes in place of 184).
+  if constexpr (loads_take_registers || limbs == 1) {
     place = place_of(problem, reread_block_index());
     backward.first_row = place.first_row;
     backward.find_lane();

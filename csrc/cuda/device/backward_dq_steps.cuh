@@ -11,20 +11,20 @@
 
 namespace jax_flash {
 
-using OutTile = Tile<block_q, parts * tile_value_head_dim>;
+using OutTile = Tile<block_q, limbs * tile_value_head_dim>;
 constexpr int group = Mma::group(tile_head_dim, 1);  // of columns of dQ
 
 // The next V is on its way from Q K^T on, or where it waits in registers that are short then, while dS K is computed.
 constexpr int step_registers =
-    row_tiles * (tile_head_dim + 2 * block_kv) / 2 + block_kv * parts * tile_value_head_dim / (2 * threads);
+    row_tiles * (tile_head_dim + 2 * block_kv) / 2 + block_kv * limbs * tile_value_head_dim / (2 * threads);
 constexpr bool early_v = !loads_take_registers || step_registers <= 160;
 
 // Weights bring the factor of those that are not dropped, and the loop needs no register for it: at head_dim 256 Turing
-// has none. Of arrays in two parts the exponent has no place for another summand.
-constexpr bool weights_have_factor = with_dropout_rate && parts == 1;
+// has none. With two limbs the exponent has no place for another summand.
+constexpr bool weights_have_factor = with_dropout_rate && limbs == 1;
 
 // Where copies need no registers and there is room for two tiles of K: see sm80/interleaved_dq.cuh.
-constexpr bool interleaved = !loads_take_registers && stages == 2 && parts == 1 && !with_dropout_rate && !with_softcap;
+constexpr bool interleaved = !loads_take_registers && stages == 2 && limbs == 1 && !with_dropout_rate && !with_softcap;
 
 struct SharedStorage {
   char q[QTile::bytes];  // and dQ, at the end, unless it is stored from registers

@@ -25,9 +25,9 @@ constexpr int combine_warps = 8;
 // Blocks of more rows have as much to do as their code is long, and no registers for the loop's.
 constexpr bool short_code = block_q == 16;
 
-using QTile = Tile<block_q, parts * tile_head_dim>;
-using KTile = Tile<block_kv, parts * tile_head_dim>;
-using VTile = Tile<block_kv, parts * tile_value_head_dim>;
+using QTile = Tile<block_q, limbs * tile_head_dim>;
+using KTile = Tile<block_kv, limbs * tile_head_dim>;
+using VTile = Tile<block_kv, limbs * tile_value_head_dim>;
 constexpr int group = Mma::group(tile_value_head_dim, 1);  // of columns of out
 using QReader = decltype(Mma::reader_a<QTile>(0, 0, 0));
 using KReader = decltype(Mma::reader_b<KTile>(0, 0, 0));
@@ -286,14 +286,14 @@ struct SplitKvForward {
 };
 
 JAX_FLASH_DEVICE void load_rows(const Problem& problem, const Block& block, char* q) {
-  constexpr int chunks = QTile::chunks, part_chunks = chunks / parts, filled = head_dim / chunk_elements;
+  constexpr int chunks = QTile::chunks, limb_chunks = chunks / limbs, filled = head_dim / chunk_elements;
 #pragma unroll 4
   for (int i = threadIdx.x; i < block_q * chunks; i += threads) {
-    const int r = i / chunks, chunk = i % chunks, piece = chunk / part_chunks, of_piece = chunk % part_chunks;
+    const int r = i / chunks, chunk = i % chunks, limb = chunk / limb_chunks, of_limb = chunk % limb_chunks;
     uint4 x{0, 0, 0, 0};
-    if (of_piece < filled && block.row_of(r) < block.part.q.length) {
+    if (of_limb < filled && block.row_of(r) < block.part.q.length) {
       const Element* from = head_of(problem.q, block.batch, block.head_of(r), block.part.q.first + block.row_of(r));
-      x = *reinterpret_cast<const uint4*>(from + (piece * filled + of_piece) * chunk_elements);
+      x = *reinterpret_cast<const uint4*>(from + (limb * filled + of_limb) * chunk_elements);
     }
     store_shared(shared_address(q) + QTile::offset(r, chunk), x);
   }
@@ -301,7 +301,7 @@ JAX_FLASH_DEVICE void load_rows(const Problem& problem, const Block& block, char
 
 // The same by cp.async: where a thread's chunks are is known before there is anything to read.
 struct QueryLoad {
-  static constexpr int chunks = QTile::chunks, part_chunks = chunks / parts, filled = head_dim / chunk_elements;
+  static constexpr int chunks = QTile::chunks, limb_chunks = chunks / limbs, filled = head_dim / chunk_elements;
   static constexpr int pieces = ceil_div(block_q * chunks, threads);
   const Element* from[pieces];
   bool valid[pieces];
@@ -310,11 +310,11 @@ struct QueryLoad {
 #pragma unroll
     for (int i = 0; i < pieces; ++i) {
       const int j = i * threads + threadIdx.x, r = j / chunks, chunk = j % chunks;
-      const int piece = chunk / part_chunks, of_piece = chunk % part_chunks, row = block.row_of(r);
-      valid[i] = of_piece < filled && row < block.part.q.length;
+      const int limb = chunk / limb_chunks, of_limb = chunk % limb_chunks, row = block.row_of(r);
+      valid[i] = of_limb < filled && row < block.part.q.length;
       from[i] =
           head_of(problem.q, block.batch, valid[i] ? block.head_of(r) : 0, valid[i] ? block.part.q.first + row : 0);
-      from[i] += valid[i] ? (piece * filled + of_piece) * chunk_elements : 0;
+      from[i] += valid[i] ? (limb * filled + of_limb) * chunk_elements : 0;
       asm volatile("" : "+l"(from[i]));
     }
   }

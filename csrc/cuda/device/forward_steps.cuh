@@ -21,9 +21,9 @@ using VReader = Mma::ColumnReader<VTile, group>;
 
 // V is on its way while Q K^T is computed, or where that would take the last registers, during the softmax: at head_dim
 // 64 and 128 with 8 warps (sm75) 20% slower on an H200, at 128 with 32 rows a warp (sm70) without spills.
-constexpr int registers_for_v = block_kv * parts * tile_value_head_dim / (2 * threads);
+constexpr int registers_for_v = block_kv * limbs * tile_value_head_dim / (2 * threads);
 constexpr bool early_v =
-    !loads_take_registers || (parts == 1 && row_tiles * (tile_value_head_dim + block_kv) / 2 + registers_for_v <= 150);
+    !loads_take_registers || (limbs == 1 && row_tiles * (tile_value_head_dim + block_kv) / 2 + registers_for_v <= 150);
 
 // A row's maximum is replaced only when it is outgrown, and weights are computed where the product needs them, 16 keys
 // at a time: at head_dim 128 391 TFLOP/s in place of 364, and at 64 with 128 keys 353 in place of 337, for want of

@@ -11,9 +11,9 @@ namespace jax_flash {
 
 constexpr int threads = 32 * warps;
 constexpr int row_tiles = block_q / (16 * warps);  // m16 tiles of a warp
-using QTile = Tile<block_q, parts * tile_head_dim>;
-using KTile = Tile<block_kv, parts * tile_head_dim>;
-using VTile = Tile<block_kv, parts * tile_value_head_dim>;
+using QTile = Tile<block_q, limbs * tile_head_dim>;
+using KTile = Tile<block_kv, limbs * tile_head_dim>;
+using VTile = Tile<block_kv, limbs * tile_value_head_dim>;
 using KLoad = TileLoad<KTile, head_dim, threads>;
 using VLoad = TileLoad<VTile, value_head_dim, threads>;
 // With these the tiles to visit, or the full tiles among them, are not one range up to the end.

@@ -103,14 +103,14 @@ struct Matrices {
     return b;
   }
 
-  // to(m) += A Y for a group of columns and 16 k, of part `a_part` of A and `y_part` of Y.
+  // to(m) += A Y for a group of columns and 16 k, of limb `a_limb` of A and `y_limb` of Y.
   template <int m_tiles, typename To, typename A, typename T, int group>
   static __device__ __forceinline__ void multiply_group(const To& to, const A (&a)[m_tiles],
-                                                        const ColumnReader<T, group>& y, int kk, int n, int a_part,
-                                                        int y_part) {
-    const FragmentB b = load_columns(y, kk, n + y_part * (T::columns / parts / group));
+                                                        const ColumnReader<T, group>& y, int kk, int n, int a_limb,
+                                                        int y_limb) {
+    const FragmentB b = load_columns(y, kk, n + y_limb * (T::columns / limbs / group));
 #pragma unroll
-    for (int m = 0; m < m_tiles; ++m) multiply(to(m), a[m].part[a_part], b);
+    for (int m = 0; m < m_tiles; ++m) multiply(to(m), a[m].limb[a_limb], b);
   }
 
   // A of the accumulators of 16 columns.

@@ -32,12 +32,12 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 #define JAX_FLASH_INFINITY __int_as_float(0x7f800000)
 
-// Of how many float16 arrays a float32 one is the sum: two where its accuracy is kept (products.cuh).
-constexpr int parts = option_highest_precision ? 2 : 1;
+// A float32 array comes as the sum of so many float16 limbs: two where its accuracy is kept (products.cuh).
+constexpr int limbs = option_highest_precision ? 2 : 1;
 
-// head_dim as the tiles hold it: the columns beyond head_dim are zeros. A second part begins on a line of 128 bytes:
+// head_dim as the tiles hold it: the columns beyond head_dim are zeros. A second limb begins on a line of 128 bytes:
 // where warps share columns, its addresses are an exclusive or away too.
-__host__ __device__ constexpr int tile_columns(int columns) { return round_up(columns, parts == 2 ? 64 : column_step); }
+__host__ __device__ constexpr int tile_columns(int columns) { return round_up(columns, limbs == 2 ? 64 : column_step); }
 constexpr int tile_head_dim = tile_columns(head_dim);
 constexpr int tile_value_head_dim = tile_columns(value_head_dim);
 
@@ -110,11 +110,11 @@ constexpr float probability_unit = has_descale ? 0x1p-15f : 1.f;
 // lse as it is subtracted from logits before exp2: in units of log2, and less what probability_unit undoes. With two
 // limbs the exponent has no place for another summand, so probability() multiplies instead.
 JAX_FLASH_DEVICE float probability_lse(float lse) {
-  return has_descale && parts == 1 ? lse * kLog2e - 15.f : lse * kLog2e;
+  return has_descale && limbs == 1 ? lse * kLog2e - 15.f : lse * kLog2e;
 }
 JAX_FLASH_DEVICE float probability(float logit, float lse_log2) {
   const float x = exp2_approx(logit - lse_log2);
-  return parts == 1 ? x : x * 0x1p15f;
+  return limbs == 1 ? x : x * 0x1p15f;
 }
 
 }  // namespace jax_flash

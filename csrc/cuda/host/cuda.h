@@ -114,7 +114,7 @@ struct Status {
 };
 Status status();
 
-// Up to which head_dim there are kernels for an architecture: in two parts, which take twice the shared memory, up to
+// Up to which head_dim there are kernels for an architecture: with two limbs, which take twice the shared memory, up to
 // less than otherwise on some.
 int largest_head_dim(int arch, bool highest_precision);
 

@@ -172,19 +172,19 @@ struct QuadPairs {
     }
   };
 
-  // to(m) += A Y for a group of columns and 16 k, of part `a_part` of A and `y_part` of Y.
+  // to(m) += A Y for a group of columns and 16 k, of limb `a_limb` of A and `y_limb` of Y.
   template <int m_tiles, typename To, typename A, typename T, int group>
   static __device__ __forceinline__ void multiply_group(const To& to, const A (&a)[m_tiles],
-                                                        const ColumnReader<T, group>& y, int kk, int n, int a_part,
-                                                        int y_part) {
+                                                        const ColumnReader<T, group>& y, int kk, int n, int a_limb,
+                                                        int y_limb) {
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       u32 b[4];
-      y.load(b, kk, step, 4 * n + y_part * (T::chunks / parts));
+      y.load(b, kk, step, 4 * n + y_limb * (T::chunks / limbs));
 #pragma unroll
       for (int m = 0; m < m_tiles; ++m) {
         FragmentC* c = to(m);
-        const u32 a0 = a[m].part[a_part].x[2 * step], a1 = a[m].part[a_part].x[2 * step + 1];
+        const u32 a0 = a[m].limb[a_limb].x[2 * step], a1 = a[m].limb[a_limb].x[2 * step + 1];
         multiply_884<true>(c[0], c[1], a0, a1, b[0], b[1]);
         multiply_884<true>(c[2], c[3], a0, a1, b[2], b[3]);
       }

@@ -133,7 +133,7 @@ struct InterleavedDq : BackwardDq {
     for (int kk = 0; kk < steps; ++kk) {
       Mma::FragmentA operand[row_tiles];
 #pragma unroll
-      for (int m = 0; m < row_tiles; ++m) operand[m] = Mma::operand(ds[m], kk).part[0];
+      for (int m = 0; m < row_tiles; ++m) operand[m] = Mma::operand(ds[m], kk).limb[0];
 #pragma unroll
       for (int n = 0; n < groups; ++n) {
         const int here = kk * groups + n, ahead = here + 1;

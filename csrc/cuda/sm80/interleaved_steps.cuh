@@ -7,7 +7,7 @@
 
 namespace jax_flash {
 
-constexpr bool interleaved = late_weights && parts == 1;
+constexpr bool interleaved = late_weights && limbs == 1;
 
 // So many steps of Q's fragments stay in registers: what the accumulators of 16 rows a warp leave, and options do not
 // take. At head_dim 256 shared memory is read nearly all of the time, and Q is a ninth of what is read.
@@ -165,7 +165,7 @@ struct InterleavedForward : Forward {
     for (int kk = 0; kk < steps; ++kk) {
       Mma::FragmentA p[row_tiles];
 #pragma unroll
-      for (int m = 0; m < row_tiles; ++m) p[m] = Mma::operand(scores[m], kk).part[0];
+      for (int m = 0; m < row_tiles; ++m) p[m] = Mma::operand(scores[m], kk).limb[0];
 #pragma unroll
       for (int n = 0; n < groups; ++n) {
         const int here = kk * groups + n, ahead = here + 1;

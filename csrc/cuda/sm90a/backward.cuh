@@ -26,8 +26,8 @@ constexpr int tiles_of_keys = block_kv / row_of_tiles;  // of a warpgroup
 static_assert(block_kv % row_of_tiles == 0 && tiles_of_keys <= 2, "one or two tiles of keys a warpgroup");
 static_assert(tiles_of_keys == 1 || !(with_softcap || in_segments || has_dbias || has_dalibi_slopes),
               "more options than registers have room for");
-// How many parts dQ is computed in, a slab of columns each: the gradient of slopes takes the registers of more.
-constexpr int dq_parts = has_dalibi_slopes ? KSlabs::slabs : 1;
+// In how many pieces dQ is computed, a slab of columns each: the gradient of slopes takes the registers of more.
+constexpr int dq_pieces = has_dalibi_slopes ? KSlabs::slabs : 1;
 
 // K and V as operands in registers, where there is room: they need not be read again for each tile of rows then. Not
 // without dQ: there ptxas (12.9 and 13) took them for dead behind their last use in the loop and gave their registers
@@ -190,9 +190,9 @@ struct Backward {
     const u64 ds = by_columns(shared_address(shared.ds[i % 2]), 0);
     barrier_wait(shared_address(&shared.ds_full[i % 2]), i / 2 % 2);
 #pragma unroll
-    for (int part = 0; part < dq_parts; ++part) {
-      FragmentC dq[KSlabs::columns / 8 / dq_parts];
-      const u64 k = by_columns(shared_address(shared.k) + part * KSlabs::slab_bytes, KSlabs::slab_bytes);
+    for (int piece = 0; piece < dq_pieces; ++piece) {
+      FragmentC dq[KSlabs::columns / 8 / dq_pieces];
+      const u64 k = by_columns(shared_address(shared.k) + piece * KSlabs::slab_bytes, KSlabs::slab_bytes);
       wgmma_fence();
 #pragma unroll
       for (int kk = 0; kk < block_kv / 16; ++kk) {
@@ -201,8 +201,8 @@ struct Backward {
       wgmma_commit();
       wgmma_wait<0>();
       hold(dq);
-      if (lane == 0 && part + 1 == dq_parts) barrier_arrive(shared_address(&shared.ds_empty[i % 2]));
-      add_dq(block, dq, weights.dq_factor, at, warp * 16, part * kBoxColumns, lane);
+      if (lane == 0 && piece + 1 == dq_pieces) barrier_arrive(shared_address(&shared.ds_empty[i % 2]));
+      add_dq(block, dq, weights.dq_factor, at, warp * 16, piece * kBoxColumns, lane);
     }
   }
 

@@ -10,7 +10,7 @@ constexpr int column_step = 16;
 
 namespace jax_flash {
 
-static_assert(parts == 1, "arrays in two parts are served by the kernels of sm80");
+static_assert(limbs == 1, "arrays of two limbs are served by the kernels of sm80");
 constexpr bool loads_take_registers = false;
 
 }  // namespace jax_flash

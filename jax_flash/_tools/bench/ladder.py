@@ -108,7 +108,7 @@ LADDERS: dict[tuple[str, str], tuple[Step, ...]] = {
         Step("out multiplied only when a maximum is outgrown", (
             Undo("device/softmax.cuh", "return (new_maximum - maximum) * scale_log2 > 8.f;", "return true;"),)),
         Step("a step as one line of instructions", (
-            Undo("sm80/interleaved_steps.cuh", "interleaved = late_weights && parts == 1;", "interleaved = false;"),)),
+            Undo("sm80/interleaved_steps.cuh", "interleaved = late_weights && limbs == 1;", "interleaved = false;"),)),
         Step("the table's rows", rows={}),
     ),
     ("sm80", "backward"): (
