@@ -65,8 +65,8 @@ struct BackwardBias {
   // Goes on from `batch` to the next batch entry that keeps pairs of the tile; false when there is none.
   __device__ __forceinline__ bool find_batch() {
     for (; batch < end_batch; ++batch) {
-      const Part part = part_of(problem, batch, 0);
-      const TileRange tiles = key_tiles_of<block_kv>(band_of(problem, part), part, first_row, block_q);
+      const Extent extent = extent_of(problem, batch, 0);
+      const TileRange tiles = key_tiles_of<block_kv>(band_of(problem, extent), extent, first_row, block_q);
       const SegmentTiles<block_kv> segments{
           problem.kv_segment_ranges, batch, problem.kv_length,
           in_segments ? segment_range<block_q>(problem.q_segment_ranges, batch, problem.q_length, first_row)
@@ -96,15 +96,15 @@ struct BackwardBias {
     }
   }
   __device__ __forceinline__ void load_gradients() const {
-    const Part part = part_of(problem, batch, 0);
-    load<OutTile, value_head_dim>(shared.gradients().rows, problem.dout, head, first_row, part.q.length);
-    load<VTile, value_head_dim>(shared.gradients().keys, problem.v, kv_head(), tile * block_kv, part.kv.length);
+    const Extent extent = extent_of(problem, batch, 0);
+    load<OutTile, value_head_dim>(shared.gradients().rows, problem.dout, head, first_row, extent.q.length);
+    load<VTile, value_head_dim>(shared.gradients().keys, problem.v, kv_head(), tile * block_kv, extent.kv.length);
     copies_commit();
   }
   __device__ __forceinline__ void load_scores() const {
-    const Part part = part_of(problem, batch, 0);
-    load<QTile, head_dim>(shared.scores().rows, problem.q, head, first_row, part.q.length);
-    load<KTile, head_dim>(shared.scores().keys, problem.k, kv_head(), tile * block_kv, part.kv.length);
+    const Extent extent = extent_of(problem, batch, 0);
+    load<QTile, head_dim>(shared.scores().rows, problem.q, head, first_row, extent.q.length);
+    load<KTile, head_dim>(shared.scores().keys, problem.k, kv_head(), tile * block_kv, extent.kv.length);
     copies_commit();
   }
 
@@ -125,10 +125,10 @@ struct BackwardBias {
     copies_wait<0>();
     __syncthreads();  // Q and K have landed; everybody is done with dO and V
 
-    const Part part = part_of(problem, batch, 0);
+    const Extent extent = extent_of(problem, batch, 0);
     const Descale descale = descale_of(problem, batch, kv_head());
     const float scale = scale_of(problem, batch) * descale.query * descale.key;
-    const ScoreRows rows(problem, part, batch, head, scale);
+    const ScoreRows rows(problem, extent, batch, head, scale);
     const float dp_factor = descale.dout * descale.value;
     const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length;
     float lse_log2[row_tiles][2], deltas[row_tiles][2];
@@ -137,7 +137,7 @@ struct BackwardBias {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = row_of(m, half);
-        const bool valid = row < part.q.length;
+        const bool valid = row < extent.q.length;
         const float lse = valid ? static_cast<const float*>(problem.lse)[first_statistic + row] : 0.f;
         // The weights are 0 of rows beyond the end, and of rows whose bias is -inf for all keys: not exp2(-inf + inf).
         lse_log2[m][half] = valid && lse != -JAX_FLASH_INFINITY ? lse * kLog2e : JAX_FLASH_INFINITY;

@@ -42,8 +42,8 @@ struct OperandGradients {
   __device__ __forceinline__ void clear() { slope = keys[0] = keys[1] = 0.f; }
 
   // ds of keys key, key + 8 and rows row, row + 1.
-  __device__ __forceinline__ void add(const Problem& problem, const Part& part, const Scores& scores, int head, int row,
-                                      int key, const FragmentC& ds) {
+  __device__ __forceinline__ void add(const Problem& problem, const Extent& extent, const Scores& scores, int head,
+                                      int row, int key, const FragmentC& ds) {
     if constexpr (has_dalibi_slopes) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) slope -= ds.x[e] * scores.distance(row + e % 2, key + e / 2 * 8);
@@ -54,35 +54,35 @@ struct OperandGradients {
         keys[0] += ds.x[0] + ds.x[1];
         keys[1] += ds.x[2] + ds.x[3];
       } else {
-        float* to = static_cast<float*>(problem.dbias) + part.batch * s.batch + head * s.head;
+        float* to = static_cast<float*>(problem.dbias) + extent.batch * s.batch + head * s.head;
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int r = row + e % 2, c = key + e / 2 * 8;
-          if (r < part.q.length && c < part.kv.length) atomicAdd(to + r * s.row + c, ds.x[e] * descale);
+          if (r < extent.q.length && c < extent.kv.length) atomicAdd(to + r * s.row + c, ds.x[e] * descale);
         }
       }
     }
   }
 
-  // After the last row of a head, for the keys of the part from first_key on.
-  __device__ __forceinline__ void flush(const Problem& problem, const Part& part, int sequence, int head, int first_key,
-                                        int lane) {
+  // After the last row of a head, for the keys of the extent from first_key on.
+  __device__ __forceinline__ void flush(const Problem& problem, const Extent& extent, int sequence, int head,
+                                        int first_key, int lane) {
     if constexpr (has_dalibi_slopes) {
 #pragma unroll
       for (int other = 1; other < 32; other *= 2) slope += __shfl_xor_sync(0xffffffffu, slope, other);
-      float* to = slope_sums(problem, part.batch, head) + first_slope_sum(problem, part.batch, sequence);
-      if (lane == 0 && first_key < part.kv.length) atomicAdd(to + first_key / 16, slope * descale);
+      float* to = slope_sums(problem, extent.batch, head) + first_slope_sum(problem, extent.batch, sequence);
+      if (lane == 0 && first_key < extent.kv.length) atomicAdd(to + first_key / 16, slope * descale);
     }
     if constexpr (has_dbias) {
       const Strides& s = problem.dbias_strides;
       if (s.row == 0) {
-        float* to = static_cast<float*>(problem.dbias) + part.batch * s.batch + head * s.head;
+        float* to = static_cast<float*>(problem.dbias) + extent.batch * s.batch + head * s.head;
         keys[0] = quad_sum(keys[0]) * descale;
         keys[1] = quad_sum(keys[1]) * descale;
         const int key = first_key + lane / 4;
         if (lane % 4 == 0) {
-          if (key < part.kv.length) atomicAdd(to + key, keys[0]);
-          if (key + 8 < part.kv.length) atomicAdd(to + key + 8, keys[1]);
+          if (key < extent.kv.length) atomicAdd(to + key, keys[0]);
+          if (key + 8 < extent.kv.length) atomicAdd(to + key + 8, keys[1]);
         }
       }
     }
@@ -96,7 +96,7 @@ JAX_FLASH_DEVICE int group_splits(const Problem& problem) { return splits_groups
 
 // What a block works on: keys of a key head, and a share of the query heads of its group.
 struct Place {
-  Part part;
+  Extent extent;
   int batch, sequence, kv_head;
   int first_key;
   int share;  // kv_head * group_splits + the share of the group
@@ -111,7 +111,7 @@ JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
   const Work work = work_of(block, key_blocks, problem.kv_heads * splits, problem.batch, problem.q_length);
   int key_block = work.block;
   const int sequence = sequence_of(problem, problem.cu_kv_lengths, work.batch, block_kv, key_block);
-  return {part_of(problem, work.batch, sequence),
+  return {extent_of(problem, work.batch, sequence),
           work.batch,
           sequence,
           work.head / splits,
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(32 * kSlopeWarps)
   const int sequence = static_cast<int>(item / problem.q_heads % sequences);
   const int batch = static_cast<int>(item / problem.q_heads / sequences);
   const float* from = slope_sums(problem, batch, head) + first_slope_sum(problem, batch, sequence);
-  const int sums = ceil_div(part_of(problem, batch, sequence).kv.length, 16);
+  const int sums = ceil_div(extent_of(problem, batch, sequence).kv.length, 16);
   float sum = 0.f;
   for (int i = lane; i < sums; i += 32) sum += from[i];
 #pragma unroll

@@ -11,8 +11,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
 
   Place place = place_of(problem, blockIdx.x);
-  if (packed && place.first_row >= place.part.q.stored) return;
-  const Part& part = place.part;
+  if (packed && place.first_row >= place.extent.q.stored) return;
+  const Extent& extent = place.extent;
   const int head = place.head, batch = place.batch, kv_head = place.kv_head, first_row = place.first_row;
   const int warp = threadIdx.x / 32, lane = Lanes::of(threadIdx.x);
   const Descale descale = descale_of(problem, batch, kv_head);
@@ -23,10 +23,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   Steps backward{
       problem,
       shared,
-      part,
-      keys_of(problem, part, batch, kv_head),
-      values_of(problem, part, batch, kv_head),
-      {problem, part, batch, head, score_scale},
+      extent,
+      keys_of(problem, extent, batch, kv_head),
+      values_of(problem, extent, batch, kv_head),
+      {problem, extent, batch, head, score_scale},
       first_row,
       warp,
       lane,
@@ -37,14 +37,14 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       ds_factor,
   };
 
-  TileRange tiles = key_tiles_of<block_kv>(backward.rows.keep.band, part, first_row, block_q);
+  TileRange tiles = key_tiles_of<block_kv>(backward.rows.keep.band, extent, first_row, block_q);
   if (tiles.begin < tiles.end) {
-    load_tile<QTile, head_dim, threads>(shared_address(shared.q), head_of(problem.q, batch, head, part.q.first),
-                                        problem.q.row_stride, first_row, part.q.length, threadIdx.x);
+    load_tile<QTile, head_dim, threads>(shared_address(shared.q), head_of(problem.q, batch, head, extent.q.first),
+                                        problem.q.row_stride, first_row, extent.q.length, threadIdx.x);
     load_tile<OutTile, value_head_dim, threads>(shared_address(shared.dout),
-                                                head_of(problem.dout, batch, head, part.q.first),
-                                                problem.dout.row_stride, first_row, part.q.length, threadIdx.x);
-    const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length + part.q.first;
+                                                head_of(problem.dout, batch, head, extent.q.first),
+                                                problem.dout.row_stride, first_row, extent.q.length, threadIdx.x);
+    const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length + extent.q.first;
     backward.load_statistics(static_cast<const float*>(problem.lse) + first_statistic,
                              static_cast<const float*>(problem.delta) + first_statistic);
   }
@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     backward.find_lane();
   }
   const Descale reread_descale = descale_of(problem, place.batch, place.kv_head);
-  backward.finish(result_of(problem.dq, place.batch, place.head, part.q.first),
+  backward.finish(result_of(problem.dq, place.batch, place.head, extent.q.first),
                   scale * reread_descale.key / reread_descale.ds);
 }
 

@@ -41,7 +41,7 @@ extern "C" __constant__ KernelTraits jax_flash_backward_dq_traits = {
 
 // What a block works on.
 struct Place {
-  Part part;
+  Extent extent;
   int batch, head, kv_head;
   int first_row;
 };
@@ -52,7 +52,7 @@ JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
   int row_block = option_causal ? row_blocks - 1 - work.block : work.block;
   const int sequence = sequence_of(problem, problem.cu_q_lengths, work.batch, block_q, row_block);
   const int kv_head = work.head / (problem.q_heads / problem.kv_heads);
-  return {part_of(problem, work.batch, sequence), work.batch, work.head, kv_head, row_block * block_q};
+  return {extent_of(problem, work.batch, sequence), work.batch, work.head, kv_head, row_block * block_q};
 }
 
 struct BackwardDq : KeyWalk<SharedStorage> {
@@ -72,7 +72,7 @@ struct BackwardDq : KeyWalk<SharedStorage> {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = row_of(m, half);
-        const bool valid = row < part.q.length;
+        const bool valid = row < extent.q.length;
         float x = valid ? lse[row] : 0.f;
         if constexpr (modifies_scores) {
           // The weights are 0 of rows beyond the end, and of rows whose bias is -inf for all keys: not exp2(-inf +
@@ -165,7 +165,7 @@ struct BackwardDq : KeyWalk<SharedStorage> {
     for (int m = 0; m < row_tiles; ++m) {
       if constexpr (M::direct_stores) {
         M::template store_fragments<head_dim, group, 1>(dq[m], factor, factor, to, problem.dq.row_stride, row_of(m, 0),
-                                                        part.q.stored, 0, lane);
+                                                        extent.q.stored, 0, lane);
       } else {
         // A warp's rows of Q are read by that warp alone, so they can take its rows of dQ.
         M::template put_accumulators<QTile, 1>(shared.q, warp_row + m * 16, 0, dq[m], factor, factor, lane);
@@ -174,7 +174,7 @@ struct BackwardDq : KeyWalk<SharedStorage> {
     if constexpr (!M::direct_stores) {
       __syncwarp();
       M::template store_rows<QTile, head_dim, 16 * row_tiles>(shared.q, warp_row, to, problem.dq.row_stride,
-                                                              first_row + warp_row, part.q.stored, lane);
+                                                              first_row + warp_row, extent.q.stored, lane);
     }
   }
 };

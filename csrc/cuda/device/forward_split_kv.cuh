@@ -138,11 +138,11 @@ JAX_FLASH_DEVICE int divide(int x, int by) { return by == 1 ? x : x / by; }
 
 // The rows of a block.
 struct Block {
-  Part part;
+  Extent extent;
   int batch, kv_head;
   int first_head;  // of query
   int heads;       // that share the rows
-  int first;       // row, of the part's and these heads'
+  int first;       // row, of the extent and these heads
   int slice;
   u32 inverse;  // of `heads`, in units of 2^-32, rounded up
 
@@ -153,7 +153,7 @@ struct Block {
   __device__ __forceinline__ int head_of(int r) const { return first_head + first + r - row_of(r) * heads; }
   // In an array [B, N, T].
   __device__ __forceinline__ i64 index_of(const Problem& problem, int r) const {
-    return (static_cast<i64>(batch) * problem.q_heads + head_of(r)) * problem.q_length + part.q.first + row_of(r);
+    return (static_cast<i64>(batch) * problem.q_heads + head_of(r)) * problem.q_length + extent.q.first + row_of(r);
   }
 };
 JAX_FLASH_DEVICE Block block_of(const Problem& problem, int item) {
@@ -166,7 +166,7 @@ JAX_FLASH_DEVICE Block block_of(const Problem& problem, int item) {
   int block = rest - next * blocks;
   const int set = next - batch * sets;
   const int sequence = sequence_of(problem, problem.cu_q_lengths, batch, block_q, block);
-  return {part_of(problem, batch, sequence),
+  return {extent_of(problem, batch, sequence),
           batch,
           heads_share ? set : divide(set, q_group),
           set * heads,
@@ -205,7 +205,7 @@ using VLoad = TileLoad<VTile, value_head_dim, team_threads, short_code>;
 struct SplitKvForward {
   const Problem& problem;
   TeamStorage& shared;
-  const Part& part;
+  const Extent& extent;
   const Element* k;
   const Element* v;
   ScoreRows rows[2];  // of a lane's two rows, which may be of two heads
@@ -223,11 +223,11 @@ struct SplitKvForward {
   int kv_length;
 
   __device__ __forceinline__ void start_k(int tile) {
-    if (loads_take_registers) k_stride = problem.k.row_stride, kv_length = part.kv.length;
+    if (loads_take_registers) k_stride = problem.k.row_stride, kv_length = extent.kv.length;
     k_load.start(shared_address(shared.k()), k, k_stride, tile * block_kv, kv_length, thread);
   }
   __device__ __forceinline__ void start_v(int tile) {
-    if (loads_take_registers) v_stride = problem.v.row_stride, kv_length = part.kv.length;
+    if (loads_take_registers) v_stride = problem.v.row_stride, kv_length = extent.kv.length;
     v_load.start(shared_address(shared.v()), v, v_stride, tile * block_kv, kv_length, thread);
   }
 
@@ -291,8 +291,8 @@ JAX_FLASH_DEVICE void load_rows(const Problem& problem, const Block& block, char
   for (int i = threadIdx.x; i < block_q * chunks; i += threads) {
     const int r = i / chunks, chunk = i % chunks, limb = chunk / limb_chunks, of_limb = chunk % limb_chunks;
     uint4 x{0, 0, 0, 0};
-    if (of_limb < filled && block.row_of(r) < block.part.q.length) {
-      const Element* from = head_of(problem.q, block.batch, block.head_of(r), block.part.q.first + block.row_of(r));
+    if (of_limb < filled && block.row_of(r) < block.extent.q.length) {
+      const Element* from = head_of(problem.q, block.batch, block.head_of(r), block.extent.q.first + block.row_of(r));
       x = *reinterpret_cast<const uint4*>(from + (limb * filled + of_limb) * chunk_elements);
     }
     store_shared(shared_address(q) + QTile::offset(r, chunk), x);
@@ -311,9 +311,9 @@ struct QueryLoad {
     for (int i = 0; i < pieces; ++i) {
       const int j = i * threads + threadIdx.x, r = j / chunks, chunk = j % chunks;
       const int limb = chunk / limb_chunks, of_limb = chunk % limb_chunks, row = block.row_of(r);
-      valid[i] = of_limb < filled && row < block.part.q.length;
+      valid[i] = of_limb < filled && row < block.extent.q.length;
       from[i] =
-          head_of(problem.q, block.batch, valid[i] ? block.head_of(r) : 0, valid[i] ? block.part.q.first + row : 0);
+          head_of(problem.q, block.batch, valid[i] ? block.head_of(r) : 0, valid[i] ? block.extent.q.first + row : 0);
       from[i] += valid[i] ? (limb * filled + of_limb) * chunk_elements : 0;
       asm volatile("" : "+l"(from[i]));
     }
@@ -341,7 +341,7 @@ struct ResultRow {
   bool stored, padding;
 
   __device__ __forceinline__ ResultRow(const Problem& problem, const Block& block, int r) {
-    const Rows& rows = block.part.q;
+    const Rows& rows = block.extent.q;
     const int row = block.row_of(r);
     stored = row < rows.stored;
     padding = has_q_lengths && row >= rows.length;
@@ -367,27 +367,27 @@ JAX_FLASH_DEVICE SegmentRange segments_of_rows(const Problem& problem, int batch
 // Puts together what the teams have, in eights of columns: where what comes from global memory takes registers.
 JAX_FLASH_DEVICE void finish_eights(const Problem& problem, const Block& block, const SplitKvForward& forward,
                                     SharedStorage& shared) {
-  const Part& part = block.part;
+  const Extent& extent = block.extent;
   const bool whole = problem.kv_slices == 1;
   const auto store = [&](int r, int column, float scaled_max, float total, float (&x)[8]) {
     const int row = block.row_of(r);
     const float sink = sink_of(problem, block.batch, block.head_of(r));
     if (has_sinks && sink != -JAX_FLASH_INFINITY) total += exp2_approx(sink * kLog2e - scaled_max);
     float factor = inverse_of(problem, forward.rows[0].dropout, block.batch, block.kv_head, total);
-    const bool padding = has_q_lengths && row >= part.q.length;
+    const bool padding = has_q_lengths && row >= extent.q.length;
     if (padding) factor = 0.f;
     if (column == 0) {
       static_cast<float*>(problem.lse)[block.index_of(problem, r)] = padding ? sink : lse_of(scaled_max, total);
     }
 #pragma unroll
     for (float& e : x) e *= factor;
-    store_eight(result_of(problem.out, block.batch, block.head_of(r), part.q.first + row) + column, x);
+    store_eight(result_of(problem.out, block.batch, block.head_of(r), extent.q.first + row) + column, x);
   };
   constexpr int eights = value_head_dim / 8;
 #pragma unroll 1
   for (int i = threadIdx.x; i < block_q * eights; i += threads) {
     const int r = i / eights, column = i % eights * 8;
-    if (block.row_of(r) >= part.q.stored) break;
+    if (block.row_of(r) >= extent.q.stored) break;
     float scaled_max = -JAX_FLASH_INFINITY, total = 0.f, x[8] = {};
 #pragma unroll
     for (int j = 0; j < teams; ++j) scaled_max = fmaxf(scaled_max, shared.statistics[j][r].x);
@@ -437,9 +437,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     cluster_arrive();  // this block has begun
   }
   const Block block = block_of(problem, blockIdx.x);
-  const Part& part = block.part;
+  const Extent& extent = block.extent;
   const int first_row = block.row_of(0), last_row = block.row_of(block_q - 1);
-  if (packed && first_row >= part.q.stored) return;  // and so do the others of its cluster
+  if (packed && first_row >= extent.q.stored) return;  // and so do the others of its cluster
   const int team = threadIdx.x / team_threads, thread = threadIdx.x % team_threads;
   const int lane = Lanes::of(threadIdx.x), warp_row = thread / 32 * 16;
   const int own[2] = {warp_row + lane / 4, warp_row + lane / 4 + 8};
@@ -450,11 +450,11 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   SplitKvForward forward{
       problem,
       storage,
-      part,
-      KLoad::base(head_of(problem.k, block.batch, block.kv_head, part.kv.first), problem.k.row_stride, thread),
-      VLoad::base(head_of(problem.v, block.batch, block.kv_head, part.kv.first), problem.v.row_stride, thread),
-      {{problem, part, block.batch, block.head_of(own[0]), scale},
-       {problem, part, block.batch, block.head_of(own[1]), scale}},
+      extent,
+      KLoad::base(head_of(problem.k, block.batch, block.kv_head, extent.kv.first), problem.k.row_stride, thread),
+      VLoad::base(head_of(problem.v, block.batch, block.kv_head, extent.kv.first), problem.v.row_stride, thread),
+      {{problem, extent, block.batch, block.head_of(own[0]), scale},
+       {problem, extent, block.batch, block.head_of(own[1]), scale}},
       {block.row_of(own[0]), block.row_of(own[1])},
       team,
       thread,
@@ -465,7 +465,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       VReader(shared_address(storage.v()), lane),
   };
 
-  TileRange tiles = key_tiles_of<block_kv>(forward.rows[0].keep.band, part, first_row, last_row - first_row + 1);
+  TileRange tiles = key_tiles_of<block_kv>(forward.rows[0].keep.band, extent, first_row, last_row - first_row + 1);
   const SegmentTiles<block_kv> segments{
       problem.kv_segment_ranges, block.batch, problem.kv_length,
       in_segments ? segments_of_rows(problem, block.batch, first_row, at_most(last_row, problem.q_length - 1))
@@ -490,7 +490,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   if constexpr (!loads_take_registers) {
     forward.k_stride = problem.k.row_stride;
     forward.v_stride = problem.v.row_stride;
-    forward.kv_length = part.kv.length;
+    forward.kv_length = extent.kv.length;
     // Opaque, or it would be worked out behind the barrier.
     asm volatile("" : "+l"(forward.k), "+l"(forward.v), "+l"(forward.k_stride), "+l"(forward.v_stride));
     asm volatile("" : "+r"(forward.kv_length), "+r"(tile));
@@ -500,7 +500,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   if (!reads_operands) wait_for_the_kernel_before();
   if (problem.kv_slices > 1 && !clustered && slice_begin >= slice_end) {
     const int r = threadIdx.x;
-    if (r < block_q && block.row_of(r) < part.q.stored) {
+    if (r < block_q && block.row_of(r) < extent.q.stored) {
       *Scratch(problem).statistics(block.slice, block.index_of(problem, r)) = {-JAX_FLASH_INFINITY, 0.f};
     }
     return;
@@ -594,7 +594,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       store_four(results[0].out + column, {x.x * factor, x.y * factor, x.z * factor, x.w * factor});
     });
   } else if (!clustered) {
-    if (block.row_of(r) >= part.q.stored) return;
+    if (block.row_of(r) >= extent.q.stored) return;
     const Scratch scratch(problem);
     const i64 index = block.index_of(problem, r);
     float* sum = scratch.sum(block.slice, index);
@@ -688,12 +688,12 @@ extern "C" __global__ void __launch_bounds__(32 * combine_warps)
   __syncthreads();  // the sums of all warps are there
 
   if (wanted >= scratch.rows) return;
-  const Part part = part_of(problem, batch, 0);
-  const bool padding = has_q_lengths && t >= part.q.length;
+  const Extent extent = extent_of(problem, batch, 0);
+  const bool padding = has_q_lengths && t >= extent.q.length;
   const int thread = alone ? lane : threadIdx.x, column = thread * 8;
   if (thread == 0) static_cast<float*>(problem.lse)[index] = padding ? sink : lse_of(scaled_max, total);
   if (column >= value_head_dim) return;
-  const Dropout dropout(problem, part, head);
+  const Dropout dropout(problem, extent, head);
   float factor = inverse_of(problem, dropout, batch, head / (problem.q_heads / problem.kv_heads), total);
   if (padding) factor = 0.f;
   float x[8] = {};

@@ -172,9 +172,9 @@ struct Forward : KeyWalk<SharedStorage> {
   // A template, so that families that store from registers need none of the way through shared memory.
   template <typename M = Mma>
   __device__ __forceinline__ void finish(const Place& place) {
-    Result* out_head = result_of(problem.out, place.batch, place.head, part.q.first);
+    Result* out_head = result_of(problem.out, place.batch, place.head, extent.q.first);
     float* lse = static_cast<float*>(problem.lse) +
-                 (static_cast<i64>(place.batch) * problem.q_heads + place.head) * problem.q_length + part.q.first;
+                 (static_cast<i64>(place.batch) * problem.q_heads + place.head) * problem.q_length + extent.q.first;
     const float sink = place.sink(problem), descale = descale_of(problem, place.batch, place.kv_head).value;
     const int warp_row = warp * row_tiles * 16;
     if constexpr (!M::direct_stores && tile_head_dim != tile_value_head_dim) {
@@ -190,15 +190,15 @@ struct Forward : KeyWalk<SharedStorage> {
         inverse[half] = row.total == 0.f ? 0.f : rows.dropout.factor * descale / row.total;
         const int t = row_of(m, half);
         float row_lse = row.lse(scale_log2);
-        if (has_q_lengths && t >= part.q.length) {
+        if (has_q_lengths && t >= extent.q.length) {
           inverse[half] = 0.f;
           row_lse = sink;
         }
-        if (lane % 4 == 0 && t < part.q.stored) lse[t] = row_lse;
+        if (lane % 4 == 0 && t < extent.q.stored) lse[t] = row_lse;
       }
       if constexpr (M::direct_stores) {
         M::template store_fragments<value_head_dim, group, 1>(
-            out[m], inverse[0], inverse[1], out_head, problem.out.row_stride, row_of(m, 0), part.q.stored, 0, lane);
+            out[m], inverse[0], inverse[1], out_head, problem.out.row_stride, row_of(m, 0), extent.q.stored, 0, lane);
       } else {
         // A warp's rows of Q are read by that warp alone, so they can take its rows of out.
         M::template put_accumulators<OutTile, 1>(shared.q, warp_row + m * 16, 0, out[m], inverse[0], inverse[1], lane);
@@ -207,7 +207,7 @@ struct Forward : KeyWalk<SharedStorage> {
     if constexpr (!M::direct_stores) {
       __syncwarp();
       M::template store_rows<OutTile, value_head_dim, 16 * row_tiles>(
-          shared.q, warp_row, out_head, problem.out.row_stride, first_row + warp_row, part.q.stored, lane);
+          shared.q, warp_row, out_head, problem.out.row_stride, first_row + warp_row, extent.q.stored, lane);
     }
   }
 };

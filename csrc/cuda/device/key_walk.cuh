@@ -24,7 +24,7 @@ template <typename Shared>
 struct KeyWalk {
   const Problem& problem;
   Shared& shared;
-  const Part& part;
+  const Extent& extent;
   const Element* k;
   const Element* v;
   ScoreRows rows;
@@ -37,13 +37,13 @@ struct KeyWalk {
   // `whole` when all keys of the tile are there.
   template <bool whole = false>
   __device__ __forceinline__ void start_k(int tile) {
-    k_load.template start<whole>(shared_address(shared.k), k, problem.k.row_stride, tile * block_kv, part.kv.length,
+    k_load.template start<whole>(shared_address(shared.k), k, problem.k.row_stride, tile * block_kv, extent.kv.length,
                                  threadIdx.x);
     copies_commit();
   }
   template <bool whole = false>
   __device__ __forceinline__ void start_v(int tile) {
-    v_load.template start<whole>(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, part.kv.length,
+    v_load.template start<whole>(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, extent.kv.length,
                                  threadIdx.x);
     copies_commit();
   }
@@ -53,11 +53,11 @@ struct KeyWalk {
   }
 };
 
-JAX_FLASH_DEVICE const Element* keys_of(const Problem& problem, const Part& part, int batch, int kv_head) {
-  return KLoad::base(head_of(problem.k, batch, kv_head, part.kv.first), problem.k.row_stride, threadIdx.x);
+JAX_FLASH_DEVICE const Element* keys_of(const Problem& problem, const Extent& extent, int batch, int kv_head) {
+  return KLoad::base(head_of(problem.k, batch, kv_head, extent.kv.first), problem.k.row_stride, threadIdx.x);
 }
-JAX_FLASH_DEVICE const Element* values_of(const Problem& problem, const Part& part, int batch, int kv_head) {
-  return VLoad::base(head_of(problem.v, batch, kv_head, part.kv.first), problem.v.row_stride, threadIdx.x);
+JAX_FLASH_DEVICE const Element* values_of(const Problem& problem, const Extent& extent, int batch, int kv_head) {
+  return VLoad::base(head_of(problem.v, batch, kv_head, extent.kv.first), problem.v.row_stride, threadIdx.x);
 }
 
 // The tiles of keys whose segments those of the block's rows meet.

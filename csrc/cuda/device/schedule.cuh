@@ -1,7 +1,7 @@
 // Which block of which head a thread block takes, in a flat grid.
 #pragma once
 
-#include "cuda/device/part.cuh"
+#include "cuda/device/extent.cuh"
 
 namespace jax_flash {
 

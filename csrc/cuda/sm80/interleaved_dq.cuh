@@ -18,17 +18,17 @@ struct InterleavedDq : BackwardDq {
   template <bool whole>
   __device__ __forceinline__ void start_k(int tile, u32 to, bool wanted = true) {
     if constexpr (whole) {
-      k_load.start_whole(to, k, problem.k.row_stride, at_least(tile, 0) * block_kv, part.kv.length, threadIdx.x,
+      k_load.start_whole(to, k, problem.k.row_stride, at_least(tile, 0) * block_kv, extent.kv.length, threadIdx.x,
                          wanted);
     } else if (wanted) {
-      k_load.start(to, k, problem.k.row_stride, tile * block_kv, part.kv.length, threadIdx.x);
+      k_load.start(to, k, problem.k.row_stride, tile * block_kv, extent.kv.length, threadIdx.x);
     }
     copies_commit();
   }
   template <bool whole>
   __device__ __forceinline__ void start_v(int tile) {
     if constexpr (whole) {
-      v_load.start_whole(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, part.kv.length,
+      v_load.start_whole(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, extent.kv.length,
                          threadIdx.x, true);
       copies_commit();
     } else {

@@ -42,7 +42,7 @@ struct InterleavedForward : Forward {
   template <bool whole>
   __device__ __forceinline__ void start_v(int tile) {
     if constexpr (whole) {
-      v_load.start_whole(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, part.kv.length,
+      v_load.start_whole(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, extent.kv.length,
                          threadIdx.x, true);
       copies_commit();
     } else {
@@ -56,7 +56,7 @@ struct InterleavedForward : Forward {
       copies_wait<0>();
       __syncthreads();  // V has landed; everybody is done with K
       k_load.start_whole(shared_address(shared.k), k, problem.k.row_stride, at_least(next, 0) * block_kv,
-                         part.kv.length, threadIdx.x, next >= 0);
+                         extent.kv.length, threadIdx.x, next >= 0);
       copies_commit();
     } else {
       Forward::change_tiles<false>(next);

@@ -65,7 +65,7 @@ JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const Ten
   if (lane == 0) {
     const u32 full = shared_address(&shared.keys_full);
     barrier_expect(full, KSlabs::bytes + VSlabs::bytes);
-    const int key = place.part.kv.first + place.first_key;
+    const int key = place.extent.kv.first + place.first_key;
     KSlabs::copy(shared_address(shared.k), &maps.k, full, key, place.kv_head, place.batch);
     VSlabs::copy(shared_address(shared.v), &maps.v, full, key, place.kv_head, place.batch);
   }
@@ -77,7 +77,7 @@ JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const Ten
     barrier_wait(shared_address(&shared.empty[stage]), ring.parity);
     if (lane == 0) {
       barrier_expect(full, QSlabs::bytes + OutSlabs::bytes);
-      const int row = place.part.q.first + at.tile * block_q;
+      const int row = place.extent.q.first + at.tile * block_q;
       QSlabs::copy(shared_address(shared.q[stage]), &maps.q, full, row, at.head, place.batch);
       OutSlabs::copy(shared_address(shared.dout[stage]), &maps.dout, full, row, at.head, place.batch);
     }
@@ -106,7 +106,7 @@ struct Backward {
   template <int k, int v>
   __device__ __forceinline__ void wait_for_keys(u32 (&k_operand)[k][4], u32 (&v_operand)[v][4]) const {
     barrier_wait(shared_address(&shared.keys_full), 0);
-    const int valid = block.place.part.kv.length - block.place.first_key;
+    const int valid = block.place.extent.kv.length - block.place.first_key;
     if (ragged_keys && valid < block_kv) {
       KSlabs::zero_rows(shared_address(shared.k), valid, warp * 32 + lane);
       VSlabs::zero_rows(shared_address(shared.v), valid, warp * 32 + lane);
@@ -120,7 +120,7 @@ struct Backward {
   }
   __device__ __forceinline__ void wait_for_rows(const Walk& at, const Ring<stages>& ring) const {
     barrier_wait(shared_address(&shared.full[ring.stage]), ring.parity);
-    const int valid = block.place.part.q.length - at.tile * block_q;
+    const int valid = block.place.extent.q.length - at.tile * block_q;
     if (ragged_rows && valid < block_q) {
       // Each warpgroup for itself: none waits for another here.
       QSlabs::zero_rows(shared_address(shared.q[ring.stage]), valid, warp * 32 + lane);
@@ -273,7 +273,8 @@ struct Backward {
 
   // The tiles of rows that tile j of keys is kept by, of all warpgroups.
   __device__ __forceinline__ TileRange rows_of(int j) const {
-    return row_tiles_of<block_q>(block.band, block.place.part, block.place.first_key + j * row_of_tiles, row_of_tiles);
+    return row_tiles_of<block_q>(block.band, block.place.extent, block.place.first_key + j * row_of_tiles,
+                                 row_of_tiles);
   }
   __device__ __forceinline__ bool is_full(const Walk& at, int j) const {
     return tiles_of_keys == 1 ? block.is_full(at) : rows_of(j).is_full(at.tile);
@@ -313,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   extern __shared__ __align__(1024) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   const Block block(problem);
-  if (packed && block.place.first_key >= block.place.part.kv.stored) return;
+  if (packed && block.place.first_key >= block.place.extent.kv.stored) return;
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
   if (threadIdx.x == 0) {

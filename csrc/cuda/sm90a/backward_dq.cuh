@@ -65,7 +65,7 @@ struct Block {
   __device__ __forceinline__ explicit Block(const Problem& problem)
       : problem(problem),
         place(place_of(problem, blockIdx.x)),
-        tiles(key_tiles_of<block_kv>(band_of(problem, place.part), place.part, place.first_row, block_q)),
+        tiles(key_tiles_of<block_kv>(band_of(problem, place.extent), place.extent, place.first_row, block_q)),
         segments{problem.kv_segment_ranges, place.batch, problem.kv_length,
                  in_segments
                      ? segment_range<block_q>(problem.q_segment_ranges, place.batch, problem.q_length, place.first_row)
@@ -84,11 +84,11 @@ struct Block {
 // By one thread.
 JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const TensorMaps& maps) {
   const Place& place = block.place;
-  const int row = place.part.q.first + place.first_row;
+  const int row = place.extent.q.first + place.first_row;
   Ring<stages> k_ring{0, 1};
   Ring<v_stages> v_ring{0, 1};
   for (int tile = block.first(); tile >= block.tiles.begin; tile = block.after(tile)) {
-    const int key = place.part.kv.first + tile * block_kv;
+    const int key = place.extent.kv.first + tile * block_kv;
     if (tile == block.first()) {
       const u32 full = shared_address(&shared.q_full);
       barrier_expect(full, QSlabs::bytes);
@@ -134,7 +134,7 @@ struct BackwardDq {
 
   __device__ __forceinline__ void load_statistics(float ds_factor) {
     const Problem& problem = block.problem;
-    const Rows& q = block.place.part.q;
+    const Rows& q = block.place.extent.q;
     const i64 first = (static_cast<i64>(block.place.batch) * problem.q_heads + block.place.head) * problem.q_length;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -153,7 +153,7 @@ struct BackwardDq {
   template <typename T>
   __device__ __forceinline__ void wait_for(const u64& full, const char* keys, int tile, u32 parity) const {
     barrier_wait(shared_address(&full), parity);
-    const int valid = block.place.part.kv.length - tile * block_kv;
+    const int valid = block.place.extent.kv.length - tile * block_kv;
     if (ragged && valid < block_kv) {
       T::zero_rows(shared_address(keys), valid, threadIdx.x % warpgroup);
       stores_ready();
@@ -266,7 +266,7 @@ struct BackwardDq {
     for (FragmentC& c : dq) c = {};
     // What this warpgroup's rows keep of the tiles.
     const TileRange own =
-        key_tiles_of<block_kv>(rows.keep.band, block.place.part, block.place.first_row + group * 64, 64);
+        key_tiles_of<block_kv>(rows.keep.band, block.place.extent, block.place.first_row + group * 64, 64);
     const auto is_full = [&](int tile) { return own.is_full(tile) && block.segments.uniform(tile); };
     int tile = block.first();
     for (; tile >= at_least(own.end, block.tiles.begin); tile = block.after(tile)) skip();
@@ -285,7 +285,7 @@ struct BackwardDq {
   }
 
   __device__ __forceinline__ void store(float factor) {
-    const Rows& q = block.place.part.q;
+    const Rows& q = block.place.extent.q;
     const Tensor& to = block.problem.dq;
     Result* head = result_of(to, block.place.batch, block.place.head, q.first);
 #pragma unroll
@@ -307,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   const Block block(problem);
   const Place& place = block.place;
-  if (packed && place.first_row >= place.part.q.stored) return;
+  if (packed && place.first_row >= place.extent.q.stored) return;
   const int warp = uniform_warp();
   if (threadIdx.x == 0) {
     barrier_init(shared_address(&shared.q_full), 1);
@@ -340,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
         group,
         lane,
         place.first_row + group * 64 + warp % 4 * 16 + lane / 4,
-        {problem, place.part, place.batch, place.head, score_scale},
+        {problem, place.extent, place.batch, place.head, score_scale},
         modifies_scores ? 1.f : score_scale * kLog2e,
         descale.dout * descale.value * ds_factor,
     };

@@ -56,8 +56,8 @@ struct Block {
   __device__ __forceinline__ explicit Block(const Problem& problem)
       : problem(problem),
         place(place_of(problem, blockIdx.x)),
-        band(band_of(problem, place.part)),
-        tiles(row_tiles_of<block_q>(band, place.part, place.first_key, block_kv)),
+        band(band_of(problem, place.extent)),
+        tiles(row_tiles_of<block_q>(band, place.extent, place.first_key, block_kv)),
         segments{problem.q_segment_ranges, place.batch, problem.q_length,
                  in_segments ? segment_range<block_kv>(problem.kv_segment_ranges, place.batch, problem.kv_length,
                                                        place.first_key)
@@ -80,7 +80,7 @@ struct Statistics {
 
   __device__ __forceinline__ Statistics(const Block& block, const Walk& at, float ds_factor, int lane) {
     const Problem& problem = block.problem;
-    const Rows& rows = block.place.part.q;
+    const Rows& rows = block.place.extent.q;
     const i64 first = (static_cast<i64>(block.place.batch) * problem.q_heads + at.head) * problem.q_length + rows.first;
 #pragma unroll
     for (int i = 0; i < block_q / 32; ++i) {
@@ -112,7 +112,7 @@ JAX_FLASH_DEVICE void add_dq(const Block& block, FragmentC (&dq)[n], float facto
                              int lane) {
   const Place& place = block.place;
   row += at.tile * block_q;
-  const bool valid = row < place.part.q.length;
+  const bool valid = row < place.extent.q.length;
   const int row_tile = first_dq_tile(block.problem, place.batch, place.sequence) + row / 16;
   float* to = dq_fragment(block.problem, place.batch, at.head, row_tile, column / 8) + lane * 4;
 #pragma unroll
@@ -128,7 +128,7 @@ template <int columns, int n>
 JAX_FLASH_DEVICE void store_keys(const Block& block, const Tensor& tensor, const FragmentC (&c)[n], float factor,
                                  int first_key, int column, int lane) {
   const Place& place = block.place;
-  const Rows& keys = place.part.kv;
+  const Rows& keys = place.extent.kv;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int key = first_key + lane / 4 + 8 * half;
@@ -169,7 +169,7 @@ JAX_FLASH_DEVICE void multiply_rows(FragmentC (&c)[n], const Operand64& a, u32 y
 // What is done to the 16 keys of a warp and a tile of rows.
 struct Weights {
   const Problem& problem;
-  const Part& part;
+  const Extent& extent;
   int batch;
   int first_key;  // of the warp
   int lane;
@@ -185,15 +185,15 @@ struct Weights {
 
   __device__ __forceinline__ Weights(const Block& block, const Descale& descale, int first_key, int lane)
       : problem(block.problem),
-        part(block.place.part),
+        extent(block.place.extent),
         batch(block.place.batch),
         first_key(first_key),
         lane(lane),
-        keep{problem, part, block.band},
-        modified(problem, part, block.first_head, score_scale(descale)),
+        keep{problem, extent, block.band},
+        modified(problem, extent, block.first_head, score_scale(descale)),
         biases(static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, block.first_head),
         masks(problem.mask, problem.mask_strides, batch, block.first_head),
-        dropout(problem, part, block.first_head),
+        dropout(problem, extent, block.first_head),
         scale_log2(score_scale(descale) * kLog2e),
         dp_factor(descale.dout * descale.value * descale.ds * probability_unit),
         dq_factor(scale_of(problem, batch) * descale.key / descale.ds) {
@@ -209,7 +209,7 @@ struct Weights {
     modified.enter(head);
     biases = {static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, head};
     masks = {problem.mask, problem.mask_strides, batch, head};
-    dropout.enter(problem, part, head);
+    dropout.enter(problem, extent, head);
   }
 
   // What the tile after `at` wants to know; and, of a warp that derives, the gradients of a query head behind its last
@@ -219,7 +219,7 @@ struct Weights {
     const Walk next = at.after(block.tiles, block.segments);
     if (next.head != at.head) {
       if constexpr (derives && (has_dbias || has_dalibi_slopes)) {
-        gradients.flush(problem, part, block.place.sequence, at.head, first_key, lane);
+        gradients.flush(problem, extent, block.place.sequence, at.head, first_key, lane);
       }
       if (next.head <= block.last_head) enter(next.head);
     }
@@ -249,8 +249,8 @@ struct Weights {
         const int row = at.tile * block_q + column + odd;
         const Bias* bias = nullptr;
         const bool* mask = nullptr;
-        if constexpr (has_bias) bias = biases.row(row, part);
-        if constexpr (has_mask) mask = masks.row(row, part);
+        if constexpr (has_bias) bias = biases.row(row, extent);
+        if constexpr (has_mask) mask = masks.row(row, extent);
 #pragma unroll
         for (int e = odd; e < 4; e += 2) {
           const int key = first_key + lane / 4 + e / 2 * 8;
@@ -259,13 +259,13 @@ struct Weights {
           if constexpr (modifies_scores) {
             float b = 0.f, unused;
             if constexpr (has_bias)
-              b = as_float(masked ? biases.at(bias, key, part) : bias[key * biases.column_stride]);
+              b = as_float(masked ? biases.at(bias, key, extent) : bias[key * biases.column_stride]);
             logit = modified.logit(x, b, row, key, with_softcap ? derivatives[n].x[e] : unused);
           }
           x = exp2_approx(logit - (odd ? lse.y : lse.x));
           bool kept = true;
           if constexpr (masked) kept = keep(row, key);
-          if constexpr (has_mask) kept &= masked ? masks.at(mask, key, part) : mask[key * masks.column_stride];
+          if constexpr (has_mask) kept &= masked ? masks.at(mask, key, extent) : mask[key * masks.column_stride];
           if constexpr (masked || has_mask) x = kept ? x : 0.f;
         }
       }
@@ -304,7 +304,7 @@ struct Weights {
         dp[n].x[e] = weight_of(s[n].x[e]) * (x - (e % 2 ? delta.y : delta.x));
       }
       if constexpr (has_dbias || has_dalibi_slopes) {
-        gradients.add(problem, part, modified, at.head, at.tile * block_q + column, first_key + lane / 4, dp[n]);
+        gradients.add(problem, extent, modified, at.head, at.tile * block_q + column, first_key + lane / 4, dp[n]);
       }
       if constexpr (with_softcap) {
 #pragma unroll
@@ -351,7 +351,7 @@ extern "C" __global__ void __launch_bounds__(32 * convert_warps)
   const int head = static_cast<int>(item / tiles % problem.q_heads);
   const int batch = static_cast<int>(item / tiles / problem.q_heads);
   int row_tile = tile;
-  const Part part = part_of(problem, batch, sequence_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
+  const Extent extent = extent_of(problem, batch, sequence_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
   const float* from = dq_fragment(problem, batch, head, tile, 0) + lane * 4;
   FragmentC dq[head_dim / 8];
 #pragma unroll
@@ -359,11 +359,11 @@ extern "C" __global__ void __launch_bounds__(32 * convert_warps)
     const float4 x = *reinterpret_cast<const float4*>(from + n * 128);
     dq[n] = {x.x, x.y, x.z, x.w};
   }
-  Result* to = result_of(problem.dq, batch, head, part.q.first);
+  Result* to = result_of(problem.dq, batch, head, extent.q.first);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = row_tile * 16 + lane / 4 + 8 * half;
-    store_row<head_dim>(dq, half, 1.f, to + row * problem.dq.row_stride, row < part.q.stored, lane);
+    store_row<head_dim>(dq, half, 1.f, to + row * problem.dq.row_stride, row < extent.q.stored, lane);
   }
 }
 

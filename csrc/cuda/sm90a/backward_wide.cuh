@@ -45,11 +45,11 @@ JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const Ten
   const Place& place = block.place;
   const Descale descale = descale_of(block.problem, place.batch, place.kv_head);
   const float ds_factor = descale.ds * probability_unit;
-  const int key = place.part.kv.first + place.first_key;
+  const int key = place.extent.kv.first + place.first_key;
   Ring<buffers> ring{0, 1};
   bool first = true;
   for (Walk at = block.first(); at.head <= block.last_head; at = at.after(block.tiles, block.segments)) {
-    const int stage = ring.stage, row = place.part.q.first + at.tile * block_q;
+    const int stage = ring.stage, row = place.extent.q.first + at.tile * block_q;
     const u32 q_full = shared_address(&shared.q_full[stage]), dout_full = shared_address(&shared.dout_full[stage]);
     const Statistics statistics(block, at, ds_factor, lane);
     if (first && lane == 0) {
@@ -101,7 +101,7 @@ struct Half {
   __device__ __forceinline__ void wait_for_keys() const {
     barrier_wait(shared_address(&shared.k_full), 0);
     barrier_wait(shared_address(&shared.v_full), 0);
-    const int valid = block.place.part.kv.length - block.place.first_key;
+    const int valid = block.place.extent.kv.length - block.place.first_key;
     if (ragged_keys && valid < block_kv) {
       if (group == 0) KSlabs::zero_rows(shared_address(shared.k), valid, thread());
       if (group == 1) VSlabs::zero_rows(shared_address(shared.v), valid, thread());
@@ -112,7 +112,7 @@ struct Half {
   template <typename T>
   __device__ __forceinline__ void wait_for_rows(const u64& full, const char* tile, const Walk& at, u32 parity) const {
     barrier_wait(shared_address(&full), parity);
-    const int valid = block.place.part.q.length - at.tile * block_q;
+    const int valid = block.place.extent.q.length - at.tile * block_q;
     if (ragged_rows && valid < block_q) {
       // Each warpgroup for itself: none waits for the other here.
       T::zero_rows(shared_address(tile), valid, thread());
@@ -214,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   extern __shared__ __align__(1024) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   const Block block(problem);
-  if (packed && block.place.first_key >= block.place.part.kv.stored) return;
+  if (packed && block.place.first_key >= block.place.extent.kv.stored) return;
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
   if (threadIdx.x == 0) {

@@ -108,12 +108,12 @@ struct Producer {
   }
   __device__ __forceinline__ void bring_k(const Place& place, const Ring<stages>& at, int tile) {
     barrier_wait(shared_address(&shared.k_empty[at.stage]), at.parity ^ 1);
-    bring<KSlabs>(shared.k[at.stage], &maps.k, &shared.k_full[at.stage], place.part.kv.first + tile * block_kv,
+    bring<KSlabs>(shared.k[at.stage], &maps.k, &shared.k_full[at.stage], place.extent.kv.first + tile * block_kv,
                   place.kv_head, place.batch);
   }
   __device__ __forceinline__ void bring_v(const Place& place, const Ring<stages>& at, int tile) {
     barrier_wait(shared_address(&shared.v_empty[at.stage]), at.parity ^ 1);
-    bring<VSlabs>(shared.v[at.stage], &maps.v, &shared.v_full[at.stage], place.part.kv.first + tile * block_kv,
+    bring<VSlabs>(shared.v[at.stage], &maps.v, &shared.v_full[at.stage], place.extent.kv.first + tile * block_kv,
                   place.kv_head, place.batch);
   }
 
@@ -122,7 +122,7 @@ struct Producer {
     const Place& place = shared.items[slot].place;
     barrier_wait(shared_address(&shared.q_empty), q_parity ^ 1);
     q_parity ^= 1;
-    bring<QSlabs>(shared.q, &maps.q, &shared.item_full[slot], place.part.q.first + place.first_row, place.head,
+    bring<QSlabs>(shared.q, &maps.q, &shared.item_full[slot], place.extent.q.first + place.first_row, place.head,
                   place.batch);
   }
 
@@ -142,9 +142,9 @@ struct Producer {
   __device__ __forceinline__ bool tell_item(int index) {
     Item item;
     const Place& place = item.place = place_of<Grid::persistent>(problem, index);
-    if (packed && place.first_row >= place.part.q.stored) return false;
+    if (packed && place.first_row >= place.extent.q.stored) return false;
     item.is_last = false;
-    item.range = key_tiles_of<block_kv>(band_of(problem, place.part), place.part, place.first_row, block_q);
+    item.range = key_tiles_of<block_kv>(band_of(problem, place.extent), place.extent, place.first_row, block_q);
     if constexpr (in_segments) {
       item.segments = segment_range<block_q>(problem.q_segment_ranges, place.batch, problem.q_length, place.first_row);
       KeyTiles(problem, item).segments.trim(item.range, lane);
@@ -200,7 +200,7 @@ struct Scope {
         scale(score_scale_of(problem, item)),
         scale_log2(scale_log2_of(scale)),
         row(item.place.first_row + own_row),
-        rows(problem, item.place.part, item.place.batch, item.place.head, scale),
+        rows(problem, item.place.extent, item.place.batch, item.place.head, scale),
         sink(item.place.sink(problem)) {}
 
   static __device__ __forceinline__ float score_scale_of(const Problem& problem, const Item& item) {
@@ -250,12 +250,12 @@ struct Consumer {
   }
 
   // Starts out += P V, once V is there.
-  __device__ __forceinline__ void start_out(const Ring<stages>& at, const Part& part, int tile) {
+  __device__ __forceinline__ void start_out(const Ring<stages>& at, const Extent& extent, int tile) {
     barrier_wait(shared_address(&shared.v_full[at.stage]), at.parity);
     char* v = shared.v[at.stage];
-    if (ragged && (tile + 1) * block_kv > part.kv.length) {
+    if (ragged && (tile + 1) * block_kv > extent.kv.length) {
       // Each warpgroup for itself: all of them write the same.
-      VSlabs::zero_rows(shared_address(v), part.kv.length - tile * block_kv, threadIdx.x % warpgroup);
+      VSlabs::zero_rows(shared_address(v), extent.kv.length - tile * block_kv, threadIdx.x % warpgroup);
       stores_ready();
       named_sync(own_barrier + number, warpgroup);
     }
@@ -358,7 +358,7 @@ struct Consumer {
     const Ring v_ring = ring;
     ring.advance();
     start_scores(scores);
-    start_out(v_ring, scope.item.place.part, before);
+    start_out(v_ring, scope.item.place.extent, before);
     pass_turn();
     wgmma_wait<1>();
     end_scores(scores);
@@ -388,11 +388,11 @@ struct Consumer {
   // Writes the results of an item.
   __device__ __forceinline__ void finish(const Scope& scope) {
     const Place& place = scope.item.place;
-    const Part& part = place.part;
+    const Extent& extent = place.extent;
     const float descale = descale_of(problem, place.batch, place.kv_head).value;
-    Result* out_head = result_of(problem.out, place.batch, place.head, part.q.first);
+    Result* out_head = result_of(problem.out, place.batch, place.head, extent.q.first);
     float* lse = static_cast<float*>(problem.lse) +
-                 (static_cast<i64>(place.batch) * problem.q_heads + place.head) * problem.q_length + part.q.first;
+                 (static_cast<i64>(place.batch) * problem.q_heads + place.head) * problem.q_length + extent.q.first;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       RowStatistics& of = statistics[half];
@@ -401,14 +401,14 @@ struct Consumer {
       float inverse = of.total == 0.f ? 0.f : scope.rows.dropout.factor * descale / divisor;
       float row_lse = of.lse(scope.scale_log2);
       const int t = scope.row + 8 * half;
-      if (has_q_lengths && t >= part.q.length) {
+      if (has_q_lengths && t >= extent.q.length) {
         row_lse = scope.sink;
         inverse = 0.f;
         // What was read there may have been anything.
 #pragma unroll
         for (int n = 0; n < tile_value_head_dim / 8; ++n) out[n].x[2 * half] = out[n].x[2 * half + 1] = 0.f;
       }
-      const bool stored = t < part.q.stored;
+      const bool stored = t < extent.q.stored;
       if (lane % 4 == 0 && stored) lse[t] = row_lse;
       store_row<value_head_dim>(out, half, inverse, out_head + t * problem.out.row_stride, stored, lane);
     }
@@ -418,7 +418,7 @@ struct Consumer {
     const Place& place = scope.item.place;
     const KeyTiles keys(problem, scope.item);
     // What this warpgroup's rows keep of them.
-    const TileRange own = key_tiles_of<block_kv>(scope.rows.keep.band, place.part, place.first_row + number * 64, 64);
+    const TileRange own = key_tiles_of<block_kv>(scope.rows.keep.band, place.extent, place.first_row + number * 64, 64);
     const auto is_full = [&](int i) {
       return irregular ? own.is_full(i) && keys.segments.uniform(i) : i < own.full_end;
     };
@@ -449,7 +449,7 @@ struct Consumer {
       for (; tile > 0; --tile) step<false>(scope, tile - 1, tile);
     }
     release(shared.q_empty);
-    start_out(ring, place.part, tile);
+    start_out(ring, place.extent, tile);
     end_out(ring);
     ring.advance();
   }

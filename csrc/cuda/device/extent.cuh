@@ -1,4 +1,4 @@
-// Which rows and keys belong together: a batch entry, or one sequence of a packed one.
+// The extents of rows and keys that attend to each other: a batch entry, or one sequence of a packed one.
 #pragma once
 
 #include "cuda/device/prelude.cuh"
@@ -14,8 +14,8 @@ struct Rows {
   int stored;
 };
 
-// Positions, the option's per-sequence arrays and dropout count from the first row of a part.
-struct Part {
+// Positions, the option's per-sequence arrays and dropout count from the first row of an extent.
+struct Extent {
   int batch;
   int index;  // batch * sequences + sequence, of arrays per sequence
   Rows q;
@@ -23,7 +23,7 @@ struct Part {
 };
 
 // Sequence `sequences` is what follows the last one: padding, which attends to nothing.
-JAX_FLASH_DEVICE Part part_of(const Problem& problem, int batch, int sequence) {
+JAX_FLASH_DEVICE Extent extent_of(const Problem& problem, int batch, int sequence) {
   if constexpr (packed) {
     const int sequences = problem.options.sequences;
     const int* q = problem.cu_q_lengths + static_cast<i64>(batch) * (sequences + 1) + sequence;
