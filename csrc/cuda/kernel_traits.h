@@ -17,7 +17,7 @@ struct KernelTraits {
 
   // Blocks per multiprocessor of a grid that stays, whose blocks walk over the items of work; 0: a block for each item.
   int persistent = 0;
-  // Rows that a copy by tensor map brings, at most 256; 0: no such map. With any, TensorMaps is the second parameter.
+  // Rows that a TMA load reads, at most 256; 0: no such map. With any, TensorMaps is the second parameter.
   int q_box_rows = 0;
   int k_box_rows = 0;
   int v_box_rows = 0;

@@ -179,7 +179,7 @@ struct Backward {
     member = member_of(warp);
   }
 
-  // Starts to bring one tile of rows of one query head.
+  // Starts to load one tile of rows of one query head.
   __device__ __forceinline__ void start_rows(QueryRows& rows, int head, int tile) {
     start_q(rows, head, tile);
     start_dout(rows, head, tile);
@@ -301,7 +301,7 @@ struct Backward {
     }
   }
 
-  // One tile of rows of one query head. With two stages the next tile is brought meanwhile; `next_tile` is negative
+  // One tile of rows of one query head. With two stages the next tile is loaded meanwhile; `next_tile` is negative
   // when there is none.
   template <bool masked>
   __device__ __forceinline__ void step(int head, int tile, int stage, int next_head, int next_tile) {

@@ -19,8 +19,8 @@ constexpr int step_registers =
     row_tiles * (tile_head_dim + 2 * block_kv) / 2 + block_kv * limbs * tile_value_head_dim / (2 * threads);
 constexpr bool early_v = !loads_take_registers || step_registers <= 160;
 
-// Weights bring the factor of those that are not dropped, and the loop needs no register for it: at head_dim 256 Turing
-// has none. With two limbs the exponent has no place for another summand.
+// Weights include the factor of those that are not dropped, and the loop needs no register for it: at head_dim 256
+// Turing has none. With two limbs the exponent has no place for another summand.
 constexpr bool weights_have_factor = with_dropout_rate && limbs == 1;
 
 // Where copies need no registers and there is room for two tiles of K: see sm80/interleaved_dq.cuh.
@@ -92,7 +92,7 @@ struct BackwardDq : KeyWalk<SharedStorage> {
   // Sends for the first tile of keys.
   __device__ __forceinline__ void begin(int tile) { start_v(tile); }
 
-  // One tile of keys. The next one is brought meanwhile; `next` is negative when there is none.
+  // One tile of keys. The next one is loaded meanwhile; `next` is negative when there is none.
   template <bool masked>
   __device__ __forceinline__ void step(int tile, int next) {
     FragmentC ds[row_tiles][block_kv / 8] = {};

@@ -4,10 +4,10 @@
 // A block owns block_q rows, and a slice of the keys of one head. Query heads that share a key head share its tiles:
 // the rows of a block are pairs of query and head, heads fastest. A team of a warp for each 16 rows owns all of them,
 // and a part of the slice, with buffers of its own for K and V; teams wait for each other at the end alone, where their
-// results are put together in shared memory. Where a head's keys are split over blocks, these are a cluster, whose
-// blocks give each other what they have of the rows that the other one puts together; or, where the plan is to split
-// them further, they leave it in scratch for jax_flash_combine. All in one order, so that the results are the same in
-// every run.
+// partial softmax states are merged in shared memory. Where a head's keys are split over blocks, these are a cluster,
+// whose blocks send each other the states of the rows that the other one merges; or, where the plan is to split them
+// further, they leave the states in scratch for jax_flash_combine. All in one order, so that the results are the same
+// in every run.
 #pragma once
 
 #include "cuda/device/cluster.cuh"
@@ -59,13 +59,13 @@ struct SharedStorage {
   alignas(128) char q[QTile::bytes];
   float2 statistics[teams][block_q];  // a team's scaled maximum and total of a row
 };
-// What the blocks of a cluster give to the one that puts a row together: as many rows as a block has, by the rank of
-// the giver and then by row.
+// What the blocks of a cluster send to the one that merges a row: as many rows as a block has, by the rank of the
+// sender and then by row.
 struct ClusterStorage {
   alignas(128) float sums[block_q * sum_stride];
   float2 statistics[block_q];
-  u64 gate;
-  static constexpr int given = block_q * (value_head_dim * static_cast<int>(sizeof(float)) + 8);  // bytes, in all
+  u64 mbarrier;
+  static constexpr int received_bytes = block_q * (value_head_dim * static_cast<int>(sizeof(float)) + 8);
 };
 
 extern "C" __constant__ KernelTraits jax_flash_forward_split_kv_traits = {
@@ -364,7 +364,7 @@ JAX_FLASH_DEVICE SegmentRange segments_of_rows(const Problem& problem, int batch
   return all;
 }
 
-// Puts together what the teams have, in eights of columns: where what comes from global memory takes registers.
+// Merges the teams' states, in eights of columns, where loads from global memory take registers.
 JAX_FLASH_DEVICE void finish_eights(const Problem& problem, const Block& block, const SplitKvForward& forward,
                                     SharedStorage& shared) {
   const Extent& extent = block.extent;
@@ -431,9 +431,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   if (loads_take_registers) let_the_next_kernel_begin();
   if (reads_operands) wait_for_the_kernel_before();
   const bool clustered = in_cluster(problem);
-  ClusterStorage& given = *reinterpret_cast<ClusterStorage*>(memory + sizeof(SharedStorage));
+  ClusterStorage& received = *reinterpret_cast<ClusterStorage*>(memory + sizeof(SharedStorage));
   if (clustered) {
-    if (threadIdx.x == 0) gate_make(shared_address(&given.gate), ClusterStorage::given);
+    if (threadIdx.x == 0) mbarrier_init_expect(shared_address(&received.mbarrier), ClusterStorage::received_bytes);
     cluster_arrive();  // this block has begun
   }
   const Block block = block_of(problem, blockIdx.x);
@@ -601,30 +601,30 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     for_fours<fours>(first_column, [&](int column) { store_four(sum + column, four_of(column)); });
     if (first_column == 0) *scratch.statistics(block.slice, index) = {of_teams.scaled_max, of_teams.total};
   } else {
-    // Every row to the block of the cluster that puts it together.
+    // Sends every row to the block of the cluster that merges it.
     const int rows_log2 = __ffs(block_q) - 1 - ranks_log2;  // of a rank
     const int rank = r >> rows_log2, place = (block.slice << rows_log2) + (r & ((1 << rows_log2) - 1));
-    const u32 sums = cluster_address(shared_address(given.sums + place * sum_stride), rank);
-    const u32 gate = cluster_address(shared_address(&given.gate), rank);
+    const u32 sums = cluster_address(shared_address(received.sums + place * sum_stride), rank);
+    const u32 mbarrier = cluster_address(shared_address(&received.mbarrier), rank);
     cluster_wait();  // all blocks have begun
     for_fours<fours>(first_column,
-                     [&](int column) { give_four(sums + column * sizeof(float), gate, four_of(column)); });
+                     [&](int column) { send_four(sums + column * sizeof(float), mbarrier, four_of(column)); });
     if (first_column == 0) {
-      const u32 statistics = cluster_address(shared_address(given.statistics + place), rank);
-      give_pair(statistics, gate, {of_teams.scaled_max, of_teams.total});
+      const u32 statistics = cluster_address(shared_address(received.statistics + place), rank);
+      send_pair(statistics, mbarrier, {of_teams.scaled_max, of_teams.total});
     }
-    gate_wait(shared_address(&given.gate));  // all blocks have given what they have
+    mbarrier_wait(shared_address(&received.mbarrier));  // all blocks have sent their states
     const ResultRow& to = results[0];
     if (!to.stored) return;
     const int own_row = threadIdx.x / row_threads, own_column = threadIdx.x % row_threads * 4;
     const auto place_of_rank = [&](int i) { return (i << rows_log2) + own_row; };
     const SoftmaxMerge<most_cluster> of_blocks(to.sink, [&](int i) {
-      return i < problem.kv_slices ? given.statistics[place_of_rank(i)] : float2{-JAX_FLASH_INFINITY, 0.f};
+      return i < problem.kv_slices ? received.statistics[place_of_rank(i)] : float2{-JAX_FLASH_INFINITY, 0.f};
     });
     const float factor = finish(to, of_blocks.scaled_max, of_blocks.total, own_column == 0);
 #pragma unroll 1
     for (int column = own_column; column < value_head_dim; column += row_threads * 4) {
-      const float4 x = of_blocks([&](int i) { return given.sums + place_of_rank(i) * sum_stride + column; });
+      const float4 x = of_blocks([&](int i) { return received.sums + place_of_rank(i) * sum_stride + column; });
       store_four(to.out + column, {x.x * factor, x.y * factor, x.z * factor, x.w * factor});
     }
   }

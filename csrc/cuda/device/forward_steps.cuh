@@ -63,7 +63,7 @@ struct Forward : KeyWalk<SharedStorage> {
   __device__ __forceinline__ void begin_rows() {}
   __device__ __forceinline__ void begin_tiles() {}
 
-  // One tile of keys. The next one is brought meanwhile; `next` is negative when there is none.
+  // One tile of keys. The next one is loaded meanwhile; `next` is negative when there is none.
   template <bool masked>
   __device__ __forceinline__ void step(int tile, int next) {
     FragmentC scores[row_tiles][block_kv / 8] = {};

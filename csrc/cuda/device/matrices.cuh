@@ -1,4 +1,4 @@
-// Products of 16-bit elements where there is ldmatrix, from compute capability 7.5 on. The family's mma.cuh brings
+// MMAs of 16-bit elements where there is ldmatrix, from compute capability 7.5 on. The family's mma.cuh defines
 // multiply_16bit() and pack().
 #pragma once
 
@@ -80,7 +80,7 @@ struct Matrices {
     multiply_16bit(c[1], a, b.x[2], b.x[3]);
   }
 
-  // How many columns of a tile [k, n] one load brings. The accumulators of a warp are whole groups of columns.
+  // How many columns of a tile [k, n] one load reads. The accumulators of a warp are whole groups of columns.
   static __host__ __device__ constexpr int group(int columns, int warps_that_share) { return 16; }
 
   // The column of a lane's first of the n-th accumulators of out.

@@ -111,7 +111,7 @@ struct QuadPairs {
   static constexpr int most_steps = 16;
   static constexpr bool direct_stores = true;
 
-  // How many columns of a tile [k, n] one load brings.
+  // How many columns of a tile [k, n] one load reads.
   static __host__ __device__ constexpr int group(int columns, int warps_that_share) { return 32; }
 
   template <typename T>

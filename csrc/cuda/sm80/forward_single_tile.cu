@@ -15,7 +15,7 @@ namespace jax_flash {
 constexpr int threads = 32 * warps;
 static_assert(block_q == 16 && head_dim % 16 == 0 && value_head_dim % 16 == 0 && value_head_dim <= 16 * warps);
 
-// What the warps give each other.
+// What the warps pass to each other.
 struct SharedStorage {
   uint4 weights[warps][32];  // as the lanes of every warp want them
   float2 statistics[warps][16];

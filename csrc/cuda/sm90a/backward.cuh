@@ -8,9 +8,10 @@
 // that P^T and dS^T are operands in registers of the next product; only dS passes through shared memory, for dQ, of
 // which a warpgroup computes its share of the columns over all keys of the block.
 //
-// One warp of one more warpgroup brings the rows, a ring of `stages` tiles ahead. dQ of a tile of rows, which takes dS
-// of both warpgroups, is the work of one of them, by turns, behind its own products of the tile after: so neither waits
-// for the other's dS, one is at its exponentials while the tensor cores are the other's, and dS is read once.
+// One warp of one more warpgroup loads the rows by TMA, a ring of `stages` tiles ahead. dQ of a tile of rows, which
+// takes dS of both warpgroups, is the work of one of them, by turns, behind its own products of the tile after: so
+// neither waits for the other's dS, one is at its exponentials while the tensor cores are the other's, and dS is read
+// once.
 //
 // Where registers have room for it a warpgroup has two tiles of keys. Then dQ is added once for twice as many keys, and
 // the exponentials of the second tile run beside dK of the first.
@@ -58,7 +59,7 @@ extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
 };
 
 // By one warp.
-JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const TensorMaps& maps, int lane) {
+JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const TensorMaps& maps, int lane) {
   const Place& place = block.place;
   const Descale descale = descale_of(block.problem, place.batch, place.kv_head);
   const float ds_factor = descale.ds * probability_unit;
@@ -332,10 +333,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   __syncthreads();
 
   if (warp < 4) {
-    give_registers<loading_registers>();
-    if (warp == 0 && !block.idle()) bring(block, shared, maps, lane);
+    warpgroup_reg_dealloc<loading_registers>();
+    if (warp == 0 && !block.idle()) load(block, shared, maps, lane);
   } else {
-    take_registers<computing_registers>();
+    warpgroup_reg_alloc<computing_registers>();
     const int group = warp / 4 - 1;
     const Descale descale = descale_of(problem, block.place.batch, block.place.kv_head);
     const int first_key = block.place.first_key + group * 64 + warp % 4 * 16;

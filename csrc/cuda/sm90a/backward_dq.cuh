@@ -4,8 +4,8 @@
 // the last to the first, as forward does. With
 //   S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  dS = P * (dP - delta)
 // it accumulates dQ += dS K in registers, dS being an operand in registers as it is. One warp of one more warpgroup
-// brings the keys. Warpgroups never wait for each other: one is at its exponentials while the tensor cores are the
-// other's.
+// loads the keys by TMA. Warpgroups never wait for each other: one is at its exponentials while the tensor cores are
+// the other's.
 #pragma once
 
 #include "cuda/device/place.cuh"
@@ -82,7 +82,7 @@ struct Block {
 };
 
 // By one thread.
-JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const TensorMaps& maps) {
+JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const TensorMaps& maps) {
   const Place& place = block.place;
   const int row = place.extent.q.first + place.first_row;
   Ring<stages> k_ring{0, 1};
@@ -325,10 +325,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   __syncthreads();
 
   if (warp < 4) {
-    give_registers<loading_registers>();
-    if (threadIdx.x == 0) bring(block, shared, maps);
+    warpgroup_reg_dealloc<loading_registers>();
+    if (threadIdx.x == 0) load(block, shared, maps);
   } else {
-    take_registers<computing_registers>();
+    warpgroup_reg_alloc<computing_registers>();
     const int group = warp / 4 - 1, lane = threadIdx.x % 32;
     const Descale descale = descale_of(problem, place.batch, place.kv_head);
     const float scale = scale_of(problem, place.batch);

@@ -11,7 +11,7 @@
 namespace jax_flash {
 
 constexpr int threads = 32 * warps;
-constexpr int computing = warps / 4 - 1;  // warpgroups; one more brings the rows
+constexpr int computing = warps / 4 - 1;  // warpgroups; one more loads the rows
 constexpr int computing_threads = warpgroup * computing;
 static_assert(warps % 4 == 0 && block_q == 64, "64 rows fit the accumulators beside dK and dV");
 constexpr bool adds_dq = !option_deterministic;  // else it is computed by a pass of its own

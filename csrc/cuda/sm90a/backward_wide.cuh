@@ -41,7 +41,7 @@ extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
 };
 
 // By one warp.
-JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const TensorMaps& maps, int lane) {
+JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const TensorMaps& maps, int lane) {
   const Place& place = block.place;
   const Descale descale = descale_of(block.problem, place.batch, place.kv_head);
   const float ds_factor = descale.ds * probability_unit;
@@ -236,10 +236,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
 
   const int first_key = block.place.first_key + warp % 4 * 16;
   if (warp < 4) {
-    give_registers<loading_registers>();
-    if (warp == 0 && !block.idle()) bring(block, shared, maps, lane);
+    warpgroup_reg_dealloc<loading_registers>();
+    if (warp == 0 && !block.idle()) load(block, shared, maps, lane);
   } else {
-    take_registers<computing_registers>();
+    warpgroup_reg_alloc<computing_registers>();
     const Descale descale = descale_of(problem, block.place.batch, block.place.kv_head);
     Half half{block, shared, warp / 4 - 1, warp % 4, lane, {block, descale, first_key, lane}};
     if (half.group == 0) {

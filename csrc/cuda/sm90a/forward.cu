@@ -1,5 +1,5 @@
-// FlashAttention-3 forward (Shah et al. 2024): one warp brings tiles by the copy engine, warpgroups of 64 rows each
-// multiply and take the softmax.
+// FlashAttention-3 forward (Shah et al. 2024): one warp loads tiles by TMA, warpgroups of 64 rows each multiply and
+// take the softmax.
 //
 // Two things run side by side: in a warpgroup, the softmax of one tile of keys and the product of the weights of the
 // tile before with V; and the softmax of one warpgroup and the products of another, by turns. Blocks stay on their
@@ -20,7 +20,7 @@ namespace jax_flash {
 constexpr int consumers = block_q / 64;  // warpgroups
 constexpr int threads = warpgroup * (1 + consumers);
 static_assert(block_q % 64 == 0 && warps == threads / 32 && min_blocks == 1, "a producer, and 64 rows a consumer");
-// What a block is given at first, threads times registers, is what its warpgroups share: the producer needs few.
+// The warpgroups share the registers that the block has at its launch: the producer needs few.
 constexpr bool producer_searches = has_q_segment_ids || has_cu_q_lengths;
 constexpr int producer_registers = consumers == 3 ? (producer_searches ? 56 : 32) : (producer_searches ? 40 : 24);
 constexpr int consumer_registers = consumers == 3 ? (producer_searches ? 152 : 160) : (producer_searches ? 232 : 240);
@@ -38,7 +38,7 @@ constexpr bool lazy = tile_value_head_dim > 128;
 // Products of the warpgroups by turns: on an H200 1 to 9% faster at head_dim 64, 0 to 2% at 128 and 256.
 constexpr bool in_turns = consumers > 1;
 
-// Rows of query with all their keys, as the producer tells it to the consumers.
+// Rows of query with all their keys, as the producer publishes them to the consumers.
 struct Item {
   Place place;
   TileRange range;        // of keys
@@ -53,7 +53,7 @@ struct SharedStorage {
   char k[stages][KSlabs::bytes];
   char v[stages][VSlabs::bytes];
   Item items[2];
-  // Full: an item is told, and its Q has landed; a tile has landed. Empty: all warps have done with it.
+  // mbarriers. Full: an item is published, and its Q has landed; a tile has landed. Empty: all warps are done with it.
   u64 item_full[2], item_empty[2], q_empty;
   u64 k_full[stages], k_empty[stages];
   u64 v_full[stages], v_empty[stages];
@@ -88,7 +88,7 @@ struct KeyTiles {
   }
 };
 
-// Of one warp, whose lane 0 starts the copies.
+// One warp, whose lane 0 issues the TMA loads.
 struct Producer {
   const Problem& problem;
   const TensorMaps& maps;
@@ -99,47 +99,47 @@ struct Producer {
   u32 q_parity = 0;
 
   template <typename S>
-  __device__ __forceinline__ void bring(char* to, const TensorMap* map, u64* full, int row, int head, int batch) {
+  __device__ __forceinline__ void load(char* to, const TensorMap* map, u64* full, int row, int head, int batch) {
     if (lane == 0) {
       barrier_expect(shared_address(full), S::bytes);
       S::copy(shared_address(to), map, shared_address(full), row, head, batch);
     }
     __syncwarp();
   }
-  __device__ __forceinline__ void bring_k(const Place& place, const Ring<stages>& at, int tile) {
+  __device__ __forceinline__ void load_k(const Place& place, const Ring<stages>& at, int tile) {
     barrier_wait(shared_address(&shared.k_empty[at.stage]), at.parity ^ 1);
-    bring<KSlabs>(shared.k[at.stage], &maps.k, &shared.k_full[at.stage], place.extent.kv.first + tile * block_kv,
-                  place.kv_head, place.batch);
+    load<KSlabs>(shared.k[at.stage], &maps.k, &shared.k_full[at.stage], place.extent.kv.first + tile * block_kv,
+                 place.kv_head, place.batch);
   }
-  __device__ __forceinline__ void bring_v(const Place& place, const Ring<stages>& at, int tile) {
+  __device__ __forceinline__ void load_v(const Place& place, const Ring<stages>& at, int tile) {
     barrier_wait(shared_address(&shared.v_empty[at.stage]), at.parity ^ 1);
-    bring<VSlabs>(shared.v[at.stage], &maps.v, &shared.v_full[at.stage], place.extent.kv.first + tile * block_kv,
-                  place.kv_head, place.batch);
+    load<VSlabs>(shared.v[at.stage], &maps.v, &shared.v_full[at.stage], place.extent.kv.first + tile * block_kv,
+                 place.kv_head, place.batch);
   }
 
-  // Brings the rows of the item in a slot.
-  __device__ __forceinline__ void bring_q(int slot) {
+  // Loads the rows of the item in a slot.
+  __device__ __forceinline__ void load_q(int slot) {
     const Place& place = shared.items[slot].place;
     barrier_wait(shared_address(&shared.q_empty), q_parity ^ 1);
     q_parity ^= 1;
-    bring<QSlabs>(shared.q, &maps.q, &shared.item_full[slot], place.extent.q.first + place.first_row, place.head,
-                  place.batch);
+    load<QSlabs>(shared.q, &maps.q, &shared.item_full[slot], place.extent.q.first + place.first_row, place.head,
+                 place.batch);
   }
 
-  // Tells an item, in the next slot.
-  __device__ __forceinline__ void tell(const Item& item) {
+  // Publishes an item, in the next slot.
+  __device__ __forceinline__ void publish(const Item& item) {
     barrier_wait(shared_address(&shared.item_empty[item_ring.stage]), item_ring.parity ^ 1);
     if (lane == 0) shared.items[item_ring.stage] = item;
     __syncwarp();
   }
-  // That there is no Q to wait for.
-  __device__ __forceinline__ void told_all() {
+  // Arrives for an item that has no Q to wait for.
+  __device__ __forceinline__ void arrive_without_q() {
     if (lane == 0) barrier_arrive(shared_address(&shared.item_full[item_ring.stage]));
     item_ring.advance();
   }
 
-  // Looks at an item, and whether there is anything of it.
-  __device__ __forceinline__ bool tell_item(int index) {
+  // Publishes an item, unless it has no rows.
+  __device__ __forceinline__ bool publish_item(int index) {
     Item item;
     const Place& place = item.place = place_of<Grid::persistent>(problem, index);
     if (packed && place.first_row >= place.extent.q.stored) return false;
@@ -149,40 +149,40 @@ struct Producer {
       item.segments = segment_range<block_q>(problem.q_segment_ranges, place.batch, problem.q_length, place.first_row);
       KeyTiles(problem, item).segments.trim(item.range, lane);
     }
-    tell(item);
+    publish(item);
     return true;
   }
 
-  // Brings the tiles of the item that has been told.
-  __device__ __forceinline__ void bring_tiles() {
+  // Loads the tiles of the item that has been published.
+  __device__ __forceinline__ void load_tiles() {
     const int slot = item_ring.stage;
     const Item& item = shared.items[slot];
-    if (!item.has_keys()) return told_all();
+    if (!item.has_keys()) return arrive_without_q();
     const KeyTiles keys(problem, item);
     int tile = keys.last();
-    // In the order in which they are asked for: K a tile ahead of V.
-    bring_k(item.place, ring, tile);
-    bring_q(slot);
+    // In the order in which the consumers wait for them: K a tile ahead of V.
+    load_k(item.place, ring, tile);
+    load_q(slot);
     item_ring.advance();
     for (int next; (next = keys.before(tile)) >= keys.range.begin; tile = next) {
       const Ring v_ring = ring;
       ring.advance();
-      bring_k(item.place, ring, next);
-      bring_v(item.place, v_ring, tile);
+      load_k(item.place, ring, next);
+      load_v(item.place, v_ring, tile);
     }
-    bring_v(item.place, ring, tile);
+    load_v(item.place, ring, tile);
     ring.advance();
   }
 
   __device__ __forceinline__ void run() {
     const int items = blocks_of(problem, problem.q_length, block_q) * problem.q_heads * problem.batch;
     for (int index = blockIdx.x; index < items; index += gridDim.x) {
-      if (tell_item(index)) bring_tiles();
+      if (publish_item(index)) load_tiles();
     }
     Item end = {};
     end.is_last = true;
-    tell(end);
-    told_all();
+    publish(end);
+    arrive_without_q();
   }
 };
 
@@ -498,10 +498,10 @@ extern "C" __global__ void __launch_bounds__(threads, 1)
   __syncthreads();
 
   if (warp < 4) {
-    give_registers<producer_registers>();
+    warpgroup_reg_dealloc<producer_registers>();
     if (warp == 0) Producer{problem, maps, shared, lane}.run();
   } else {
-    take_registers<consumer_registers>();
+    warpgroup_reg_alloc<consumer_registers>();
     const int number = warp / 4 - 1;
     if (in_turns && number == consumers - 1) named_arrive(turn_barrier, 2 * warpgroup);
     Consumer{problem, shared, number, number * 64 + warp % 4 * 16 + lane / 4, lane}.run();

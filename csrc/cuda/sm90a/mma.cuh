@@ -1,4 +1,4 @@
-// Hopper's instructions: the copy engine, barriers in shared memory and wgmma.
+// Hopper's instructions: TMA, mbarriers and wgmma.
 #pragma once
 
 namespace jax_flash {

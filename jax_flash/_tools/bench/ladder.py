@@ -124,7 +124,7 @@ LADDERS: dict[tuple[str, str], tuple[Step, ...]] = {
         Step("the table's rows", rows={}),
     ),
     ("sm90a", "forward"): (
-        Step("wgmma, tiles by the copy engine, one warpgroup", rows=dict.fromkeys(HEAD_DIMS, (64, 64, 8, 2))),
+        Step("wgmma, tiles by TMA, one warpgroup", rows=dict.fromkeys(HEAD_DIMS, (64, 64, 8, 2))),
         Step("two warpgroups", rows={64: (128, 128, 12, 2), 128: (128, 128, 12, 2), 256: (128, 64, 12, 2)}),
         _BASE_2,
         _FULL,
@@ -141,7 +141,7 @@ LADDERS: dict[tuple[str, str], tuple[Step, ...]] = {
         Step("the table's rows", rows={}),
     ),
     ("sm90a", "backward"): (
-        Step("wgmma, tiles by the copy engine", rows={
+        Step("wgmma, tiles by TMA", rows={
             64: (64, 64, 8, 1), 128: (64, 128, 12, 1), 256: (64, 64, 12, 1)}),
         Step("two warpgroups (64)", rows={64: (64, 128, 12, 1), 128: (64, 128, 12, 1), 256: (64, 64, 12, 1)}),
         Step("two buffers of rows", rows={64: (64, 128, 12, 2), 128: (64, 128, 12, 2), 256: (64, 64, 12, 2)}),
