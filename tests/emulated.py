@@ -131,7 +131,7 @@ class Call:
 
     def give_scratch(self, elements: int) -> None:
         """Of the size that the call wants, or of another one; 0: none."""
-        self.emulator.call_room(self.call, ctypes.c_longlong(elements))
+        self.emulator.call_scratch_elements(self.call, ctypes.c_longlong(elements))
         if elements:
             self.scratch = Guarded((elements,), np.float32)
             self.put("scratch", self.scratch.array)

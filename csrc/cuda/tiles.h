@@ -60,9 +60,9 @@ inline constexpr TileRule all[] = {
     {"sm90a", 1, backward_dq, 256, 225, {128, 64, 12, 2, 1}},   // 786; 128x32 with three stages 643
     {"sm80", 1, forward, 64, 40, {128, 96, 4, 1, 2}, true},     // 371; 128x112 372, but 317 for 328 at S 1024
     {"sm80", 1, forward, 64, 32, {128, 64, 4, 1, 2}},           // 353; first: 287, 64x64 253, 128x128 with 8 warps 249
-    {"sm80", 1, forward, 128, 128, {128, 64, 4, 1, 2}},         // 436; 128x48 416; room for two blocks
+    {"sm80", 1, forward, 128, 128, {128, 64, 4, 1, 2}},         // 436; 128x48 416; two blocks fit
     {"sm80", 1, forward, 128, 48, {128, 32, 4, 1, 2}},          // 376; first: 312, 128x128 with 8 warps 295, 128x64 276
-    {"sm80", 1, forward, 256, 194, {64, 64, 4, 1, 2}},          // 366; 64x80 361, 64x32 366; room for two blocks
+    {"sm80", 1, forward, 256, 194, {64, 64, 4, 1, 2}},          // 366; 64x80 361, 64x32 366; two blocks fit
     {"sm80", 1, forward, 256, 128, {128, 64, 8, 1, 1}},         // 366; first: 287
     {"sm80", 1, forward, 256, 96, {128, 32, 8, 1, 1}},          // first: 267, 64x64 with 4 warps 222
     // The split-KV forward has rows for each block_q of kSplitKvRows, and a team of warps for every block_q rows of
@@ -79,11 +79,11 @@ inline constexpr TileRule all[] = {
     // 3.9 us a call in a chain, forward_split_kv 3.5.
     {"sm80", 1, forward_single_tile, 64, 3, {16, 16, 4, 1, 1}},
     // Rows of two tiles of keys a warp spill with most options.
-    {"sm80", 1, backward, 64, 117, {64, 64, 4, 2, 2, 2}, true},   // 321, with one tile of keys 274; room for two blocks
-    {"sm80", 1, backward, 64, 130, {128, 128, 8, 2, 1}},          // 264; first: 264, 64x64 with 4 warps 245
-    {"sm80", 1, backward, 64, 82, {64, 128, 8, 2, 1, 2}, true},   // 285, with one 253
-    {"sm80", 1, backward, 64, 82, {64, 128, 8, 2, 1}},            // first: 242
-    {"sm80", 1, backward, 128, 227, {64, 64, 4, 2, 2, 2}, true},  // 321; two blocks take all of 228 KB
+    {"sm80", 1, backward, 64, 117, {64, 64, 4, 2, 2, 2}, true},    // 321, with one tile of keys 274; two blocks fit
+    {"sm80", 1, backward, 64, 130, {128, 128, 8, 2, 1}},           // 264; first: 264, 64x64 with 4 warps 245
+    {"sm80", 1, backward, 64, 82, {64, 128, 8, 2, 1, 2}, true},    // 285, with one 253
+    {"sm80", 1, backward, 64, 82, {64, 128, 8, 2, 1}},             // first: 242
+    {"sm80", 1, backward, 128, 227, {64, 64, 4, 2, 2, 2}, true},   // 321; two blocks take all of 228 KB
     {"sm80", 1, backward, 128, 161, {64, 128, 8, 2, 1, 2}, true},  // 315
     {"sm80", 1, backward, 128, 146, {64, 128, 8, 2, 1}},           // 286, with one stage 277; first: 270 and 279
     {"sm80", 1, backward, 128, 73, {64, 64, 4, 1, 1}},             // first: 256
@@ -140,13 +140,13 @@ inline constexpr TileRule all[] = {
     {"sm70", 1, backward, 128, 81, {32, 128, 8, 1, 1}, true},  // 254
     {"sm70", 1, backward, 128, 59, {32, 64, 8, 1, 1}},         // 252
     {"sm70", 1, backward, 192, 81, {32, 64, 8, 1, 1}},         // 245
-    {"sm70", 1, backward, 256, 69, {32, 32, 4, 1, 1}},         // 250; 64 keys have no room
+    {"sm70", 1, backward, 256, 69, {32, 32, 4, 1, 1}},         // 250; 64 keys do not fit
     {"sm70", 1, backward_dq, 64, 40, {128, 32, 4, 1, 2}},      // two blocks, 232
     {"sm70", 1, backward_dq, 96, 72, {128, 64, 8, 1, 1}},      // 203
     {"sm70", 1, backward_dq, 128, 80, {128, 32, 8, 1, 1}},     // 198
     {"sm70", 1, backward_dq, 192, 96, {96, 32, 6, 1, 1}},      // 229
     {"sm70", 1, backward_dq, 256, 96, {64, 32, 4, 1, 1}},      // 252
-    // Turing, 64 KB: eight warps wherever they find room.
+    // Turing, 64 KB: eight warps wherever they fit.
     {"sm75", 1, forward, 64, 32, {128, 64, 4, 1, 2}, true},  // two blocks, 233; with an option more it spills
     {"sm75", 1, forward, 64, 32, {128, 64, 8, 1, 1}},        // 162
     {"sm75", 1, forward, 128, 64, {128, 64, 8, 1, 1}},       // 206

@@ -196,7 +196,7 @@ Call decode(Platform platform, Pass pass, const Options& options, ffi::Remaining
   if (rets.size() == results + 1) {
     ffi::AnyBuffer buffer = result(rets, results++);
     require(buffer.element_type() == wide(type), "scratch has the wrong dtype");
-    call.room = static_cast<int64_t>(buffer.element_count());
+    call.scratch_elements = static_cast<int64_t>(buffer.element_count());
     p.scratch = buffer.untyped_data();
   }
   require(args.size() == next, "wrong number of operands");

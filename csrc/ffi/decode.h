@@ -18,7 +18,7 @@ namespace ffi = xla::ffi;
 struct Call {
   DType dtype;
   Problem problem;
-  int64_t room;  // elements of its scratch
+  int64_t scratch_elements;  // of problem.scratch
 };
 
 // Arrays of two limbs have the columns of both.

@@ -1,5 +1,5 @@
-// The driver and the door of jit for kernels that run in the emulator, below the real launch.cc: kernels are compiled
-// by the host's compiler. And what Python calls.
+// The driver and the interface of jit for kernels that run in the emulator, below the real launch.cc: kernels are
+// compiled by the host's compiler. And what Python calls.
 #include "runtime.h"
 
 #include <dlfcn.h>
@@ -140,7 +140,7 @@ namespace {
 
 struct Call {
   Problem problem{};
-  long long room = 0;  // elements of its scratch
+  long long scratch_elements = 0;
   DType dtype = DType::f16;
   int device = 0;
   std::string error;
@@ -238,7 +238,7 @@ EMULATOR_CALL int call_array(Call* call, const char* name_, void* data, const lo
 }
 
 EMULATOR_CALL long long call_scratch(Call* call) { return backward_scratch(call->dtype, call->problem); }
-EMULATOR_CALL void call_room(Call* call, long long elements) { call->room = elements; }
+EMULATOR_CALL void call_scratch_elements(Call* call, long long elements) { call->scratch_elements = elements; }
 
 namespace {
 
@@ -257,12 +257,14 @@ const char* guarded(Call* call, const std::function<void()>& body) {
 // Both return what is wrong, or an empty text. Several threads may prepare at the same time.
 EMULATOR_CALL const char* call_prepare(Call* call, int backward) {
   return guarded(call, [&] {
-    prepare(call->device, backward ? Pass::backward : Pass::forward, call->dtype, call->problem, call->room);
+    prepare(call->device, backward ? Pass::backward : Pass::forward, call->dtype, call->problem,
+            call->scratch_elements);
   });
 }
 EMULATOR_CALL const char* call_run(Call* call, int backward, unsigned seed) {
   the_seed = seed;
   return guarded(call, [&] {
-    launch(call->device, nullptr, backward ? Pass::backward : Pass::forward, call->dtype, call->problem, call->room);
+    launch(call->device, nullptr, backward ? Pass::backward : Pass::forward, call->dtype, call->problem,
+           call->scratch_elements);
   });
 }

@@ -10,10 +10,10 @@
 // A group of `key_warps` warps covers the keys, 16 * key_tiles each. With split = 1 every warp sees all rows of a tile
 // and feeds P^T and dS^T from registers. Else `split` warps share their keys, and each computes its part of the rows of
 // S^T. Then either (passes_p) each computes its part of the columns of dK and dV, and P^T and dS^T pass through shared
-// memory, which serves head dims whose dK and dV would not fit; or (sums_rows), where a pair of warps has room for all
-// columns, each sums up its own rows from registers, and the pair adds its sums at the end. Two tiles of keys a warp
-// read less of the rows. Where a tile has no more than 16 rows each warp computes all of them, which is half as many
-// products more, but in 64 KB head_dim 256 has no room for others. For dQ, whose products sum over all keys of the
+// memory, which serves head dims whose dK and dV would not fit; or (sums_rows), where a pair of warps has registers for
+// all columns, each sums up its own rows from registers, and the pair adds its sums at the end. Two tiles of keys a
+// warp read less of the rows. Where a tile has no more than 16 rows each warp computes all of them, which is half as
+// many products more, but in 64 KB head_dim 256 fits no others. For dQ, whose products sum over all keys of the
 // block, dS always passes through shared memory.
 #pragma once
 
@@ -37,7 +37,7 @@ using ScoreTile = Mma::Scores<block_kv, block_q>;
 static_assert(stages <= 2);
 constexpr bool adds_dq = !option_deterministic;
 constexpr bool shares_rows = split > 1 && block_q >= 16 * split;  // of S^T, between warps
-// Accumulators of at most 128 registers a lane, of which one half finds room where the rows were.
+// Accumulators of at most 128 registers a lane, of which one half fits where the rows were.
 constexpr bool sums_rows = shares_rows && split == 2 && key_tiles > 1 &&
                            key_tiles*(tile_head_dim + tile_value_head_dim) <= 256 &&
                            2 * block_kv* at_least(tile_head_dim, tile_value_head_dim) <= stages * block_q *
@@ -463,7 +463,7 @@ struct Backward {
   // The first of a pair of warps takes what the second has summed up of their keys, through the rows' place.
   template <int n>
   __device__ __forceinline__ void sum_pairs(FragmentC (&c)[key_tiles][n]) {
-    static_assert(sizeof(shared.rows) >= key_warps * key_tiles * n * 32 * sizeof(uint4), "room for a half");
+    static_assert(sizeof(shared.rows) >= key_warps * key_tiles * n * 32 * sizeof(uint4), "a half fits");
     const u32 sums = shared_address(shared.rows) + (warp % key_warps * key_tiles * n * 32 + lane) * sizeof(uint4);
 #pragma unroll
     for (int i = 0; i < key_tiles * n; ++i) {

@@ -23,7 +23,7 @@ constexpr bool early_v = !loads_take_registers || step_registers <= 160;
 // Turing has none. With two limbs the exponent has no place for another summand.
 constexpr bool weights_have_factor = with_dropout_rate && limbs == 1;
 
-// Where copies need no registers and there is room for two tiles of K: see sm80/interleaved_dq.cuh.
+// Where copies need no registers and two tiles of K fit: see sm80/interleaved_dq.cuh.
 constexpr bool interleaved = !loads_take_registers && stages == 2 && limbs == 1 && !with_dropout_rate && !with_softcap;
 
 struct SharedStorage {

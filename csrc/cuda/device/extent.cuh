@@ -45,7 +45,7 @@ JAX_FLASH_DEVICE int blocks_of(const Problem& problem, int length, int size) {
 }
 
 // The sequence of block `block` of blocks_of, which becomes the block within it. Sequence d begins at block
-// cu[d] / size + d: every sequence has room there for all its blocks, whatever the lengths.
+// cu[d] / size + d: every sequence has as many blocks there as it needs, whatever the lengths.
 JAX_FLASH_DEVICE int sequence_of(const Problem& problem, const int* cu_lengths, int batch, int size, int& block) {
   if constexpr (!packed) return 0;
   const int sequences = problem.options.sequences;

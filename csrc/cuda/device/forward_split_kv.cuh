@@ -514,7 +514,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   if constexpr (loads_take_registers) {
     load_rows(problem, block, shared.q);
   } else {
-    // From the first line on, whole chains would begin, whose blocks take room of those that have something to do.
+    // Allowed from the first line on, whole chains would begin, whose blocks take multiprocessors from those with work.
     let_the_next_kernel_begin();
     copies_wait<1>();
   }

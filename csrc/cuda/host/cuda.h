@@ -1,4 +1,4 @@
-// The doors of the CUDA room. Nothing here needs a CUDA header, a driver or a GPU until it is called.
+// The interface of the CUDA module. Nothing here needs a CUDA header, a driver or a GPU until it is called.
 #pragma once
 
 #include <cstdint>
@@ -24,13 +24,13 @@ struct Settings {
 void configure(Settings settings);
 
 // Makes the kernels of this call ready on the device: from memory, prebuilt, cached on disk, or compiled. Called
-// when XLA initialises the call, never inside a CUDA graph capture. Throws std::runtime_error. `room` is how many
-// elements Problem::scratch has.
-void prepare(int device, Pass pass, DType dtype, const Problem& problem, int64_t room);
+// when XLA initialises the call, never inside a CUDA graph capture. Throws std::runtime_error. Problem::scratch has
+// `scratch_elements` elements.
+void prepare(int device, Pass pass, DType dtype, const Problem& problem, int64_t scratch_elements);
 
 // Enqueues the kernels. Neither allocates nor compiles nor synchronises when prepare() came before. Throws
-// std::invalid_argument where the scratch has less room than the call can do with.
-void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem, int64_t room);
+// std::invalid_argument where the scratch has fewer elements than the call needs.
+void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem, int64_t scratch_elements);
 
 // How the split-KV forward serves a call: by blocks of so many rows, on so many slices of the keys. The plan is a
 // function of the shape alone, so that results are the same on every GPU of a family; that a GPU has kMultiprocessors
@@ -68,7 +68,7 @@ struct Recorded {
   ForwardPlan plan;
 };
 // Makes the kernels ready first, where prepare() did not come before.
-Recorded record(int device, DType dtype, const Problem& problem, int64_t room);
+Recorded record(int device, DType dtype, const Problem& problem, int64_t scratch_elements);
 
 // One of its kernels.
 struct GraphNode {

@@ -1,4 +1,4 @@
-// Variant -> kernel. Prebuilt, cached and freshly compiled kernels come through the one door `kernels_of`.
+// Variant -> kernel. `kernels_of` is the one interface to prebuilt, cached and newly compiled kernels.
 #pragma once
 
 #include <cstdint>

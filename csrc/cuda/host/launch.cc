@@ -172,8 +172,8 @@ unsigned grid(int64_t blocks) {
 
 }  // namespace
 
-void prepare(int device, Pass pass, DType dtype, const Problem& problem, int64_t room) {
-  find(device, pass, dtype, problem, plan_of(pass, problem, room));
+void prepare(int device, Pass pass, DType dtype, const Problem& problem, int64_t scratch_elements) {
+  find(device, pass, dtype, problem, plan_of(pass, problem, scratch_elements));
 }
 
 namespace {
@@ -284,8 +284,8 @@ Problem heads_as_rows(const Problem& of_call) {
 
 }  // namespace
 
-Recorded record(int device, DType dtype, const Problem& problem, int64_t room) {
-  const ForwardPlan plan = plan_of(Pass::forward, problem, room);
+Recorded record(int device, DType dtype, const Problem& problem, int64_t scratch_elements) {
+  const ForwardPlan plan = plan_of(Pass::forward, problem, scratch_elements);
   return {device, &find(device, Pass::forward, dtype, problem, plan), plan};
 }
 
@@ -302,8 +302,8 @@ std::vector<GraphNode> graph_nodes(const Recorded& recorded, const Problem& prob
   return nodes;
 }
 
-void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of_call, int64_t room) {
-  const ForwardPlan plan = plan_of(pass, of_call, room);
+void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of_call, int64_t scratch_elements) {
+  const ForwardPlan plan = plan_of(pass, of_call, scratch_elements);
   const Found& found = find(device, pass, dtype, of_call, plan);
   const Driver& driver = Driver::get();
   const CuStream on = static_cast<CuStream>(stream);
@@ -319,14 +319,15 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
   Problem problem = heads_as_rows(of_call);
   const int warps = found.main.traits.convert_warps;
   const int64_t zeros = (warps ? dq_scratch(problem) : 0) + slope_scratch(problem);
-  if (room < zeros) {
+  if (scratch_elements < zeros) {
     throw std::invalid_argument("scratch must have at least " + std::to_string(zeros) +
-                                " elements for sums of dq and of the gradient of slopes, got " + std::to_string(room));
+                                " elements for sums of dq and of the gradient of slopes, got " +
+                                std::to_string(scratch_elements));
   }
   if (zeros) driver.zero(problem.scratch, zeros, on);
   if (problem.dbias && !found.bias.main) driver.zero(problem.dbias, bias_elements(problem), on);
   const bool common = !found.dq.main;  // kernels that add dQ add these too
-  problem.group_splits = found.main.sum_splits ? shares_of_groups(problem, common, room) : 1;
+  problem.group_splits = found.main.sum_splits ? shares_of_groups(problem, common, scratch_elements) : 1;
   if (problem.group_splits > 1) {
     problem.group_sums = common || sums_fit_dq(problem, problem.group_splits)
                              ? problem.dq.data

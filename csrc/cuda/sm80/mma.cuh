@@ -132,8 +132,8 @@ struct ShortLoad {
   }
 };
 
-// The doors of the families for what comes from global memory. `start` before a product, `finish` before the barrier
-// that shows it to the block: here the hardware copies, and there is nothing to finish but to wait.
+// The interface of the families for loads of tiles from global memory: `start` before an MMA loop, `finish` before the
+// barrier that makes the tile visible to the block. Here cp.async copies, and there is nothing to finish but to wait.
 template <typename T, int columns, int threads, bool short_code = false>
 struct TileLoad {
   // What `start` takes for a head.

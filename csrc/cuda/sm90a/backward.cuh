@@ -13,7 +13,7 @@
 // neither waits for the other's dS, one is at its exponentials while the tensor cores are the other's, and dS is read
 // once.
 //
-// Where registers have room for it a warpgroup has two tiles of keys. Then dQ is added once for twice as many keys, and
+// Where registers suffice a warpgroup has two tiles of keys. Then dQ is added once for twice as many keys, and
 // the exponentials of the second tile run beside dK of the first.
 #pragma once
 
@@ -26,13 +26,13 @@ constexpr int row_of_tiles = 64 * computing;            // keys: a tile of each 
 constexpr int tiles_of_keys = block_kv / row_of_tiles;  // of a warpgroup
 static_assert(block_kv % row_of_tiles == 0 && tiles_of_keys <= 2, "one or two tiles of keys a warpgroup");
 static_assert(tiles_of_keys == 1 || !(with_softcap || in_segments || has_dbias || has_dalibi_slopes),
-              "more options than registers have room for");
+              "more options than there are registers for");
 // In how many pieces dQ is computed, a slab of columns each: the gradient of slopes takes the registers of more.
 constexpr int dq_pieces = has_dalibi_slopes ? KSlabs::slabs : 1;
 
-// K and V as operands in registers, where there is room: they need not be read again for each tile of rows then. Not
-// without dQ: there ptxas (12.9 and 13) took them for dead behind their last use in the loop and gave their registers
-// to P and dS, with wrong dK and dV (tests/test_kernels.py looks for it).
+// K and V stay in registers as operands where these suffice: they need not be read again for each tile of rows then.
+// Not without dQ: there ptxas (12.9 and 13) took them for dead behind their last use in the loop and gave their
+// registers to P and dS, with wrong dK and dV (tests/test_kernels.py looks for it).
 constexpr bool keys_in_registers = adds_dq && tiles_of_keys == 1 && KSlabs::columns + VSlabs::columns <= 128;
 
 struct SharedStorage {

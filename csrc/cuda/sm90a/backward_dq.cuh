@@ -28,8 +28,8 @@ using OutSlabs = Slabs<block_q, value_head_dim>;
 using KSlabs = Slabs<block_kv, head_dim>;
 using VSlabs = Slabs<block_kv, value_head_dim>;
 
-// K is needed from the first to the last product of a tile, V for one: where there is no room for as many of both, the
-// buffers that are fewer are those of V.
+// K is needed from the first to the last product of a tile, V for one: where shared memory does not hold as many of
+// both, there are fewer buffers of V.
 constexpr int most_bytes = 227 * 1024, small_bytes = 1024;
 constexpr int all_bytes = QSlabs::bytes + OutSlabs::bytes + stages * (KSlabs::bytes + VSlabs::bytes) + small_bytes;
 constexpr int v_stages = all_bytes <= most_bytes ? stages : stages - 1;

@@ -13,7 +13,7 @@ namespace jax_flash {
 static_assert(block_kv == 64 && computing == 2, "64 keys, and a warpgroup for each half of the products");
 static_assert(!adds_dq, "dQ has a pass of its own");
 
-// Buffers of rows: one where the derivatives of softcap take the room of the others.
+// Buffers of rows: one where the derivatives of softcap take the memory of the others.
 constexpr int buffers = with_softcap ? 1 : stages;
 
 struct SharedStorage {
