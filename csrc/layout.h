@@ -19,11 +19,11 @@ JAX_FLASH_BOTH auto round_up(X x, Y multiple) {
   return (x + multiple - 1) / multiple * multiple;
 }
 
-// Blocks of `size` rows in a batch entry of `length` rows. Packed documents each begin with a block of their own: then
+// Blocks of `size` rows in a batch entry of `length` rows. Packed sequences each begin with a block of their own: then
 // this is an upper bound, and some of the blocks are empty.
 template <typename Length>
-JAX_FLASH_BOTH Length blocks_of(bool packed, int documents, Length length, int size) {
-  return packed ? length / size + documents + 1 : ceil_div(length, size);
+JAX_FLASH_BOTH Length blocks_of(bool packed, int sequences, Length length, int size) {
+  return packed ? length / size + sequences + 1 : ceil_div(length, size);
 }
 
 // The float accumulator of dQ, for `heads` of all batch entries, in whole tiles of kDqRows rows and 32 columns.

@@ -12,12 +12,12 @@
 //   TRAINABLE(type, name, dims)  an OPERAND with a gradient: the backward pass adds it to `problem.d<name>`, null when
 //                                nobody asks for it; a CUDA kernel is compiled with `has_d<name>`
 //
-// `dims` has a letter for each dimension: b batch, d documents, e documents + 1, n query heads, t and s lengths,
+// `dims` has a letter for each dimension: b batch, d sequences, e sequences + 1, n query heads, t and s lengths,
 // i and j lengths in blocks of kSegmentBlock, 2 a pair. Arrays are dense and row-major. Those marked * may have size 1
 // in any dimension, which is then broadcast: their strides stand in Problem.
 //
-// A *document* is a part of the packed rows of one batch entry that attends to itself alone (attention_varlen); there
-// is one per batch entry, the whole of it, unless cu_q_lengths and cu_kv_lengths say otherwise.
+// A *sequence* is a range of the packed rows of one batch entry that attends to itself alone (attention_varlen). A
+// batch entry is one sequence unless cu_q_lengths and cu_kv_lengths say otherwise.
 //
 // This header is compiled by the host compiler and by NVRTC, so it includes nothing.
 #pragma once
@@ -25,8 +25,8 @@
 #define JAX_FLASH_OPTIONS(CONSTANT, VALUE, FEATURE, OPERAND, TRAINABLE)                                             \
   /* keep key position <= query position */                                                                         \
   CONSTANT(bool, causal)                                                                                            \
-  /* float32 products at float32 accuracy rather than TF32's; false for other dtypes. With unscales: the float16 */ \
-  /* arrays have two parts, side by side in every row */                                                            \
+  /* float32 products at float32 accuracy rather than TF32's; false for other dtypes. With descale: the float16 */  \
+  /* arrays have two limbs, side by side in every row */                                                            \
   CONSTANT(bool, highest_precision)                                                                                 \
   /* bias is float32 (float64 for float64 inputs) whatever the query's dtype; else it has that one */               \
   CONSTANT(bool, wide_bias)                                                                                         \
@@ -35,7 +35,7 @@
   /* multiplies the scores; finite and > 0 (Python folds sign and zero into the query). 1 with traced_scale */      \
   VALUE(double, scale)                                                                                              \
   /* of a batch entry, >= 1 */                                                                                      \
-  VALUE(int, documents)                                                                                             \
+  VALUE(int, sequences)                                                                                             \
   /* keep key position >= query position - window_left and <= query position + window_right; >= 0 */                \
   FEATURE(int, window_left, 2147483647)                                                                             \
   FEATURE(int, window_right, 2147483647)                                                                            \
@@ -47,12 +47,12 @@
   OPERAND(void, traced_scale, "b")                                                                                  \
   /* window_left and window_right in place of these, which are absent then; of either sign, 2147483647: no limit */ \
   OPERAND(int, window_bounds, "b2")                                                                                 \
-  /* position of query row 0 of a document, whose keys begin at position 0; absent means 0 */                       \
+  /* position of query row 0 of a sequence, whose keys begin at position 0; absent means 0 */                       \
   OPERAND(int, q_offset, "bd")                                                                                      \
   /* rows from these on are padding: never read, results 0, lse as of a row that keeps no key; >= 0 */              \
   OPERAND(int, q_lengths, "b")                                                                                      \
   OPERAND(int, kv_lengths, "b")                                                                                     \
-  /* document d has rows [cu[d], cu[d + 1]); rows from cu[documents] on are in none, and are padding */             \
+  /* sequence d has rows [cu[d], cu[d + 1]); rows from cu[sequences] on are in none, and are padding */             \
   OPERAND(int, cu_q_lengths, "be")                                                                                  \
   OPERAND(int, cu_kv_lengths, "be")                                                                                 \
   /* keep pairs of equal segments */                                                                                \
@@ -67,7 +67,7 @@
   OPERAND(unsigned, dropout_seeds, "bdn2")                                                                          \
   /* factors that undo the scales of query, key, value and dout, float16 arrays that stand for float32 ones, and */ \
   /* the scale of dS; results are float32 then */                                                                   \
-  OPERAND(float, unscales, "bk5")                                                                                   \
+  OPERAND(float, descale, "bk5")                                                                                    \
   /* float32 (float64 for float64 inputs): exp(sink) joins the sum of exponentials */                               \
   OPERAND(void, sinks, "bn")                                                                                        \
   /* float32 (float64 for float64 inputs): scores become scores - slope * |query position - key position| */        \

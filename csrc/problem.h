@@ -7,10 +7,11 @@
 namespace jax_flash {
 
 enum class DType { f16, bf16, f32, f64 };
-// What kernels are for: backward_dq and backward_bias are parts of backward, forward_few is forward for few queries,
-// and forward_tiny for tiny problems. The kernel of a pass is jax_flash_<pass>, in <family>/<pass>.cu.
+// What kernels are for: backward_dq and backward_bias are parts of backward; forward_split_kv is a forward whose keys
+// are split over blocks, forward_single_tile one for a single tile of keys and columns. The kernel of a pass is
+// jax_flash_<pass>, in <family>/<pass>.cu.
 #define JAX_FLASH_PASSES(PASS) \
-  PASS(forward) PASS(backward) PASS(backward_dq) PASS(backward_bias) PASS(forward_few) PASS(forward_tiny)
+  PASS(forward) PASS(backward) PASS(backward_dq) PASS(backward_bias) PASS(forward_split_kv) PASS(forward_single_tile)
 enum class Pass {
 #define JAX_FLASH_PASS(name) name,
   JAX_FLASH_PASSES(JAX_FLASH_PASS)
@@ -40,11 +41,11 @@ struct Problem {
   Options options;
 
   int batch;           // B >= 1
-  int q_length;        // T >= 1, of a batch entry, with all its documents
+  int q_length;        // T >= 1, of a batch entry, with all its sequences
   int kv_length;       // S >= 1
   int q_heads;         // N, a multiple of kv_heads
   int kv_heads;        // K >= 1
-  int kv_slices;       // forward_few only: into so many slices the keys are split, 1 to kMostSlices
+  int kv_slices;       // forward_split_kv only: into so many slices the keys are split, 1 to kMostSlices
   int head_dim;        // H >= 1, of query and key
   int value_head_dim;  // V >= 1, of value and out
 

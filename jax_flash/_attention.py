@@ -313,22 +313,22 @@ def attention_varlen(
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention inside each of D documents that lie packed behind each other, without padding.
+    """Attention inside each of D sequences that lie packed behind each other, without padding.
 
-    Document d has the query rows ``[cu_q_lengths[d], cu_q_lengths[d + 1])`` and the keys likewise; positions,
-    ``causal``, ``window``, ALiBi and dropout count from its first row and key. The work is that of the documents alone.
-    Rows behind the last document are padding: never read, out = 0, lse = -inf (or their sink), zero gradients.
+    Sequence d has the query rows ``[cu_q_lengths[d], cu_q_lengths[d + 1])`` and the keys likewise; positions,
+    ``causal``, ``window``, ALiBi and dropout count from its first row and key. The work is that of the sequences alone.
+    Rows behind the last sequence are padding: never read, out = 0, lse = -inf (or their sink), zero gradients.
 
     Args:
       query: ``[tokens, N, H]``; float16, bfloat16, float32 or float64.
       key: ``[key tokens, K, H]``, same dtype.
       value: ``[key tokens, K, V]``, same dtype.
-      cu_q_lengths: integers ``[D + 1]`` as for `attention`, from 0 ascending to at most ``tokens``; documents may be
+      cu_q_lengths: integers ``[D + 1]`` as for `attention`, from 0 ascending to at most ``tokens``; sequences may be
         empty. Values that are traced can't be checked: they are clipped and made to ascend.
       cu_kv_lengths: the same for keys.
-      max_q_length: no document has more query rows; None means ``tokens``. It changes no result, and the kernels don't
-        need it; plain JAX pads every document to it, and where it serves the call a longer one makes all results NaN.
-      max_kv_length: no document has more keys; None means ``key tokens``.
+      max_q_length: no sequence has more query rows; None means ``tokens``. It changes no result, and the kernels don't
+        need it; plain JAX pads every sequence to it, and where it serves the call a longer one makes all results NaN.
+      max_kv_length: no sequence has more keys; None means ``key tokens``.
       causal: see `attention`, as the other keywords.
       q_offset: integers ``[]`` or ``[D]``.
       window: see `attention`.
@@ -365,7 +365,7 @@ def attention_varlen(
     cu_kv = checks.cumulative("cu_kv_lengths", cu_kv_lengths, kv_tokens, limits[1])
     if cu_q.shape != cu_kv.shape:
         raise ValueError(f"cu_kv_lengths must have the shape of cu_q_lengths, {cu_q.shape}, got {cu_kv.shape}")
-    documents = cu_q.shape[0] - 1
+    sequences = cu_q.shape[0] - 1
     if sinks is not None and np.ndim(sinks) != 1:
         raise ValueError(f"sinks must have shape [{q_heads}], one value per query head, got {np.shape(sinks)}")
     arguments = _Arguments(
@@ -381,9 +381,9 @@ def attention_varlen(
         precision,
         deterministic_backward,
     )
-    record = _record(arguments, query, (documents,), q_heads)
+    record = _record(arguments, query, (sequences,), q_heads)
     return_lse = checks.boolean("return_lse", return_lse)
-    options = record.options(documents=documents)
+    options = record.options(sequences=sequences)
     choice.check_implementation(implementation, query, value, options)
 
     if 0 in query.shape or kv_tokens == 0:
@@ -393,18 +393,18 @@ def attention_varlen(
             lse = jnp.broadcast_to(record.operands["sinks"][0][:, None], lse.shape)
         return (out, lse) if return_lse else out
 
-    # Made for a batch of documents; here the documents share one batch entry.
-    operands = {name: _of_documents(name, x) for name, x in record.operands.items()}
+    # Made for a batch of sequences; here the sequences share one batch entry.
+    operands = {name: _of_sequences(name, x) for name, x in record.operands.items()}
     operands |= {"cu_q_lengths": cu_q[None], "cu_kv_lengths": cu_kv[None]}
     packed_query = record.query[None]
     if record.scale is not None:
         packed_query, operands["traced_scale"] = _with_positive_scale(record.scale, packed_query, operands)
-    options = record.options(documents=documents)
+    options = record.options(sequences=sequences)
     out, lse = _run(options, _Static(implementation, limits), packed_query, key[None], value[None], operands)
     return (out[0], lse[0]) if return_lse else out[0]
 
 
-def _of_documents(name: str, x: jax.Array) -> jax.Array:
+def _of_sequences(name: str, x: jax.Array) -> jax.Array:
     return x.reshape(1, x.shape[0], *x.shape[2:]) if "d" in OPERANDS[name].dims else x[:1]
 
 
@@ -428,7 +428,7 @@ class _Record(NamedTuple):
     query: jax.Array  # with the sign of the scale, if that is a number
     scale: jax.Array | None  # a scalar, if it is no number
     fields: dict[str, Any]  # of Options
-    operands: dict[str, jax.Array]  # of a batch, with one document each
+    operands: dict[str, jax.Array]  # of a batch, with one sequence each
 
     def options(self, **fields: Any) -> Options:
         return Options(**self.fields, **fields)
@@ -501,7 +501,7 @@ class _Static(NamedTuple):
     """What is known of a call when it is traced, besides the record."""
 
     implementation: Implementation | None
-    limits: tuple[int, int] | None  # longest query and key document of a packed call
+    limits: tuple[int, int] | None  # longest query and key sequence of a packed call
 
 
 Operands = dict[str, jax.Array]

@@ -441,7 +441,7 @@ def _poison(case: Case, arrays: dict[str, np.ndarray], options: dict[str, Any]) 
 
 @dataclasses.dataclass(frozen=True)
 class PackedCase:
-    """Documents, with their lengths, and tails that are in none and hold NaN."""
+    """Sequences, with their lengths, and tails that are in none and hold NaN."""
 
     name: str
     q_lengths: tuple[int, ...]
@@ -452,7 +452,7 @@ class PackedCase:
     head_dim: int = 16
     value_head_dim: int | None = None
     causal: bool = False
-    q_offset: int | tuple[int, ...] = 0  # a tuple is an array, one of each document
+    q_offset: int | tuple[int, ...] = 0  # a tuple is an array, one of each sequence
     window: int | oracle.Window | None = None
     scale: float | None = None
     arrays: bool = False  # see Case
@@ -478,8 +478,8 @@ def packed_problem(case: PackedCase, dtype: str) -> Packed:
     wide = np.dtype(np.float64 if dtype == "float64" else np.float32)
     options: dict[str, Any] = {}
     if case.alibi is not None:
-        documents = (len(case.q_lengths),) if "d" in case.alibi else ()
-        options["alibi_slopes"] = random(rng, (*documents, case.q_heads), wide, 0.2)
+        sequences = (len(case.q_lengths),) if "d" in case.alibi else ()
+        options["alibi_slopes"] = random(rng, (*sequences, case.q_heads), wide, 0.2)
     if case.sinks:
         options["sinks"] = random(rng, (case.q_heads,), wide)
     if case.dropout_rate:
@@ -536,7 +536,7 @@ EVERYTHING: dict[str, Any] = {
     "kv_lengths": (77, 90),
 }
 LARGE_EVERYTHING: dict[str, Any] = {"window": (200, None), "q_lengths": (513, 450), "kv_lengths": (600, 700)}
-FEW_EVERYTHING: dict[str, Any] = {
+SPLIT_KV_EVERYTHING: dict[str, Any] = {
     "q_offset": (2480, 1500),
     "window": (2000, None),
     "q_lengths": (17, 9),
@@ -727,53 +727,55 @@ CASES = (
     Case("tf32_causal", 150, 290, 2, 1, 64, (1,), causal=True, q_offset=140, precision="default", dtypes=("float32",)),
     Case("tf32_everything", 70, 90, q_heads=4, kv_heads=2, **EVERYTHING, precision="default", dtypes=("float32",)),
     Case("tf32_large", 1100, 1030, 4, 2, 128, precision="default", dtypes=("float32",), large=True),
-    # Few queries, whose keys GPUs split over blocks: shared by query heads, and with every option
+    # Split-KV: few queries, whose keys GPUs split over blocks; shared by query heads, and with every option
     *(
-        Case(f"few_{t}", t, 4099, 8, 2, 64, (1,), causal=True, q_offset=4099 - t, core=t == 2, large=t != 2)
+        Case(f"split_kv_{t}", t, 4099, 8, 2, 64, (1,), causal=True, q_offset=4099 - t, core=t == 2, large=t != 2)
         for t in (1, 2, 5, 17, 64)
     ),
-    *(Case(f"few_head_dim_{h}", 5, 2500, 4, 1, h, large=True) for h in (40, 96, 128, 192, 256)),
-    Case("few_heads_alone", 40, 1999, 4, 4, 128, large=True),
-    Case("few_head_dims", 5, 2500, 4, 2, 64, value_head_dim=128, causal=True, q_offset=2490, large=True),
-    Case("few_rows_of_heads", 1, 2500, 32, 1, 128, large=True),
+    *(Case(f"split_kv_head_dim_{h}", 5, 2500, 4, 1, h, large=True) for h in (40, 96, 128, 192, 256)),
+    Case("split_kv_heads_alone", 40, 1999, 4, 4, 128, large=True),
+    Case("split_kv_head_dims", 5, 2500, 4, 2, 64, value_head_dim=128, causal=True, q_offset=2490, large=True),
+    Case("split_kv_rows_of_heads", 1, 2500, 32, 1, 128, large=True),
     # Heads enough for Hopper's blocks of 192 rows; in all others of head_dim 64 they have 128.
     *(
         Case(f"many_heads{'_causal' if causal else ''}", 190, 300, 67, 67, 64, (1,), causal=causal, large=True)
         for causal in (False, True)
     ),
-    Case("few_square", 200, 200, 1, 1, 64, (1,), large=True),
-    Case("few_scores_huge", 5, 2500, 8, 2, 64, spread=45.0, twins=True, dtypes=NARROW, large=True),
-    Case("few_bias", 5, 2500, 8, 2, 64, bias="bnts", large=True),
-    Case("few_bias_of_heads", 17, 2501, 4, 2, 128, bias="ns", large=True),
-    Case("few_mask", 5, 2501, 8, 2, 64, mask="bts", mask_density=0.02, large=True),
-    Case("few_window", 5, 2500, 8, 2, 64, window=(300, 20), q_offset=(1200, 40), large=True),
-    Case("few_array_window", 5, 2500, 8, 2, 64, window=(300, -20), arrays=True, q_offset=(1200, 40), large=True),
-    Case("few_array_scale", 5, 2500, 8, 2, 64, scale=-0.2, arrays=True, large=True),
-    Case("few_softcap", 5, 2500, 8, 2, 64, softcap=2.0, large=True),
-    Case("few_alibi", 17, 2500, 8, 2, 64, alibi="bn", q_offset=2400, large=True),
-    Case("few_sinks", 5, 2500, 8, 2, 64, sinks=True, large=True),
-    Case("few_sinks_alone", 5, 2500, 8, 2, 64, sinks=True, causal=True, q_offset=-3, large=True),
-    Case("few_dropout", 17, 2500, 8, 2, 64, dropout_rate=0.3, large=True),
-    Case("few_segments", 17, 2500, 8, 2, 64, segments=5, large=True),
-    Case("few_segments_unsorted", 17, 2500, 8, 2, 64, segments=5, segments_sorted=False, large=True),
-    Case("few_lengths", 17, 2500, 8, 2, 64, (3,), q_lengths=(0, 9, 17), kv_lengths=(2000, 40, 0), large=True),
+    Case("split_kv_square", 200, 200, 1, 1, 64, (1,), large=True),
+    Case("split_kv_scores_huge", 5, 2500, 8, 2, 64, spread=45.0, twins=True, dtypes=NARROW, large=True),
+    Case("split_kv_bias", 5, 2500, 8, 2, 64, bias="bnts", large=True),
+    Case("split_kv_bias_of_heads", 17, 2501, 4, 2, 128, bias="ns", large=True),
+    Case("split_kv_mask", 5, 2501, 8, 2, 64, mask="bts", mask_density=0.02, large=True),
+    Case("split_kv_window", 5, 2500, 8, 2, 64, window=(300, 20), q_offset=(1200, 40), large=True),
+    Case("split_kv_array_window", 5, 2500, 8, 2, 64, window=(300, -20), arrays=True, q_offset=(1200, 40), large=True),
+    Case("split_kv_array_scale", 5, 2500, 8, 2, 64, scale=-0.2, arrays=True, large=True),
+    Case("split_kv_softcap", 5, 2500, 8, 2, 64, softcap=2.0, large=True),
+    Case("split_kv_alibi", 17, 2500, 8, 2, 64, alibi="bn", q_offset=2400, large=True),
+    Case("split_kv_sinks", 5, 2500, 8, 2, 64, sinks=True, large=True),
+    Case("split_kv_sinks_alone", 5, 2500, 8, 2, 64, sinks=True, causal=True, q_offset=-3, large=True),
+    Case("split_kv_dropout", 17, 2500, 8, 2, 64, dropout_rate=0.3, large=True),
+    Case("split_kv_segments", 17, 2500, 8, 2, 64, segments=5, large=True),
+    Case("split_kv_segments_unsorted", 17, 2500, 8, 2, 64, segments=5, segments_sorted=False, large=True),
+    Case("split_kv_lengths", 17, 2500, 8, 2, 64, (3,), q_lengths=(0, 9, 17), kv_lengths=(2000, 40, 0), large=True),
     # Up to 1024 keys, which a cluster's blocks share where there are clusters
-    *(Case(f"few_cluster_{h}", 5, 1021, 4, 1, h, causal=True, q_offset=900, large=True) for h in (64, 128, 256)),
-    Case("few_cluster_lengths", 17, 1024, 8, 2, 64, (2,), q_lengths=(0, 9), kv_lengths=(1000, 40), large=True),
-    Case("few_cluster_of_two", 5, 300, 8, 2, 64, sinks=True, dropout_rate=0.3, large=True),
-    Case("few_cluster_of_eight", 3, 1024, 8, 2, 128, (2,), sinks=True, kv_lengths=(1024, 200), large=True),
-    # Up to 64 keys and columns, without options, by a kernel for tiny problems.
-    *(Case(f"tiny_{h}", h, h, 1, 1, h, (1,), large=True) for h in (16, 32, 48, 64)),
-    Case("tiny_grouped", 33, 50, 6, 3, 32, causal=True, large=True),
-    Case("tiny_head_dims", 5, 64, 4, 2, 48, value_head_dim=16, scale=0.3, large=True),
+    *(Case(f"split_kv_cluster_{h}", 5, 1021, 4, 1, h, causal=True, q_offset=900, large=True) for h in (64, 128, 256)),
+    Case("split_kv_cluster_lengths", 17, 1024, 8, 2, 64, (2,), q_lengths=(0, 9), kv_lengths=(1000, 40), large=True),
+    Case("split_kv_cluster_of_two", 5, 300, 8, 2, 64, sinks=True, dropout_rate=0.3, large=True),
+    Case("split_kv_cluster_of_eight", 3, 1024, 8, 2, 128, (2,), sinks=True, kv_lengths=(1024, 200), large=True),
+    # Up to 64 keys and columns, without options, by the single-tile forward.
+    *(Case(f"single_tile_{h}", h, h, 1, 1, h, (1,), large=True) for h in (16, 32, 48, 64)),
+    Case("single_tile_grouped", 33, 50, 6, 3, 32, causal=True, large=True),
+    Case("single_tile_head_dims", 5, 64, 4, 2, 48, value_head_dim=16, scale=0.3, large=True),
     # One key's dq is that of dlse and the rounding of delta, of which float32 has no other.
-    Case("tiny_one_key", 17, 1, 2, 1, 64, (3,), dtypes=NARROW, large=True),
-    Case("tiny_scores_huge", 40, 63, 2, 2, 64, spread=45.0, twins=True, dtypes=NARROW, large=True),
+    Case("single_tile_one_key", 17, 1, 2, 1, 64, (3,), dtypes=NARROW, large=True),
+    Case("single_tile_scores_huge", 40, 63, 2, 2, 64, spread=45.0, twins=True, dtypes=NARROW, large=True),
     # One tile of keys, which is one warp's
-    *(Case(f"few_tile_{h}", 30, 16, 2, 2, h, (1,), causal=True, large=True) for h in (24, 40, 256)),
-    Case("few_tile_lengths", 30, 60, 4, 4, 64, (2,), sinks=True, q_lengths=(30, 9), kv_lengths=(60, 0), large=True),
+    *(Case(f"split_kv_tile_{h}", 30, 16, 2, 2, h, (1,), causal=True, large=True) for h in (24, 40, 256)),
+    Case(
+        "split_kv_tile_lengths", 30, 60, 4, 4, 64, (2,), sinks=True, q_lengths=(30, 9), kv_lengths=(60, 0), large=True
+    ),
     *(
-        Case(f"few_everything_{h}", 17, 2500, 4, 2, h, **{**EVERYTHING, **FEW_EVERYTHING}, large=True)
+        Case(f"split_kv_everything_{h}", 17, 2500, 4, 2, h, **{**EVERYTHING, **SPLIT_KV_EVERYTHING}, large=True)
         for h in (64, 128, 256)
     ),
     # Few key heads, each of whose query heads GPUs split over blocks: the sums of these lie in dq, or where that has no
@@ -837,7 +839,15 @@ CASES = (
     Case("large_short_keys", 646, 585, 4, 2, 64, (1,), **SHORT_KEYS, large=True),
     Case("large_short_keys_wide", 646, 585, 4, 4, 192, (1,), value_head_dim=64, **SHORT_KEYS, large=True),
     Case(
-        "few_short_keys", 60, 2500, 4, 2, 64, q_offset=(2000, 200), **{**SHORT_KEYS, "kv_lengths": (90, 99)}, large=True
+        "split_kv_short_keys",
+        60,
+        2500,
+        4,
+        2,
+        64,
+        q_offset=(2000, 200),
+        **{**SHORT_KEYS, "kv_lengths": (90, 99)},
+        large=True,
     ),
     Case("large_head_dims", 300, 513, 4, 2, 192, value_head_dim=128, causal=True, q_offset=200, large=True),
     *(
@@ -860,8 +870,8 @@ PACKED_CASES = (
     PackedCase("packed_dropout", (40, 20, 37), (40, 30, 53), dropout_rate=0.25, q_heads=4, kv_heads=2),
     PackedCase("packed_head_dims", (20, 30), (25, 31), head_dim=40, value_head_dim=24, softcap=3.0),
     PackedCase("packed_everything", (40, 0, 37), (40, 7, 53), **PACKED_EVERYTHING, core=True),
-    PackedCase("packed_few", (3, 0, 1, 16, 13), (900, 40, 1, 1500, 100), (7, 60), 8, 2, 64, large=True),
-    PackedCase("packed_few_all", (3, 0, 1, 16), (900, 40, 1, 1500), head_dim=128, **PACKED_EVERYTHING, large=True),
+    PackedCase("packed_split_kv", (3, 0, 1, 16, 13), (900, 40, 1, 1500, 100), (7, 60), 8, 2, 64, large=True),
+    PackedCase("packed_split_kv_all", (3, 0, 1, 16), (900, 40, 1, 1500), head_dim=128, **PACKED_EVERYTHING, large=True),
     PackedCase("packed_large", (513, 128, 700, 3), (513, 200, 600, 9), (40, 0), 4, 2, 64, large=True, causal=True),
     PackedCase("packed_split", (150, 3, 250), (100, 9, 70), (20, 3), 8, 1, 64, large=True, causal=True),
     PackedCase("packed_split_wide", (450, 3, 250), (70, 9, 60), (0, 3), 8, 1, 128, large=True),

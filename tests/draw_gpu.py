@@ -79,16 +79,16 @@ class Drawn:
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """A program, and whether its forward has the kernels for few queries, as calls of this size mostly would."""
+    """A program, and whether its forward is split-KV, as calls of this size mostly would."""
 
     program: Program
-    few: bool
+    split_kv: bool
 
 
 def draw(family: str, number: int) -> Drawing:
     """The program of that number."""
     choose = Drawn(FAMILIES.index(family), number)
-    few = choose.one((False, False, True))
+    split_kv = choose.one((False, False, True))
     program = drawing.program(choose, ("float16", "bfloat16", "bfloat16", "float32"), large=True)
     options = dict(program.options)
     if program.dtype != "float32":
@@ -97,14 +97,14 @@ def draw(family: str, number: int) -> Drawing:
         options["precision"] = choose.one(("default", "highest"))
     program = dataclasses.replace(program, options=tuple(sorted(options.items())))
     if options.get("precision") == "highest":
-        few = False  # arrays in two parts have no such kernels
+        split_kv = False  # arrays of two limbs have no such kernel
         if max(program.head_dims) > (128 if family in choice.FLOAT16_FAMILIES else 256):
             program = dataclasses.replace(program, head_dims=(64, 64))
-    return Drawing(program, few)
+    return Drawing(program, split_kv)
 
 
 def draw_shape(drawn: Drawing, choose: Drawn) -> Shape:
-    """Up to 700 rows and keys, or for few queries 1500 keys: ends of tiles, and what lies between."""
+    """Up to 700 rows and keys, or with split-KV 1500 keys: ends of tiles, and what lies between."""
     program = drawn.program
 
     def length(most: int) -> int:
@@ -114,13 +114,13 @@ def draw_shape(drawn: Drawing, choose: Drawn) -> Shape:
         return choose.one(range(1, (most if kind == "any" else 80) + 1))
 
     while True:
-        shape = length(200 if drawn.few else 700), length(1500 if drawn.few else 700)
-        if program.fits(shape) and (not drawn.few or served_by_few(program, shape)):
+        shape = length(200 if drawn.split_kv else 700), length(1500 if drawn.split_kv else 700)
+        if program.fits(shape) and (not drawn.split_kv or served_by_split_kv(program, shape)):
             return shape
 
 
-def served_by_few(program: Program, shape: Shape) -> bool:
-    rows, _ = _core.plan_few(
+def served_by_split_kv(program: Program, shape: Shape) -> bool:
+    rows, _ = _core.plan_split_kv(
         batch=1 if program.packed else int(np.prod(program.batch)),
         q_length=shape[0],
         kv_length=shape[1],
@@ -153,9 +153,9 @@ def environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def queries(*, few: bool) -> contextlib.AbstractContextManager[None]:
+def queries(*, split_kv: bool) -> contextlib.AbstractContextManager[None]:
     """Within, short queries are served by the kernels for them, or by those for many."""
-    return environment(JAX_FLASH_FEW_QUERIES=str(int(few)))
+    return environment(JAX_FLASH_SPLIT_KV=str(int(split_kv)))
 
 
 # Kernels, compiled without a GPU
@@ -175,7 +175,7 @@ class KernelCall:
     def of(cls, op: ir.Operation) -> "KernelCall":
         options = {x.name: x.attr.value for x in ir.DictAttr(op.attributes["mhlo.backend_config"])}
         shapes = [tuple(ir.RankedTensorType(x.type).shape) for x in op.operands]
-        parts = 2 if options["highest_precision"] else 1
+        limbs = 2 if options["highest_precision"] else 1
         shares = False
         if options["has_dbias"]:
             results = [tuple(ir.RankedTensorType(x.type).shape) for x in op.results]
@@ -186,7 +186,7 @@ class KernelCall:
         return cls(
             forward=ir.StringAttr(op.attributes["call_target_name"]).value == registration.FORWARD_TARGET,
             dtype={"f16": "float16", "bf16": "bfloat16"}[element],
-            head_dims=(shapes[0][3] // parts, shapes[2][3] // parts),
+            head_dims=(shapes[0][3] // limbs, shapes[2][3] // limbs),
             options=options,
             shares_bias=shares,
         )
@@ -214,7 +214,7 @@ def pretended_gpu(family: str) -> Iterator[None]:
 def calls_of(drawn: Drawing, shape: Shape) -> list[KernelCall]:
     problem = drawing.problem_of(drawn.program, shape, 0)
     compiled = drawing.Compiled(cases.CUDA, drawn.program, problem)
-    with queries(few=drawn.few), jax.default_matmul_precision("highest"):
+    with queries(split_kv=drawn.split_kv), jax.default_matmul_precision("highest"):
         lowered = compiled.jitted.trace(*compiled.arguments(problem)).lower(lowering_platforms=("cuda",))
     found: list[KernelCall] = []
 
@@ -245,11 +245,11 @@ def build(drawn: Drawing, family: str, folder: pathlib.Path) -> list[str]:
         return len(built)
 
     for call in calls_of(drawn, (7, 200)):
-        if call.forward and drawn.few:
+        if call.forward and drawn.split_kv:
             # Blocks of 16 rows and of 64. Where one is missing, the kernel for many serves.
-            few = kernels(call, ["forward_few"])
-            kernels(call, ["forward_tiny"])
-            if few < 2:
+            count = kernels(call, ["forward_split_kv"])
+            kernels(call, ["forward_single_tile"])
+            if count < 2:
                 kernels(call, ["forward"])
         elif call.forward:
             kernels(call, ["forward"])
@@ -294,7 +294,7 @@ def work(family: str, platform: str) -> None:
         seeds = json.loads(line)
         _, drawn, shape = drawn_case(family, seeds[0])
         compiled = None
-        with queries(few=drawn.few):
+        with queries(split_kv=drawn.split_kv):
             for seed in seeds:
                 with jax.default_device(jax.devices("cpu")[0]):  # which compiles what draws keys in no time
                     problem = drawing.problem_of(drawn.program, shape, seed)
@@ -351,7 +351,7 @@ class Family:
             _, drawn, shape = drawn_case(self.name, seed)
             again = f"run {self.a.folder or ''} --family {self.name} --seeds {seed} --platform {self.a.platform}"
             print(f"FAILED {self.name} seed {seed}: {error}")
-            print(f"  {drawn.program}, T and S {shape}{', few queries' if drawn.few else ''}")
+            print(f"  {drawn.program}, T and S {shape}{', split-KV' if drawn.split_kv else ''}")
             print(f"  again: python tests/draw_gpu.py {again}", flush=True)
 
     def summary(self) -> str:
@@ -493,7 +493,7 @@ def main() -> int:
     worker.add_argument("family", choices=FAMILIES)
     worker.add_argument("platform")
     a = parser.parse_args()
-    os.environ.pop("JAX_FLASH_FEW_QUERIES", None)  # every program has its own
+    os.environ.pop("JAX_FLASH_SPLIT_KV", None)  # every program has its own
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     if a.command == "compile":

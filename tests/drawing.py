@@ -54,7 +54,7 @@ OPTIONS_OF_BATCHES: dict[str, tuple[Any, ...]] = {
     "q_lengths": (True,),
     "kv_lengths": (True,),
 }
-OPTIONS_OF_DOCUMENTS: dict[str, tuple[Any, ...]] = {**SHARED_OPTIONS, "alibi": ("n", "dn")}
+OPTIONS_OF_SEQUENCES: dict[str, tuple[Any, ...]] = {**SHARED_OPTIONS, "alibi": ("n", "dn")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Program:
     dtype: str
     heads: tuple[int, int]
     head_dims: tuple[int, int]
-    batch: tuple[int, ...]  # leading dimensions, or the number of documents
+    batch: tuple[int, ...]  # leading dimensions, or the number of sequences
     causal: bool
     options: tuple[tuple[str, Any], ...]
 
@@ -84,7 +84,7 @@ class Chooser(Protocol):
 def program(choose: Chooser, dtypes: Sequence[str], *, large: bool = False) -> Program:
     """``large``: of many heads and wide ones."""
     packed = choose.one((False, False, False, True))
-    values = {**(OPTIONS_OF_DOCUMENTS if packed else OPTIONS_OF_BATCHES), "window": LARGE_LIMITS if large else LIMITS}
+    values = {**(OPTIONS_OF_SEQUENCES if packed else OPTIONS_OF_BATCHES), "window": LARGE_LIMITS if large else LIMITS}
     names = choose.some(sorted(values))
     options = {name: choose.one(values[name]) for name in names}
     if "window" in options:

@@ -29,8 +29,8 @@ KERNEL = ["-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-fno-exceptions", "
 """-fsanitize for its calls, before every plain access and of those that are not aligned, which emulator.cc answers;
 warnings would be of #pragma unroll and of results that inline PTX no longer sets."""
 
-ENVIRONMENT = {"JAX_FLASH_FEW_QUERIES": "0"}
-"""For the process: few queries are for sm80's kernels, of mma.sync."""
+ENVIRONMENT = {"JAX_FLASH_SPLIT_KV": "0"}
+"""For the process: the split-KV forward is sm80's kernel, of mma.sync."""
 
 
 def build(folder: pathlib.Path, sources: pathlib.Path = ROOT / "csrc") -> ctypes.CDLL:
@@ -131,7 +131,7 @@ class Call:
 
     def give_scratch(self, elements: int) -> None:
         """Of the size that the call wants, or of another one; 0: none."""
-        self.emulator.call_room(self.call, ctypes.c_longlong(elements))
+        self.emulator.call_scratch_elements(self.call, ctypes.c_longlong(elements))
         if elements:
             self.scratch = Guarded((elements,), np.float32)
             self.put("scratch", self.scratch.array)
@@ -158,8 +158,8 @@ TOLERANCE = {"out": 1.5, "lse": 0.02, "dq": 3.0, "dk": 3.0, "dv": 2.0, "dbias": 
 """In units of the inputs' epsilon, of the largest and of the L2 error."""
 
 OPTIONS = (
-    "causal", "window", "arrays", "q_offset", "lengths", "short_rows", "short_keys", "segments", "documents", "mask",
-    "bias", "bias_of_keys", "alibi", "softcap", "sinks", "dropout", "unscales", "deterministic",
+    "causal", "window", "arrays", "q_offset", "lengths", "short_rows", "short_keys", "segments", "sequences", "mask",
+    "bias", "bias_of_keys", "alibi", "softcap", "sinks", "dropout", "descale", "deterministic",
 )  # fmt: skip
 
 
@@ -187,28 +187,26 @@ class Problem:
         self.arrays: dict[str, np.ndarray] = {}
         of: dict[str, Any] = {}  # the oracle's options
         self.trainable: list[str] = []
-        documents = 1
+        sequences = 1
         rows = np.ones((batch, q_length), bool)  # which are no padding
 
-        if "unscales" in options:
+        if "descale" in options:
             assert self.dtype == np.float16
             factors = 2.0 ** random.integers(-3, 4, (batch, kv_heads, 4))
-            self.arrays["unscales"] = np.concatenate(
-                [factors, np.full_like(factors[..., :1], 64)], -1, dtype=np.float32
-            )
+            self.arrays["descale"] = np.concatenate([factors, np.full_like(factors[..., :1], 64)], -1, dtype=np.float32)
             true_k, true_v = (x * factors[:, None, :, i, None] for i, x in ((1, true_k), (2, true_v)))
             by_query = np.repeat(factors, q_heads // kv_heads, axis=1)
             true_q, true_dout = (x * by_query[:, None, :, i, None] for i, x in ((0, true_q), (3, true_dout)))
             self.numbers["scale"] = of["scale"] = head_dim**-0.5 / 4
-        if "documents" in options:
-            documents = 4
+        if "sequences" in options:
+            sequences = 4
             assert batch == 1
             for name, length in (("cu_q_lengths", q_length), ("cu_kv_lengths", kv_length)):
-                middle = np.sort(random.integers(0, length, documents))
+                middle = np.sort(random.integers(0, length, sequences))
                 self.arrays[name] = np.concatenate([[0], middle]).astype(np.int32)[None]
                 of[name] = self.arrays[name][0]
             rows &= np.arange(q_length) < of["cu_q_lengths"][-1]
-            self.numbers["documents"] = documents
+            self.numbers["sequences"] = sequences
         if "deterministic" in options:
             self.numbers["deterministic"] = True
         if "causal" in options:
@@ -223,13 +221,13 @@ class Problem:
             far, near = kv_length // 3, -(kv_length // 16)
             bounds = np.array([(far, near), (5, -6), (oracle.UNLIMITED,) * 2, (near, far)][:batch], np.int32)
             self.arrays["window_bounds"] = bounds
-            of["window"] = tuple(bounds.T) if documents == 1 else tuple(bounds[0])
+            of["window"] = tuple(bounds.T) if sequences == 1 else tuple(bounds[0])
             self.arrays["traced_scale"] = ((random.random(batch) + 0.5) * head_dim**-0.5).astype(np.float32)
-            of["scale"] = self.arrays["traced_scale"] if documents == 1 else float(self.arrays["traced_scale"][0])
+            of["scale"] = self.arrays["traced_scale"] if sequences == 1 else float(self.arrays["traced_scale"][0])
         if "q_offset" in options:
-            offsets = random.integers(-q_length // 4, kv_length // 2, (batch, documents))
+            offsets = random.integers(-q_length // 4, kv_length // 2, (batch, sequences))
             self.arrays["q_offset"] = offsets.astype(np.int32)
-            of["q_offset"] = offsets[0] if documents > 1 else offsets[:, 0]
+            of["q_offset"] = offsets[0] if sequences > 1 else offsets[:, 0]
         if "lengths" in options:
             for name, length in (("q_lengths", q_length), ("kv_lengths", kv_length)):
                 limits = random.integers(length // 3, length, batch, endpoint=True)
@@ -259,9 +257,9 @@ class Problem:
             self.arrays["bias"] = of["bias"] = normal(batch, q_heads, 1, kv_length)
             self.trainable.append("bias")
         if "alibi" in options:
-            slopes = (random.random((batch, documents, q_heads)) / 8).astype(np.float32)
+            slopes = (random.random((batch, sequences, q_heads)) / 8).astype(np.float32)
             self.arrays["alibi_slopes"] = slopes
-            of["alibi_slopes"] = slopes[0] if documents > 1 else slopes[:, 0]
+            of["alibi_slopes"] = slopes[0] if sequences > 1 else slopes[:, 0]
             self.trainable.append("alibi_slopes")
         if "softcap" in options:
             self.numbers["softcap"] = of["softcap"] = 2.5
@@ -269,14 +267,14 @@ class Problem:
             of["sinks"] = random.standard_normal(q_heads).astype(np.float32)
             self.arrays["sinks"] = np.tile(of["sinks"], (batch, 1))
         if "dropout" in options:
-            seeds = random.integers(0, 2**32, (batch, documents, q_heads, 2), dtype=np.uint32)
+            seeds = random.integers(0, 2**32, (batch, sequences, q_heads, 2), dtype=np.uint32)
             self.arrays["dropout_seeds"] = seeds
             rate = self.numbers["dropout_rate"] = 0.25
-            assert documents == 1
+            assert sequences == 1
             keep = oracle.dropout_keep(seeds[:, 0], rate, q_length, kv_length)
             of["dropout_factors"] = keep * (65536 / (65536 - oracle.threshold(rate)))
 
-        if "documents" in options:
+        if "sequences" in options:
             of |= {"max_q_length": q_length, "max_kv_length": kv_length}
             inputs = (x[0] for x in (true_q, true_k, true_v, true_dout, dlse))
             right = oracle.attention_packed(*inputs, **of)
@@ -287,7 +285,7 @@ class Problem:
         keys = np.ones((batch, kv_length), bool)
         if "kv_lengths" in of:
             keys &= np.arange(kv_length) < of["kv_lengths"][:, None]
-        if "documents" in options:
+        if "sequences" in options:
             keys &= np.arange(kv_length) < of["cu_kv_lengths"][-1]
         for x, there in ((self.q, rows), (self.dout, rows), (self.k, keys), (self.v, keys)):
             x[~there] = np.nan
@@ -302,7 +300,7 @@ class Problem:
         return ["dq", "dk", "dv", *(f"d{name}" for name in self.trainable)]
 
     def output(self, name: str) -> Guarded:
-        narrow = np.dtype(np.float32) if "unscales" in self.arrays else self.dtype
+        narrow = np.dtype(np.float32) if "descale" in self.arrays else self.dtype
         if name == "out":
             return Guarded(self.dout.shape, narrow)
         if name == "lse":

@@ -2,7 +2,7 @@
 
 `attention` is the oracle, NumPy in float64. `plain` is the yardstick of the tolerance rule: attention as one writes it
 first in JAX, in the dtype under test and on the same platform. Both take the options of `jax_flash.attention`, and both
-have a variant for packed documents, made by a loop over them.
+have a variant for packed sequences, made by a loop over them.
 """
 
 import functools
@@ -360,13 +360,13 @@ def plain(
     return jnp.where(rows[..., None, None], out, 0), lse
 
 
-# Packed documents
+# Packed sequences
 
 
-def documents(
+def sequences(
     cu_q_lengths: np.ndarray, cu_kv_lengths: np.ndarray, options: dict[str, Any], shape: Sequence[int]
 ) -> Iterator[tuple[int, slice, slice, dict[str, Any]]]:
-    """(number, rows, keys, options) of every document; ``shape`` is (N, tokens_q, tokens_kv)."""
+    """(number, rows, keys, options) of every sequence; ``shape`` is (N, tokens_q, tokens_kv)."""
     options = dict(options)
     number = len(cu_q_lengths) - 1
     offsets = np.broadcast_to(options.pop("q_offset", 0), number)
@@ -377,13 +377,13 @@ def documents(
         factors = factors_of_key(key, rate, (number, *shape))
     for d in range(number):
         rows, keys = (slice(int(cu[d]), int(cu[d + 1])) for cu in (cu_q_lengths, cu_kv_lengths))
-        of_document = {**options, "q_offset": offsets[d]}
+        of_sequence = {**options, "q_offset": offsets[d]}
         if slopes is not None:
-            of_document["alibi_slopes"] = slopes if slopes.ndim == 1 else slopes[d]
+            of_sequence["alibi_slopes"] = slopes if slopes.ndim == 1 else slopes[d]
         if factors is not None:
             size = slice(rows.stop - rows.start), slice(keys.stop - keys.start)
-            of_document["dropout_factors"] = factors[(d, slice(None), *size)]
-        yield d, rows, keys, of_document
+            of_sequence["dropout_factors"] = factors[(d, slice(None), *size)]
+        yield d, rows, keys, of_sequence
 
 
 def attention_packed(
@@ -399,7 +399,7 @@ def attention_packed(
     max_kv_length: int,
     **options: Any,
 ) -> dict[str, Any]:
-    """`attention` of every document, for the arguments of attention_varlen()."""
+    """`attention` of every sequence, for the arguments of attention_varlen()."""
     tokens, q_heads = query.shape[:2]
     results = {
         "out": np.zeros(dout.shape),
@@ -419,8 +419,8 @@ def attention_packed(
             for of in (results, results["squares"]):
                 of[f"d{name}"] = np.zeros(options[name].shape)
     shape = q_heads, tokens, key.shape[0]
-    for d, rows, keys, of_document in documents(cu_q_lengths, cu_kv_lengths, options, shape):
-        part = attention(query[rows], key[keys], value[keys], dout[rows], dlse[:, rows], **of_document)
+    for d, rows, keys, of_sequence in sequences(cu_q_lengths, cu_kv_lengths, options, shape):
+        part = attention(query[rows], key[keys], value[keys], dout[rows], dlse[:, rows], **of_sequence)
         for name in ("out", "dq", "attended_rows"):
             results[name][rows] = part[name]
         for name in ("dk", "dv", "attended_keys"):
@@ -445,15 +445,15 @@ def plain_packed(
     max_kv_length: int,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """`plain` of every document, for the arguments of attention_varlen()."""
+    """`plain` of every sequence, for the arguments of attention_varlen()."""
     tokens, q_heads = query.shape[:2]
     wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
     out = jnp.zeros((tokens, q_heads, value.shape[-1]), query.dtype)
     sinks = options.get("sinks")
     lse = jnp.full((q_heads, tokens), -jnp.inf, wide) if sinks is None else jnp.repeat(sinks[:, None], tokens, axis=1)
     lse = lse.at[:, int(cu_q_lengths[-1]) :].set(jax.lax.stop_gradient(lse[:, int(cu_q_lengths[-1]) :]))
-    for _, rows, keys, of_document in documents(cu_q_lengths, cu_kv_lengths, options, (q_heads, tokens, key.shape[0])):
+    for _, rows, keys, of_sequence in sequences(cu_q_lengths, cu_kv_lengths, options, (q_heads, tokens, key.shape[0])):
         if rows.start < rows.stop and keys.start < keys.stop:
-            of_rows, lse_of_rows = plain(query[rows], key[keys], value[keys], **of_document)
+            of_rows, lse_of_rows = plain(query[rows], key[keys], value[keys], **of_sequence)
             out, lse = out.at[rows].set(of_rows), lse.at[:, rows].set(lse_of_rows)
     return out, lse

@@ -104,7 +104,7 @@ class Kernel(NamedTuple):
     family: str
     kernel_pass: str
     head_dim: int
-    parts: int
+    limbs: int
     arch: int
 
 
@@ -164,7 +164,7 @@ def test_no_conflicts_but_the_justified(kernels: list[dict[str, Any]]) -> None:
     assert min(by_family[family] for family in FAMILIES) >= 40
     for counts in kernels:
         kernel = kernel_of(counts)
-        columns = kernel.parts * -(-kernel.head_dim // 16) * 16
+        columns = kernel.limbs * -(-kernel.head_dim // 16) * 16
         assert len(counts["patterns"]) >= (4 if kernel.kernel_pass == "backward_bias" else 6)
         for p in counts["patterns"]:
             allowed = Fraction(1)
@@ -182,7 +182,7 @@ def rows(kernels: list[dict[str, Any]], family: str) -> Iterator[str]:
         chosen = {}
         for counts in kernels:
             kernel = kernel_of(counts)
-            if kernel[:2] == (family, kernel_pass) and kernel.parts == 1 and kernel.arch != 86:
+            if kernel[:2] == (family, kernel_pass) and kernel.limbs == 1 and kernel.arch != 86:
                 chosen[kernel.head_dim] = counts
         tiles = [f"{c['block_q']}x{c['block_kv']}, {c['warps']} warps" for c in (chosen[h] for h in head_dims)]
         yield f"| **{kernel_pass}** | | {' | '.join(tiles)} |"
@@ -214,7 +214,7 @@ def page(kernels: list[dict[str, Any]]) -> str:
         "for 8, and 4 for 16 and for ldmatrix, which serve half a warp, a quarter, and a matrix at a time.",
         "",
         "`tests/test_bank_conflicts.py` compiles kernels for the host: every family, pass and tile row, head dims 16",
-        "to 256, float16 and float32 in two parts. It runs them for every thread of a block, writes down each address,",
+        "to 256, float16 and float32 of two limbs. It runs them for every thread of a block, writes down each address,",
         "and counts. It also writes this page, and fails when its tables are out of date.",
         "",
         "The same run finds races: no two warps access a word between two barriers when one of them writes it.",

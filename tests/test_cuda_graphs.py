@@ -99,7 +99,7 @@ def chains() -> dict[str, Any]:
     one by one, and how many calls XLA made nodes of."""
     before, worst = _core.cuda_launches()[2], {}
     for name, (q_length, kv_length, q_heads, kv_heads, head_dim) in {
-        "tiny": (40, 64, 2, 2, 64),
+        "single_tile": (40, 64, 2, 2, 64),
         "cluster": (3, 1024, 8, 2, 128),
         "slices": (1, 8192, 8, 2, 128),
         "many": (333, 389, 4, 2, 64),
@@ -133,4 +133,4 @@ def test_chains_of_recorded_calls() -> None:
     if (capability := registration.cuda_status()["devices"][0]["compute_capability"]) < 80:
         pytest.skip(f"compute capability {capability} has no bfloat16, which the chains are of")
     found = in_a_process("chains()")
-    assert found["worst"] == dict.fromkeys(("tiny", "cluster", "slices", "many"), 0.0)
+    assert found["worst"] == dict.fromkeys(("single_tile", "cluster", "slices", "many"), 0.0)

@@ -287,7 +287,7 @@ def forwards_of_any_scratch() -> None:
         return xla.launches()
 
     wanted = SHORT.wanted()
-    slices = _core.plan_few(batch=1, q_length=1, kv_length=8192, q_heads=8, kv_heads=8, options={})[1]
+    slices = _core.plan_split_kv(batch=1, q_length=1, kv_length=8192, q_heads=8, kv_heads=8, options={})[1]
     assert slices == 16
     call, capability = SHORT, int(os.environ["CAPABILITY"])
     xla.is_gpu(capability)
@@ -295,13 +295,13 @@ def forwards_of_any_scratch() -> None:
         (wanted, 16), (wanted + 5, 16), (100 * wanted, 16), (wanted - 1, 15), (wanted // 2, 8), (wanted // 8, 2)
     ):  # fmt: skip
         main, combine = launched(call.with_scratch(elements))
-        assert [main["kernel"], combine["kernel"]] == ["jax_flash_forward_few", "jax_flash_combine"]
+        assert [main["kernel"], combine["kernel"]] == ["jax_flash_forward_split_kv", "jax_flash_combine"]
         assert main["kv_slices"] == combine["kv_slices"] == expected, (elements, main)
         assert main["blocks"] == 8 * expected
         assert main["scratch"] == combine["scratch"] != 0
     for elements in (wanted // 16, 1, 0, None):
         (alone,) = launched(call.with_scratch(elements))
-        assert alone["kernel"] == "jax_flash_forward_few"
+        assert alone["kernel"] == "jax_flash_forward_split_kv"
         # Blocks of a cluster share what they have, and know it by a scratch that is null.
         assert alone["scratch"] == 0
         assert alone["kv_slices"] == alone["cluster"] == (8 if capability == 90 else 1), alone
@@ -330,7 +330,7 @@ def forwards_where_keys_are_not_split() -> None:
 
 def test_forwards_where_keys_are_not_split(folder: pathlib.Path) -> None:
     """A call that was lowered where they are."""
-    in_a_process(forwards_where_keys_are_not_split, folder, JAX_FLASH_FEW_QUERIES="0")
+    in_a_process(forwards_where_keys_are_not_split, folder, JAX_FLASH_SPLIT_KV="0")
 
 
 def backwards_of_any_scratch() -> None:
@@ -419,8 +419,8 @@ def updates_after_tuning() -> None:
     short = SHORT.with_scratch(SHORT.wanted())
     error, commands = xla.record(record, short)
     good(xla, error)
-    assert [xla.nodes[x].name for x in commands] == ["jax_flash_forward_few", "jax_flash_combine"]
-    os.environ["JAX_FLASH_FEW_QUERIES"] = "0"
+    assert [xla.nodes[x].name for x in commands] == ["jax_flash_forward_split_kv", "jax_flash_combine"]
+    os.environ["JAX_FLASH_SPLIT_KV"] = "0"
     error, others = xla.record(record, short)
     good(xla, error)
     assert [xla.nodes[x].name for x in others] == ["jax_flash_forward"]

@@ -116,7 +116,7 @@ def test_bias_of_rows_without_keys(target: Target, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
-def test_slopes_of_documents(target: Target) -> None:
+def test_slopes_of_sequences(target: Target) -> None:
     lengths = (40, 0, 200, 37, 1), (33, 9, 170, 16, 5)
     case = cases.PackedCase("slopes", *lengths, tails=(5, 3), q_heads=4, kv_heads=2, head_dim=64, alibi="dn")
     problem = cases.packed_problem(case, "float16")

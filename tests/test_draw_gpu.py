@@ -21,7 +21,7 @@ def test_ranges_of_seeds_add_up() -> None:
     for first in range(0, 60, draw_gpu.CASES_OF_SHAPE):
         assert all(x == drawn[first] for x in drawn[first : first + draw_gpu.CASES_OF_SHAPE])
     assert len({number for number, _, _ in drawn}) > 6
-    assert all(min(shape) >= 1 and max(shape) <= (1500 if d.few else 700) for _, d, shape in drawn)
+    assert all(min(shape) >= 1 and max(shape) <= (1500 if d.split_kv else 700) for _, d, shape in drawn)
 
 
 def test_every_option_is_drawn() -> None:
@@ -42,12 +42,12 @@ PROGRAM = Program(False, "float32", (4, 2), (40, 24), (2,), True, SHARED_BIAS)
 @pytest.mark.skipif(not registration.cuda_status()["nvrtc"], reason="no NVRTC here, which a GPU's kernels want")
 def test_calls_are_those_that_are_lowered() -> None:
     with draw_gpu.pretended_gpu("sm80"):
-        forward, backward = draw_gpu.calls_of(Drawing(PROGRAM, few=False), (70, 90))
+        forward, backward = draw_gpu.calls_of(Drawing(PROGRAM, split_kv=False), (70, 90))
     for call in (forward, backward):
         assert (call.dtype, call.head_dims) == ("float16", (40, 24))
         present = {name for name, value in call.options.items() if name.startswith("has_") and value}
         present -= {"has_dbias"}
-        assert present == {"has_unscales", "has_bias", "has_q_lengths"}
+        assert present == {"has_descale", "has_bias", "has_q_lengths"}
         assert call.options["causal"]
         assert call.options["highest_precision"]
     assert forward.forward
@@ -57,15 +57,15 @@ def test_calls_are_those_that_are_lowered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("few", "shares", "passes"),
+    ("split_kv", "shares", "passes"),
     [
         (False, False, [["forward"], ["backward", "backward_dq"]]),
         (False, True, [["forward"], ["backward", "backward_dq"], ["backward_bias"]]),
-        (True, False, [["forward_few"], ["forward_tiny"], ["forward"], ["backward", "backward_dq"]]),
+        (True, False, [["forward_split_kv"], ["forward_single_tile"], ["forward"], ["backward", "backward_dq"]]),
     ],
 )
 def test_kernels_of_a_program(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, few: bool, shares: bool, passes: list[list[str]]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, split_kv: bool, shares: bool, passes: list[list[str]]
 ) -> None:
     options = {"deterministic": True, "has_dbias": True}
     calls = [KernelCall(forward, "float16", (64, 64), options, shares) for forward in (True, False)]
@@ -79,7 +79,7 @@ def test_kernels_of_a_program(
 
     monkeypatch.setattr(draw_gpu, "calls_of", lambda *_: calls)
     monkeypatch.setattr(_core, "build_kernels", build_kernels)
-    made = draw_gpu.build(Drawing(PROGRAM, few), "sm80", tmp_path)
+    made = draw_gpu.build(Drawing(PROGRAM, split_kv), "sm80", tmp_path)
     assert asked == passes
     assert made == [f"{of[0]}.cubin" for of in passes]
 

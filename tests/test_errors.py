@@ -317,12 +317,12 @@ BAD_PACKED = {
         ValueError,
         r"cu_q_lengths must be in the range of int32, got 1099511627776",
     ),
-    "no_document": (
+    "no_sequence": (
         {"cu_q_lengths": np.zeros(1, np.int32)},
         ValueError,
-        r"cu_q_lengths must have shape \[documents \+ 1",
+        r"cu_q_lengths must have shape \[sequences \+ 1",
     ),
-    "documents": (
+    "sequences": (
         {"cu_kv_lengths": np.array([0, 6, 12, 12], np.int32)},
         ValueError,
         r"cu_kv_lengths must have the shape of cu_q_lengths, \(3,\), got \(4,\)",
@@ -341,7 +341,7 @@ BAD_PACKED = {
     "too_long": (
         {"max_q_length": 5},
         ValueError,
-        r"cu_q_lengths must have no document longer than the 5 that max_q_length says, got one of 6",
+        r"cu_q_lengths must have no sequence longer than the 5 that max_q_length says, got one of 6",
     ),
     "maximum": ({"max_kv_length": -1}, ValueError, r"max_kv_length must be.*not negative, got -1"),
     "maximum_float": ({"max_kv_length": 6.0}, TypeError, r"max_kv_length must be an int.*got 6.0 of type float"),

@@ -202,7 +202,7 @@ def test_padding_is_never_read(target: Target) -> None:
 
 @pytest.mark.parametrize("target", cases.targets())
 def test_maxima_that_are_not_said(target: Target) -> None:
-    """The same results as with the longest documents, gradients and dropout among them, also for traced lengths."""
+    """The same results as with the longest sequences, gradients and dropout among them, also for traced lengths."""
     case = PackedCase("no_maxima", (5, 0, 9), (6, 3, 8), (2, 1), causal=True, dropout_rate=0.3)
     problem = cases.packed_problem(case, target.dtypes[0])
     attend = cases.call(target, problem, max_q_length=None, max_kv_length=None)
@@ -213,8 +213,8 @@ def test_maxima_that_are_not_said(target: Target) -> None:
 
 
 @pytest.mark.parametrize("target", cases.targets(lambda target: not target.kernel))
-def test_documents_longer_than_said(target: Target) -> None:
-    """Where it can't be known when the call is traced, it shows: plain JAX pads documents to the longest."""
+def test_sequences_longer_than_said(target: Target) -> None:
+    """Where it can't be known when the call is traced, it shows: plain JAX pads sequences to the longest."""
     problem = cases.packed_problem(PackedCase("too_long", (5, 9, 3), (6, 4, 8), (2, 1)), target.dtypes[0])
     attend = cases.call(target, problem)
 

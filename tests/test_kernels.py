@@ -38,7 +38,7 @@ FLOAT32_GATE = {
     "default": {**SPILL_GATE, "backward": 152, "backward_dq": 40},
     "highest": {"forward": 240, "backward": 184, "backward_dq": 192},
 }
-"""Of float32 on sm_80 and sm_86: "default" is float16 kernels with two factors more, "highest" holds two parts of every
+"""Of float32 on sm_80 and sm_86: "default" is float16 kernels with two factors more, "highest" holds two limbs of every
 operand. What spills is head_dim 256."""
 
 OLD_WARPS = {
@@ -72,11 +72,11 @@ ON = {
     "mask": {"has_mask": True},
     "segments": {f"has_{side}_segment_{what}": True for side in ("q", "kv") for what in ("ids", "ranges")},
     "lengths": {"has_q_lengths": True, "has_kv_lengths": True},
-    "documents": {"has_cu_q_lengths": True, "has_cu_kv_lengths": True},
+    "sequences": {"has_cu_q_lengths": True, "has_cu_kv_lengths": True},
 }
 """Every option alone, as the kernels know it."""
 
-LIGHT = (("window", "softcap", "sinks"), ("alibi_slopes", "documents", "arrays"), ("segments", "lengths"))
+LIGHT = (("window", "softcap", "sinks"), ("alibi_slopes", "sequences", "arrays"), ("segments", "lengths"))
 GROUPED = {
     **{" ".join(names): {key: x for name in names for key, x in ON[name].items()} for names in LIGHT},
     **{name: ON[name] for name in ("bias", "dropout", "mask")},
@@ -85,7 +85,7 @@ GROUPED = {
 
 
 LONG = ("forward", "backward", "backward_dq")
-"""The passes but for those of few queries and tiny problems, which have gates of their own."""
+"""The passes but for split-KV and single-tile, which have gates of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +156,9 @@ HOPPER_GATE = {
 nothing."""
 
 HOPPER_OPTIONS = [
-    (64, ["plain", "causal", "unscales", "scale", *GROUPED]),
-    (128, ["plain", "causal", "unscales"]),
-    (256, ["plain", "causal", "unscales", "bias", "mask", "dropout", "segments"]),
+    (64, ["plain", "causal", "descale", "scale", *GROUPED]),
+    (128, ["plain", "causal", "descale"]),
+    (256, ["plain", "causal", "descale", "bias", "mask", "dropout", "segments"]),
     (64, ["deterministic"]),
     (128, ["deterministic"]),
     *((head_dim, ["plain"]) for head_dim in (40, 96, 192)),
@@ -169,7 +169,7 @@ HOPPER_OPTIONS = [
 @pytest.fixture(scope="module")
 def hopper(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Mapping[str, Any]]]:
     """Kernels of sm90a, each with the name of its option."""
-    flags = {"plain": {}, "causal": {"causal": True}, "unscales": {"has_unscales": True}}
+    flags = {"plain": {}, "causal": {"causal": True}, "descale": {"has_descale": True}}
     flags["scale"] = {"has_traced_scale": True, "causal": True}
     on = flags | {"deterministic": {"deterministic": True}} | ON | GROUPED
     folder = tmp_path_factory.mktemp("hopper")
@@ -178,7 +178,7 @@ def hopper(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Mapping[
         rows = compiled(90, folder, dtypes=["float16"], head_dims=[head_dim], options=[on[name] for name in names])
         split = head_dim > 128 or names == ["deterministic"]
         # The forward has blocks of two sizes there.
-        sizes = dict.fromkeys(("plain", "causal", "unscales", "scale", "deterministic"), 2) if head_dim <= 64 else {}
+        sizes = dict.fromkeys(("plain", "causal", "descale", "scale", "deterministic"), 2) if head_dim <= 64 else {}
         forward = [name for name in names for _ in range(sizes.get(name, 1))]
         found += zip([*forward, *names * (2 if split else 1)], rows, strict=True)
     return found
@@ -191,16 +191,16 @@ def test_gates_of_hopper(hopper: list[tuple[str, Mapping[str, Any]]]) -> None:
     for name, kernel in hopper:
         assert kernel["name"].startswith("sm90a-")
         gate = HOPPER_GATE.get((kernel["pass"], kernel["head_dim"]), {}).get(name, 0)
-        if kernel["spill_bytes"] > gate or kernel["local_bytes"] > gate or kernel["complaints"]:
+        if kernel["spill_bytes"] > gate or kernel["local_bytes"] > gate or kernel["compiler_warnings"]:
             spilled = f"{kernel['spill_bytes']} bytes spilled, {kernel['local_bytes']} local"
-            failed.append(f"{kernel['name']}: {spilled} {kernel['complaints']}")
+            failed.append(f"{kernel['name']}: {spilled} {kernel['compiler_warnings']}")
     assert not failed, "\n".join(failed)
 
 
 @pytest.mark.parametrize("precision", FLOAT32_GATE)
 @pytest.mark.parametrize("arch", [80, 86])
 def test_gates_of_float32(arch: int, precision: str, tmp_path: pathlib.Path) -> None:
-    options = [{"has_unscales": True, "highest_precision": precision == "highest"}]
+    options = [{"has_descale": True, "highest_precision": precision == "highest"}]
     head_dims = {("default", 80): [64, 128, 256], ("highest", 80): [64, 128, 256], ("default", 86): [128, 256]}
     rows = compiled(
         arch, tmp_path, dtypes=["float16"], head_dims=head_dims.get((precision, arch), [128]), options=options
@@ -240,7 +240,7 @@ print(json.dumps([_core.cuda_status()["nvrtc"][0], rows]))
 def test_gates_of_old_gpus(arch: int, nvrtc: str, tmp_path: pathlib.Path) -> None:
     """Nothing is spilled, whatever the option: what would spill with options has another row for calls without
     (`plain` in tiles.h). With the backward that is the default there, the one without atomic additions."""
-    plain = {"plain": {}, "scaled": {"causal": True, "has_unscales": True}}
+    plain = {"plain": {}, "scaled": {"causal": True, "has_descale": True}}
     heavy = {name: ON[name] for name in ("bias", "mask", "dropout")}
     of_head_dim: dict[int, dict[str, dict[str, Any]]] = {
         **{head_dim: {"plain": {}} for head_dim in (96, 160, 192)},
@@ -276,9 +276,9 @@ def test_gates_of_old_gpus(arch: int, nvrtc: str, tmp_path: pathlib.Path) -> Non
 
 
 @pytest.mark.parametrize(("arch", "dtype"), [(70, "float16"), (75, "float16"), (80, "bfloat16"), (86, "float16")])
-def test_gates_of_few_queries(arch: int, dtype: str, tmp_path: pathlib.Path) -> None:
+def test_gates_of_split_kv(arch: int, dtype: str, tmp_path: pathlib.Path) -> None:
     """Nothing is spilled, whatever the option, and each number of rows has its kernel."""
-    causal = {"causal": True, "has_unscales": arch < 80}
+    causal = {"causal": True, "has_descale": arch < 80}
     heavy = [causal, ON["bias"], ON["dropout"], ON["segments"]]
     tried: dict[int, dict[int, list[Any]]] = {
         80: {64: [causal], 128: [causal, *GROUPED.values()], 256: heavy},
@@ -293,15 +293,18 @@ def test_gates_of_few_queries(arch: int, dtype: str, tmp_path: pathlib.Path) -> 
             dtypes=[dtype],
             head_dims=[head_dim],
             options=options,
-            passes=["forward_few"],
+            passes=["forward_split_kv"],
         )
-        assert {(kernel["pass"], kernel["block_q"]) for kernel in rows} == {("forward_few", 16), ("forward_few", 64)}
+        assert {(kernel["pass"], kernel["block_q"]) for kernel in rows} == {
+            ("forward_split_kv", 16),
+            ("forward_split_kv", 64),
+        }
         assert len(rows) == 2 * len(options)
         for kernel in rows:
             assert kernel["spill_bytes"] == kernel["local_bytes"] == 0, kernel["name"]
 
 
-def test_gates_of_tiny_problems(tmp_path: pathlib.Path) -> None:
+def test_gates_of_single_tile(tmp_path: pathlib.Path) -> None:
     """Nothing is spilled, and calls with options or other head dims have no kernel of theirs."""
     for arch in (80, 90):
         rows = compiled(
@@ -310,18 +313,21 @@ def test_gates_of_tiny_problems(tmp_path: pathlib.Path) -> None:
             dtypes=["bfloat16"],
             head_dims=[16, 64, 72, 80],
             options=[{}, {"causal": True}, ON["sinks"], ON["lengths"]],
-            passes=["forward_tiny"],
+            passes=["forward_single_tile"],
         )
-        assert {(kernel["pass"], kernel["head_dim"]) for kernel in rows} == {("forward_tiny", 16), ("forward_tiny", 64)}
+        assert {(kernel["pass"], kernel["head_dim"]) for kernel in rows} == {
+            ("forward_single_tile", 16),
+            ("forward_single_tile", 64),
+        }
         assert len(rows) == 4
         for kernel in rows:
             assert kernel["spill_bytes"] == kernel["local_bytes"] == 0, kernel["name"]
-    assert not compiled(75, tmp_path, dtypes=["float16"], head_dims=[64], options=[{}], passes=["forward_tiny"])
+    assert not compiled(75, tmp_path, dtypes=["float16"], head_dims=[64], options=[{}], passes=["forward_single_tile"])
 
 
 SHARED_BIAS_GATE = {(80, 128): 16, (80, 256): 24}
 """Bytes of spill stores plus loads of the pass for a bias that is shared, by compute capability and head_dim, for
-float32 in two parts. All others spill nothing."""
+float32 of two limbs. All others spill nothing."""
 
 
 @pytest.mark.parametrize(("arch", "dtype"), [(70, "float16"), (75, "float16"), (80, "bfloat16"), (86, "float16")])
@@ -334,13 +340,13 @@ def test_gates_of_shared_bias(arch: int, dtype: str, tmp_path: pathlib.Path) -> 
         256: [bias | on for on in ({}, heavy["window"], heavy["dropout"])],
     }
     for head_dim, options in variants.items():
-        two_parts = [bias | {"has_unscales": True, "highest_precision": True}] * (arch != 86)
+        two_limbs = [bias | {"has_descale": True, "highest_precision": True}] * (arch != 86)
         if head_dim == 256 and arch < 80:
-            two_parts = []
+            two_limbs = []
         on = {"dtypes": [dtype], "head_dims": [head_dim], "passes": ["backward_bias"]}
         rows = compiled(arch, tmp_path, options=options, **on)
-        rows += compiled(arch, tmp_path, options=two_parts, **(on | {"dtypes": ["float16"]}))
-        assert len(rows) == len(options) + len(two_parts)
+        rows += compiled(arch, tmp_path, options=two_limbs, **(on | {"dtypes": ["float16"]}))
+        assert len(rows) == len(options) + len(two_limbs)
         for kernel in rows:
             assert kernel["pass"] == "backward_bias"
             gate = SHARED_BIAS_GATE.get((arch, head_dim), 0) if "highest_precision" in kernel["name"] else 0
@@ -352,11 +358,11 @@ def test_what_kernels_are_not_for_is_refused(tmp_path: pathlib.Path) -> None:
     def build(arch: int, dtype: str, **options: bool) -> None:
         _core.build_kernels(arch=arch, out_dir=str(tmp_path), dtypes=[dtype], head_dims=[(64, 64)], options=[options])
 
-    with pytest.raises(ValueError, match="float32 comes as float16 with unscales"):
+    with pytest.raises(ValueError, match="float32 comes as float16 with descale"):
         build(80, "float32")
     with pytest.raises(ValueError, match="kernels of sm75 are for float16"):
         build(75, "bfloat16")
-    with pytest.raises(ValueError, match="two parts, which come with unscales"):
+    with pytest.raises(ValueError, match="two limbs, which come with descale"):
         build(80, "float16", highest_precision=True)
 
 

@@ -33,7 +33,7 @@ MANY: list[dict[str, Any]] = [
     {"head_dim": 128, "softcap": 20.0},
     {"head_dim": 64, "window": 64, "causal": True},
 ]
-FEW: list[dict[str, Any]] = [
+SPLIT_KV: list[dict[str, Any]] = [
     *(
         {"head_dim": head_dim, "lengths": lengths, "heads": (8, kv_heads), "batch": 1}
         for head_dim in (64, 128, 256)
@@ -71,7 +71,7 @@ def call(
 def main() -> None:
     if sources := os.environ.get("JAX_FLASH_SANITIZED_SOURCES"):
         registration.configure(pathlib.Path(sources))
-    for one in MANY + FEW:
+    for one in MANY + SPLIT_KV:
         call(**one)
     print("all calls made")
 

@@ -11,7 +11,7 @@ import pytest
 
 from jax_flash._call.options import UNLIMITED, Options
 from jax_flash._implementations import scores
-from jax_flash._primitive import half
+from jax_flash._primitive import limbs
 
 B, T, S, N, K, H = 2, 7, 9, 4, 2, 8
 
@@ -83,12 +83,12 @@ def test_hidden_rows_have_no_influence(name: str, highest: bool) -> None:
         np.broadcast_to(scores.kept(options, operands, side, T, S, K), (B, length, heads))[..., None]
         for side, length, heads in (("q", T, N), ("kv", S, K))
     )
-    clean = half.scaled(options, operands, *map(jnp.asarray, (q, k, v, dout, delta)))
+    clean = limbs.scaled(options, operands, *map(jnp.asarray, (q, k, v, dout, delta)))
     spoiled = [
         jnp.where(kept, x, jnp.float32(value))
         for x, kept, value in ((q, of_rows, 1e30), (k, of_keys, np.nan), (v, of_keys, 3.4e38), (dout, of_rows, -1e35))
     ]
-    found = half.scaled(options, operands, *spoiled, jnp.asarray(delta))
+    found = limbs.scaled(options, operands, *spoiled, jnp.asarray(delta))
     assert not (of_rows.all() and of_keys.all())
     np.testing.assert_array_equal(found[1], clean[1])
     for got, want in zip(found[0], clean[0], strict=True):

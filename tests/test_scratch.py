@@ -27,10 +27,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "slopes": {"has_alibi_slopes": True, "has_dalibi_slopes": True},
     "deterministic-slopes": {"deterministic": True, "has_alibi_slopes": True, "has_dalibi_slopes": True},
     "bias": {"has_bias": True, "has_dbias": True},
-    "documents": {"documents": 5, "has_cu_q_lengths": True, "has_cu_kv_lengths": True, "has_dalibi_slopes": True},
+    "sequences": {"sequences": 5, "has_cu_q_lengths": True, "has_cu_kv_lengths": True, "has_dalibi_slopes": True},
     "window": {"window_left": 100, "window_right": 0},
     "segments": {"has_q_segment_ids": True, "has_kv_segment_ids": True},
-    "limbs": {"has_unscales": True, "highest_precision": True},
+    "limbs": {"has_descale": True, "highest_precision": True},
 }
 LENGTHS = (1, 5, 63, 64, 65, 200, 480, 512, 1024, 1500, 4096, 33333)
 HEADS = ((1, 1), (2, 1), (8, 8), (8, 1), (32, 8), (32, 1), (12, 4), (133, 133))
@@ -84,11 +84,11 @@ def test_bounds_are_near() -> None:
     assert _core.scratch_of_any_batch(**{**call, "platform": "cpu"}) == (0, 0)
 
 
-def test_documents_without_number() -> None:
+def test_sequences_without_number() -> None:
     """Of 64 rows each they are more rows than an int counts."""
     sizes = {"batch": 1, "q_length": 4096, "kv_length": 4096, "q_heads": 32, "kv_heads": 1}
-    for documents in (1 << 25, 1 << 26, (1 << 31) - 1):
-        options = {"documents": documents, "has_cu_q_lengths": True, "has_cu_kv_lengths": True}
+    for sequences in (1 << 25, 1 << 26, (1 << 31) - 1):
+        options = {"sequences": sequences, "has_cu_q_lengths": True, "has_cu_kv_lengths": True}
         assert _core.group_splits(**sizes, head_dim=64, value_head_dim=64, options=options) == 1
 
 

@@ -28,7 +28,7 @@ def test_cases_are_split(case: Case | PackedCase) -> None:
     heads = case.q_heads, case.kv_heads, max(case.head_dim, case.value_head_dim or 0)
     if isinstance(case, PackedCase):
         lengths = sum(case.q_lengths) + case.tails[0], sum(case.kv_lengths) + case.tails[1]
-        options = {"documents": len(case.q_lengths), "has_cu_q_lengths": True, "has_cu_kv_lengths": True}
+        options = {"sequences": len(case.q_lengths), "has_cu_q_lengths": True, "has_cu_kv_lengths": True}
         assert _core.group_splits(**shape(*lengths, *heads, causal=case.causal, **options)) > 1
     else:
         call = shape(case.q_length, case.kv_length, *heads, batch=case.leading[0], causal=case.causal)

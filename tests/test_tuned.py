@@ -250,8 +250,8 @@ def test_tune_stores_what_is_faster(
 
 
 def test_the_oracle_asks_the_pass_that_is_tuned() -> None:
-    """And not the one for few queries."""
-    assert _core.plan_few(batch=5, q_length=333, kv_length=389, q_heads=4, kv_heads=2, options={})[0] == 0
+    """And not split-KV."""
+    assert _core.plan_split_kv(batch=5, q_length=333, kv_length=389, q_heads=4, kv_heads=2, options={})[0] == 0
 
 
 def test_a_wrong_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,8 +173,8 @@ class BackwardItem {
     batch_ = item / plan_.row_blocks / p_.q_heads;
     kv_head_ = head / group();
     if (block == 0 && p_.dalibi_slopes) reduce_slopes(head);
-    int64_t index = is_packed(p_) ? document_of_block(p_, batch_, block, 1, kReduceRows) : 0;
-    go_to_document(index);
+    int64_t index = is_packed(p_) ? sequence_of_block(p_, batch_, block, 1, kReduceRows) : 0;
+    go_to_sequence(index);
     // The chunks that have sums of these rows, in their order.
     const T* parts[kMaxChunks];
     int count = 0;
@@ -184,9 +184,9 @@ class BackwardItem {
     }
     T* zeros = q_ + k_stride_;
     std::memset(zeros, 0, sizeof(T) * k_stride_);
-    int64_t rows = std::min<int64_t>(kReduceRows, document_.all_rows - t);
+    int64_t rows = std::min<int64_t>(kReduceRows, sequence_.all_rows - t);
     for (int64_t row = 0; row < rows; ++row) {
-      bool summed = count > 0 && t + row < document_.rows;
+      bool summed = count > 0 && t + row < sequence_.rows;
       const T* sum = summed ? parts[0] + row * stride : zeros;
       if (summed && count > 1) {
         for (int h = 0; h < p_.head_dim; h += kWidth<T>) {
@@ -197,7 +197,7 @@ class BackwardItem {
         sum = q_;
       }
       store_row(sum, p_.head_dim, static_cast<T>(scale_),
-                row_of<E>(p_.dq, batch_, document_.first_row + t + row, head));
+                row_of<E>(p_.dq, batch_, sequence_.first_row + t + row, head));
     }
   }
 
@@ -226,14 +226,14 @@ class BackwardItem {
     return items == all ? Share{item % items, item % items + 1} : Share{0, all};
   }
 
-  void go_to_document(int64_t index) {
-    document_index_ = index;
-    document_ = document(p_, batch_, index);
+  void go_to_sequence(int64_t index) {
+    sequence_index_ = index;
+    sequence_ = sequence(p_, batch_, index);
     band_ = Band(p_, batch_);
     scale_ = scale_of<T>(p_, batch_);
     first_block_ = is_packed(p_) ? first_block(p_, batch_, index, 1, kReduceRows) : 0;
-    // Whole groups of rows: a tile may end in rows of zeros behind the document's.
-    first_sum_ = round_up(document_.first_row, int64_t{kTilePadding<E>}) + kTilePadding<E> * index;
+    // Whole groups of rows: a tile may end in rows of zeros behind the sequence's.
+    first_sum_ = round_up(sequence_.first_row, int64_t{kTilePadding<E>}) + kTilePadding<E> * index;
   }
 
   // Of row t of the batch entry, and of the head at hand, in an array [batch][q_heads][q_length].
@@ -241,7 +241,7 @@ class BackwardItem {
     return static_cast<T*>(array) + (batch_ * p_.q_heads + head_) * p_.q_length + t;
   }
 
-  // Parts of the scratch, of the chunk at hand: the sums of dq of a head from row t of the document on; for each
+  // Parts of the scratch, of the chunk at hand: the sums of dq of a head from row t of the sequence on; for each
   // block of rows, whether they are there; the head's sums of the slopes' gradients.
   T* dq(int64_t head, int64_t t) const {
     int64_t row = ((chunk_ * p_.batch + batch_) * p_.q_heads + head) * plan_.padded_q_length + first_sum_ + t;
@@ -266,8 +266,8 @@ class BackwardItem {
     int64_t at = ((chunk_ * p_.batch + batch_) * p_.kv_heads + kv_head_) * plan_.row_blocks;
     return static_cast<T*>(p_.scratch) + plan_.touched + at;
   }
-  T& dslope(int64_t chunk, int64_t head, int64_t document) const {
-    int64_t at = ((chunk * p_.batch + batch_) * p_.q_heads + head) * p_.options.documents + document;
+  T& dslope(int64_t chunk, int64_t head, int64_t sequence) const {
+    int64_t at = ((chunk * p_.batch + batch_) * p_.q_heads + head) * p_.options.sequences + sequence;
     return static_cast<T*>(p_.scratch)[plan_.dslopes + at];
   }
   // Of row t of the batch entry: the sum of its dscores, and that of its weights times their distances.
@@ -289,14 +289,14 @@ class BackwardItem {
     if (p_.dalibi_slopes) {
       for (int member = 0; member < group(); ++member) {
         int64_t head = kv_head_ * group() + member;
-        std::memset(&dslope(chunk_, head, 0), 0, sizeof(T) * p_.options.documents);
+        std::memset(&dslope(chunk_, head, 0), 0, sizeof(T) * p_.options.sequences);
         std::memset(slope_sums(chunk_, head, 0), 0, sizeof(SlopeSums) * p_.q_length);
       }
     }
     // Counted with padding: batch entries that share dbias must give the same keys to the same chunk.
-    int64_t documents = document_count(p_), blocks = 0;
-    for (int64_t index = 0; index < documents; ++index) {
-      blocks += (document(p_, batch_, index).all_keys + plan_.keys - 1) / plan_.keys;
+    int64_t sequences = sequence_count(p_), blocks = 0;
+    for (int64_t index = 0; index < sequences; ++index) {
+      blocks += (sequence(p_, batch_, index).all_keys + plan_.keys - 1) / plan_.keys;
     }
     int64_t run = (blocks + plan_.chunks - 1) / plan_.chunks;
     // Where a key block meets some rows only, chunks of blocks in a row share few rows, and few sums of dq. Else
@@ -304,9 +304,9 @@ class BackwardItem {
     // their own the first one decides, for they may share dbias.
     bool in_a_row = is_packed(p_) || options_.has_segments || Band(p_, 0).limited_on_both_sides();
     int64_t block = 0;
-    for (int64_t index = 0; index < documents; ++index) {
-      go_to_document(index);
-      for (int64_t first = 0; first < document_.keys; first += plan_.keys, ++block) {
+    for (int64_t index = 0; index < sequences; ++index) {
+      go_to_sequence(index);
+      for (int64_t first = 0; first < sequence_.keys; first += plan_.keys, ++block) {
         if ((in_a_row ? block / run : block % plan_.chunks) == chunk_) attend_block(first);
       }
       if (chunk_ == 0) clear_padding();
@@ -321,13 +321,13 @@ class BackwardItem {
     batch_ = head / p_.kv_heads;
     kv_head_ = head % p_.kv_heads;
     chunk_ = 0;
-    go_to_document(0);
+    go_to_sequence(0);
     if (block == 0) {
       std::memset(touched(), 0, sizeof(T) * plan_.row_blocks);
       clear_padding();
       if (plan_.reduce_items == 0) clear_rows();
     }
-    if (block * plan_.keys >= document_.keys) return;
+    if (block * plan_.keys >= sequence_.keys) return;
     turn_ = head * blocks + block;
     attend_block(block * plan_.keys);
     // Later blocks wait for this one alone: it has passed nothing that one before it has not.
@@ -338,8 +338,8 @@ class BackwardItem {
   // Rows that keep no key, which no block writes.
   void clear_rows() const {
     for (int member = 0; member < group(); ++member) {
-      for (int64_t t = 0; t < document_.all_rows; ++t) {
-        if (t < document_.rows && band_.begin(document_, t) < band_.end(document_, t)) continue;
+      for (int64_t t = 0; t < sequence_.all_rows; ++t) {
+        if (t < sequence_.rows && band_.begin(sequence_, t) < band_.end(sequence_, t)) continue;
         std::memset(row_of<E>(p_.dq, batch_, t, kv_head_ * group() + member), 0, sizeof(E) * p_.head_dim);
       }
     }
@@ -348,14 +348,14 @@ class BackwardItem {
   // Writes dq of those rows whose last block of keys this is.
   void finish_rows(int64_t t, int rows) const {
     for (int i = 0; i < rows; ++i) {
-      int64_t end = band_.end(document_, t + i);
+      int64_t end = band_.end(sequence_, t + i);
       if (end <= first_ || end > first_ + count_) continue;
       store_row(dq(head_, t + i), p_.head_dim, static_cast<T>(scale_), row_of<E>(p_.dq, batch_, t + i, head_));
     }
   }
 
   void clear_padding() const {
-    for (int64_t s = document_.first_key + document_.keys; s < document_.first_key + document_.all_keys; ++s) {
+    for (int64_t s = sequence_.first_key + sequence_.keys; s < sequence_.first_key + sequence_.all_keys; ++s) {
       std::memset(row_of<E>(p_.dk, batch_, s, kv_head_), 0, sizeof(E) * p_.head_dim);
       std::memset(row_of<E>(p_.dv, batch_, s, kv_head_), 0, sizeof(E) * p_.value_head_dim);
     }
@@ -363,17 +363,17 @@ class BackwardItem {
 
   void attend_block(int64_t first) {
     first_ = first;
-    count_ = static_cast<int>(std::min<int64_t>(plan_.keys, document_.keys - first));
+    count_ = static_cast<int>(std::min<int64_t>(plan_.keys, sequence_.keys - first));
     if (few()) return attend_few();
     load_keys();
-    int64_t begin = round_down(band_.row_begin(document_, first), kTilePadding<E>);
-    int64_t end = band_.row_end(document_, first + count_ - 1);
+    int64_t begin = round_down(band_.row_begin(sequence_, first), kTilePadding<E>);
+    int64_t end = band_.row_end(sequence_, first + count_ - 1);
     SegmentRange segments{};
     if (options_.has_segments) segments = key_segments(p_, batch_, first, first + count_);
     for (int member = 0; member < group(); ++member) {
       head_ = kv_head_ * group() + member;
-      if (options_.has_slope) slope_ = options_.slope(batch_, document_index_, head_);
-      if (dropout_.active() && document_.rows > 0) dropout_.seed(options_.seed(batch_, document_index_, head_));
+      if (options_.has_slope) slope_ = options_.slope(batch_, sequence_index_, head_);
+      if (dropout_.active() && sequence_.rows > 0) dropout_.seed(options_.seed(batch_, sequence_index_, head_));
       for (int64_t t = begin, next; t < end; t = next) {
         // Tiles end where blocks of backward_reduce do.
         next = std::min(end, round_down(t, kQueries) + kQueries);
@@ -401,7 +401,7 @@ class BackwardItem {
       }
     }
     for (int j = 0; j < count_; ++j) {
-      int64_t s = document_.first_key + first + j;
+      int64_t s = sequence_.first_key + first + j;
       store_row(dk_ + j * k_stride_, p_.head_dim, static_cast<T>(scale_), row_of<E>(p_.dk, batch_, s, kv_head_));
       store_row(dv_ + j * v_stride_, p_.value_head_dim, static_cast<T>(dropout_.factor()),
                 row_of<E>(p_.dv, batch_, s, kv_head_));
@@ -414,7 +414,7 @@ class BackwardItem {
     if (flag != 0) return;
     flag = 1;
     int64_t begin = round_down(t, kQueries);
-    int64_t rows = std::min<int64_t>(kQueries, round_up(document_.rows, int64_t{kTilePadding<E>}) - begin);
+    int64_t rows = std::min<int64_t>(kQueries, round_up(sequence_.rows, int64_t{kTilePadding<E>}) - begin);
     for (int member = 0; member < group(); ++member) {
       std::memset(dq(kv_head_ * group() + member, begin), 0, sizeof(T) * rows * plan_.padded_head_dim);
     }
@@ -422,8 +422,8 @@ class BackwardItem {
 
   void load_keys() {
     int lanes = round_up(count_, std::max(kWidth<T>, kRowPadding));
-    const E* k = row_of<const E>(p_.k, batch_, document_.first_key + first_, kv_head_);
-    const E* v = row_of<const E>(p_.v, batch_, document_.first_key + first_, kv_head_);
+    const E* k = row_of<const E>(p_.k, batch_, sequence_.first_key + first_, kv_head_);
+    const E* v = row_of<const E>(p_.v, batch_, sequence_.first_key + first_, kv_head_);
     if constexpr (kPairedBackward<E>) {
       load_columns(k, p_.k.row_stride, p_.head_dim, k_depth_, k_tiles_);
       load_columns(v, p_.v.row_stride, p_.value_head_dim, v_depth_, v_tiles_);
@@ -505,15 +505,15 @@ class BackwardItem {
     next_q_ = next_dout_ = next_record_ = {};
     dq_rows_ = dk_rows_ = dv_rows_ = {};
     bool last_of_head = next <= t, last = last_of_head && head_ % group() == group() - 1;
-    bool finishes = plan_.reduce_items == 0 && band_.end(document_, t) <= first_ + count_ &&
-                    band_.end(document_, t + rows - 1) > first_;
+    bool finishes = plan_.reduce_items == 0 && band_.end(sequence_, t) <= first_ + count_ &&
+                    band_.end(sequence_, t + rows - 1) > first_;
     asks_for_rows_ = last || finishes;
     if (finishes) {
       dq_rows_ = RowsAhead(row_of<E>(p_.dq, batch_, t, head_), p_.dq.row_stride, rows, p_.head_dim, later_steps,
                            Access::write);
     }
     if (last) {
-      int64_t s = document_.first_key + first_;
+      int64_t s = sequence_.first_key + first_;
       dk_rows_ = RowsAhead(row_of<E>(p_.dk, batch_, s, kv_head_), p_.dk.row_stride, count_, p_.head_dim, later_steps,
                            Access::write);
       dv_rows_ = RowsAhead(row_of<E>(p_.dv, batch_, s, kv_head_), p_.dv.row_stride, count_, p_.value_head_dim,
@@ -521,7 +521,7 @@ class BackwardItem {
     }
     // An item in turn is followed by one of another head.
     if (!plan_.copies || (last && plan_.in_turn)) return;
-    int64_t head = !last_of_head ? head_ : last ? kv_head_ * group() : head_ + 1, row = document_.first_row + next;
+    int64_t head = !last_of_head ? head_ : last ? kv_head_ * group() : head_ + 1, row = sequence_.first_row + next;
     if constexpr (kPairedBackward<E>) {
       next_record_ = LinesAhead(record(head, row), record_size(p_) * sizeof(Pair), steps);
       return;
@@ -546,7 +546,7 @@ class BackwardItem {
   // lanes, and K and V are read as they lie in memory. All rows of a key's gradients are here, so they are written
   // once. For 8 rows of one head it would be 0.8 times as fast in float32; for 8 rows of several, a tile each, it is 2.
   bool few() const {
-    int64_t rows = group() * document_.rows;
+    int64_t rows = group() * sequence_.rows;
     return !plan_.in_turn && rows > 0 && rows <= (group() > 1 ? kFewRows : kFewRows / 2) && !is_packed(p_) &&
            !options_.any() && !options_.has_segments && !dropout_.active() && p_.head_dim % kWidth<T> == 0 &&
            p_.value_head_dim % kWidth<T> == 0;
@@ -646,8 +646,8 @@ class BackwardItem {
   LinesAhead next_dq_, next_q_, next_dout_;
   RowsAhead dq_rows_, dk_rows_, dv_rows_;  // to be written
   bool asks_for_rows_;
-  int64_t batch_, kv_head_, head_, chunk_, document_index_;
-  Document document_;
+  int64_t batch_, kv_head_, head_, chunk_, sequence_index_;
+  Sequence sequence_;
   Band band_;
   double scale_;                                 // of the batch entry
   int64_t first_block_;                          // of backward_reduce

@@ -7,7 +7,7 @@ namespace jax_flash::cpu::JAX_FLASH_ISA {
 
 template <typename E>
 inline void BackwardItem<E>::attend_few() {
-  int rows = static_cast<int>(document_.rows), most = 0;
+  int rows = static_cast<int>(sequence_.rows), most = 0;
   for (int member = 0; member < group(); ++member) {
     head_ = kv_head_ * group() + member;
     load_queries(0, rows, member * rows);

@@ -17,7 +17,7 @@ __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int row
   for (int i = 0; i < rows; ++i) {
     typename Scores<E>::Row row{};
     if (options_.has_addend) row = options_.row(batch_, head_, t + i);
-    T position = static_cast<T>(t + i + document_.offset - first_);
+    T position = static_cast<T>(t + i + sequence_.offset - first_);
     Int<T> segment = compare_segments_ ? p_.q_segment_ids[batch_ * p_.q_length + t + i] : 0;
     Vec<T> dslope_row = T(0), dscore_row = T(0), distance_row = T(0), dbias_row = T(0);
     for (int lane = 0; lane < lanes; lane += W) {
@@ -67,7 +67,7 @@ __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int row
     }
     if (p_.dalibi_slopes) {
       dslope_sum += stdx::reduce(dslope_row);
-      SlopeSums& sums = *slope_sums(chunk_, head_, document_.first_row + t + i);
+      SlopeSums& sums = *slope_sums(chunk_, head_, sequence_.first_row + t + i);
       sums.dscores += stdx::reduce(dscore_row);
       sums.distances += stdx::reduce(distance_row);
     }
@@ -75,7 +75,7 @@ __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int row
   }
   std::memset(weights_ + rows * kKeys, 0, sizeof(T) * (round_up(rows, kTilePadding<E>) - rows) * kKeys);
   std::memset(dscores_ + rows * kKeys, 0, sizeof(T) * (round_up(rows, kTilePadding<E>) - rows) * kKeys);
-  if (p_.dalibi_slopes) dslope(chunk_, head_, document_index_) += static_cast<T>(dslope_sum);
+  if (p_.dalibi_slopes) dslope(chunk_, head_, sequence_index_) += static_cast<T>(dslope_sum);
   if (sums_rows_of_bias && p_.bias_strides.column != 0) {
     for (int lane = 0; lane < lanes; lane += W) add_to_bias(t, lane, load(dbias_ + lane));
   }
@@ -96,11 +96,11 @@ template <typename E>
 inline void BackwardItem<E>::reduce_slopes(int64_t head) {
   head_ = head;
   double sink = static_cast<double>(options_.sink(batch_, head)) * kLog2E;
-  for (int64_t index = 0; index < p_.options.documents; ++index) {
-    go_to_document(index);
+  for (int64_t index = 0; index < p_.options.sequences; ++index) {
+    go_to_sequence(index);
     double sum = 0;
     for (int chunk = 0; chunk < plan_.chunks; ++chunk) sum += dslope(chunk, head, index);
-    for (int64_t t = document_.first_row; t < document_.first_row + document_.rows; ++t) {
+    for (int64_t t = sequence_.first_row; t < sequence_.first_row + sequence_.rows; ++t) {
       double dscores = 0, distances = 0;
       for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
         SlopeSums sums = *slope_sums(chunk, head, t);
@@ -112,7 +112,7 @@ inline void BackwardItem<E>::reduce_slopes(int64_t head) {
       double of_sink = __builtin_exp2(sink - *row_lse(t)) * *delta(t);
       sum += (*statistic(p_.dlse, t) + of_sink - dscores) * distances;
     }
-    static_cast<T*>(p_.dalibi_slopes)[(batch_ * p_.options.documents + index) * p_.q_heads + head] =
+    static_cast<T*>(p_.dalibi_slopes)[(batch_ * p_.options.sequences + index) * p_.q_heads + head] =
         static_cast<T>(-sum);
   }
 }

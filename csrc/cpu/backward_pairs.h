@@ -37,7 +37,7 @@ inline void BackwardItem<E>::load_record(int64_t t, int rows) {
     tile_.dout_columns += first / 2 * (kColumns<E> ? 1 : v_stride_);
   } else {
     tile_ = Record(*this, record_);
-    fill(tile_, document_.first_row + t, rows);
+    fill(tile_, sequence_.first_row + t, rows);
   }
 }
 

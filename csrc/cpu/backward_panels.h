@@ -8,7 +8,7 @@ namespace jax_flash::cpu::JAX_FLASH_ISA {
 template <typename E>
 inline void BackwardItem<E>::load_queries(int64_t t, int rows, int at) {
   int padded = round_up(rows, kTilePadding<E>);
-  int64_t row = document_.first_row + t;
+  int64_t row = sequence_.first_row + t;
   if constexpr (kPairedBackward<E>) {
     if (!few()) load_record(t, rows);
   }
@@ -35,7 +35,7 @@ inline void BackwardItem<E>::load_queries(int64_t t, int rows, int at) {
     tile_lse_ = lse_;
     tile_delta_ = delta_;
   }
-  bool whole = band_.begin(document_, t + rows - 1) <= first_ && band_.end(document_, t) >= first_ + count_;
+  bool whole = band_.begin(sequence_, t + rows - 1) <= first_ && band_.end(sequence_, t) >= first_ + count_;
   masked_ = count_ < plan_.keys || !whole;
   if (whole) {
     std::fill_n(kept_begin_ + at, padded, T(0));
@@ -45,8 +45,8 @@ inline void BackwardItem<E>::load_queries(int64_t t, int rows, int at) {
   }
   most_ = 0;
   for (int i = 0; i < rows; ++i) {
-    int begin = static_cast<int>(std::clamp<int64_t>(band_.begin(document_, t + i) - first_, 0, count_));
-    int end = static_cast<int>(std::clamp<int64_t>(band_.end(document_, t + i) - first_, begin, count_));
+    int begin = static_cast<int>(std::clamp<int64_t>(band_.begin(sequence_, t + i) - first_, 0, count_));
+    int end = static_cast<int>(std::clamp<int64_t>(band_.end(sequence_, t + i) - first_, begin, count_));
     kept_begin_[at + i] = static_cast<T>(begin);
     kept_end_[at + i] = static_cast<T>(end);
     most_ = std::max(most_, end);

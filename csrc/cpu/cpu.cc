@@ -172,11 +172,11 @@ int64_t second_level_cache() {
 // Enough items that some tens of threads find work and a causal triangle's unequal items even out.
 constexpr int64_t kEnoughItems = 32;
 
-// Documents of a batch entry share its rows and keys as the arrays say, which a plan does not know: it reckons with
-// documents of equal lengths.
+// Sequences of a batch entry share its rows and keys as the arrays say, which a plan does not know: it reckons with
+// sequences of equal lengths.
 bool is_packed(const Problem& p) { return p.options.has_cu_q_lengths; }
 int64_t average_length(const Problem& p, int length) {
-  return divide_up(length, is_packed(p) ? p.options.documents : 1);
+  return divide_up(length, is_packed(p) ? p.options.sequences : 1);
 }
 
 // In the backward of pairs rows and keys are padded to 32: of 16 each its rate is 0.54 of that of floats, of 32 1.2
@@ -189,7 +189,7 @@ const Kernels& backward_kernels(DType dtype, const Problem& p) {
 
 // Blocks of a head of `rows` rows. See first_block() in ranges.h for the bound when packed.
 int64_t block_count(const Problem& p, int64_t rows, int64_t block_rows) {
-  return is_packed(p) ? rows / block_rows + p.options.documents + 1 : divide_up(rows, block_rows);
+  return is_packed(p) ? rows / block_rows + p.options.sequences + 1 : divide_up(rows, block_rows);
 }
 
 ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
@@ -208,14 +208,14 @@ ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
   plan.fold = rows < kShort && p.options.dropout_rate == 0 ? group : 1;
   rows *= plan.fold;
   int64_t heads = int64_t{p.batch} * (p.q_heads / plan.fold);
-  int64_t documents = heads * (is_packed(p) ? p.options.documents : 1);
+  int64_t sequences = heads * (is_packed(p) ? p.options.sequences : 1);
   plan.block_rows = kShort;
   int64_t row = (int64_t{p.head_dim} + p.value_head_dim) * computed_size_of(dtype);
   // At most `longest` rows, so that there are `items` blocks, or the fewest.
   auto block_rows = [&](int64_t items, int longest) {
     for (int longer : {kLongest, 768, 512, kLonger, 288, kLong, 96}) {
       int64_t blocks = divide_up(rows, longer), bytes = longer > kLonger ? second_level_cache() : kLongerBytes;
-      if (longer > longest || documents * blocks < items || (longer > kLong && longer * row > bytes)) continue;
+      if (longer > longest || sequences * blocks < items || (longer > kLong && longer * row > bytes)) continue;
       // Even shares: a rest of a few rows would read all keys for them.
       return longer > kLong ? divide_up(divide_up(rows, blocks), 16) * 16 : int64_t{longer};
     }
@@ -282,7 +282,7 @@ BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads, int64
   plan.chunk_items = shares_bias(p.bias_strides.column) ? 1 : plan.chunks;
   int64_t padding = record != 0 ? kPairedRows : 8;
   plan.padded_q_length = divide_up(p.q_length, padding) * padding;
-  if (is_packed(p)) plan.padded_q_length += (int64_t{p.options.documents} + 1) * padding;
+  if (is_packed(p)) plan.padded_q_length += (int64_t{p.options.sequences} + 1) * padding;
   plan.padded_head_dim = divide_up(p.head_dim, 16) * 16;
   plan.row_blocks = static_cast<int>(block_count(p, p.q_length, kReduceRows));
   plan.reduce_items = int64_t{p.batch} * p.q_heads * plan.row_blocks;
@@ -292,7 +292,7 @@ BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads, int64
   if (p.options.causal) keys /= 2;
   for (int64_t side : {p.options.window_left, p.options.window_right}) keys = std::min(keys, 2 * side);
   plan.copies = keys >= kCopyKeys && average_length(p, p.q_length) >= kReduceRows;
-  // Records begin at multiples of kReduceRows rows, where those of a document's tiles do not.
+  // Records begin at multiples of kReduceRows rows, where those of a sequence's tiles do not.
   if (record != 0 && is_packed(p)) plan.copies = false;
   plan.record = plan.copies ? record : 0;
   bool alone = heads == int64_t{p.batch} * p.kv_heads && !shares_bias(p.bias_strides.column);
@@ -321,7 +321,7 @@ BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads, int64
   plan.touched = plan.dout_copy + rows * (divide_up(p.value_head_dim, 16) * 16);
   plan.dslopes = plan.touched + parts * p.kv_heads * plan.row_blocks;
   int64_t with_slopes = p.options.has_dalibi_slopes ? parts * p.q_heads : 0;
-  plan.slope_sums = plan.dslopes + with_slopes * p.options.documents;
+  plan.slope_sums = plan.dslopes + with_slopes * p.options.sequences;
   plan.delta = plan.slope_sums + with_slopes * 2 * p.q_length;
   plan.row_lse = plan.delta + int64_t{p.batch} * p.q_heads * p.q_length;
   plan.scratch = plan.row_lse + int64_t{p.batch} * p.q_heads * p.q_length;

@@ -207,13 +207,13 @@ class ForwardItem {
     int64_t block = plan_.blocks - 1 - block_item % plan_.blocks;
     batch_ = head / heads();
     first_head_ = head % heads() * plan_.fold;
-    document_index_ = is_packed(p_) ? document_of_block(p_, batch_, block, plan_.fold, plan_.block_rows) : 0;
-    document_ = document(p_, batch_, document_index_);
+    sequence_index_ = is_packed(p_) ? sequence_of_block(p_, batch_, block, plan_.fold, plan_.block_rows) : 0;
+    sequence_ = sequence(p_, batch_, sequence_index_);
     band_ = Band(p_, batch_);
     scale_ = scale_of<T>(p_, batch_);
-    if (is_packed(p_)) block -= first_block(p_, batch_, document_index_, plan_.fold, plan_.block_rows);
+    if (is_packed(p_)) block -= first_block(p_, batch_, sequence_index_, plan_.fold, plan_.block_rows);
     first_row_ = block * plan_.block_rows;
-    int64_t rows = plan_.fold * document_.rows, all_rows = plan_.fold * document_.all_rows;
+    int64_t rows = plan_.fold * sequence_.rows, all_rows = plan_.fold * sequence_.all_rows;
     rows_ = static_cast<int>(std::clamp<int64_t>(rows - first_row_, 0, plan_.block_rows));
     int64_t end = std::min(all_rows, first_row_ + plan_.block_rows);
     padding_begin_ = std::max<int64_t>(first_row_ - rows, 0);
@@ -230,7 +230,7 @@ class ForwardItem {
   Place place(int row) const {
     int64_t r = first_row_ + row;
     if (plan_.fold == 1) return {r, first_head_};
-    return {r % document_.rows, first_head_ + r / document_.rows};
+    return {r % sequence_.rows, first_head_ + r / sequence_.rows};
   }
 
   void load_queries() {
@@ -239,14 +239,14 @@ class ForwardItem {
     // Queries that become lanes pass through out_, which is free until the first product.
     RowsAhead ahead;
     if (!few() && plan_.fold == 1 && rows_ > kQueriesAhead) {
-      const E* next = row_of<const E>(p_.q, batch_, document_.first_row + first_row_ + kQueriesAhead, first_head_);
+      const E* next = row_of<const E>(p_.q, batch_, sequence_.first_row + first_row_ + kQueriesAhead, first_head_);
       ahead = RowsAhead(next, p_.q.row_stride, rows_ - kQueriesAhead, p_.head_dim, rows_ - kQueriesAhead);
     }
     for (int row = 0; row < rows_; ++row) {
       ahead.step();
       Place at = place(row);
       position_[row] = static_cast<T>(at.t - first_position_);
-      copy_row(row_of<const E>(p_.q, batch_, document_.first_row + at.t, at.head), p_.head_dim, k_stride_,
+      copy_row(row_of<const E>(p_.q, batch_, sequence_.first_row + at.t, at.head), p_.head_dim, k_stride_,
                rows + row * k_stride_);
     }
     // Lanes without a row do as the last one does.
@@ -290,10 +290,10 @@ class ForwardItem {
       first = static_cast<int64_t>(*std::min_element(position, position + rows));
       last = static_cast<int64_t>(*std::max_element(position, position + rows));
     }
-    Kept kept{band_.begin(document_, first),
-              band_.end(document_, last),
-              band_.begin(document_, last),
-              band_.end(document_, first),
+    Kept kept{band_.begin(sequence_, first),
+              band_.end(sequence_, last),
+              band_.begin(sequence_, last),
+              band_.end(sequence_, first),
               {}};
     kept.end = std::max(kept.begin, kept.end);
     if (options_.has_segments) {
@@ -345,8 +345,8 @@ class ForwardItem {
     }
     int64_t kv_head = first_head_ / (p_.q_heads / p_.kv_heads);
     int padded = round_up(count, kKeyPadding<F>);
-    const E* k = row_of<const E>(p_.k, batch_, document_.first_key + first, kv_head);
-    const E* v = row_of<const E>(p_.v, batch_, document_.first_key + first, kv_head);
+    const E* k = row_of<const E>(p_.k, batch_, sequence_.first_key + first, kv_head);
+    const E* v = row_of<const E>(p_.v, batch_, sequence_.first_key + first, kv_head);
     copy_rows(k, p_.k.row_stride, count, p_.head_dim, padded, k_stride_, k_);
     if constexpr (kTiled<F>) {
       copy_pairs_of_rows(v, p_.v.row_stride, count, p_.value_head_dim, padded, v_stride_, pairs_);
@@ -399,7 +399,7 @@ class ForwardItem {
     if (steps.k == 0) return;
     if (count <= 0) {
       if (plan_.fold > 1 || plan_.splits > 1) return;
-      const E* out = row_of<const E>(p_.out, batch_, document_.first_row + first_row_, first_head_);
+      const E* out = row_of<const E>(p_.out, batch_, sequence_.first_row + first_row_, first_head_);
       next_v_ = RowsAhead(out, p_.out.row_stride, rows_, p_.value_head_dim, steps.v, Access::write);
       return;
     }
@@ -439,7 +439,7 @@ class ForwardItem {
   }
 
   // The distance of position row `row` from key `first`, as position_ counts.
-  int64_t relative(int64_t first) const { return first - document_.offset - first_position_; }
+  int64_t relative(int64_t first) const { return first - sequence_.offset - first_position_; }
 
   template <int NV>
   __attribute__((noinline)) void mask(int row, const Kept& kept, int64_t first, int keys) {
@@ -573,7 +573,7 @@ class ForwardItem {
       }
     }
     double factor = total == 0 ? 0 : share / total * dropout_.factor();
-    int64_t t = document_.first_row + at.t;
+    int64_t t = sequence_.first_row + at.t;
     store_row(sums, p_.value_head_dim, static_cast<T>(factor), row_of<E>(p_.out, batch_, t, at.head));
     double lse = total == 0 ? -kInfinity<double> : (highest + __builtin_log2(total)) * kLn2;
     // A row of biases that are all the lowest number, which stayed that in units of log2: see Scores::addend().
@@ -583,9 +583,9 @@ class ForwardItem {
 
   // Rows that are padding are numbered as rows that are not.
   void store_padding() {
-    int64_t padding = document_.all_rows - document_.rows;
+    int64_t padding = sequence_.all_rows - sequence_.rows;
     for (int64_t r = padding_begin_; r < padding_end_; ++r) {
-      int64_t t = document_.first_row + document_.rows + r % padding, head = first_head_ + r / padding;
+      int64_t t = sequence_.first_row + sequence_.rows + r % padding, head = first_head_ + r / padding;
       std::memset(row_of<E>(p_.out, batch_, t, head), 0, sizeof(E) * p_.value_head_dim);
       lse_of(t, head) = options_.sink(batch_, head);
     }
@@ -625,8 +625,8 @@ class ForwardItem {
 
   RowsAhead next_k_, next_v_;  // of the block of keys after the one at hand
   int64_t keys_end_;           // of the split
-  int64_t block_item_, batch_, first_head_, document_index_, first_row_, first_position_, padding_begin_, padding_end_;
-  Document document_;
+  int64_t block_item_, batch_, first_head_, sequence_index_, first_row_, first_position_, padding_begin_, padding_end_;
+  Sequence sequence_;
   Band band_;
   double scale_;  // of the batch entry
   int rows_;

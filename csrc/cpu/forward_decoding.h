@@ -65,7 +65,7 @@ JAX_FLASH_INLINE void ForwardItem<E>::with_rows(const Tensor& x, int columns, in
   }
   for (int j = 0; j < count; j += part) {
     int keys = std::min(part, count - j);
-    const E* rows = row_of<const E>(x, batch_, document_.first_key + first + j, first_head_ / group);
+    const E* rows = row_of<const E>(x, batch_, sequence_.first_key + first + j, first_head_ / group);
     const char* next = nullptr;
     if (asks && in_order) next = reinterpret_cast<const char*>(rows) + std::min(part * row_bytes, kFewAhead);
     int64_t share = keys * columns * int64_t{sizeof(E)};
@@ -96,7 +96,7 @@ inline void ForwardItem<E>::finish_few(int row, int64_t first, int count, T* sco
       if (options_.has_cap) score = options_.cap(score).value;
       if (options_.has_addend) score = options_.add(score, options_.addend(rows_of_options_[row], first + j));
       if (options_.has_slope) {
-        score -= slopes_[row] * stdx::abs(static_cast<T>(t + document_.offset - first - j) - iota<T>());
+        score -= slopes_[row] * stdx::abs(static_cast<T>(t + sequence_.offset - first - j) - iota<T>());
       }
       store(scores + j, score);
     }
@@ -107,8 +107,8 @@ inline void ForwardItem<E>::finish_few(int row, int64_t first, int count, T* sco
       if (segments[j] != segments_[row]) scores[j] = -kInfinity<T>;
     }
   }
-  int begin = static_cast<int>(std::clamp<int64_t>(band_.begin(document_, t) - first, 0, count));
-  int end = static_cast<int>(std::clamp<int64_t>(band_.end(document_, t) - first, begin, count));
+  int begin = static_cast<int>(std::clamp<int64_t>(band_.begin(sequence_, t) - first, 0, count));
+  int end = static_cast<int>(std::clamp<int64_t>(band_.end(sequence_, t) - first, begin, count));
   std::fill(scores, scores + begin, -kInfinity<T>);
   std::fill(scores + end, scores + round_up(count, kWidth<T>), -kInfinity<T>);
 }

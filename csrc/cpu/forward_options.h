@@ -25,8 +25,8 @@ template <typename E>
 inline void ForwardItem<E>::fill_lane_bits(int64_t first, int count) {
   for (int row = 0; row < rows_; row += kDropoutRows) {
     int64_t t = first_row_ + row;
-    int64_t begin = std::clamp<int64_t>(band_.begin(document_, t) - first, 0, count);
-    int64_t end = std::clamp<int64_t>(band_.end(document_, t + kDropoutRows - 1) - first, 0, count);
+    int64_t begin = std::clamp<int64_t>(band_.begin(sequence_, t) - first, 0, count);
+    int64_t end = std::clamp<int64_t>(band_.end(sequence_, t + kDropoutRows - 1) - first, 0, count);
     for (int64_t j = round_down(begin, kDropoutKeys); j < end; j += kDropoutKeys) {
       dropout_.bits_of_rows(t, first + j, lane_bits_ + j * bit_rows_ + row / kDropoutRows, bit_rows_);
     }
@@ -39,12 +39,12 @@ inline void ForwardItem<E>::load_options(int lanes) {
     for (int row = 0; row < lanes; ++row) {
       Place at = place(std::min(row, rows_ - 1));
       if (options_.has_addend) rows_of_options_[row] = options_.row(batch_, at.head, at.t);
-      if (options_.has_slope) slopes_[row] = options_.slope(batch_, document_index_, at.head);
+      if (options_.has_slope) slopes_[row] = options_.slope(batch_, sequence_index_, at.head);
       if (options_.has_segments) segments_[row] = p_.q_segment_ids[batch_ * p_.q_length + at.t];
     }
   }
   // The head's, for rows are folded only without dropout.
-  if (dropout_.active()) dropout_.seed(options_.seed(batch_, document_index_, first_head_));
+  if (dropout_.active()) dropout_.seed(options_.seed(batch_, sequence_index_, first_head_));
 }
 
 }  // namespace jax_flash::cpu::JAX_FLASH_ISA

@@ -86,7 +86,7 @@ inline void ForwardItem<E>::count_kept_keys(int row, int64_t first, int keys, in
   for (int v = 0; v < NV; ++v) {
     int64_t last = first_row_ + row + (v + 1) * kWidth<T> - 1;
     // Folded rows do not stand in the order of their positions.
-    int64_t end = plan_.fold == 1 ? band_.end(document_, last) - first : keys;
+    int64_t end = plan_.fold == 1 ? band_.end(sequence_, last) - first : keys;
     kept[v] = static_cast<int>(std::clamp<int64_t>(end, 0, keys));
   }
 }

@@ -16,7 +16,7 @@ namespace jax_flash::cpu {
 struct ForwardPlan {
   int fold;        // query heads of one key head whose rows stand in one block: the group for short queries, else 1
   int block_rows;  // rows of a block, a multiple of 16; all rows of a head, up to a power of two, when together
-  int blocks;      // blocks of a folded head; when packed a bound, which fits any lengths of the documents
+  int blocks;      // blocks of a folded head; when packed a bound, which fits any lengths of the sequences
   int splits;      // parts of the keys that are attended to apart, their results combined by forward_combine
   bool together;   // an item serves all heads of a batch entry: few rows, whose keys are read once, in memory's order
   int64_t blocks_in_all;  // batch * q_heads / fold * blocks
@@ -37,7 +37,7 @@ struct BackwardPlan {
   int head_items;           // kv_heads or 1, likewise
   int chunk_items;          // chunks or 1, likewise
   int64_t items;            // batch_items * head_items * chunk_items; batch * kv_heads * blocks when in turn
-  int64_t padded_q_length;  // rows of a head in a sum of dq, with a padding for each document
+  int64_t padded_q_length;  // rows of a head in a sum of dq, with a padding for each sequence
   int64_t padded_head_dim;  // elements of such a row
   int64_t delta;            // where in the scratch: [batch][q_heads][q_length] rowsum(dout * out) - dlse
   int64_t row_lse;          // likewise: lse in units of log2
@@ -48,7 +48,7 @@ struct BackwardPlan {
   int prepared_rows;        // of all heads, an item of backward_prepare
   int64_t prepare_items;    // batch * parts of prepared_rows rows
   int64_t touched;          // where in the scratch it says which sums are there: [chunks][batch][kv_heads][row_blocks]
-  int64_t dslopes;          // and [chunks][batch][q_heads][documents]; only with the gradient of the slopes
+  int64_t dslopes;          // and [chunks][batch][q_heads][sequences]; only with the gradient of the slopes
   int64_t slope_sums;       // likewise: [chunks][batch][q_heads][q_length][2]
   int64_t scratch;          // elements in all
   int row_blocks;           // blocks of a head in backward_reduce; when packed a bound, as above

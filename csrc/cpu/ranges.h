@@ -1,6 +1,6 @@
-// Which pairs of rows and keys there are to look at: documents and padding, the band of causal and window, segments.
+// Which pairs of rows and keys there are to look at: sequences and padding, the band of causal and window, segments.
 //
-// Rows t and keys s count from the start of their document, and all comparisons are made in 64 bits.
+// Rows t and keys s count from the start of their sequence, and all comparisons are made in 64 bits.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace jax_flash::cpu::JAX_FLASH_ISA {
 constexpr int64_t round_down(int64_t value, int64_t multiple) { return value - value % multiple; }
 
 // Rows and keys that attend to each other: a batch entry, or a part of it.
-struct Document {
+struct Sequence {
   int64_t first_row, rows, all_rows;  // from `rows` to `all_rows` they are padding
   int64_t first_key, keys, all_keys;
   int64_t offset;  // position of row 0
@@ -21,10 +21,10 @@ struct Document {
 
 inline bool is_packed(const Problem& p) { return p.cu_q_lengths; }
 
-// Documents of a batch entry. When packed there is one more: what is in no document, all padding.
-inline int64_t document_count(const Problem& p) { return is_packed(p) ? int64_t{p.options.documents} + 1 : 1; }
+// Sequences of a batch entry. When packed there is one more: what is in no sequence, all padding.
+inline int64_t sequence_count(const Problem& p) { return is_packed(p) ? int64_t{p.options.sequences} + 1 : 1; }
 
-inline Document document(const Problem& p, int64_t batch, int64_t index) {
+inline Sequence sequence(const Problem& p, int64_t batch, int64_t index) {
   auto length = [&](const int* lengths, int all) -> int64_t {
     return lengths ? std::clamp(lengths[batch], 0, all) : all;
   };
@@ -32,30 +32,30 @@ inline Document document(const Problem& p, int64_t batch, int64_t index) {
     return {0,           length(p.q_lengths, p.q_length),   p.q_length, 0, length(p.kv_lengths, p.kv_length),
             p.kv_length, p.q_offset ? p.q_offset[batch] : 0};
   }
-  int64_t documents = p.options.documents;
+  int64_t sequences = p.options.sequences;
   // Whatever stands in the arrays, no index leaves the tensors.
   auto at = [&](const int* starts, int64_t i, int64_t all) -> int64_t {
-    return i > documents ? all : std::clamp<int64_t>(starts[batch * (documents + 1) + i], 0, all);
+    return i > sequences ? all : std::clamp<int64_t>(starts[batch * (sequences + 1) + i], 0, all);
   };
   int64_t row = at(p.cu_q_lengths, index, p.q_length), key = at(p.cu_kv_lengths, index, p.kv_length);
   int64_t rows = std::max<int64_t>(at(p.cu_q_lengths, index + 1, p.q_length) - row, 0);
   int64_t keys = std::max<int64_t>(at(p.cu_kv_lengths, index + 1, p.kv_length) - key, 0);
-  if (index == documents) return {row, 0, rows, key, 0, keys, 0};
-  return {row, rows, rows, key, keys, keys, p.q_offset ? p.q_offset[batch * documents + index] : 0};
+  if (index == sequences) return {row, 0, rows, key, 0, keys, 0};
+  return {row, rows, rows, key, keys, keys, p.q_offset ? p.q_offset[batch * sequences + index] : 0};
 }
 
-// Blocks of `size` rows are numbered through the documents of a batch entry, those of a document from here on. The
-// bound leaves room for every document's ragged last block: floor(b / size) - floor(a / size) + 1 blocks of size
+// Blocks of `size` rows are numbered through the sequences of a batch entry, those of a sequence from here on. The
+// bound leaves room for every sequence's ragged last block: floor(b / size) - floor(a / size) + 1 blocks of size
 // `size` hold b - a rows. `scale` is the number of rows that stand for one of the array.
 inline int64_t first_block(const Problem& p, int64_t batch, int64_t index, int64_t scale, int64_t size) {
   if (index == 0) return 0;
-  int64_t start = p.cu_q_lengths[batch * (p.options.documents + int64_t{1}) + index];
+  int64_t start = p.cu_q_lengths[batch * (p.options.sequences + int64_t{1}) + index];
   return scale * std::clamp<int64_t>(start, 0, p.q_length) / size + index;
 }
 
-// The document that block belongs to.
-inline int64_t document_of_block(const Problem& p, int64_t batch, int64_t block, int64_t scale, int64_t size) {
-  int64_t low = 0, high = document_count(p);
+// The sequence that block belongs to.
+inline int64_t sequence_of_block(const Problem& p, int64_t batch, int64_t block, int64_t scale, int64_t size) {
+  int64_t low = 0, high = sequence_count(p);
   while (high - low > 1) {
     int64_t middle = low + (high - low) / 2;
     (first_block(p, batch, middle, scale, size) <= block ? low : high) = middle;
@@ -82,13 +82,13 @@ struct Band {
   bool limited() const { return left != kUnlimited || right != kUnlimited; }
   bool limited_on_both_sides() const { return left != kUnlimited && right != kUnlimited; }
   // Keys [begin, end) of row t.
-  int64_t begin(const Document& d, int64_t t) const { return std::clamp<int64_t>(t + d.offset - left, 0, d.keys); }
-  int64_t end(const Document& d, int64_t t) const { return std::clamp<int64_t>(t + d.offset + right + 1, 0, d.keys); }
+  int64_t begin(const Sequence& d, int64_t t) const { return std::clamp<int64_t>(t + d.offset - left, 0, d.keys); }
+  int64_t end(const Sequence& d, int64_t t) const { return std::clamp<int64_t>(t + d.offset + right + 1, 0, d.keys); }
   // Rows [begin, end) that keep some of the keys [first, last].
-  int64_t row_begin(const Document& d, int64_t first) const {
+  int64_t row_begin(const Sequence& d, int64_t first) const {
     return std::clamp<int64_t>(first - d.offset - right, 0, d.rows);
   }
-  int64_t row_end(const Document& d, int64_t last) const {
+  int64_t row_end(const Sequence& d, int64_t last) const {
     return std::clamp<int64_t>(last - d.offset + left + 1, 0, d.rows);
   }
 

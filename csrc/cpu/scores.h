@@ -98,9 +98,9 @@ class Scores {
     return sum;
   }
 
-  T slope(int64_t batch, int64_t document, int64_t head) const {
-    if (!has_slope || document >= p_.options.documents) return 0;
-    int64_t at = (batch * p_.options.documents + document) * p_.q_heads + head;
+  T slope(int64_t batch, int64_t sequence, int64_t head) const {
+    if (!has_slope || sequence >= p_.options.sequences) return 0;
+    int64_t at = (batch * p_.options.sequences + sequence) * p_.q_heads + head;
     return static_cast<T>(static_cast<const T*>(p_.alibi_slopes)[at] * kLog2E);
   }
 
@@ -108,8 +108,8 @@ class Scores {
     return p_.sinks ? static_cast<const T*>(p_.sinks)[batch * p_.q_heads + head] : -kInfinity<T>;
   }
 
-  const unsigned* seed(int64_t batch, int64_t document, int64_t head) const {
-    return p_.dropout_seeds + ((batch * p_.options.documents + document) * p_.q_heads + head) * 2;
+  const unsigned* seed(int64_t batch, int64_t sequence, int64_t head) const {
+    return p_.dropout_seeds + ((batch * p_.options.sequences + sequence) * p_.q_heads + head) * 2;
   }
 
  private:

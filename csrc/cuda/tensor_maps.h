@@ -1,5 +1,5 @@
-// What a kernel that copies by the tensor memory accelerator is given beside Problem. Compiled by the host compiler and
-// by NVRTC, so it includes nothing.
+// The tensor maps that a kernel which loads by TMA takes beside Problem. The host compiler and NVRTC both compile this
+// header, so it includes nothing.
 #pragma once
 
 namespace jax_flash {
@@ -9,8 +9,8 @@ struct TensorMap {
   alignas(64) unsigned long long opaque[16];
 };
 
-// Of [batch, length, heads, head_dim] arrays of 16-bit elements. Coordinates are {column, row, head, batch}. A copy
-// brings a box of kBoxColumns columns and of as many rows of one head as the kernel's LaunchFacts say, with the
+// Of [batch, length, heads, head_dim] arrays of 16-bit elements. Coordinates are {column, row, head, batch}. A load
+// reads a box of kBoxColumns columns and of as many rows of one head as the kernel's KernelTraits say, with the
 // 128-byte swizzle; what lies outside the array comes as zeros, and counts among the bytes that arrive.
 struct TensorMaps {
   TensorMap q, k, v, dout;  // dout in backward only

@@ -26,7 +26,7 @@ struct TileRow {
 
 struct TileRule {
   const char* family;
-  int parts;  // of the arrays, which decide what a tile costs
+  int limbs;  // of the arrays, which decide what a tile costs
   Pass pass;
   int max_head_dim;  // serves head dims up to this
   int shared_kb;     // needs so much dynamic shared memory a block
@@ -37,13 +37,14 @@ struct TileRule {
 namespace rules {
 
 constexpr Pass forward = Pass::forward, backward = Pass::backward, backward_dq = Pass::backward_dq,
-               backward_bias = Pass::backward_bias, forward_few = Pass::forward_few, forward_tiny = Pass::forward_tiny;
+               backward_bias = Pass::backward_bias, forward_split_kv = Pass::forward_split_kv,
+               forward_single_tile = Pass::forward_single_tile;
 
 // The first rule that fits is taken. Beside each the forward or backward rate that put it there: full, B4 S4096,
-// N * H = 2048, on an H200, in TFLOP/s, of bf16 for one part; and behind "first:" those of the first working version,
+// N * H = 2048, on an H200, in TFLOP/s, of bf16 for one limb; and behind "first:" those of the first working version,
 // where others lost. Rules that an H200 has no need of were timed on one all the same.
 inline constexpr TileRule all[] = {
-    // family, parts, pass, head_dim, shared KB, {block_q, block_kv, warps, stages, min_blocks, key_tiles}
+    // family, limbs, pass, head_dim, shared KB, {block_q, block_kv, warps, stages, min_blocks, key_tiles}
     {"sm90a", 1, forward, 64, 89, {192, 128, 16, 2, 1}, true},  // 557; with other options it spills; 192x96 523
     {"sm90a", 1, forward, 64, 81, {128, 128, 12, 2, 1}},        // 485, 128x192 478
     {"sm90a", 1, forward, 128, 161, {128, 128, 12, 2, 1}},      // 714; 128x160 711, 128x176 699, 192x80 689
@@ -59,29 +60,30 @@ inline constexpr TileRule all[] = {
     {"sm90a", 1, backward_dq, 256, 225, {128, 64, 12, 2, 1}},   // 786; 128x32 with three stages 643
     {"sm80", 1, forward, 64, 40, {128, 96, 4, 1, 2}, true},     // 371; 128x112 372, but 317 for 328 at S 1024
     {"sm80", 1, forward, 64, 32, {128, 64, 4, 1, 2}},           // 353; first: 287, 64x64 253, 128x128 with 8 warps 249
-    {"sm80", 1, forward, 128, 128, {128, 64, 4, 1, 2}},         // 436; 128x48 416; room for two blocks
+    {"sm80", 1, forward, 128, 128, {128, 64, 4, 1, 2}},         // 436; 128x48 416; two blocks fit
     {"sm80", 1, forward, 128, 48, {128, 32, 4, 1, 2}},          // 376; first: 312, 128x128 with 8 warps 295, 128x64 276
-    {"sm80", 1, forward, 256, 194, {64, 64, 4, 1, 2}},          // 366; 64x80 361, 64x32 366; room for two blocks
+    {"sm80", 1, forward, 256, 194, {64, 64, 4, 1, 2}},          // 366; 64x80 361, 64x32 366; two blocks fit
     {"sm80", 1, forward, 256, 128, {128, 64, 8, 1, 1}},         // 366; first: 287
     {"sm80", 1, forward, 256, 96, {128, 32, 8, 1, 1}},          // first: 267, 64x64 with 4 warps 222
-    // For few queries there are rows for each block_q of kFewRows, and a team of warps for every block_q rows of them.
-    {"sm80", 1, forward_few, 64, 67, {16, 64, 4, 1, 2}},
-    {"sm80", 1, forward_few, 128, 69, {16, 32, 4, 1, 3}},
-    {"sm80", 1, forward_few, 256, 137, {16, 32, 4, 1, 1}},
-    {"sm80", 1, forward_few, 256, 75, {16, 16, 4, 1, 1}},
-    {"sm80", 1, forward_few, 64, 46, {64, 64, 8, 1, 1}},
-    {"sm80", 1, forward_few, 128, 86, {64, 64, 8, 1, 1}},
-    {"sm80", 1, forward_few, 256, 166, {64, 32, 8, 1, 1}},
-    {"sm80", 1, forward_few, 256, 99, {64, 32, 4, 1, 1}},
-    // For tiny problems a warp has 16 keys and 16 columns of values. Of 128 keys and columns eight warps took 3.9 us a
-    // call in a chain, forward_few 3.5.
-    {"sm80", 1, forward_tiny, 64, 3, {16, 16, 4, 1, 1}},
+    // The split-KV forward has rows for each block_q of kSplitKvRows, and a team of warps for every block_q rows of
+    // them.
+    {"sm80", 1, forward_split_kv, 64, 67, {16, 64, 4, 1, 2}},
+    {"sm80", 1, forward_split_kv, 128, 69, {16, 32, 4, 1, 3}},
+    {"sm80", 1, forward_split_kv, 256, 137, {16, 32, 4, 1, 1}},
+    {"sm80", 1, forward_split_kv, 256, 75, {16, 16, 4, 1, 1}},
+    {"sm80", 1, forward_split_kv, 64, 46, {64, 64, 8, 1, 1}},
+    {"sm80", 1, forward_split_kv, 128, 86, {64, 64, 8, 1, 1}},
+    {"sm80", 1, forward_split_kv, 256, 166, {64, 32, 8, 1, 1}},
+    {"sm80", 1, forward_split_kv, 256, 99, {64, 32, 4, 1, 1}},
+    // A warp of the single-tile forward has 16 keys and 16 columns of values. For 128 keys and columns eight warps took
+    // 3.9 us a call in a chain, forward_split_kv 3.5.
+    {"sm80", 1, forward_single_tile, 64, 3, {16, 16, 4, 1, 1}},
     // Rows of two tiles of keys a warp spill with most options.
-    {"sm80", 1, backward, 64, 117, {64, 64, 4, 2, 2, 2}, true},   // 321, with one tile of keys 274; room for two blocks
-    {"sm80", 1, backward, 64, 130, {128, 128, 8, 2, 1}},          // 264; first: 264, 64x64 with 4 warps 245
-    {"sm80", 1, backward, 64, 82, {64, 128, 8, 2, 1, 2}, true},   // 285, with one 253
-    {"sm80", 1, backward, 64, 82, {64, 128, 8, 2, 1}},            // first: 242
-    {"sm80", 1, backward, 128, 227, {64, 64, 4, 2, 2, 2}, true},  // 321; two blocks take all of 228 KB
+    {"sm80", 1, backward, 64, 117, {64, 64, 4, 2, 2, 2}, true},    // 321, with one tile of keys 274; two blocks fit
+    {"sm80", 1, backward, 64, 130, {128, 128, 8, 2, 1}},           // 264; first: 264, 64x64 with 4 warps 245
+    {"sm80", 1, backward, 64, 82, {64, 128, 8, 2, 1, 2}, true},    // 285, with one 253
+    {"sm80", 1, backward, 64, 82, {64, 128, 8, 2, 1}},             // first: 242
+    {"sm80", 1, backward, 128, 227, {64, 64, 4, 2, 2, 2}, true},   // 321; two blocks take all of 228 KB
     {"sm80", 1, backward, 128, 161, {64, 128, 8, 2, 1, 2}, true},  // 315
     {"sm80", 1, backward, 128, 146, {64, 128, 8, 2, 1}},           // 286, with one stage 277; first: 270 and 279
     {"sm80", 1, backward, 128, 73, {64, 64, 4, 1, 1}},             // first: 256
@@ -128,23 +130,23 @@ inline constexpr TileRule all[] = {
     {"sm70", 1, forward, 192, 96, {128, 64, 8, 1, 1}},        // 225
     {"sm70", 1, forward, 256, 96, {128, 32, 8, 1, 1}, true},  // 227
     {"sm70", 1, forward, 256, 80, {128, 16, 8, 1, 1}},        // 248
-    {"sm70", 1, forward_few, 64, 35, {16, 32, 4, 1, 1}},
-    {"sm70", 1, forward_few, 128, 39, {16, 16, 4, 1, 1}},
-    {"sm70", 1, forward_few, 64, 46, {64, 32, 8, 1, 1}},
-    {"sm70", 1, forward_few, 128, 86, {64, 32, 8, 1, 1}},
+    {"sm70", 1, forward_split_kv, 64, 35, {16, 32, 4, 1, 1}},
+    {"sm70", 1, forward_split_kv, 128, 39, {16, 16, 4, 1, 1}},
+    {"sm70", 1, forward_split_kv, 64, 46, {64, 32, 8, 1, 1}},
+    {"sm70", 1, forward_split_kv, 128, 86, {64, 32, 8, 1, 1}},
     {"sm70", 1, backward, 64, 33, {64, 64, 4, 1, 2}, true},    // two blocks, 247
     {"sm70", 1, backward, 64, 25, {32, 64, 4, 1, 2}},          // two blocks, 250
     {"sm70", 1, backward, 96, 73, {64, 128, 8, 1, 1}},         // 248; 32x64 in two blocks reads 1/8 more
     {"sm70", 1, backward, 128, 81, {32, 128, 8, 1, 1}, true},  // 254
     {"sm70", 1, backward, 128, 59, {32, 64, 8, 1, 1}},         // 252
     {"sm70", 1, backward, 192, 81, {32, 64, 8, 1, 1}},         // 245
-    {"sm70", 1, backward, 256, 69, {32, 32, 4, 1, 1}},         // 250; 64 keys have no room
+    {"sm70", 1, backward, 256, 69, {32, 32, 4, 1, 1}},         // 250; 64 keys do not fit
     {"sm70", 1, backward_dq, 64, 40, {128, 32, 4, 1, 2}},      // two blocks, 232
     {"sm70", 1, backward_dq, 96, 72, {128, 64, 8, 1, 1}},      // 203
     {"sm70", 1, backward_dq, 128, 80, {128, 32, 8, 1, 1}},     // 198
     {"sm70", 1, backward_dq, 192, 96, {96, 32, 6, 1, 1}},      // 229
     {"sm70", 1, backward_dq, 256, 96, {64, 32, 4, 1, 1}},      // 252
-    // Turing, 64 KB: eight warps wherever they find room.
+    // Turing, 64 KB: eight warps wherever they fit.
     {"sm75", 1, forward, 64, 32, {128, 64, 4, 1, 2}, true},  // two blocks, 233; with an option more it spills
     {"sm75", 1, forward, 64, 32, {128, 64, 8, 1, 1}},        // 162
     {"sm75", 1, forward, 128, 64, {128, 64, 8, 1, 1}},       // 206
@@ -152,10 +154,10 @@ inline constexpr TileRule all[] = {
     {"sm75", 1, forward, 192, 60, {128, 16, 8, 1, 1}},       // 202; 96x32 with 6 warps 234
     {"sm75", 1, forward, 256, 64, {96, 16, 6, 1, 1}, true},  // 254; 64x32 with 4 warps spills
     {"sm75", 1, forward, 256, 48, {64, 16, 4, 1, 1}},        // 254
-    {"sm75", 1, forward_few, 64, 35, {16, 32, 4, 1, 1}},
-    {"sm75", 1, forward_few, 128, 39, {16, 16, 4, 1, 1}},
-    {"sm75", 1, forward_few, 64, 46, {64, 32, 8, 1, 1}},
-    {"sm75", 1, forward_few, 128, 51, {64, 32, 4, 1, 1}},
+    {"sm75", 1, forward_split_kv, 64, 35, {16, 32, 4, 1, 1}},
+    {"sm75", 1, forward_split_kv, 128, 39, {16, 16, 4, 1, 1}},
+    {"sm75", 1, forward_split_kv, 64, 46, {64, 32, 8, 1, 1}},
+    {"sm75", 1, forward_split_kv, 128, 51, {64, 32, 4, 1, 1}},
     {"sm75", 1, backward, 64, 25, {32, 64, 4, 1, 2}},      // two blocks, 198; of 64 rows it spills
     {"sm75", 1, backward, 96, 59, {16, 128, 8, 1, 1}},     // 218
     {"sm75", 1, backward, 128, 59, {32, 64, 8, 1, 1}},     // 203; 4 warps spill
@@ -209,10 +211,10 @@ inline bool is_plain(const Options& options) {
 }
 
 // nullptr where no row serves. `rows` is the block_q that is wanted; 0: any.
-inline const TileRow* find_tile_row(const std::string& family, int parts, Pass pass, int head_dim, int arch,
+inline const TileRow* find_tile_row(const std::string& family, int limbs, Pass pass, int head_dim, int arch,
                                     bool plain = false, int rows = 0) {
   for (const TileRule& rule : rules::all) {
-    if (family == rule.family && parts == rule.parts && pass == rule.pass && head_dim <= rule.max_head_dim &&
+    if (family == rule.family && limbs == rule.limbs && pass == rule.pass && head_dim <= rule.max_head_dim &&
         rule.shared_kb <= shared_kb_of(arch) && (plain || !rule.plain) && (!rows || rows == rule.row.block_q)) {
       return &rule.row;
     }
@@ -220,11 +222,11 @@ inline const TileRow* find_tile_row(const std::string& family, int parts, Pass p
   return nullptr;
 }
 
-inline const TileRow& tile_row(const std::string& family, int parts, Pass pass, int head_dim, int arch,
+inline const TileRow& tile_row(const std::string& family, int limbs, Pass pass, int head_dim, int arch,
                                bool plain = false, int rows = 0) {
-  if (const TileRow* row = find_tile_row(family, parts, pass, head_dim, arch, plain, rows)) return *row;
+  if (const TileRow* row = find_tile_row(family, limbs, pass, head_dim, arch, plain, rows)) return *row;
   throw std::invalid_argument("no tile row for family " + family + ", head_dim " + std::to_string(head_dim) +
-                              ", compute capability " + std::to_string(arch) + (parts == 2 ? ", in two parts" : ""));
+                              ", compute capability " + std::to_string(arch) + (limbs == 2 ? ", of two limbs" : ""));
 }
 
 }  // namespace jax_flash::cuda

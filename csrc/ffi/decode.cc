@@ -55,8 +55,8 @@ int64_t extent(char dim, const Problem& p) {
   auto blocks = [](int length) { return (static_cast<int64_t>(length) + kSegmentBlock - 1) / kSegmentBlock; };
   switch (dim) {
     case 'b': return p.batch;
-    case 'd': return p.options.documents;
-    case 'e': return int64_t{p.options.documents} + 1;
+    case 'd': return p.options.sequences;
+    case 'e': return int64_t{p.options.sequences} + 1;
     case 'n': return p.q_heads;
     case 'k': return p.kv_heads;
     case '5': return 5;
@@ -112,7 +112,7 @@ Strides strides(const std::vector<int64_t>& sizes) {
   return {all[0], all[1], all[2], all[3]};
 }
 
-int parts_of(const Options& options) { return options.has_unscales && options.highest_precision ? 2 : 1; }
+int limbs_of(const Options& options) { return options.has_descale && options.highest_precision ? 2 : 1; }
 
 Call decode(Platform platform, Pass pass, const Options& options, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   Call call{};
@@ -130,31 +130,31 @@ Call decode(Platform platform, Pass pass, const Options& options, ffi::Remaining
   p.kv_length = narrow(k.dimensions()[1], "key length");
   p.kv_heads = narrow(k.dimensions()[2], "key heads");
   p.value_head_dim = narrow(v.dimensions()[3], "value_head_dim");
-  narrow(options.documents, "documents");
+  narrow(options.sequences, "sequences");
   require(static_cast<int64_t>(p.q_length) + p.kv_length <= std::numeric_limits<int>::max(),
           "query and key lengths must add up to less than 2^31");
   require(p.q_heads % p.kv_heads == 0, "query heads must be a multiple of key heads");
 
-  const int parts = parts_of(options);
-  p.head_dim /= parts;
-  p.value_head_dim /= parts;
-  const ffi::DataType result_type = options.has_unscales ? ffi::DataType::F32 : type;
+  const int limbs = limbs_of(options);
+  p.head_dim /= limbs;
+  p.value_head_dim /= limbs;
+  const ffi::DataType result_type = options.has_descale ? ffi::DataType::F32 : type;
   auto on_queries = [&](const ffi::AnyBuffer& buffer, int head_dim, ffi::DataType element, const char* name) {
     return tensor(buffer, p.batch, p.q_length, p.q_heads, head_dim, element, name);
   };
   auto on_keys = [&](const ffi::AnyBuffer& buffer, int head_dim, ffi::DataType element, const char* name) {
     return tensor(buffer, p.batch, p.kv_length, p.kv_heads, head_dim, element, name);
   };
-  p.q = on_queries(q, parts * p.head_dim, type, "query");
-  p.k = on_keys(k, parts * p.head_dim, type, "key");
-  p.v = on_keys(v, parts * p.value_head_dim, type, "value");
+  p.q = on_queries(q, limbs * p.head_dim, type, "query");
+  p.k = on_keys(k, limbs * p.head_dim, type, "key");
+  p.v = on_keys(v, limbs * p.value_head_dim, type, "value");
   size_t next = 3;
   size_t results = 2;
   if (pass == Pass::forward) {
     p.out = on_queries(result(rets, 0), p.value_head_dim, result_type, "out");
     p.lse = statistic(result(rets, 1), p, type, "lse");
   } else {
-    p.dout = on_queries(argument(args, next++), parts * p.value_head_dim, type, "dout");
+    p.dout = on_queries(argument(args, next++), limbs * p.value_head_dim, type, "dout");
     p.lse = statistic(argument(args, next++), p, type, "lse");
     if (platform == Platform::cpu) {
       p.dlse = statistic(argument(args, next++), p, type, "dlse");
@@ -191,12 +191,12 @@ Call decode(Platform platform, Pass pass, const Options& options, ffi::Remaining
 #undef JAX_FLASH_OPERAND
 #undef JAX_FLASH_FEATURE
 #undef JAX_FLASH_CONSTANT
-  require(options.documents == 1 || (options.has_cu_q_lengths && options.has_cu_kv_lengths),
-          "documents need cu_q_lengths and cu_kv_lengths");
+  require(options.sequences == 1 || (options.has_cu_q_lengths && options.has_cu_kv_lengths),
+          "sequences need cu_q_lengths and cu_kv_lengths");
   if (rets.size() == results + 1) {
     ffi::AnyBuffer buffer = result(rets, results++);
     require(buffer.element_type() == wide(type), "scratch has the wrong dtype");
-    call.room = static_cast<int64_t>(buffer.element_count());
+    call.scratch_elements = static_cast<int64_t>(buffer.element_count());
     p.scratch = buffer.untyped_data();
   }
   require(args.size() == next, "wrong number of operands");

@@ -18,11 +18,11 @@ namespace ffi = xla::ffi;
 struct Call {
   DType dtype;
   Problem problem;
-  int64_t room;  // elements of its scratch
+  int64_t scratch_elements;  // of problem.scratch
 };
 
-// Arrays in two parts have the columns of both.
-int parts_of(const Options& options);
+// Arrays of two limbs have the columns of both.
+int limbs_of(const Options& options);
 
 // Of a dense [batch, heads, rows, columns] array; 0 where a dimension of size 1 is broadcast.
 Strides strides(const std::vector<int64_t>& sizes);

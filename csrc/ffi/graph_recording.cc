@@ -77,10 +77,10 @@ XLA_FFI_Error* record_forward_cuda(XLA_FFI_CallFrame* call_frame) {
     const bool updates = frame.action == recording::Action::update;
     const std::optional<cuda::Recorded> recorded =
         updates ? calls.get(frame.commands[0])
-                : cuda::record(device.device_ordinal, call.dtype, call.problem, call.room);
+                : cuda::record(device.device_ordinal, call.dtype, call.problem, call.scratch_elements);
     require(recorded.has_value(), "XLA updates a node that was not recorded here");
     const std::vector<cuda::GraphNode> nodes = cuda::graph_nodes(*recorded, call.problem);
-    require(static_cast<int64_t>(nodes.size()) <= frame.capacity, "XLA has room for fewer kernels than the call needs");
+    require(static_cast<int64_t>(nodes.size()) <= frame.capacity, "XLA takes fewer kernels than the call needs");
     for (size_t i = 0; i < nodes.size() && !error; ++i) {
       const cuda::GraphNode& node = nodes[i];
       const recording::Argument values[] = {{&node.problem, sizeof(node.problem), recording::Kind::host_value},

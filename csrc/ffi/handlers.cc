@@ -24,9 +24,9 @@ ffi::Error run_cpu(ffi::ThreadPool pool, Options options, ffi::RemainingArgs arg
       cpu::forward(call.dtype, call.problem, pool.num_threads(), parallel_for);
     } else {
       const int64_t wanted = cpu::backward_scratch(call.dtype, call.problem);
-      if (call.room < wanted) {
+      if (call.scratch_elements < wanted) {
         throw std::invalid_argument("scratch must have at least " + std::to_string(wanted) + " elements, got " +
-                                    std::to_string(call.room));
+                                    std::to_string(call.scratch_elements));
       }
       cpu::backward(call.dtype, call.problem, pool.num_threads(), parallel_for);
     }
@@ -37,7 +37,7 @@ template <Pass pass>
 ffi::Error prepare_cuda(int32_t device, Options options, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   return guarded([&] {
     Call call = decode(Platform::cuda, pass, options, args, rets);
-    cuda::prepare(device, pass, call.dtype, call.problem, call.room);
+    cuda::prepare(device, pass, call.dtype, call.problem, call.scratch_elements);
   });
 }
 
@@ -46,7 +46,7 @@ ffi::Error run_cuda(cuda::Stream stream, int32_t device, Options options, ffi::R
                     ffi::RemainingRets rets) {
   return guarded([&] {
     Call call = decode(Platform::cuda, pass, options, args, rets);
-    cuda::launch(device, stream, pass, call.dtype, call.problem, call.room);
+    cuda::launch(device, stream, pass, call.dtype, call.problem, call.scratch_elements);
   });
 }
 

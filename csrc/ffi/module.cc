@@ -55,7 +55,7 @@ Pass named_pass(const std::string& name) {
 // The record from the attributes of a call; what is not named is absent.
 Options named_options(const nb::dict& attributes) {
   Options options{};
-  options.documents = 1;
+  options.sequences = 1;
   size_t known = 0;
   for_each_field(options, [&](const char* name, auto& field) {
     if (!attributes.contains(name)) return;
@@ -81,7 +81,7 @@ nb::dict row_of(const cuda::Kernel& k) {
   row["spill_bytes"] = k.spill_bytes;
   row["local_bytes"] = k.local_bytes;
   row["cubin_bytes"] = k.cubin_bytes;
-  row["complaints"] = k.complaints;
+  row["compiler_warnings"] = k.compiler_warnings;
   return row;
 }
 
@@ -120,8 +120,8 @@ struct Scratch {
         cuda(platform == "cuda"),
         dtype(named_dtype(dtype_)),
         problem(shape_of(named_options(options), 1, q_length, kv_length, q_heads, kv_heads)) {
-    problem.head_dim = head_dim / parts_of(problem.options);
-    problem.value_head_dim = value_head_dim / parts_of(problem.options);
+    problem.head_dim = head_dim / limbs_of(problem.options);
+    problem.value_head_dim = value_head_dim / limbs_of(problem.options);
     if (!bias_shape.empty()) problem.bias_strides = strides(bias_shape);
   }
 
@@ -217,19 +217,19 @@ NB_MODULE(_core, m) {
       nb::arg("bias_shape"));
 
   m.def(
-      "plan_few",
+      "plan_split_kv",
       [](int batch, int q_length, int kv_length, int q_heads, int kv_heads, const nb::dict& options) {
         Problem p = shape_of(named_options(options), batch, q_length, kv_length, q_heads, kv_heads);
-        const cuda::FewPlan plan = cuda::plan_few(p);
+        const cuda::SplitKvPlan plan = cuda::plan_split_kv(p);
         return std::make_pair(plan.rows, plan.slices);
       },
       nb::kw_only(), nb::arg("batch"), nb::arg("q_length"), nb::arg("kv_length"), nb::arg("q_heads"),
       nb::arg("kv_heads"), nb::arg("options"));
 
   m.def(
-      "is_tiny",
+      "is_single_tile",
       [](int batch, int q_length, int kv_length, int q_heads, int kv_heads) {
-        return cuda::is_tiny(shape_of(named_options({}), batch, q_length, kv_length, q_heads, kv_heads));
+        return cuda::is_single_tile(shape_of(named_options({}), batch, q_length, kv_length, q_heads, kv_heads));
       },
       nb::kw_only(), nb::arg("batch"), nb::arg("q_length"), nb::arg("kv_length"), nb::arg("q_heads"),
       nb::arg("kv_heads"));

@@ -201,13 +201,13 @@ def lengths(name: str, value: object, leading: tuple[int, ...], limit: int) -> j
 
 
 def cumulative(name: str, value: object, tokens: int, longest: int) -> jax.Array:
-    """[documents + 1] int32 from 0 to at most ``tokens``, ascending.
+    """[sequences + 1] int32 from 0 to at most ``tokens``, ascending.
 
     Values that are known are checked; values that are traced are made so, for the kernels rely on it.
     """
     value = int32(name, value)
     if value.ndim != 1 or value.shape[0] < 2:
-        raise ValueError(f"{name} must have shape [documents + 1] with at least one document, got {value.shape}")
+        raise ValueError(f"{name} must have shape [sequences + 1] with at least one sequence, got {value.shape}")
     if not isinstance(value, jax.core.Tracer):
         known = np.asarray(value).astype(np.int64)
         if known[0] != 0 or (np.diff(known) < 0).any() or known[-1] > tokens:
@@ -215,7 +215,7 @@ def cumulative(name: str, value: object, tokens: int, longest: int) -> jax.Array
                 f"{name} must ascend from 0 to at most the {tokens} tokens there are, got {known.tolist()}"
             )
         if (np.diff(known) > longest).any():
-            raise ValueError(f"{name} must have no document longer than the {longest} that max_{name[3:-1]} says, "
+            raise ValueError(f"{name} must have no sequence longer than the {longest} that max_{name[3:-1]} says, "
                              f"got one of {np.diff(known).max()}")  # fmt: skip
     ascending = jax.lax.cummax(jnp.clip(jnp.asarray(value), 0, tokens))
     return ascending.at[0].set(0)

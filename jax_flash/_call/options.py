@@ -28,7 +28,7 @@ class Options:
     highest_precision: bool = False  # of float32 products; False for other dtypes
     deterministic: bool = False  # gradients are summed in one order
     wide_bias: bool = False  # bias has the accumulation dtype, else that of query
-    documents: int = 1  # of a batch entry; 1 unless it is packed
+    sequences: int = 1  # of a batch entry; 1 unless it is packed
     window_left: int = UNLIMITED
     window_right: int = UNLIMITED
     softcap: float = 0.0  # 0: none
@@ -39,7 +39,7 @@ class Options:
 class Operand:
     """An option that is an array.
 
-    ``dims`` has a letter for each dimension, as in csrc/options.h: b batch, d documents, e documents + 1, n query
+    ``dims`` has a letter for each dimension, as in csrc/options.h: b batch, d sequences, e sequences + 1, n query
     heads, k key heads, t and s lengths, i and j lengths in blocks of `SEGMENT_BLOCK`, 2 a pair, 5 a record of five.
     """
 
@@ -63,12 +63,12 @@ OPERANDS: dict[str, Operand] = {
     "kv_segment_ranges": Operand("bj2", ("int32",)),
     "mask": Operand("bnts", ("bool",), broadcast=True),
     "dropout_seeds": Operand("bdn2", ("uint32",)),
-    "unscales": Operand("bk5", ("float32",)),
+    "descale": Operand("bk5", ("float32",)),
     "sinks": Operand("bn", ("float32", "float64")),
     "alibi_slopes": Operand("bdn", ("float32", "float64"), trainable=True),
     "bias": Operand("bnts", ("float16", "bfloat16", "float32", "float64"), trainable=True, broadcast=True),
 }
-"""Each optional; what each means stands in csrc/options.h. sinks has a gradient too, one that needs no kernel; unscales
-is no option of attention() but comes with the float16 form of float32 arrays (_primitive/half.py)."""
+"""Each optional; what each means stands in csrc/options.h. sinks has a gradient too, one that needs no kernel; descale
+is no option of attention() but comes with the float16 form of float32 arrays (_primitive/limbs.py)."""
 
 Operands = Mapping[str, jax.Array]

@@ -36,7 +36,7 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, V] and lse [B, N, T] of query [B, T, N, H], key [B, S, K, H] and value [B, S, K, V].
 
-    Knows every option but packed documents, which `_varlen` unpacks.
+    Knows every option but packed sequences, which `_varlen` unpacks.
     """
     dtype, accumulate = query.dtype, dtypes.accumulation_dtype(query.dtype)
     q_length, q_heads = query.shape[1:3]
@@ -77,9 +77,9 @@ def attention(
                 scores = _scores.of_products(products, options, block, rows, columns)
                 # The results do not depend on the maximum, so neither do their derivatives.
                 new_maximum = jax.lax.stop_gradient(jnp.maximum(maximum, scores.max(axis=-1)))
-                anchor = jnp.where(jnp.isneginf(new_maximum), 0.0, new_maximum)
-                decay = jnp.exp(maximum - anchor)
-                weights = jnp.exp(scores - anchor[..., None])
+                finite_maximum = jnp.where(jnp.isneginf(new_maximum), 0.0, new_maximum)
+                decay = jnp.exp(maximum - finite_maximum)
+                weights = jnp.exp(scores - finite_maximum[..., None])
                 total = total * decay + weights.sum(axis=-1)
                 products = jnp.einsum(
                     "bkgts,bksh->bkgth",
@@ -201,7 +201,7 @@ def tangent(
             "moved_operands": moved_by_pair,
         }
         row_indices = rows["start"] + jnp.arange(q_chunk, dtype=jnp.int32)
-        anchor = jnp.where(jnp.isneginf(rows["lse"]), 0.0, rows["lse"])[..., None]
+        finite_lse = jnp.where(jnp.isneginf(rows["lse"]), 0.0, rows["lse"])[..., None]
 
         def over_keys(
             shift: jax.Array | None, with_values: bool, carry: tuple[jax.Array, ...], columns: dict[str, Any]
@@ -226,7 +226,7 @@ def tangent(
                     (products, {name: block[name] for name in moved_block}),
                     (moved_products, moved_block),
                 )
-                weights = jnp.exp(scores - anchor)
+                weights = jnp.exp(scores - finite_lse)
                 if not with_values:
                     return (carry[0] + (weights * moved_scores).sum(axis=-1),)
                 moved_weights = weights * (moved_scores if shift is None else moved_scores - shift[..., None])

@@ -15,7 +15,7 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, V] and lse [B, N, T] of query [B, T, N, H], key [B, S, K, H] and value [B, S, K, V].
 
-    Knows every option but packed documents, which `_varlen` unpacks.
+    Knows every option but packed sequences, which `_varlen` unpacks.
     """
     accumulate = dtypes.accumulation_dtype(query.dtype)
     batch, q_length, q_heads, head_dim = query.shape

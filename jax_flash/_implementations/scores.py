@@ -44,7 +44,7 @@ def zero_padding(x: jax.Array, side: str, operands: Operands) -> jax.Array:
 def rows_within(operands: Operands, side: str, length: int) -> jax.Array | None:
     """[B or 1, length] of rows that are not padding, which may hold anything; None where there is none.
 
-    ``side`` is "q" or "kv"; packed documents have padding too.
+    ``side`` is "q" or "kv"; packed sequences have padding too.
     """
     if f"{side}_lengths" in operands:
         return _within(length, operands[f"{side}_lengths"])
@@ -189,9 +189,7 @@ def kept(
     return jnp.moveaxis(pairs.any(axis=(2, 3)), 1, 2)
 
 
-def _in_band(
-    options: Options, operands: Operands, side: str, rows: jax.Array, columns: jax.Array
-) -> jax.Array | None:
+def _in_band(options: Options, operands: Operands, side: str, rows: jax.Array, columns: jax.Array) -> jax.Array | None:
     """`kept`, [B or 1, length], where nothing but lengths, causal and a window masks."""
     lower, upper = _band(options, operands)
     if lower is None and upper is None and not {"q_lengths", "kv_lengths"} & operands.keys():

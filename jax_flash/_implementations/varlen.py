@@ -1,4 +1,4 @@
-"""Packed documents for the implementations in plain JAX, which know only of one document per batch entry."""
+"""Packed sequences for the implementations in plain JAX, which know only of one sequence per batch entry."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def attention(
     max_kv_length: int,
     attend: Attend,
 ) -> tuple[jax.Array, jax.Array]:
-    """out and lse of a packed call, by ``attend`` on a batch of documents that are padded to the maximum lengths.
+    """out and lse of a packed call, by ``attend`` on a batch of sequences that are padded to the maximum lengths.
 
     query [B, tokens, N, H], and likewise key and value; ``operands`` hold cu_q_lengths and cu_kv_lengths, [B, D + 1].
-    Where a document of a batch entry is longer than a maximum, all results of that entry are NaN.
+    Where a sequence of a batch entry is longer than a maximum, all results of that entry are NaN.
     """
     packing = _Packing(operands, options, query.shape[1], max_q_length, max_kv_length)
     out, lse = attend(
@@ -67,7 +67,7 @@ def tangent(
         lse=jnp.swapaxes(packing.unpacked("lse", jnp.swapaxes(lse, 1, 2)), 1, 2),
         operands=packing.operands(operands),
         tangents={name: packing.unpacked(name, x) for name, x in tangents.items() if name not in operands}
-        | packing.of_documents({name: x for name, x in tangents.items() if name in operands}),
+        | packing.of_sequences({name: x for name, x in tangents.items() if name in operands}),
         options=packing.options,
         centered=centered,
     )
@@ -75,13 +75,13 @@ def tangent(
 
 
 class _Packing:
-    """Between the rows of a packed batch entry and a batch of documents."""
+    """Between the rows of a packed batch entry and a batch of sequences."""
 
     def __init__(
         self, operands: Operands, options: Options, tokens: int, max_q_length: int, max_kv_length: int
     ) -> None:
-        self.options = dataclasses.replace(options, documents=1)
-        self._documents, self._tokens = options.documents, tokens
+        self.options = dataclasses.replace(options, sequences=1)
+        self._sequences, self._tokens = options.sequences, tokens
         self._q_length, self._kv_length = max(max_q_length, 1), max(max_kv_length, 1)
         self._cu_q_lengths, self._cu_kv_lengths = operands["cu_q_lengths"], operands["cu_kv_lengths"]
         self._q_lengths, self._kv_lengths = (jnp.diff(cu, axis=1) for cu in (self._cu_q_lengths, self._cu_kv_lengths))
@@ -94,20 +94,20 @@ class _Packing:
 
     def operands(self, operands: Operands) -> Operands:
         lengths = {"q_lengths": self._q_lengths.reshape(-1), "kv_lengths": self._kv_lengths.reshape(-1)}
-        return self.of_documents(operands) | lengths
+        return self.of_sequences(operands) | lengths
 
-    def of_documents(self, operands: Operands) -> dict[str, jax.Array]:
-        """One batch entry a document, and what is known of a batch entry known of each of its documents."""
-        of_documents = {}
+    def of_sequences(self, operands: Operands) -> dict[str, jax.Array]:
+        """One batch entry a sequence, and what is known of a batch entry known of each of its sequences."""
+        of_sequences = {}
         for name, x in operands.items():
             if "d" in OPERANDS[name].dims:
-                of_documents[name] = x.reshape(-1, 1, *x.shape[2:])
+                of_sequences[name] = x.reshape(-1, 1, *x.shape[2:])
             elif "e" not in OPERANDS[name].dims:
-                of_documents[name] = jnp.repeat(x, self._documents, axis=0)
-        return of_documents
+                of_sequences[name] = jnp.repeat(x, self._sequences, axis=0)
+        return of_sequences
 
     def packed(self, out: jax.Array, lse: jax.Array, empty: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The results for tokens, with zeros and ``empty`` for those in no document."""
+        """The results for tokens, with zeros and ``empty`` for those in no sequence."""
         fits = ((self._q_lengths <= self._q_length) & (self._kv_lengths <= self._kv_length)).all(axis=1)
         factor = jnp.where(fits, 1.0, jnp.nan).astype(lse.dtype)[:, None, None]  # so that gradients are NaN too
         within, out = _pack(out, self._cu_q_lengths, self._tokens)
@@ -118,22 +118,22 @@ class _Packing:
 
 
 def _unpack(x: jax.Array, cu_lengths: jax.Array, length: int) -> jax.Array:
-    """[B, tokens, ...] -> [B * D, length, ...], where rows beyond a document's length are those of another token."""
+    """[B, tokens, ...] -> [B * D, length, ...], where rows beyond a sequence's length are those of another token."""
     batch = x.shape[0]
     index = cu_lengths[:, :-1, None] + jnp.arange(length, dtype=jnp.int32)
     return _take(x, index.reshape(batch, -1)).reshape(-1, length, *x.shape[2:])
 
 
 def _pack(x: jax.Array, cu_lengths: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
-    """[B * D, length, ...] -> which tokens are in a document, [B, tokens], and their rows [B, tokens, ...]."""
+    """[B * D, length, ...] -> which tokens are in a sequence, [B, tokens], and their rows [B, tokens, ...]."""
     batch, length = cu_lengths.shape[0], x.shape[1]
     token = jnp.arange(tokens, dtype=jnp.int32)
-    # The last document that begins at the token or before it: empty ones before it end there too.
-    document = jax.vmap(lambda cu: jnp.searchsorted(cu, token, side="right"))(cu_lengths).astype(jnp.int32) - 1
-    within = document < cu_lengths.shape[1] - 1
-    document = jnp.minimum(document, cu_lengths.shape[1] - 2)
-    position = token - jnp.take_along_axis(cu_lengths, document, axis=1)
-    index = document * length + jnp.minimum(position, length - 1)
+    # The last sequence that begins at the token or before it: empty ones before it end there too.
+    sequence = jax.vmap(lambda cu: jnp.searchsorted(cu, token, side="right"))(cu_lengths).astype(jnp.int32) - 1
+    within = sequence < cu_lengths.shape[1] - 1
+    sequence = jnp.minimum(sequence, cu_lengths.shape[1] - 2)
+    position = token - jnp.take_along_axis(cu_lengths, sequence, axis=1)
+    index = sequence * length + jnp.minimum(position, length - 1)
     return within, _take(x.reshape(batch, -1, *x.shape[2:]), index)
 
 

@@ -33,7 +33,7 @@ def scratch(
 ) -> int:
     """Elements of float32 (float64 for float64 inputs) that a "forward" or "backward" call wants as an extra result.
 
-    A function of its arguments alone, but for JAX_FLASH_FEW_QUERIES. The handlers take more, and on GPUs less too, or
+    A function of its arguments alone, but for JAX_FLASH_SPLIT_KV. The handlers take more, and on GPUs less too, or
     no such result: then they split keys and query heads less. What the error "scratch must have at least" names is what
     a call can't do without: all of it on CPUs, and on GPUs the accumulator of dq, where it has no pass of its own, and
     the sums for the gradient of slopes.
@@ -56,13 +56,13 @@ def scratch_of_any_batch(
     """(each, more) with ``scratch(..., batch=B) <= each * B + more`` for every B >= 1: for a batch size that is not
     known when a call is lowered. A bias that each batch entry has for itself is said by any first dimension above 1."""
 
-def plan_few(
+def plan_split_kv(
     *, batch: int, q_length: int, kv_length: int, q_heads: int, kv_heads: int, options: Mapping[str, Any]
 ) -> tuple[int, int]:
-    """How CUDA kernels for few queries serve a call: rows of a block, 0 if they don't, and slices of the keys."""
+    """How the split-KV forward serves a call on GPUs: rows of a block, 0 if it does not, and slices of the keys."""
 
-def is_tiny(*, batch: int, q_length: int, kv_length: int, q_heads: int, kv_heads: int) -> bool:
-    """Whether CUDA kernels for tiny problems serve a call's shape, where they do its options and head dims."""
+def is_single_tile(*, batch: int, q_length: int, kv_length: int, q_heads: int, kv_heads: int) -> bool:
+    """Whether the single-tile forward serves a call's shape on GPUs, where it serves its options and head dims."""
 
 def group_splits(
     *,

@@ -15,7 +15,7 @@ from jax_flash._call import dtypes
 from jax_flash._call.options import OPERANDS
 from jax_flash._implementations import choice
 from jax_flash._native import _core, registration
-from jax_flash._primitive import half, plain
+from jax_flash._primitive import limbs, plain
 from jax_flash._primitive.derivatives import delta
 from jax_flash._primitive.params import ARGUMENTS, Params, in_order, result_shapes
 
@@ -72,8 +72,8 @@ def _half_precision(
     gradients = (args[3], args[5]) if pass_ == "backward" else ()
     if "bias" in operands:
         operands["bias"] = operands["bias"].astype(jnp.float32)
-    halves, operands["unscales"] = half.scaled(params.options, operands, *args[:3], *gradients)
-    dims = {**dict(params.operands), "unscales": OPERANDS["unscales"].dims}
+    arrays, operands["descale"] = limbs.scaled(params.options, operands, *args[:3], *gradients)
+    dims = {**dict(params.operands), "descale": OPERANDS["descale"].dims}
     names = in_order(operands)
     params = dataclasses.replace(
         params,
@@ -81,7 +81,7 @@ def _half_precision(
         operands=tuple((name, dims[name]) for name in names),
     )
     fixed = len(ARGUMENTS[pass_])
-    args = (*halves, *args[len(halves) : fixed], *(operands[name] for name in names))
+    args = (*arrays, *args[len(arrays) : fixed], *(operands[name] for name in names))
     return _custom_call(pass_, "cuda", params, results, *args)
 
 

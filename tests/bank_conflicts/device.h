@@ -1,6 +1,6 @@
 // CUDA's words for a build of the device sources by the host's compiler. Threads run one after the other, so shuffles
 // and barriers have nothing to wait for, and what inline PTX computes is left out, since addresses do not depend on it.
-// PTX that they depend on, or that takes them, has its own files here: cuda/device/again.cuh and shared_memory.cuh.
+// PTX that they depend on, or that takes them, has its own files here: cuda/device/opaque.cuh and shared_memory.cuh.
 // What accesses shared memory by a pointer is seen by the calls that -fsanitize=thread makes of every access.
 #pragma once
 

@@ -46,10 +46,10 @@ struct Regions {
 // One batch entry, one block, and one head unless it walks over them.
 template <void (*kernel)(Problem)>
 void run(int tiles) {
-  constexpr int columns = parts * at_least(head_dim, value_head_dim);
+  constexpr int columns = limbs * at_least(head_dim, value_head_dim);
   Problem problem{};
   problem.options.scale = 1;
-  problem.options.documents = 1;
+  problem.options.sequences = 1;
   problem.batch = problem.kv_heads = problem.group_splits = 1;
   problem.q_heads = walks_over_heads ? tiles : 1;
   problem.q_length = walks_over_rows ? tiles * block_q : block_q;
@@ -61,7 +61,7 @@ void run(int tiles) {
   problem.lse = problem.delta = problem.scratch = record::global;
   problem.bias = problem.lse;
   problem.dbias = problem.lse;
-  problem.unscales = static_cast<const float*>(problem.lse);
+  problem.descale = static_cast<const float*>(problem.lse);
   kernel(problem);
 }
 

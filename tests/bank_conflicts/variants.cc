@@ -1,5 +1,5 @@
 // Writes the sources of the kernels whose accesses to shared memory are counted, as the runtime hands them to NVRTC:
-// every family, pass and tile row, of arrays in one and in two parts.
+// every family, pass and tile row, for arrays of one and of two limbs.
 //   variants FOLDER  -> one file each, ready for the host's compiler
 #include <algorithm>
 #include <fstream>
@@ -14,9 +14,9 @@ using namespace jax_flash::cuda;
 
 namespace {
 
-bool served(const Variant& variant, int parts) {
+bool served(const Variant& variant, int limbs) {
   try {
-    tile_row(variant.family, parts, variant.pass, variant.head_dim, variant.arch, true);
+    tile_row(variant.family, limbs, variant.pass, variant.head_dim, variant.arch, true);
     return true;
   } catch (const std::invalid_argument&) {
     return false;
@@ -30,17 +30,17 @@ int main(int, char** arguments) {
   std::set<std::string> seen;
   for (int arch : {70, 75, 80, 86, 90}) {
     const std::string family = arch >= 80 ? "sm80" : arch == 75 ? "sm75" : "sm70";
-    for (int parts : {1, 2}) {
+    for (int limbs : {1, 2}) {
       for (Pass pass : {Pass::forward, Pass::backward, Pass::backward_dq, Pass::backward_bias}) {
         for (int head_dim : {16, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256}) {
           Options options{};
-          options.highest_precision = options.has_unscales = parts == 2;
+          options.highest_precision = options.has_descale = limbs == 2;
           options.deterministic =
-              pass == Pass::backward_dq || (pass == Pass::backward && (family == "sm70" || parts == 2));
+              pass == Pass::backward_dq || (pass == Pass::backward && (family == "sm70" || limbs == 2));
           options.has_bias = options.has_dbias = pass == Pass::backward_bias;
           Variant variant{family, arch, pass, DType::f16, head_dim, head_dim, options, {}};
-          if (!served(variant, parts)) continue;
-          variant.tile = tile_row(family, parts, pass, head_dim, arch, true);  // without options
+          if (!served(variant, limbs)) continue;
+          variant.tile = tile_row(family, limbs, pass, head_dim, arch, true);  // without options
           const std::string source = variant.source();
           if (!seen.insert(source).second) continue;  // another compute capability takes the same tile row
           const std::string index = std::to_string(seen.size()), name = variant.name();
@@ -48,7 +48,7 @@ int main(int, char** arguments) {
           std::ofstream file(folder + "/" + name + ".cc");
           // All of them are linked together, so each has its own names.
           file << "#define jax_flash jax_flash_" << index << "\n";
-          for (std::string suffix : {"", "_facts"}) {
+          for (std::string suffix : {"", "_traits"}) {
             file << "#define " << entry << suffix << " " << entry << suffix << "_" << index << "\n";
           }
           for (std::string helper : {"convert_dq", "sum_slopes", "sum_splits"}) {

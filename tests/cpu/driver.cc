@@ -156,7 +156,7 @@ class Drawer {
     }
     auto option = [&](int percent) { return !plain && chance(percent); };
     Options& o = p.options;
-    o.documents = 1;
+    o.sequences = 1;
     o.scale = 1 / std::sqrt(static_cast<double>(p.head_dim));
     o.causal = chance(40);
     if (chance(20)) {
@@ -175,11 +175,11 @@ class Drawer {
       for (int& x : to) x = integer(0, all);
     };
     if (packed) {
-      o.documents = integer(1, 4);
+      o.sequences = integer(1, 4);
       o.has_cu_q_lengths = o.has_cu_kv_lengths = true;
       auto starts = [&](std::vector<int>& to, int all) {
         for (int b = 0; b < p.batch; ++b) {
-          std::vector<int> cuts(o.documents + 1);
+          std::vector<int> cuts(o.sequences + 1);
           for (int& x : cuts) x = integer(0, all);
           std::sort(cuts.begin(), cuts.end());
           cuts[0] = 0;
@@ -195,7 +195,7 @@ class Drawer {
       if (chance(20)) lengths(c->kv_lengths, p.kv_length), o.has_kv_lengths = true, p.kv_lengths = c->kv_lengths.data();
     }
     if (chance(40)) {
-      c->q_offset.resize(int64_t{p.batch} * o.documents);
+      c->q_offset.resize(int64_t{p.batch} * o.sequences);
       for (int& x : c->q_offset) x = integer(-p.q_length - 2, p.kv_length + 2);
       o.has_q_offset = true;
       p.q_offset = c->q_offset.data();
@@ -255,7 +255,7 @@ class Drawer {
       if ((o.has_dbias = chance(60))) c->dbias = Array(statistics, size), p.dbias = c->dbias.data();
     }
     if (option(20)) {
-      int64_t size = int64_t{p.batch} * o.documents * p.q_heads;
+      int64_t size = int64_t{p.batch} * o.sequences * p.q_heads;
       c->slopes = Array(statistics, size, [&] { return std::abs(number()) / 16; });
       o.has_alibi_slopes = true;
       p.alibi_slopes = c->slopes.data();
@@ -270,7 +270,7 @@ class Drawer {
       p.sinks = c->sinks.data();
     }
     if (o.dropout_rate > 0) {
-      c->seeds.resize(int64_t{p.batch} * o.documents * p.q_heads * 2);
+      c->seeds.resize(int64_t{p.batch} * o.sequences * p.q_heads * 2);
       for (unsigned& x : c->seeds) x = static_cast<unsigned>(generator_());
       o.has_dropout_seeds = true;
       p.dropout_seeds = c->seeds.data();
@@ -298,11 +298,11 @@ class Drawer {
     constexpr const char* kNames[] = {"float16", "bfloat16", "float32", "float64"};
     char text[400];
     std::snprintf(text, sizeof(text),
-                  "%s B=%d T=%d S=%d N=%d K=%d H=%d V=%d causal=%d window=(%d, %d) softcap=%g dropout=%g documents=%d "
+                  "%s B=%d T=%d S=%d N=%d K=%d H=%d V=%d causal=%d window=(%d, %d) softcap=%g dropout=%g sequences=%d "
                   "offset=%d lengths=(%d, %d) segments=%d mask=%d bias=%d slopes=%d sinks=%d scales=%d bounds=%d",
                   kNames[static_cast<int>(c->dtype)], p.batch, p.q_length, p.kv_length, p.q_heads, p.kv_heads,
                   p.head_dim, p.value_head_dim, o.causal, o.window_left, o.window_right, o.softcap, o.dropout_rate,
-                  packed ? o.documents : 0, o.has_q_offset, o.has_q_lengths, o.has_kv_lengths, o.has_q_segment_ids,
+                  packed ? o.sequences : 0, o.has_q_offset, o.has_q_lengths, o.has_kv_lengths, o.has_q_segment_ids,
                   o.has_mask, o.has_bias + o.has_dbias, o.has_alibi_slopes + o.has_dalibi_slopes, o.has_sinks,
                   o.has_traced_scale, o.has_window_bounds);
     c->text = text;
@@ -369,21 +369,21 @@ Right compute(const Case& c) {
     int64_t left = p.window_bounds ? p.window_bounds[2 * b] : o.window_left;
     int64_t right = p.window_bounds ? p.window_bounds[2 * b + 1] : o.window_right;
     for (int64_t t = 0; t < p.q_length; ++t) {
-      // The row's document: [row, ...) and the keys [first, last).
-      int64_t document = 0, row = 0, first = 0, last = p.kv_length;
+      // The row's sequence: [row, ...) and the keys [first, last).
+      int64_t sequence = 0, row = 0, first = 0, last = p.kv_length;
       bool padding = false;
       if (p.cu_q_lengths) {
-        const int* q = p.cu_q_lengths + b * (o.documents + 1);
-        const int* k = p.cu_kv_lengths + b * (o.documents + 1);
-        while (document < o.documents && t >= q[document + 1]) ++document;
-        padding = document == o.documents;
-        if (!padding) row = q[document], first = k[document], last = k[document + 1];
+        const int* q = p.cu_q_lengths + b * (o.sequences + 1);
+        const int* k = p.cu_kv_lengths + b * (o.sequences + 1);
+        while (sequence < o.sequences && t >= q[sequence + 1]) ++sequence;
+        padding = sequence == o.sequences;
+        if (!padding) row = q[sequence], first = k[sequence], last = k[sequence + 1];
       }
       if (p.q_lengths) padding |= t >= p.q_lengths[b];
       if (p.kv_lengths) last = p.kv_lengths[b];
-      int64_t position = t - row + (p.q_offset && !padding ? p.q_offset[b * o.documents + document] : 0);
+      int64_t position = t - row + (p.q_offset && !padding ? p.q_offset[b * o.sequences + sequence] : 0);
       for (int64_t n = 0; n < p.q_heads; ++n) {
-        int64_t statistic = (b * p.q_heads + n) * p.q_length + t, head = (b * o.documents + document) * p.q_heads + n;
+        int64_t statistic = (b * p.q_heads + n) * p.q_length + t, head = (b * o.sequences + sequence) * p.q_heads + n;
         double sink = p.sinks ? c.sinks[b * p.q_heads + n] : -kInfinity, highest = padding ? -kInfinity : sink;
         if (padding) {
           r.lse[statistic] = sink;

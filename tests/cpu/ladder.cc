@@ -170,7 +170,7 @@ int main(int argc, char** argv) {
     return Tensor{array(dtype, batch * shape.batch), batch, row, shape.head_dim};
   };
   Problem p{};
-  p.options.documents = 1;
+  p.options.sequences = 1;
   p.options.scale = 1 / std::sqrt(static_cast<double>(shape.head_dim));
   p.options.causal = shape.causal;
   p.batch = shape.batch;

@@ -1,5 +1,5 @@
 // CUDA's words for a build of the device sources by the host's compiler. Inline PTX is left out: what it does is in the
-// files here that take the place of csrc/cuda/device/{again,arithmetic,pack,shared_memory}.cuh,
+// files here that take the place of csrc/cuda/device/{opaque,arithmetic,pack,shared_memory}.cuh,
 // csrc/cuda/sm80/instructions.cuh and csrc/cuda/sm90a/hopper.cuh. What accesses shared memory by a pointer is seen by
 // the calls that -fsanitize=thread makes of every access.
 #pragma once

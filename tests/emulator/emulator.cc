@@ -4,7 +4,7 @@
 // what a kernel does not wait for, or writes over too early, gives wrong results with some seed; and what waits for
 // ever is found, and said.
 //
-// Shared memory is kept twice: as threads see it, and as products and the copy engine do. The latter see a thread's
+// Shared memory is kept twice: as threads see it, and as wgmma and TMA do. The latter see a thread's
 // stores after its fence (fence.proxy.async) or, with half of the seeds, before.
 #include "emulator.h"
 
@@ -37,7 +37,7 @@ alignas(1024) char memory[kSharedBytes];
 namespace emulator {
 namespace {
 
-alignas(1024) char engine_memory[kSharedBytes];  // as products and the copy engine see it
+alignas(1024) char engine_memory[kSharedBytes];  // as wgmma and TMA see it
 constexpr size_t kStackBytes = 1 << 20;
 
 struct Accumulators {
@@ -124,7 +124,7 @@ struct Block {
   unsigned shared_bytes = 0;
   std::mt19937 random;
   When copies_when = When::late, products_when = When::late;
-  bool stores_at_once = false;  // whether products and the copy engine see stores before their fence
+  bool stores_at_once = false;  // whether wgmma and TMA see stores before their fence
   std::string error;
 };
 Block block_;

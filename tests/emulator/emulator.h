@@ -26,7 +26,7 @@ const char* exchange(const void* mine, unsigned size, const Site& site);
 void named_barrier(unsigned barrier, unsigned count, bool waits, const Site& site);
 
 // The bytes of shared memory at an address, which has to be a multiple of `width`; and notes that this thread has
-// written there, which products and the copy engine see after a fence.
+// written there, which wgmma and TMA see after a fence.
 char* shared(unsigned address, unsigned width, const Site& site);
 void written(unsigned address, unsigned bytes);
 void proxy_fence(const Site& site);

@@ -1,5 +1,5 @@
-// The driver and the door of jit for kernels that run in the emulator, below the real launch.cc: kernels are compiled
-// by the host's compiler. And what Python calls.
+// The driver and the interface of jit for kernels that run in the emulator, below the real launch.cc: kernels are
+// compiled by the host's compiler. And what Python calls.
 #include "runtime.h"
 
 #include <dlfcn.h>
@@ -54,7 +54,7 @@ void Driver::ready(CuKernel, int, int) const {}
 bool Driver::capturing(CuStream) const { return false; }
 
 void Driver::launch_small(CuKernel, unsigned, unsigned, unsigned, CuStream, const void* const*, unsigned) const {
-  throw std::logic_error("the emulator has no kernels for few queries");
+  throw std::logic_error("the emulator has no split-KV kernels");
 }
 
 void Driver::launch(CuKernel kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, CuStream,
@@ -99,7 +99,7 @@ Loaded kernels_of(const Variant& variant, int) {
   {
     std::ofstream file(base + ".cc");
     file << variant.source() << "namespace jax_flash {\n"
-         << "extern \"C\" LaunchFacts emulated_facts() { return " << entry << "_facts; }\n"
+         << "extern \"C\" KernelTraits emulated_traits() { return " << entry << "_traits; }\n"
          << "extern \"C\" void emulated_main(const Problem& problem"
          << (has_maps ? ", const TensorMaps& maps) { " : ") { ") << entry
          << (has_maps ? "(problem, maps); }\n" : "(problem); }\n");
@@ -117,15 +117,15 @@ Loaded kernels_of(const Variant& variant, int) {
   void* library = dlopen((base + ".so").c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!library) throw std::runtime_error(dlerror());
   Loaded loaded{};
-  loaded.facts = reinterpret_cast<LaunchFacts (*)()>(dlsym(library, "emulated_facts"))();
+  loaded.traits = reinterpret_cast<KernelTraits (*)()>(dlsym(library, "emulated_traits"))();
   auto kernel = [&](const char* maps, const char* problem) {
     return reinterpret_cast<CuKernel>(
         new Emulated{reinterpret_cast<decltype(Emulated::of_maps)>(maps ? dlsym(library, maps) : nullptr),
                      reinterpret_cast<decltype(Emulated::of_problem)>(problem ? dlsym(library, problem) : nullptr)});
   };
   loaded.main = has_maps ? kernel("emulated_main", nullptr) : kernel(nullptr, "emulated_main");
-  if (loaded.facts.splits_groups) loaded.sum_splits = kernel(nullptr, "emulated_sum_splits");
-  if (loaded.facts.convert_warps) loaded.convert_dq = kernel(nullptr, "emulated_convert_dq");
+  if (loaded.traits.splits_groups) loaded.sum_splits = kernel(nullptr, "emulated_sum_splits");
+  if (loaded.traits.convert_warps) loaded.convert_dq = kernel(nullptr, "emulated_convert_dq");
   if (variant.pass == Pass::backward && variant.options.has_dalibi_slopes) {
     loaded.sum_slopes = kernel(nullptr, "emulated_sum_slopes");
   }
@@ -140,7 +140,7 @@ namespace {
 
 struct Call {
   Problem problem{};
-  long long room = 0;  // elements of its scratch
+  long long scratch_elements = 0;
   DType dtype = DType::f16;
   int device = 0;
   std::string error;
@@ -180,7 +180,7 @@ EMULATOR_CALL Call* call_new(int bf16, int device) {
   Call* call = new Call;
   call->device = device;
   call->dtype = bf16 ? DType::bf16 : DType::f16;
-  call->problem.options.documents = 1;
+  call->problem.options.sequences = 1;
   return call;
 }
 EMULATOR_CALL void call_delete(Call* call) { delete call; }
@@ -238,7 +238,7 @@ EMULATOR_CALL int call_array(Call* call, const char* name_, void* data, const lo
 }
 
 EMULATOR_CALL long long call_scratch(Call* call) { return backward_scratch(call->dtype, call->problem); }
-EMULATOR_CALL void call_room(Call* call, long long elements) { call->room = elements; }
+EMULATOR_CALL void call_scratch_elements(Call* call, long long elements) { call->scratch_elements = elements; }
 
 namespace {
 
@@ -257,12 +257,14 @@ const char* guarded(Call* call, const std::function<void()>& body) {
 // Both return what is wrong, or an empty text. Several threads may prepare at the same time.
 EMULATOR_CALL const char* call_prepare(Call* call, int backward) {
   return guarded(call, [&] {
-    prepare(call->device, backward ? Pass::backward : Pass::forward, call->dtype, call->problem, call->room);
+    prepare(call->device, backward ? Pass::backward : Pass::forward, call->dtype, call->problem,
+            call->scratch_elements);
   });
 }
 EMULATOR_CALL const char* call_run(Call* call, int backward, unsigned seed) {
   the_seed = seed;
   return guarded(call, [&] {
-    launch(call->device, nullptr, backward ? Pass::backward : Pass::forward, call->dtype, call->problem, call->room);
+    launch(call->device, nullptr, backward ? Pass::backward : Pass::forward, call->dtype, call->problem,
+           call->scratch_elements);
   });
 }

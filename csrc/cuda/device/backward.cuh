@@ -10,15 +10,15 @@
 // A group of `key_warps` warps covers the keys, 16 * key_tiles each. With split = 1 every warp sees all rows of a tile
 // and feeds P^T and dS^T from registers. Else `split` warps share their keys, and each computes its part of the rows of
 // S^T. Then either (passes_p) each computes its part of the columns of dK and dV, and P^T and dS^T pass through shared
-// memory, which serves head dims whose dK and dV would not fit; or (sums_rows), where a pair of warps has room for all
-// columns, each sums up its own rows from registers, and the pair adds its sums at the end. Two tiles of keys a warp
-// read less of the rows. Where a tile has no more than 16 rows each warp computes all of them, which is half as many
-// products more, but in 64 KB head_dim 256 has no room for others. For dQ, whose products sum over all keys of the
+// memory, which serves head dims whose dK and dV would not fit; or (sums_rows), where a pair of warps has registers for
+// all columns, each sums up its own rows from registers, and the pair adds its sums at the end. Two tiles of keys a
+// warp read less of the rows. Where a tile has no more than 16 rows each warp computes all of them, which is half as
+// many products more, but in 64 KB head_dim 256 fits no others. For dQ, whose products sum over all keys of the
 // block, dS always passes through shared memory.
 #pragma once
 
-#include "cuda/device/again.cuh"
 #include "cuda/device/backward_block.cuh"
+#include "cuda/device/opaque.cuh"
 #include "cuda/device/score_rows.cuh"
 
 namespace jax_flash {
@@ -28,16 +28,16 @@ constexpr int key_warps = block_kv / (16 * key_tiles);
 constexpr int split = warps / key_warps;
 static_assert(split * key_warps == warps && (split & (split - 1)) == 0, "warps share the keys evenly");
 
-using KTile = Tile<block_kv, parts * tile_head_dim>;
-using VTile = Tile<block_kv, parts * tile_value_head_dim>;
-using QTile = Tile<block_q, parts * tile_head_dim>;
-using OutTile = Tile<block_q, parts * tile_value_head_dim>;
+using KTile = Tile<block_kv, limbs * tile_head_dim>;
+using VTile = Tile<block_kv, limbs * tile_value_head_dim>;
+using QTile = Tile<block_q, limbs * tile_head_dim>;
+using OutTile = Tile<block_q, limbs * tile_value_head_dim>;
 using ScoreTile = Mma::Scores<block_kv, block_q>;
 
 static_assert(stages <= 2);
 constexpr bool adds_dq = !option_deterministic;
 constexpr bool shares_rows = split > 1 && block_q >= 16 * split;  // of S^T, between warps
-// Accumulators of at most 128 registers a lane, of which one half finds room where the rows were.
+// Accumulators of at most 128 registers a lane, of which one half fits where the rows were.
 constexpr bool sums_rows = shares_rows && split == 2 && key_tiles > 1 &&
                            key_tiles*(tile_head_dim + tile_value_head_dim) <= 256 &&
                            2 * block_kv* at_least(tile_head_dim, tile_value_head_dim) <= stages * block_q *
@@ -71,7 +71,7 @@ constexpr int dq_together = key_tiles > 1 && passes_p ? (warps == 4 ? 2 : 1) : d
 // The next rows are on their way from the beginning of a step, or where they wait in registers that it lacks, while dK
 // is computed; with split = 2 those of dO while dV is, and those of Q while dK is.
 constexpr int step_registers = (tile_head_dim + tile_value_head_dim) / (2 * split) + score_columns +
-                               block_q * parts * (tile_head_dim + tile_value_head_dim) / (2 * threads);
+                               block_q * limbs * (tile_head_dim + tile_value_head_dim) / (2 * threads);
 constexpr bool late_rows = loads_take_registers && stages == 1 && step_registers > 160;
 constexpr bool early_rows = stages == 2 || (loads_take_registers && !late_rows);
 // Without dQ a step has no barrier but its first, and ptxas spills least so (sm_80, head_dim 64: 32 and 76 bytes for 32
@@ -104,7 +104,7 @@ struct RowsLoad {
   FloatLoad lse, delta;
 };
 
-extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {
+extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
     .threads = threads,
     .block_rows = block_kv,
     .shared_bytes = sizeof(SharedStorage),
@@ -148,9 +148,9 @@ JAX_FLASH_DEVICE int member_of(int warp) { return split == 1 ? 0 : warp / key_wa
 struct Backward {
   const Problem& problem;
   SharedStorage& shared;
-  const Part& part;
-  int batch, document;
-  int first_dq;  // tile of the part
+  const Extent& extent;
+  int batch, sequence;
+  int first_dq;  // tile of the extent
   Keep keep;
   Scores modified;
   Plane<Bias> biases;
@@ -173,13 +173,13 @@ struct Backward {
   RowsLoad load;
 
   __device__ __forceinline__ void find_lane() {
-    warp = thread_again() / 32;
-    lane = Lanes::of(thread_again());
+    warp = reread_thread_index() / 32;
+    lane = Lanes::of(reread_thread_index());
     key_row = key_row_of(warp);
     member = member_of(warp);
   }
 
-  // Starts to bring one tile of rows of one query head.
+  // Starts to load one tile of rows of one query head.
   __device__ __forceinline__ void start_rows(QueryRows& rows, int head, int tile) {
     start_q(rows, head, tile);
     start_dout(rows, head, tile);
@@ -191,14 +191,15 @@ struct Backward {
   }
   __device__ __forceinline__ void start_q(QueryRows& rows, int head, int tile) {
     const int first = tile * block_q;
-    const Element* q = head_of(problem.q, batch, head, part.q.first);
+    const Element* q = head_of(problem.q, batch, head, extent.q.first);
     load.q.start(shared_address(rows.q), load.q.base(q, problem.q.row_stride, threadIdx.x), problem.q.row_stride, first,
-                 part.q.length, threadIdx.x);
+                 extent.q.length, threadIdx.x);
     // Rows beyond the end become zeros, lse included: with dO and delta they add nothing to any sum.
     if (threadIdx.x < block_q) {
-      const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length + part.q.first;
+      const i64 first_statistic =
+          (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length + extent.q.first;
       const int row = first + threadIdx.x;
-      const bool valid = row < part.q.length;
+      const bool valid = row < extent.q.length;
       const i64 at = first_statistic + (valid ? row : 0);
       load.lse.start(&rows.lse[threadIdx.x], static_cast<const float*>(problem.lse) + at, valid);
       load.delta.start(&rows.delta[threadIdx.x], static_cast<const float*>(problem.delta) + at, valid);
@@ -212,9 +213,9 @@ struct Backward {
     }
   }
   __device__ __forceinline__ void start_dout(QueryRows& rows, int head, int tile) {
-    const Element* dout = head_of(problem.dout, batch, head, part.q.first);
+    const Element* dout = head_of(problem.dout, batch, head, extent.q.first);
     load.dout.start(shared_address(rows.dout), load.dout.base(dout, problem.dout.row_stride, threadIdx.x),
-                    problem.dout.row_stride, tile * block_q, part.q.length, threadIdx.x);
+                    problem.dout.row_stride, tile * block_q, extent.q.length, threadIdx.x);
   }
   __device__ __forceinline__ void finish_dout(QueryRows& rows) const {
     load.dout.finish(shared_address(rows.dout), threadIdx.x);
@@ -289,7 +290,7 @@ struct Backward {
 #pragma unroll
       for (int m = 0; m < dq_row_tiles; ++m) {
         const int row_tile = tile * (block_q / 16) + m * dq_row_warps + row_warp;
-        if (row_tile * 16 >= part.q.length) continue;
+        if (row_tile * 16 >= extent.q.length) continue;
         float* to = dq_fragment(problem, batch, head, first_dq + row_tile, wide * column_warp) + lane * dq_lane_step;
 #pragma unroll
         for (int n = 0; n < dq_together * wide; ++n) {
@@ -300,7 +301,7 @@ struct Backward {
     }
   }
 
-  // One tile of rows of one query head. With two stages the next tile is brought meanwhile; `next_tile` is negative
+  // One tile of rows of one query head. With two stages the next tile is loaded meanwhile; `next_tile` is negative
   // when there is none.
   template <bool masked>
   __device__ __forceinline__ void step(int head, int tile, int stage, int next_head, int next_tile) {
@@ -325,16 +326,16 @@ struct Backward {
       const int first_row = tile * block_q + column;
       if constexpr (modifies_scores) {
         // The weights are 0 of rows beyond the end, and of rows whose bias is -inf for all keys: not exp2(-inf + inf).
-        if (first_row >= part.q.length || lse.x == -JAX_FLASH_INFINITY) lse.x = JAX_FLASH_INFINITY;
-        if (first_row + 1 >= part.q.length || lse.y == -JAX_FLASH_INFINITY) lse.y = JAX_FLASH_INFINITY;
+        if (first_row >= extent.q.length || lse.x == -JAX_FLASH_INFINITY) lse.x = JAX_FLASH_INFINITY;
+        if (first_row + 1 >= extent.q.length || lse.y == -JAX_FLASH_INFINITY) lse.y = JAX_FLASH_INFINITY;
       }
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const int row = first_row + odd;
         const Bias* bias = nullptr;
         const bool* mask = nullptr;
-        if constexpr (has_bias) bias = biases.row(row, part);
-        if constexpr (has_mask) mask = masks.row(row, part);
+        if constexpr (has_bias) bias = biases.row(row, extent);
+        if constexpr (has_mask) mask = masks.row(row, extent);
 #pragma unroll
         for (int m = 0; m < key_tiles; ++m) {
 #pragma unroll
@@ -345,14 +346,14 @@ struct Backward {
             if constexpr (modifies_scores) {
               float b = 0.f, unused;
               if constexpr (has_bias)
-                b = as_float(masked ? biases.at(bias, key, part) : bias[key * biases.column_stride]);
+                b = as_float(masked ? biases.at(bias, key, extent) : bias[key * biases.column_stride]);
               logit = modified.logit(weight, b, row, key, with_softcap ? derivative[m][n].x[e] : unused);
             }
             // Without modifications an lse of -inf belongs to a row that keeps nothing here, which is masked below.
-            weight = probability(logit, probability_anchor(odd ? lse.y : lse.x));
+            weight = probability(logit, probability_lse(odd ? lse.y : lse.x));
             bool kept = true;
             if constexpr (masked) kept = keep(row, key);
-            if constexpr (has_mask) kept &= masked ? masks.at(mask, key, part) : mask[key * masks.column_stride];
+            if constexpr (has_mask) kept &= masked ? masks.at(mask, key, extent) : mask[key * masks.column_stride];
             if constexpr (masked || has_mask) weight = kept ? weight : 0.f;
           }
         }
@@ -371,18 +372,18 @@ struct Backward {
     for (int n = 0; n < score_columns / 8; ++n) {
       const int column = score_row() + 8 * n + lane % 4 * 2;
       float2 delta = *reinterpret_cast<const float2*>(&rows.delta[column]);
-      if constexpr (has_unscales) delta = {delta.x * ds_factor, delta.y * ds_factor};
+      if constexpr (has_descale) delta = {delta.x * ds_factor, delta.y * ds_factor};
 #pragma unroll
       for (int m = 0; m < key_tiles; ++m) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          float dp = has_unscales ? ds[m][n].x[e] * dp_factor : ds[m][n].x[e];
+          float dp = has_descale ? ds[m][n].x[e] * dp_factor : ds[m][n].x[e];
           if constexpr (with_dropout_rate) dp = is_dropped(p[m][n].x[e]) ? 0.f : dp * dropout.factor;
           ds[m][n].x[e] = weight_of(p[m][n].x[e]) * (dp - (e % 2 ? delta.y : delta.x));
         }
         if constexpr (has_dbias || has_dalibi_slopes) {
           if (counts()) {
-            gradients[m].add(problem, part, modified, head, tile * block_q + column, key_of(m), ds[m][n]);
+            gradients[m].add(problem, extent, modified, head, tile * block_q + column, key_of(m), ds[m][n]);
           }
         }
         if constexpr (with_softcap) {
@@ -423,7 +424,7 @@ struct Backward {
       if (counts() && (next_tile < 0 || next_head != head)) {
 #pragma unroll
         for (int m = 0; m < key_tiles; ++m)
-          gradients[m].flush(problem, part, document, head, first_key + key_row + 16 * m, lane);
+          gradients[m].flush(problem, extent, sequence, head, first_key + key_row + 16 * m, lane);
       }
     }
     if (next_tile >= 0 && next_head != head) enter(next_head);
@@ -434,7 +435,7 @@ struct Backward {
     modified.enter(head);
     biases = {static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, head};
     masks = {problem.mask, problem.mask_strides, batch, head};
-    dropout.enter(problem, part, head);
+    dropout.enter(problem, extent, head);
   }
 
   __device__ __forceinline__ void drop(FragmentC (&p)[key_tiles][score_columns / 8], int tile) const {
@@ -462,7 +463,7 @@ struct Backward {
   // The first of a pair of warps takes what the second has summed up of their keys, through the rows' place.
   template <int n>
   __device__ __forceinline__ void sum_pairs(FragmentC (&c)[key_tiles][n]) {
-    static_assert(sizeof(shared.rows) >= key_warps * key_tiles * n * 32 * sizeof(uint4), "room for a half");
+    static_assert(sizeof(shared.rows) >= key_warps * key_tiles * n * 32 * sizeof(uint4), "a half fits");
     const u32 sums = shared_address(shared.rows) + (warp % key_warps * key_tiles * n * 32 + lane) * sizeof(uint4);
 #pragma unroll
     for (int i = 0; i < key_tiles * n; ++i) {
@@ -490,10 +491,10 @@ struct Backward {
     if (sums_rows && member != 0) return;
 #pragma unroll
     for (int m = 0; m < key_tiles; ++m) {
-      Mma::template store_fragments<head_dim, dk_group, column_split>(dk[m], dk_factor, dk_factor, dk_head, dk_stride,
-                                                                      key_of(m), part.kv.stored, column_member(), lane);
+      Mma::template store_fragments<head_dim, dk_group, column_split>(
+          dk[m], dk_factor, dk_factor, dk_head, dk_stride, key_of(m), extent.kv.stored, column_member(), lane);
       Mma::template store_fragments<value_head_dim, dv_group, column_split>(
-          dv[m], dv_factor, dv_factor, dv_head, dv_stride, key_of(m), part.kv.stored, column_member(), lane);
+          dv[m], dv_factor, dv_factor, dv_head, dv_stride, key_of(m), extent.kv.stored, column_member(), lane);
     }
   }
 
@@ -517,9 +518,9 @@ struct Backward {
       constexpr int rows_of_warp = block_kv / warps;
       const int first = first_key + warp * rows_of_warp;
       M::template store_rows<KTile, head_dim, rows_of_warp>(shared.k, warp * rows_of_warp, dk_head,
-                                                            problem.dk.row_stride, first, part.kv.stored, lane);
+                                                            problem.dk.row_stride, first, extent.kv.stored, lane);
       M::template store_rows<VTile, value_head_dim, rows_of_warp>(shared.v, warp * rows_of_warp, dv_head,
-                                                                  problem.dv.row_stride, first, part.kv.stored, lane);
+                                                                  problem.dv.row_stride, first, extent.kv.stored, lane);
     }
   }
 
@@ -575,56 +576,56 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
 
   Place place = place_of(problem, blockIdx.x);
-  if (packed && place.first_key >= place.part.kv.stored) return;
-  const Part& part = place.part;
+  if (packed && place.first_key >= place.extent.kv.stored) return;
+  const Extent& extent = place.extent;
   const int batch = place.batch, kv_head = place.kv_head, first_key = place.first_key;
   const int group = heads_of_share(problem);
   // Not split, both are the same number, but with the share the registers of sm_70 are other ones.
   const int first_head = (splits_groups ? place.share : kv_head) * group, last_head = first_head + group - 1;
   const int warp = threadIdx.x / 32, lane = Lanes::of(threadIdx.x);
-  const Unscales unscales = unscales_of(problem, batch, kv_head);
+  const Descale descale = descale_of(problem, batch, kv_head);
   const float scale = scale_of(problem, batch);
-  const float score_scale = scale * unscales.query * unscales.key;
-  const float ds_factor = unscales.ds * probability_unit;
+  const float score_scale = scale * descale.query * descale.key;
+  const float ds_factor = descale.ds * probability_unit;
 
   Backward backward{
       problem,
       shared,
-      part,
+      extent,
       batch,
-      place.document,
-      first_dq_tile(problem, batch, place.document),
-      {problem, part, band_of(problem, part)},
-      {problem, part, first_head, score_scale},
+      place.sequence,
+      first_dq_tile(problem, batch, place.sequence),
+      {problem, extent, band_of(problem, extent)},
+      {problem, extent, first_head, score_scale},
       {static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, first_head},
       {problem.mask, problem.mask_strides, batch, first_head},
-      {problem, part, first_head},
+      {problem, extent, first_head},
       first_key,
       warp,
       lane,
       key_row_of(warp),
       member_of(warp),
       score_scale * kLog2e,
-      unscales.dout * unscales.value * ds_factor,
+      descale.dout * descale.value * ds_factor,
       ds_factor,
   };
 #pragma unroll
   for (int m = 0; m < key_tiles; ++m) {
-    backward.gradients[m].unscale = 1.f / unscales.ds;
+    backward.gradients[m].descale = 1.f / descale.ds;
     if constexpr (has_dbias || has_dalibi_slopes) backward.gradients[m].clear();
   }
-  TileRange tiles = row_tiles_of<block_q>(backward.keep.band, part, first_key, block_kv);
+  TileRange tiles = row_tiles_of<block_q>(backward.keep.band, extent, first_key, block_kv);
   const SegmentTiles<block_q> segments{
       problem.q_segment_ranges, batch, problem.q_length,
       in_segments ? segment_range<block_kv>(problem.kv_segment_ranges, batch, problem.kv_length, first_key)
                   : SegmentRange{0, 0}};
   segments.trim(tiles, threadIdx.x % 32);
   if (tiles.begin < tiles.end) {
-    load_tile<KTile, head_dim, threads>(shared_address(shared.k), head_of(problem.k, batch, kv_head, part.kv.first),
-                                        problem.k.row_stride, first_key, part.kv.length, threadIdx.x);
+    load_tile<KTile, head_dim, threads>(shared_address(shared.k), head_of(problem.k, batch, kv_head, extent.kv.first),
+                                        problem.k.row_stride, first_key, extent.kv.length, threadIdx.x);
     load_tile<VTile, value_head_dim, threads>(shared_address(shared.v),
-                                              head_of(problem.v, batch, kv_head, part.kv.first), problem.v.row_stride,
-                                              first_key, part.kv.length, threadIdx.x);
+                                              head_of(problem.v, batch, kv_head, extent.kv.first), problem.v.row_stride,
+                                              first_key, extent.kv.length, threadIdx.x);
     backward.start_rows(shared.rows[0], first_head, tiles.begin);
     if constexpr (loads_take_registers) backward.finish_rows(shared.rows[0]);
     int stage = 0;
@@ -635,7 +636,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
         const bool last_tile = following >= tiles.end;
         const int next_head = head + last_tile;
         const int next_tile = !last_tile ? following : head < last_head ? tiles.begin : -1;
-        if (tiles.bare(tile) && segments.uniform(tile)) {
+        if (tiles.is_full(tile) && segments.uniform(tile)) {
           backward.step<false>(head, tile, stage, next_head, next_tile);
         } else {
           backward.step<true>(head, tile, stage, next_head, next_tile);
@@ -647,15 +648,15 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     __syncthreads();  // everybody is done with K and V
   }
 
-  // Where the loop takes all registers there are, nothing else is kept in them.
+  // Where the loop takes all registers, the place is re-read here rather than kept across it.
   if constexpr (loads_take_registers) {
-    place = place_of(problem, block_again());
+    place = place_of(problem, reread_block_index());
     backward.first_key = place.first_key;
     backward.find_lane();
   }
-  const Unscales unscale = unscales_of(problem, place.batch, place.kv_head);
-  const float dk_factor = scale * unscale.query / unscale.ds;
-  const float factor = backward.dropout.factor * unscale.dout * probability_unit;
+  const Descale reread_descale = descale_of(problem, place.batch, place.kv_head);
+  const float dk_factor = scale * reread_descale.query / reread_descale.ds;
+  const float factor = backward.dropout.factor * reread_descale.dout * probability_unit;
   if constexpr (sums_rows) {
     backward.sum_pairs(backward.dk);
     backward.sum_pairs(backward.dv);
@@ -663,13 +664,13 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   if constexpr (splits_groups) {
     if (problem.group_splits > 1) {
       constexpr int columns = head_dim + value_head_dim;
-      ShareSum* sums = share_sums(problem, place.batch, place.share, part.kv.first);
+      ShareSum* sums = share_sums(problem, place.batch, place.share, extent.kv.first);
       backward.store_directly(sums, sums + head_dim, columns, columns, dk_factor, factor);
       return;
     }
   }
-  Result* dk = result_of(problem.dk, place.batch, place.kv_head, part.kv.first);
-  Result* dv = result_of(problem.dv, place.batch, place.kv_head, part.kv.first);
+  Result* dk = result_of(problem.dk, place.batch, place.kv_head, extent.kv.first);
+  Result* dv = result_of(problem.dv, place.batch, place.kv_head, extent.kv.first);
   backward.finish(dk, dv, dk_factor, factor);
 }
 
@@ -684,11 +685,11 @@ extern "C" __global__ void __launch_bounds__(32 * convert_warps)
   const int head = static_cast<int>(item / tiles % problem.q_heads);
   const int batch = static_cast<int>(item / tiles / problem.q_heads);
   int row_tile = tile;
-  const Part part = part_of(problem, batch, document_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
-  const Unscales unscales = unscales_of(problem, batch, head / (problem.q_heads / problem.kv_heads));
-  const float scale = scale_of(problem, batch) * unscales.key / unscales.ds;
+  const Extent extent = extent_of(problem, batch, sequence_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
+  const Descale descale = descale_of(problem, batch, head / (problem.q_heads / problem.kv_heads));
+  const float scale = scale_of(problem, batch) * descale.key / descale.ds;
   const float* from = dq_fragment(problem, batch, head, tile, 0) + lane * dq_lane_step;
-  Result* to = result_of(problem.dq, batch, head, part.q.first);
+  Result* to = result_of(problem.dq, batch, head, extent.q.first);
 #pragma unroll
   for (int i = 0; i < ceil_div(head_dim, dq_group); ++i) {
     FragmentC dq[dq_group / 8];
@@ -697,7 +698,7 @@ extern "C" __global__ void __launch_bounds__(32 * convert_warps)
       dq[n] = read_fragment(from + (i * dq_group / 8 + n) * 128);
     }
     Mma::store_fragments<head_dim, dq_group, 1>(dq, scale, scale, to, problem.dq.row_stride, row_tile * 16 + lane / 4,
-                                                part.q.stored, i, lane);
+                                                extent.q.stored, i, lane);
   }
 }
 

@@ -9,18 +9,18 @@
 // other; with one they take turns in the same place.
 #pragma once
 
-#include "cuda/device/again.cuh"
+#include "cuda/device/opaque.cuh"
 #include "cuda/device/score_rows.cuh"
 
 namespace jax_flash {
 
 constexpr int threads = 32 * warps;
 constexpr int row_tiles = block_q / (16 * warps);  // m16 tiles of a warp
-using QTile = Tile<block_q, parts * tile_head_dim>;
-using OutTile = Tile<block_q, parts * tile_value_head_dim>;
-using KTile = Tile<block_kv, parts * tile_head_dim>;
-using VTile = Tile<block_kv, parts * tile_value_head_dim>;
-static_assert(!packed, "documents have no bias");
+using QTile = Tile<block_q, limbs * tile_head_dim>;
+using OutTile = Tile<block_q, limbs * tile_value_head_dim>;
+using KTile = Tile<block_kv, limbs * tile_head_dim>;
+using VTile = Tile<block_kv, limbs * tile_value_head_dim>;
+static_assert(!packed, "packed sequences have no bias");
 
 // The tiles of one product: dO and V, or Q and K.
 struct Operands {
@@ -34,7 +34,7 @@ struct SharedStorage {
   __device__ __forceinline__ Operands& scores() { return stage[stages - 1]; }
 };
 
-extern "C" __constant__ LaunchFacts jax_flash_backward_bias_facts = {
+extern "C" __constant__ KernelTraits jax_flash_backward_bias_traits = {
     .threads = threads,
     .block_rows = block_q,
     .shared_bytes = sizeof(SharedStorage),
@@ -48,7 +48,7 @@ struct BackwardBias {
   int first_head, end_head;  // that share the plane, and batch entries
   int batch, end_batch;
   int head;
-  bool bare;  // in this batch entry all pairs of the tile are kept
+  bool full;  // in this batch entry all pairs of the tile are kept
   int warp, lane;
   FragmentC sum[row_tiles][block_kv / 8];
 
@@ -58,21 +58,21 @@ struct BackwardBias {
   }
 
   __device__ __forceinline__ void find_lane() {
-    warp = thread_again() / 32;
-    lane = Lanes::of(thread_again());
+    warp = reread_thread_index() / 32;
+    lane = Lanes::of(reread_thread_index());
   }
 
   // Goes on from `batch` to the next batch entry that keeps pairs of the tile; false when there is none.
   __device__ __forceinline__ bool find_batch() {
     for (; batch < end_batch; ++batch) {
-      const Part part = part_of(problem, batch, 0);
-      const TileRange tiles = key_tiles_of<block_kv>(band_of(problem, part), part, first_row, block_q);
+      const Extent extent = extent_of(problem, batch, 0);
+      const TileRange tiles = key_tiles_of<block_kv>(band_of(problem, extent), extent, first_row, block_q);
       const SegmentTiles<block_kv> segments{
           problem.kv_segment_ranges, batch, problem.kv_length,
           in_segments ? segment_range<block_q>(problem.q_segment_ranges, batch, problem.q_length, first_row)
                       : SegmentRange{0, 0}};
       if (tile < tiles.begin || tile >= tiles.end || !segments.visits(tile)) continue;
-      bare = tiles.bare(tile) && segments.uniform(tile);
+      full = tiles.is_full(tile) && segments.uniform(tile);
       return true;
     }
     return false;
@@ -96,15 +96,15 @@ struct BackwardBias {
     }
   }
   __device__ __forceinline__ void load_gradients() const {
-    const Part part = part_of(problem, batch, 0);
-    load<OutTile, value_head_dim>(shared.gradients().rows, problem.dout, head, first_row, part.q.length);
-    load<VTile, value_head_dim>(shared.gradients().keys, problem.v, kv_head(), tile * block_kv, part.kv.length);
+    const Extent extent = extent_of(problem, batch, 0);
+    load<OutTile, value_head_dim>(shared.gradients().rows, problem.dout, head, first_row, extent.q.length);
+    load<VTile, value_head_dim>(shared.gradients().keys, problem.v, kv_head(), tile * block_kv, extent.kv.length);
     copies_commit();
   }
   __device__ __forceinline__ void load_scores() const {
-    const Part part = part_of(problem, batch, 0);
-    load<QTile, head_dim>(shared.scores().rows, problem.q, head, first_row, part.q.length);
-    load<KTile, head_dim>(shared.scores().keys, problem.k, kv_head(), tile * block_kv, part.kv.length);
+    const Extent extent = extent_of(problem, batch, 0);
+    load<QTile, head_dim>(shared.scores().rows, problem.q, head, first_row, extent.q.length);
+    load<KTile, head_dim>(shared.scores().keys, problem.k, kv_head(), tile * block_kv, extent.kv.length);
     copies_commit();
   }
 
@@ -125,26 +125,26 @@ struct BackwardBias {
     copies_wait<0>();
     __syncthreads();  // Q and K have landed; everybody is done with dO and V
 
-    const Part part = part_of(problem, batch, 0);
-    const Unscales unscales = unscales_of(problem, batch, kv_head());
-    const float scale = scale_of(problem, batch) * unscales.query * unscales.key;
-    const ScoreRows rows(problem, part, batch, head, scale);
-    const float dp_factor = unscales.dout * unscales.value;
+    const Extent extent = extent_of(problem, batch, 0);
+    const Descale descale = descale_of(problem, batch, kv_head());
+    const float scale = scale_of(problem, batch) * descale.query * descale.key;
+    const ScoreRows rows(problem, extent, batch, head, scale);
+    const float dp_factor = descale.dout * descale.value;
     const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length;
-    float anchors[row_tiles][2], deltas[row_tiles][2];
+    float lse_log2[row_tiles][2], deltas[row_tiles][2];
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = row_of(m, half);
-        const bool valid = row < part.q.length;
+        const bool valid = row < extent.q.length;
         const float lse = valid ? static_cast<const float*>(problem.lse)[first_statistic + row] : 0.f;
         // The weights are 0 of rows beyond the end, and of rows whose bias is -inf for all keys: not exp2(-inf + inf).
-        anchors[m][half] = valid && lse != -JAX_FLASH_INFINITY ? lse * kLog2e : JAX_FLASH_INFINITY;
+        lse_log2[m][half] = valid && lse != -JAX_FLASH_INFINITY ? lse * kLog2e : JAX_FLASH_INFINITY;
         deltas[m][half] = valid ? static_cast<const float*>(problem.delta)[first_statistic + row] : 0.f;
       }
     }
-    const bool all_kept = bare;
+    const bool all_kept = full;
     bool more;
     if constexpr (stages == 2) {
       more = advance();
@@ -155,9 +155,9 @@ struct BackwardBias {
         p, Mma::reader_a<QTile>(shared_address(shared.scores().rows), warp * row_tiles * 16, lane),
         Mma::reader_b<KTile>(shared_address(shared.scores().keys), 0, lane));
     if (all_kept) {
-      add<false>(rows, ds, p, anchors, deltas, dp_factor);
+      add<false>(rows, ds, p, lse_log2, deltas, dp_factor);
     } else {
-      add<true>(rows, ds, p, anchors, deltas, dp_factor);
+      add<true>(rows, ds, p, lse_log2, deltas, dp_factor);
     }
     if constexpr (stages == 1) {
       more = advance();
@@ -169,7 +169,7 @@ struct BackwardBias {
 
   template <bool masked>
   __device__ __forceinline__ void add(const ScoreRows& rows, const FragmentC (&dp)[row_tiles][block_kv / 8],
-                                      FragmentC (&p)[row_tiles][block_kv / 8], const float (&anchors)[row_tiles][2],
+                                      FragmentC (&p)[row_tiles][block_kv / 8], const float (&lse_log2)[row_tiles][2],
                                       const float (&deltas)[row_tiles][2], float dp_factor) {
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
@@ -180,14 +180,14 @@ struct BackwardBias {
 #pragma unroll
       for (int n = 0; n < block_kv / 8; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) p[m][n].x[e] = exp2_approx(p[m][n].x[e] - anchors[m][e / 2]);
+        for (int e = 0; e < 4; ++e) p[m][n].x[e] = exp2_approx(p[m][n].x[e] - lse_log2[m][e / 2]);
       }
       if constexpr (with_dropout_rate) rows.drop<true>(p[m], row_of(m, 0), tile * block_kv, lane);
 #pragma unroll
       for (int n = 0; n < block_kv / 8; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          float x = has_unscales ? dp[m][n].x[e] * dp_factor : dp[m][n].x[e];
+          float x = has_descale ? dp[m][n].x[e] * dp_factor : dp[m][n].x[e];
           if constexpr (with_dropout_rate) x = is_dropped(p[m][n].x[e]) ? 0.f : x * rows.dropout.factor;
           sum[m][n].x[e] += weight_of(p[m][n].x[e]) * (x - deltas[m][e / 2]);
         }

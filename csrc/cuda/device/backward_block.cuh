@@ -8,26 +8,26 @@
 
 namespace jax_flash {
 
-// Tiles of 16 rows in a batch entry, packed documents each beginning with a tile of its own (blocks_of).
+// Tiles of 16 rows in a batch entry, packed sequences each beginning with a tile of its own (blocks_of).
 JAX_FLASH_DEVICE int dq_tiles(const Problem& problem) { return blocks_of(problem, problem.q_length, kDqRows); }
-JAX_FLASH_DEVICE int first_dq_tile(const Problem& problem, int batch, int document) {
+JAX_FLASH_DEVICE int first_dq_tile(const Problem& problem, int batch, int sequence) {
   if constexpr (!packed) return 0;
-  const i64 first = static_cast<i64>(batch) * (problem.options.documents + 1);
-  return problem.cu_q_lengths[first + document] / 16 + document;
+  const i64 first = static_cast<i64>(batch) * (problem.options.sequences + 1);
+  return problem.cu_q_lengths[first + sequence] / 16 + sequence;
 }
 
 // Where the gradients of slopes are summed up, behind what dQ takes of the scratch: a sum for every 16 keys of a batch
-// entry and every query head, packed documents each beginning with a sum of its own.
+// entry and every query head, packed sequences each beginning with a sum of its own.
 JAX_FLASH_DEVICE float* slope_sums(const Problem& problem, int batch, int head) {
   const i64 heads = static_cast<i64>(problem.batch) * problem.q_heads;
   const i64 dq = option_deterministic ? 0 : dq_elements(heads, dq_tiles(problem), head_dim);
   const i64 sums = blocks_of(problem, problem.kv_length, kSlopeKeys);
   return static_cast<float*>(problem.scratch) + dq + (static_cast<i64>(batch) * problem.q_heads + head) * sums;
 }
-JAX_FLASH_DEVICE int first_slope_sum(const Problem& problem, int batch, int document) {
+JAX_FLASH_DEVICE int first_slope_sum(const Problem& problem, int batch, int sequence) {
   if constexpr (!packed) return 0;
-  const i64 first = static_cast<i64>(batch) * (problem.options.documents + 1);
-  return problem.cu_kv_lengths[first + document] / 16 + document;
+  const i64 first = static_cast<i64>(batch) * (problem.options.sequences + 1);
+  return problem.cu_kv_lengths[first + sequence] / 16 + sequence;
 }
 
 // The gradients of bias and slopes, which a warp sums up for its 16 keys and one query head at a time. What is summed
@@ -37,13 +37,13 @@ JAX_FLASH_DEVICE int first_slope_sum(const Problem& problem, int batch, int docu
 struct OperandGradients {
   float slope;
   float keys[2];  // of a bias that all rows share: keys lane / 4 and lane / 4 + 8
-  float unscale;  // of dS
+  float descale;  // of dS
 
   __device__ __forceinline__ void clear() { slope = keys[0] = keys[1] = 0.f; }
 
   // ds of keys key, key + 8 and rows row, row + 1.
-  __device__ __forceinline__ void add(const Problem& problem, const Part& part, const Scores& scores, int head, int row,
-                                      int key, const FragmentC& ds) {
+  __device__ __forceinline__ void add(const Problem& problem, const Extent& extent, const Scores& scores, int head,
+                                      int row, int key, const FragmentC& ds) {
     if constexpr (has_dalibi_slopes) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) slope -= ds.x[e] * scores.distance(row + e % 2, key + e / 2 * 8);
@@ -54,35 +54,35 @@ struct OperandGradients {
         keys[0] += ds.x[0] + ds.x[1];
         keys[1] += ds.x[2] + ds.x[3];
       } else {
-        float* to = static_cast<float*>(problem.dbias) + part.batch * s.batch + head * s.head;
+        float* to = static_cast<float*>(problem.dbias) + extent.batch * s.batch + head * s.head;
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int r = row + e % 2, c = key + e / 2 * 8;
-          if (r < part.q.length && c < part.kv.length) atomicAdd(to + r * s.row + c, ds.x[e] * unscale);
+          if (r < extent.q.length && c < extent.kv.length) atomicAdd(to + r * s.row + c, ds.x[e] * descale);
         }
       }
     }
   }
 
-  // After the last row of a head, for the keys of the part from first_key on.
-  __device__ __forceinline__ void flush(const Problem& problem, const Part& part, int document, int head, int first_key,
-                                        int lane) {
+  // After the last row of a head, for the keys of the extent from first_key on.
+  __device__ __forceinline__ void flush(const Problem& problem, const Extent& extent, int sequence, int head,
+                                        int first_key, int lane) {
     if constexpr (has_dalibi_slopes) {
 #pragma unroll
       for (int other = 1; other < 32; other *= 2) slope += __shfl_xor_sync(0xffffffffu, slope, other);
-      float* to = slope_sums(problem, part.batch, head) + first_slope_sum(problem, part.batch, document);
-      if (lane == 0 && first_key < part.kv.length) atomicAdd(to + first_key / 16, slope * unscale);
+      float* to = slope_sums(problem, extent.batch, head) + first_slope_sum(problem, extent.batch, sequence);
+      if (lane == 0 && first_key < extent.kv.length) atomicAdd(to + first_key / 16, slope * descale);
     }
     if constexpr (has_dbias) {
       const Strides& s = problem.dbias_strides;
       if (s.row == 0) {
-        float* to = static_cast<float*>(problem.dbias) + part.batch * s.batch + head * s.head;
-        keys[0] = quad_sum(keys[0]) * unscale;
-        keys[1] = quad_sum(keys[1]) * unscale;
+        float* to = static_cast<float*>(problem.dbias) + extent.batch * s.batch + head * s.head;
+        keys[0] = quad_sum(keys[0]) * descale;
+        keys[1] = quad_sum(keys[1]) * descale;
         const int key = first_key + lane / 4;
         if (lane % 4 == 0) {
-          if (key < part.kv.length) atomicAdd(to + key, keys[0]);
-          if (key + 8 < part.kv.length) atomicAdd(to + key + 8, keys[1]);
+          if (key < extent.kv.length) atomicAdd(to + key, keys[0]);
+          if (key + 8 < extent.kv.length) atomicAdd(to + key + 8, keys[1]);
         }
       }
     }
@@ -96,8 +96,8 @@ JAX_FLASH_DEVICE int group_splits(const Problem& problem) { return splits_groups
 
 // What a block works on: keys of a key head, and a share of the query heads of its group.
 struct Place {
-  Part part;
-  int batch, document, kv_head;
+  Extent extent;
+  int batch, sequence, kv_head;
   int first_key;
   int share;  // kv_head * group_splits + the share of the group
 };
@@ -110,17 +110,17 @@ JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
   const int splits = group_splits(problem);
   const Work work = work_of(block, key_blocks, problem.kv_heads * splits, problem.batch, problem.q_length);
   int key_block = work.block;
-  const int document = document_of(problem, problem.cu_kv_lengths, work.batch, block_kv, key_block);
-  return {part_of(problem, work.batch, document),
+  const int sequence = sequence_of(problem, problem.cu_kv_lengths, work.batch, block_kv, key_block);
+  return {extent_of(problem, work.batch, sequence),
           work.batch,
-          document,
+          sequence,
           work.head / splits,
           key_block * block_kv,
           work.head};
 }
 
 // Where the share of a group leaves its sums of dK for a key, and behind these of dV. Beside an accumulator of dQ there
-// is room for one sum, to which all shares of a group add; otherwise each has its own, and their order is always one.
+// is space for one sum, to which all shares of a group add; otherwise each has its own, and their order is always one.
 constexpr bool common_sums = !option_deterministic;
 using ShareSum = Select<common_sums, CommonSum, float>::type;
 JAX_FLASH_DEVICE int sums_of_group(const Problem& problem) { return common_sums ? 1 : problem.group_splits; }
@@ -130,19 +130,19 @@ JAX_FLASH_DEVICE ShareSum* share_sums(const Problem& problem, int batch, int sha
   return static_cast<ShareSum*>(problem.group_sums) + row * (head_dim + value_head_dim);
 }
 
-// The gradient of a slope: the sums of its document's keys. One warp a slope.
+// The gradient of a slope: the sums of its sequence's keys. One warp a slope.
 extern "C" __global__ void __launch_bounds__(32 * kSlopeWarps)
     jax_flash_sum_slopes(const __grid_constant__ Problem problem) {
   if constexpr (!has_dalibi_slopes) return;
   const i64 item = static_cast<i64>(blockIdx.x) * kSlopeWarps + threadIdx.x / 32;
-  const int documents = problem.options.documents;
-  if (item >= static_cast<i64>(problem.batch) * documents * problem.q_heads) return;
+  const int sequences = problem.options.sequences;
+  if (item >= static_cast<i64>(problem.batch) * sequences * problem.q_heads) return;
   const int lane = threadIdx.x % 32;
   const int head = static_cast<int>(item % problem.q_heads);
-  const int document = static_cast<int>(item / problem.q_heads % documents);
-  const int batch = static_cast<int>(item / problem.q_heads / documents);
-  const float* from = slope_sums(problem, batch, head) + first_slope_sum(problem, batch, document);
-  const int sums = ceil_div(part_of(problem, batch, document).kv.length, 16);
+  const int sequence = static_cast<int>(item / problem.q_heads % sequences);
+  const int batch = static_cast<int>(item / problem.q_heads / sequences);
+  const float* from = slope_sums(problem, batch, head) + first_slope_sum(problem, batch, sequence);
+  const int sums = ceil_div(extent_of(problem, batch, sequence).kv.length, 16);
   float sum = 0.f;
   for (int i = lane; i < sums; i += 32) sum += from[i];
 #pragma unroll

@@ -11,40 +11,40 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
 
   Place place = place_of(problem, blockIdx.x);
-  if (packed && place.first_row >= place.part.q.stored) return;
-  const Part& part = place.part;
+  if (packed && place.first_row >= place.extent.q.stored) return;
+  const Extent& extent = place.extent;
   const int head = place.head, batch = place.batch, kv_head = place.kv_head, first_row = place.first_row;
   const int warp = threadIdx.x / 32, lane = Lanes::of(threadIdx.x);
-  const Unscales unscales = unscales_of(problem, batch, kv_head);
+  const Descale descale = descale_of(problem, batch, kv_head);
   const float scale = scale_of(problem, batch);
-  const float score_scale = scale * unscales.query * unscales.key;
-  const float ds_factor = unscales.ds * probability_unit;
+  const float score_scale = scale * descale.query * descale.key;
+  const float ds_factor = descale.ds * probability_unit;
 
   Steps backward{
       problem,
       shared,
-      part,
-      keys_of(problem, part, batch, kv_head),
-      values_of(problem, part, batch, kv_head),
-      {problem, part, batch, head, score_scale},
+      extent,
+      keys_of(problem, extent, batch, kv_head),
+      values_of(problem, extent, batch, kv_head),
+      {problem, extent, batch, head, score_scale},
       first_row,
       warp,
       lane,
       modifies_scores ? 1.f : score_scale * kLog2e,
       {},
       {},
-      unscales.dout * unscales.value * ds_factor,
+      descale.dout * descale.value * ds_factor,
       ds_factor,
   };
 
-  TileRange tiles = key_tiles_of<block_kv>(backward.rows.keep.band, part, first_row, block_q);
+  TileRange tiles = key_tiles_of<block_kv>(backward.rows.keep.band, extent, first_row, block_q);
   if (tiles.begin < tiles.end) {
-    load_tile<QTile, head_dim, threads>(shared_address(shared.q), head_of(problem.q, batch, head, part.q.first),
-                                        problem.q.row_stride, first_row, part.q.length, threadIdx.x);
+    load_tile<QTile, head_dim, threads>(shared_address(shared.q), head_of(problem.q, batch, head, extent.q.first),
+                                        problem.q.row_stride, first_row, extent.q.length, threadIdx.x);
     load_tile<OutTile, value_head_dim, threads>(shared_address(shared.dout),
-                                                head_of(problem.dout, batch, head, part.q.first),
-                                                problem.dout.row_stride, first_row, part.q.length, threadIdx.x);
-    const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length + part.q.first;
+                                                head_of(problem.dout, batch, head, extent.q.first),
+                                                problem.dout.row_stride, first_row, extent.q.length, threadIdx.x);
+    const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length + extent.q.first;
     backward.load_statistics(static_cast<const float*>(problem.lse) + first_statistic,
                              static_cast<const float*>(problem.delta) + first_statistic);
   }
@@ -58,15 +58,16 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     __syncthreads();  // Q has landed before dQ takes its place
   }
   walk(backward, tile, tiles, segments);
-  // Where the loop takes all registers there are, nothing else is kept in them. Of arrays in two parts more would be
-  // spilled (head_dim 256: 432 bytes in place of 184).
-  if constexpr (loads_take_registers || parts == 1) {
-    place = place_of(problem, block_again());
+  // Where the loop takes all registers, the place is re-read here rather than kept across it. With two limbs re-reading
+  // spills more (head_dim 256: 432 bytes in place of 184).
+  if constexpr (loads_take_registers || limbs == 1) {
+    place = place_of(problem, reread_block_index());
     backward.first_row = place.first_row;
     backward.find_lane();
   }
-  const Unscales unscale = unscales_of(problem, place.batch, place.kv_head);
-  backward.finish(result_of(problem.dq, place.batch, place.head, part.q.first), scale * unscale.key / unscale.ds);
+  const Descale reread_descale = descale_of(problem, place.batch, place.kv_head);
+  backward.finish(result_of(problem.dq, place.batch, place.head, extent.q.first),
+                  scale * reread_descale.key / reread_descale.ds);
 }
 
 }  // namespace jax_flash

@@ -1,5 +1,5 @@
 // The steps of dQ alone over tiles of keys, for every family whose mma.cuh is included before; sm80 has its own way for
-// most calls, woven_dq.cuh.
+// most calls, interleaved_dq.cuh.
 //
 // A block owns block_q rows of one query head, as forward does, and walks over the keys. With
 //   dP = dO V^T,  S = Q K^T,  P = exp(scale S - lse),  dS = P * (dP - delta)
@@ -11,29 +11,29 @@
 
 namespace jax_flash {
 
-using OutTile = Tile<block_q, parts * tile_value_head_dim>;
+using OutTile = Tile<block_q, limbs * tile_value_head_dim>;
 constexpr int group = Mma::group(tile_head_dim, 1);  // of columns of dQ
 
 // The next V is on its way from Q K^T on, or where it waits in registers that are short then, while dS K is computed.
 constexpr int step_registers =
-    row_tiles * (tile_head_dim + 2 * block_kv) / 2 + block_kv * parts * tile_value_head_dim / (2 * threads);
+    row_tiles * (tile_head_dim + 2 * block_kv) / 2 + block_kv * limbs * tile_value_head_dim / (2 * threads);
 constexpr bool early_v = !loads_take_registers || step_registers <= 160;
 
-// Weights bring the factor of those that are not dropped, and the loop needs no register for it: at head_dim 256 Turing
-// has none. Of arrays in two parts the exponent has no place for another summand.
-constexpr bool weights_have_factor = with_dropout_rate && parts == 1;
+// Weights include the factor of those that are not dropped, and the loop needs no register for it: at head_dim 256
+// Turing has none. With two limbs the exponent has no place for another summand.
+constexpr bool weights_have_factor = with_dropout_rate && limbs == 1;
 
-// Where copies need no registers and there is room for two tiles of K: see sm80/woven_dq.cuh.
-constexpr bool woven = !loads_take_registers && stages == 2 && parts == 1 && !with_dropout_rate && !with_softcap;
+// Where copies need no registers and two tiles of K fit: see sm80/interleaved_dq.cuh.
+constexpr bool interleaved = !loads_take_registers && stages == 2 && limbs == 1 && !with_dropout_rate && !with_softcap;
 
 struct SharedStorage {
   char q[QTile::bytes];  // and dQ, at the end, unless it is stored from registers
   char dout[OutTile::bytes];
-  char k[(woven ? 2 : 1) * KTile::bytes];
+  char k[(interleaved ? 2 : 1) * KTile::bytes];
   char v[VTile::bytes];
 };
 
-extern "C" __constant__ LaunchFacts jax_flash_backward_dq_facts = {
+extern "C" __constant__ KernelTraits jax_flash_backward_dq_traits = {
     .threads = threads,
     .block_rows = block_q,
     .shared_bytes = sizeof(SharedStorage),
@@ -41,7 +41,7 @@ extern "C" __constant__ LaunchFacts jax_flash_backward_dq_facts = {
 
 // What a block works on.
 struct Place {
-  Part part;
+  Extent extent;
   int batch, head, kv_head;
   int first_row;
 };
@@ -50,20 +50,20 @@ JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
   const int row_blocks = blocks_of(problem, problem.q_length, block_q);
   const Work work = work_of(block, row_blocks, problem.q_heads, problem.batch, problem.kv_length);
   int row_block = option_causal ? row_blocks - 1 - work.block : work.block;
-  const int document = document_of(problem, problem.cu_q_lengths, work.batch, block_q, row_block);
+  const int sequence = sequence_of(problem, problem.cu_q_lengths, work.batch, block_q, row_block);
   const int kv_head = work.head / (problem.q_heads / problem.kv_heads);
-  return {part_of(problem, work.batch, document), work.batch, work.head, kv_head, row_block * block_q};
+  return {extent_of(problem, work.batch, sequence), work.batch, work.head, kv_head, row_block * block_q};
 }
 
 struct BackwardDq : KeyWalk<SharedStorage> {
   float dp_factor, ds_factor;  // dS is their common multiple of what it stands for
   FragmentC dq[row_tiles][tile_head_dim / 8];
-  float anchors[row_tiles][2];  // what is subtracted before exp2
+  float lse_log2[row_tiles][2];  // what is subtracted before exp2
   float deltas[row_tiles][2];
 
   __device__ __forceinline__ void find_lane() {
-    warp = thread_again() / 32;
-    lane = Lanes::of(thread_again());
+    warp = reread_thread_index() / 32;
+    lane = Lanes::of(reread_thread_index());
   }
 
   __device__ __forceinline__ void load_statistics(const float* lse, const float* delta) {
@@ -72,17 +72,17 @@ struct BackwardDq : KeyWalk<SharedStorage> {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = row_of(m, half);
-        const bool valid = row < part.q.length;
+        const bool valid = row < extent.q.length;
         float x = valid ? lse[row] : 0.f;
         if constexpr (modifies_scores) {
           // The weights are 0 of rows beyond the end, and of rows whose bias is -inf for all keys: not exp2(-inf +
           // inf).
           if (!valid || x == -JAX_FLASH_INFINITY) x = JAX_FLASH_INFINITY;
         }
-        anchors[m][half] = probability_anchor(x);
+        lse_log2[m][half] = probability_lse(x);
         deltas[m][half] = valid ? delta[row] * ds_factor : 0.f;
         if constexpr (weights_have_factor) {
-          anchors[m][half] -= log2f(rows.dropout.factor);
+          lse_log2[m][half] -= log2f(rows.dropout.factor);
           deltas[m][half] /= rows.dropout.factor;
         }
       }
@@ -92,7 +92,7 @@ struct BackwardDq : KeyWalk<SharedStorage> {
   // Sends for the first tile of keys.
   __device__ __forceinline__ void begin(int tile) { start_v(tile); }
 
-  // One tile of keys. The next one is brought meanwhile; `next` is negative when there is none.
+  // One tile of keys. The next one is loaded meanwhile; `next` is negative when there is none.
   template <bool masked>
   __device__ __forceinline__ void step(int tile, int next) {
     FragmentC ds[row_tiles][block_kv / 8] = {};
@@ -129,9 +129,9 @@ struct BackwardDq : KeyWalk<SharedStorage> {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& x = p[m][n].x[e];
-          // What is not kept is -inf, also where nothing is and the anchor is -inf.
+          // What is not kept is -inf, also where nothing is and lse is -inf.
           const bool kept = !(masked || has_mask) || x != -JAX_FLASH_INFINITY;
-          x = probability(x * scale_log2, anchors[m][e / 2]);
+          x = probability(x * scale_log2, lse_log2[m][e / 2]);
           if constexpr (masked || has_mask) x = kept ? x : 0.f;
         }
       }
@@ -141,7 +141,7 @@ struct BackwardDq : KeyWalk<SharedStorage> {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& x = ds[m][n].x[e];
-          float dp = has_unscales ? x * dp_factor : x;
+          float dp = has_descale ? x * dp_factor : x;
           if constexpr (with_dropout_rate) {
             const float factor = weights_have_factor ? 1.f : rows.dropout.factor;
             dp = is_dropped(p[m][n].x[e]) ? 0.f : dp * factor;
@@ -165,7 +165,7 @@ struct BackwardDq : KeyWalk<SharedStorage> {
     for (int m = 0; m < row_tiles; ++m) {
       if constexpr (M::direct_stores) {
         M::template store_fragments<head_dim, group, 1>(dq[m], factor, factor, to, problem.dq.row_stride, row_of(m, 0),
-                                                        part.q.stored, 0, lane);
+                                                        extent.q.stored, 0, lane);
       } else {
         // A warp's rows of Q are read by that warp alone, so they can take its rows of dQ.
         M::template put_accumulators<QTile, 1>(shared.q, warp_row + m * 16, 0, dq[m], factor, factor, lane);
@@ -174,7 +174,7 @@ struct BackwardDq : KeyWalk<SharedStorage> {
     if constexpr (!M::direct_stores) {
       __syncwarp();
       M::template store_rows<QTile, head_dim, 16 * row_tiles>(shared.q, warp_row, to, problem.dq.row_stride,
-                                                              first_row + warp_row, part.q.stored, lane);
+                                                              first_row + warp_row, extent.q.stored, lane);
     }
   }
 };

@@ -10,8 +10,8 @@ namespace jax_flash {
 constexpr bool may_start_ahead = __CUDA_ARCH__ >= 900 && !loads_take_registers;
 constexpr int most_cluster = may_start_ahead && block_q == 16 ? 8 : 1;
 
-// Before a block writes to another one that has to have begun, and to have made its gate: one arrives early, and waits
-// late. Without a release of all that was written before, for which the hardware would wait for all of it.
+// Before a block writes to another one that has to have begun, and to have made its mbarrier: a block arrives early,
+// and waits late. Relaxed: a release would make the hardware wait for all that was written before.
 JAX_FLASH_DEVICE void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;\nbarrier.cluster.arrive.relaxed;" ::: "memory");
@@ -22,24 +22,24 @@ JAX_FLASH_DEVICE void cluster_wait() {
   asm volatile("barrier.cluster.wait;" ::: "memory");
 #endif
 }
-// A gate counts the bytes that blocks give to this one, and opens when all of them are there. One thread makes it.
-JAX_FLASH_DEVICE void gate_make(u32 gate, int bytes) {
+// An mbarrier whose only phase expects the bytes that blocks send to this one. One thread makes it.
+JAX_FLASH_DEVICE void mbarrier_init_expect(u32 mbarrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "mbarrier.init.shared::cta.b64 [%0], 1;\n"
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(gate),
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(mbarrier),
       "r"(bytes)
       : "memory");
 #endif
 }
-JAX_FLASH_DEVICE void gate_wait(u32 gate) {
+JAX_FLASH_DEVICE void mbarrier_wait(u32 mbarrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n"
       "@!done bra again;\n"
-      "}" ::"r"(gate)
+      "}" ::"r"(mbarrier)
       : "memory");
 #endif
 }
@@ -51,19 +51,19 @@ JAX_FLASH_DEVICE u32 cluster_address(u32 own, int rank) {
 #endif
   return address;
 }
-// To an address of a block of the cluster, and counted by its gate.
-JAX_FLASH_DEVICE void give_pair(u32 address, u32 gate, float2 x) {
+// st.async to an address of a block of the cluster, which counts the bytes at its mbarrier.
+JAX_FLASH_DEVICE void send_pair(u32 address, u32 mbarrier, float2 x) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
-               "f"(x.x), "f"(x.y), "r"(gate)
+               "f"(x.x), "f"(x.y), "r"(mbarrier)
                : "memory");
 #endif
 }
-JAX_FLASH_DEVICE void give_four(u32 address, u32 gate, float4 x) {
+JAX_FLASH_DEVICE void send_four(u32 address, u32 mbarrier, float4 x) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
-      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(gate)
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(mbarrier)
       : "memory");
 #endif
 }

@@ -3,7 +3,7 @@
 // c + 16, c + 24, which lie in one lane of an accumulator whether rows or columns run along it.
 #pragma once
 
-#include "cuda/device/part.cuh"
+#include "cuda/device/extent.cuh"
 
 namespace jax_flash {
 
@@ -12,20 +12,20 @@ struct Dropout {
   u32 threshold;
   float factor;  // of the weights that are kept
 
-  __device__ __forceinline__ Dropout(const Problem& problem, const Part& part, int head) {
+  __device__ __forceinline__ Dropout(const Problem& problem, const Extent& extent, int head) {
     if constexpr (with_dropout_rate) {
       threshold = at_most(65535, __double2int_rd(problem.options.dropout_rate * 65536 + 0.5));
       factor = 65536.f / (65536.f - threshold);
-      enter(problem, part, head);
+      enter(problem, extent, head);
     } else {
       factor = 1.f;
     }
   }
 
-  __device__ __forceinline__ void enter(const Problem& problem, const Part& part, int head) {
+  __device__ __forceinline__ void enter(const Problem& problem, const Extent& extent, int head) {
     if constexpr (with_dropout_rate) {
-      const uint2 key =
-          reinterpret_cast<const uint2*>(problem.dropout_seeds)[static_cast<i64>(part.index) * problem.q_heads + head];
+      const uint2 key = reinterpret_cast<const uint2*>(
+          problem.dropout_seeds)[static_cast<i64>(extent.index) * problem.q_heads + head];
       key0 = key.x;
       key1 = key.y;
     }

@@ -12,20 +12,20 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
 
   Place place = place_of(problem, blockIdx.x);
-  if (packed && place.first_row >= place.part.q.stored) return;
-  const Part& part = place.part;
+  if (packed && place.first_row >= place.extent.q.stored) return;
+  const Extent& extent = place.extent;
   const int head = place.head, batch = place.batch, kv_head = place.kv_head, first_row = place.first_row;
   const int warp = threadIdx.x / 32, lane = Lanes::of(threadIdx.x);
-  const Unscales unscales = unscales_of(problem, batch, kv_head);
-  const float scale = scale_of(problem, batch) * unscales.query * unscales.key;
+  const Descale descale = descale_of(problem, batch, kv_head);
+  const float scale = scale_of(problem, batch) * descale.query * descale.key;
 
   Steps forward{
       problem,
       shared,
-      part,
-      keys_of(problem, part, batch, kv_head),
-      values_of(problem, part, batch, kv_head),
-      {problem, part, batch, head, scale},
+      extent,
+      keys_of(problem, extent, batch, kv_head),
+      values_of(problem, extent, batch, kv_head),
+      {problem, extent, batch, head, scale},
       first_row,
       warp,
       lane,
@@ -45,10 +45,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     }
   }
 
-  TileRange tiles = key_tiles_of<block_kv>(forward.rows.keep.band, part, first_row, block_q);
+  TileRange tiles = key_tiles_of<block_kv>(forward.rows.keep.band, extent, first_row, block_q);
   if (tiles.begin < tiles.end) {
-    load_tile<QTile, head_dim, threads>(shared_address(shared.q), head_of(problem.q, batch, head, part.q.first),
-                                        problem.q.row_stride, first_row, part.q.length, threadIdx.x);
+    load_tile<QTile, head_dim, threads>(shared_address(shared.q), head_of(problem.q, batch, head, extent.q.first),
+                                        problem.q.row_stride, first_row, extent.q.length, threadIdx.x);
   }
   const SegmentTiles<block_kv> segments = segments_of(problem, batch, first_row);
   segments.trim(tiles, threadIdx.x % 32);
@@ -62,12 +62,12 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   if (tile >= tiles.begin) forward.begin_tiles();
   walk(forward, tile, tiles, segments);
 
-  // Where the loop takes all registers there are, nothing else is kept in them.
+  // Where the loop takes all registers, the place and lane are re-read here rather than kept across it.
   if constexpr (loads_take_registers) {
-    place = place_of(problem, block_again());
+    place = place_of(problem, reread_block_index());
     forward.first_row = place.first_row;
-    forward.warp = thread_again() / 32;
-    forward.lane = Lanes::of(thread_again());
+    forward.warp = reread_thread_index() / 32;
+    forward.lane = Lanes::of(reread_thread_index());
   }
   forward.finish(place);
 }

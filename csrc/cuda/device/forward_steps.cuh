@@ -1,10 +1,10 @@
 // The steps of the forward over tiles of keys, for every family whose mma.cuh is included before; sm80 has its own way
-// for most calls, woven_steps.cuh.
+// for most calls, interleaved_steps.cuh.
 //
 // A block owns block_q rows of one query head; each warp owns 16 * row_tiles of them, with their accumulators in
 // registers. K and V tiles have one buffer each: V is on its way while Q K^T is computed, the next K while softmax and
-// P V are. Keys are walked from the last to the first, so that the tiles to mask come first and the bare loop has no
-// test in it.
+// P V are. Keys are walked from the last to the first, so that the tiles to mask come first and the loop over full
+// tiles has no test in it.
 #pragma once
 
 #include "cuda/device/key_walk.cuh"
@@ -21,9 +21,9 @@ using VReader = Mma::ColumnReader<VTile, group>;
 
 // V is on its way while Q K^T is computed, or where that would take the last registers, during the softmax: at head_dim
 // 64 and 128 with 8 warps (sm75) 20% slower on an H200, at 128 with 32 rows a warp (sm70) without spills.
-constexpr int registers_for_v = block_kv * parts * tile_value_head_dim / (2 * threads);
+constexpr int registers_for_v = block_kv * limbs * tile_value_head_dim / (2 * threads);
 constexpr bool early_v =
-    !loads_take_registers || (parts == 1 && row_tiles * (tile_value_head_dim + block_kv) / 2 + registers_for_v <= 150);
+    !loads_take_registers || (limbs == 1 && row_tiles * (tile_value_head_dim + block_kv) / 2 + registers_for_v <= 150);
 
 // A row's maximum is replaced only when it is outgrown, and weights are computed where the product needs them, 16 keys
 // at a time: at head_dim 128 391 TFLOP/s in place of 364, and at 64 with 128 keys 353 in place of 337, for want of
@@ -38,7 +38,7 @@ struct SharedStorage {
   char v[VTile::bytes];
 };
 
-extern "C" __constant__ LaunchFacts jax_flash_forward_facts = {
+extern "C" __constant__ KernelTraits jax_flash_forward_traits = {
     .threads = threads,
     .block_rows = block_q,
     .shared_bytes = sizeof(SharedStorage),
@@ -63,7 +63,7 @@ struct Forward : KeyWalk<SharedStorage> {
   __device__ __forceinline__ void begin_rows() {}
   __device__ __forceinline__ void begin_tiles() {}
 
-  // One tile of keys. The next one is brought meanwhile; `next` is negative when there is none.
+  // One tile of keys. The next one is loaded meanwhile; `next` is negative when there is none.
   template <bool masked>
   __device__ __forceinline__ void step(int tile, int next) {
     FragmentC scores[row_tiles][block_kv / 8] = {};
@@ -74,8 +74,8 @@ struct Forward : KeyWalk<SharedStorage> {
     if constexpr (early_v) start_v<!masked>(tile);
 
     if constexpr (!early_v) {
-      q_reader.first = fresh(q_reader.first);
-      k_reader.first = fresh(k_reader.first);
+      q_reader.first = opaque(q_reader.first);
+      k_reader.first = opaque(k_reader.first);
     }
     Mma::multiply_rows<head_dim>(scores, q_reader, k_reader);
     if constexpr (early_v) change_tiles<!masked>(next);
@@ -109,12 +109,12 @@ struct Forward : KeyWalk<SharedStorage> {
     // Sixteen keys become weights, which join the row's total.
     auto weigh = [&](int m, int half, int kk) {
       RowStatistics& row = statistics[m][half];
-      const float anchor = row.anchor(scale_log2);
+      const float scaled_max = row.scaled_max(scale_log2);
 #pragma unroll
       for (int n = 2 * kk; n < 2 * kk + 2; ++n) {
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          scores[m][n].x[e] = exp2_approx(scores[m][n].x[e] * scale_log2 - anchor);
+          scores[m][n].x[e] = exp2_approx(scores[m][n].x[e] * scale_log2 - scaled_max);
           row.total += scores[m][n].x[e];
         }
       }
@@ -166,16 +166,16 @@ struct Forward : KeyWalk<SharedStorage> {
           }
           return Mma::operand(scores[m], kk);
         },
-        VReader(early_v ? v_tile : fresh(v_tile), lane));
+        VReader(early_v ? v_tile : opaque(v_tile), lane));
   }
 
   // A template, so that families that store from registers need none of the way through shared memory.
   template <typename M = Mma>
   __device__ __forceinline__ void finish(const Place& place) {
-    Result* out_head = result_of(problem.out, place.batch, place.head, part.q.first);
+    Result* out_head = result_of(problem.out, place.batch, place.head, extent.q.first);
     float* lse = static_cast<float*>(problem.lse) +
-                 (static_cast<i64>(place.batch) * problem.q_heads + place.head) * problem.q_length + part.q.first;
-    const float sink = place.sink(problem), unscale = unscales_of(problem, place.batch, place.kv_head).value;
+                 (static_cast<i64>(place.batch) * problem.q_heads + place.head) * problem.q_length + extent.q.first;
+    const float sink = place.sink(problem), descale = descale_of(problem, place.batch, place.kv_head).value;
     const int warp_row = warp * row_tiles * 16;
     if constexpr (!M::direct_stores && tile_head_dim != tile_value_head_dim) {
       __syncthreads();  // rows of out lie elsewhere than those of Q
@@ -187,18 +187,18 @@ struct Forward : KeyWalk<SharedStorage> {
       for (int half = 0; half < 2; ++half) {
         RowStatistics& row = statistics[m][half];
         row.total = quad_sum(row.total);
-        inverse[half] = row.total == 0.f ? 0.f : rows.dropout.factor * unscale / row.total;
+        inverse[half] = row.total == 0.f ? 0.f : rows.dropout.factor * descale / row.total;
         const int t = row_of(m, half);
         float row_lse = row.lse(scale_log2);
-        if (has_q_lengths && t >= part.q.length) {
+        if (has_q_lengths && t >= extent.q.length) {
           inverse[half] = 0.f;
           row_lse = sink;
         }
-        if (lane % 4 == 0 && t < part.q.stored) lse[t] = row_lse;
+        if (lane % 4 == 0 && t < extent.q.stored) lse[t] = row_lse;
       }
       if constexpr (M::direct_stores) {
         M::template store_fragments<value_head_dim, group, 1>(
-            out[m], inverse[0], inverse[1], out_head, problem.out.row_stride, row_of(m, 0), part.q.stored, 0, lane);
+            out[m], inverse[0], inverse[1], out_head, problem.out.row_stride, row_of(m, 0), extent.q.stored, 0, lane);
       } else {
         // A warp's rows of Q are read by that warp alone, so they can take its rows of out.
         M::template put_accumulators<OutTile, 1>(shared.q, warp_row + m * 16, 0, out[m], inverse[0], inverse[1], lane);
@@ -207,7 +207,7 @@ struct Forward : KeyWalk<SharedStorage> {
     if constexpr (!M::direct_stores) {
       __syncwarp();
       M::template store_rows<OutTile, value_head_dim, 16 * row_tiles>(
-          shared.q, warp_row, out_head, problem.out.row_stride, first_row + warp_row, part.q.stored, lane);
+          shared.q, warp_row, out_head, problem.out.row_stride, first_row + warp_row, extent.q.stored, lane);
     }
   }
 };

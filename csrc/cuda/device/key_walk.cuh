@@ -1,9 +1,9 @@
 // What passes share whose blocks own block_q rows of one query head and walk over the keys, block_kv at a time, for
 // every family whose mma.cuh is included before. K and V tiles have one buffer each. Keys are walked from the last to
-// the first, so that the tiles to mask come first and the bare loop has no test in it.
+// the first, so that the tiles to mask come first and the loop over full tiles has no test in it.
 #pragma once
 
-#include "cuda/device/again.cuh"
+#include "cuda/device/opaque.cuh"
 #include "cuda/device/schedule.cuh"
 #include "cuda/device/score_rows.cuh"
 
@@ -11,12 +11,12 @@ namespace jax_flash {
 
 constexpr int threads = 32 * warps;
 constexpr int row_tiles = block_q / (16 * warps);  // m16 tiles of a warp
-using QTile = Tile<block_q, parts * tile_head_dim>;
-using KTile = Tile<block_kv, parts * tile_head_dim>;
-using VTile = Tile<block_kv, parts * tile_value_head_dim>;
+using QTile = Tile<block_q, limbs * tile_head_dim>;
+using KTile = Tile<block_kv, limbs * tile_head_dim>;
+using VTile = Tile<block_kv, limbs * tile_value_head_dim>;
 using KLoad = TileLoad<KTile, head_dim, threads>;
 using VLoad = TileLoad<VTile, value_head_dim, threads>;
-// With these the tiles to visit, or the bare ones among them, are not one range up to the end.
+// With these the tiles to visit, or the full tiles among them, are not one range up to the end.
 constexpr bool irregular = bounded_left || in_segments;
 
 // The state of a walk; `Shared` holds what is in shared memory, k and v among it.
@@ -24,7 +24,7 @@ template <typename Shared>
 struct KeyWalk {
   const Problem& problem;
   Shared& shared;
-  const Part& part;
+  const Extent& extent;
   const Element* k;
   const Element* v;
   ScoreRows rows;
@@ -37,13 +37,13 @@ struct KeyWalk {
   // `whole` when all keys of the tile are there.
   template <bool whole = false>
   __device__ __forceinline__ void start_k(int tile) {
-    k_load.template start<whole>(shared_address(shared.k), k, problem.k.row_stride, tile * block_kv, part.kv.length,
+    k_load.template start<whole>(shared_address(shared.k), k, problem.k.row_stride, tile * block_kv, extent.kv.length,
                                  threadIdx.x);
     copies_commit();
   }
   template <bool whole = false>
   __device__ __forceinline__ void start_v(int tile) {
-    v_load.template start<whole>(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, part.kv.length,
+    v_load.template start<whole>(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, extent.kv.length,
                                  threadIdx.x);
     copies_commit();
   }
@@ -53,11 +53,11 @@ struct KeyWalk {
   }
 };
 
-JAX_FLASH_DEVICE const Element* keys_of(const Problem& problem, const Part& part, int batch, int kv_head) {
-  return KLoad::base(head_of(problem.k, batch, kv_head, part.kv.first), problem.k.row_stride, threadIdx.x);
+JAX_FLASH_DEVICE const Element* keys_of(const Problem& problem, const Extent& extent, int batch, int kv_head) {
+  return KLoad::base(head_of(problem.k, batch, kv_head, extent.kv.first), problem.k.row_stride, threadIdx.x);
 }
-JAX_FLASH_DEVICE const Element* values_of(const Problem& problem, const Part& part, int batch, int kv_head) {
-  return VLoad::base(head_of(problem.v, batch, kv_head, part.kv.first), problem.v.row_stride, threadIdx.x);
+JAX_FLASH_DEVICE const Element* values_of(const Problem& problem, const Extent& extent, int batch, int kv_head) {
+  return VLoad::base(head_of(problem.v, batch, kv_head, extent.kv.first), problem.v.row_stride, threadIdx.x);
 }
 
 // The tiles of keys whose segments those of the block's rows meet.
@@ -74,9 +74,9 @@ JAX_FLASH_DEVICE void walk(Steps& steps, int tile, const TileRange& tiles, const
     while (tile >= tiles.begin) {
       int next = tile - 1;
       while (next >= tiles.begin && !segments.visits(next)) --next;
-      const bool bare = tiles.bare(tile) && segments.uniform(tile);
+      const bool full = tiles.is_full(tile) && segments.uniform(tile);
       const int wanted = next >= tiles.begin ? next : -1;
-      if (bare) {
+      if (full) {
         steps.template step<false>(tile, wanted);
       } else {
         steps.template step<true>(tile, wanted);
@@ -84,7 +84,7 @@ JAX_FLASH_DEVICE void walk(Steps& steps, int tile, const TileRange& tiles, const
       tile = next;
     }
   } else {
-    for (; tile >= tiles.bare_end; --tile) steps.template step<true>(tile, tile - 1);
+    for (; tile >= tiles.full_end; --tile) steps.template step<true>(tile, tile - 1);
     for (; tile >= 0; --tile) steps.template step<false>(tile, tile - 1);
   }
 }

@@ -2,7 +2,7 @@
 // keep every pair are not tested; and pair by pair for the tiles between.
 #pragma once
 
-#include "cuda/device/part.cuh"
+#include "cuda/device/extent.cuh"
 
 namespace jax_flash {
 
@@ -22,12 +22,12 @@ JAX_FLASH_DEVICE int clamped(i64 bound, const Problem& problem) {
   return static_cast<int>(at_most<i64>(at_least<i64>(bound, -problem.q_length), problem.kv_length));
 }
 
-JAX_FLASH_DEVICE Band band_of(const Problem& problem, const Part& part) {
+JAX_FLASH_DEVICE Band band_of(const Problem& problem, const Extent& extent) {
   if constexpr (!bounded_left && !bounded_right) return {0, 0};
-  const i64 offset = has_q_offset ? problem.q_offset[part.index] : 0;
+  const i64 offset = has_q_offset ? problem.q_offset[extent.index] : 0;
   if constexpr (has_window_bounds) {
     constexpr int unlimited = 0x7fffffff;
-    const int2 sides = reinterpret_cast<const int2*>(problem.window_bounds)[part.batch];
+    const int2 sides = reinterpret_cast<const int2*>(problem.window_bounds)[extent.batch];
     const int low = sides.x == unlimited ? -problem.q_length : clamped(offset - sides.x, problem);
     const i64 right = option_causal ? at_most(sides.y, 0) : sides.y;
     const int high = right == unlimited ? problem.kv_length : clamped(offset + right, problem);
@@ -43,42 +43,42 @@ JAX_FLASH_DEVICE bool in_band(const Band& band, int row, int column) {
   return (!bounded_left || column >= row + band.low) && (!bounded_right || column <= row + band.high);
 }
 
-// Tiles [begin, end) hold all pairs that are kept; those of [bare_begin, bare_end) keep all their pairs, as far as
+// Tiles [begin, end) hold all pairs that are kept; those of [full_begin, full_end) keep all their pairs, as far as
 // `mask` and the segments let them. Every range is canonical, 0 <= begin <= end <= tiles, the empty ones too, so that
-// it may be walked from either end, trimmed, and its tiles counted. The bare tiles are some of it, or none: then
-// bare_begin and bare_end may be anything with bare_begin >= bare_end.
+// it may be walked from either end, trimmed, and its tiles counted. The full tiles are some of it, or none: then
+// full_begin and full_end may be anything with full_begin >= full_end.
 struct TileRange {
   int begin;
   int end;
-  int bare_begin;
-  int bare_end;
+  int full_begin;
+  int full_end;
 
-  __device__ __forceinline__ bool bare(int tile) const { return tile >= bare_begin && tile < bare_end; }
+  __device__ __forceinline__ bool is_full(int tile) const { return tile >= full_begin && tile < full_end; }
   __device__ __forceinline__ bool canonical(int tiles) const {
     return 0 <= begin && begin <= end && end <= tiles &&
-           (bare_begin >= bare_end || (begin <= bare_begin && bare_end <= end));
+           (full_begin >= full_end || (begin <= full_begin && full_end <= end));
   }
 };
 
-// Tiles of the positions [first_any, last_any], the bare ones inside [first_all, last_all], all in [0, length). Unless
+// Tiles of the positions [first_any, last_any], the full tiles inside [first_all, last_all], all in [0, length). Unless
 // it `starts_at_0`, as the compiler doesn't find out, the first position may lie beyond the last and beyond the length.
 template <int tile, bool starts_at_0>
 JAX_FLASH_DEVICE TileRange tile_range(int first_any, int last_any, int first_all, int last_all, int length) {
   const int begin = at_least(0, first_any) / tile;
   const int end = ceil_div(at_least(0, at_most(length, last_any + 1)), tile);
-  const int bare_begin = ceil_div(at_least(0, first_all), tile);
-  const int bare_end = at_least(0, at_most(length, last_all + 1)) / tile;
-  const TileRange range{starts_at_0 ? 0 : at_most(begin, end), end, bare_begin, bare_end};
+  const int full_begin = ceil_div(at_least(0, first_all), tile);
+  const int full_end = at_least(0, at_most(length, last_all + 1)) / tile;
+  const TileRange range{starts_at_0 ? 0 : at_most(begin, end), end, full_begin, full_end};
   JAX_FLASH_ASSERT(range.canonical(ceil_div(at_least(0, length), tile)), "a range of tiles that is not canonical");
   return range;
 }
 
 // For rows [row, row + rows).
 template <int tile>
-JAX_FLASH_DEVICE TileRange key_tiles_of(const Band& band, const Part& part, int row, int rows) {
-  const int last_row = at_most(row + rows, part.q.length) - 1;
+JAX_FLASH_DEVICE TileRange key_tiles_of(const Band& band, const Extent& extent, int row, int rows) {
+  const int last_row = at_most(row + rows, extent.q.length) - 1;
   if (last_row < row) return {0, 0, 0, 0};
-  const int length = part.kv.length;
+  const int length = extent.kv.length;
   return tile_range<tile, !bounded_left>(
       bounded_left ? row + band.low : 0, bounded_right ? last_row + band.high : length - 1,
       bounded_left ? last_row + band.low : 0, bounded_right ? row + band.high : length - 1, length);
@@ -86,17 +86,17 @@ JAX_FLASH_DEVICE TileRange key_tiles_of(const Band& band, const Part& part, int 
 
 // For keys [column, column + columns). Keys beyond the end are masked against every row.
 template <int tile>
-JAX_FLASH_DEVICE TileRange row_tiles_of(const Band& band, const Part& part, int column, int columns) {
-  const int length = part.q.length;
-  const int last_column = at_most(column + columns, part.kv.length) - 1;
+JAX_FLASH_DEVICE TileRange row_tiles_of(const Band& band, const Extent& extent, int column, int columns) {
+  const int length = extent.q.length;
+  const int last_column = at_most(column + columns, extent.kv.length) - 1;
   if (last_column < column) return {0, 0, 0, 0};
   const int end = column + columns - 1;
   TileRange range = tile_range<tile, !bounded_right>(
       bounded_right ? column - band.high : 0, bounded_left ? last_column - band.low : length - 1,
       bounded_right ? end - band.high : 0, bounded_left ? column - band.low : length - 1, length);
   // Rows beyond the end add nothing to any sum.
-  if (!bounded_left) range.bare_end = range.end;
-  if (end >= part.kv.length) range.bare_begin = range.bare_end = range.end;
+  if (!bounded_left) range.full_end = range.end;
+  if (end >= extent.kv.length) range.full_begin = range.full_end = range.end;
   JAX_FLASH_ASSERT(range.canonical(ceil_div(length, tile)), "a range of tiles that is not canonical");
   return range;
 }
@@ -172,27 +172,27 @@ struct SegmentTiles {
   }
 };
 
-// The test of single pairs but for `mask`; row and column count within the part.
+// The test of single pairs but for `mask`; row and column count within the extent.
 struct Keep {
   const Problem& problem;
-  const Part& part;
+  const Extent& extent;
   Band band;
 
   __device__ __forceinline__ bool operator()(int row, int column) const {
-    bool kept = column < part.kv.length && in_band(band, row, column);
+    bool kept = column < extent.kv.length && in_band(band, row, column);
     if constexpr (in_segments) kept &= in_segment(row, column);  // read always: a branch for each would cost registers
     return kept;
   }
   // The keys that a row keeps as far as segments let it are one range, from `first` to `last`.
   __device__ __forceinline__ int first(int row) const { return bounded_left ? row + band.low : 0; }
   __device__ __forceinline__ int last(int row) const {
-    return bounded_right ? at_most(row + band.high, part.kv.length - 1) : part.kv.length - 1;
+    return bounded_right ? at_most(row + band.high, extent.kv.length - 1) : extent.kv.length - 1;
   }
   __device__ __forceinline__ bool in_segment(int row, int column) const {
     if constexpr (!in_segments) return true;
     const int q_rows = at_most(row, problem.q_length - 1), keys = at_most(column, problem.kv_length - 1);
-    return problem.q_segment_ids[static_cast<i64>(part.batch) * problem.q_length + q_rows] ==
-           problem.kv_segment_ids[static_cast<i64>(part.batch) * problem.kv_length + keys];
+    return problem.q_segment_ids[static_cast<i64>(extent.batch) * problem.q_length + q_rows] ==
+           problem.kv_segment_ids[static_cast<i64>(extent.batch) * problem.kv_length + keys];
   }
 };
 

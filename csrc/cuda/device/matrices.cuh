@@ -1,4 +1,4 @@
-// Products of 16-bit elements where there is ldmatrix, from compute capability 7.5 on. The family's mma.cuh brings
+// MMAs of 16-bit elements where there is ldmatrix, from compute capability 7.5 on. The family's mma.cuh defines
 // multiply_16bit() and pack().
 #pragma once
 
@@ -52,7 +52,7 @@ struct Matrices {
   using FragmentB = Matrix4;  // of two n8
   static constexpr int most_steps = steps;
   // Results pass through shared memory, for stores of 16 bytes, unless they are float32.
-  static constexpr bool direct_stores = has_unscales;
+  static constexpr bool direct_stores = has_descale;
 
   // How the rows of a tile [m, k] or [n, k] are read.
   template <typename T>
@@ -80,7 +80,7 @@ struct Matrices {
     multiply_16bit(c[1], a, b.x[2], b.x[3]);
   }
 
-  // How many columns of a tile [k, n] one load brings. The accumulators of a warp are whole groups of columns.
+  // How many columns of a tile [k, n] one load reads. The accumulators of a warp are whole groups of columns.
   static __host__ __device__ constexpr int group(int columns, int warps_that_share) { return 16; }
 
   // The column of a lane's first of the n-th accumulators of out.
@@ -103,14 +103,14 @@ struct Matrices {
     return b;
   }
 
-  // to(m) += A Y for a group of columns and 16 k, of part `a_part` of A and `y_part` of Y.
+  // to(m) += A Y for a group of columns and 16 k, of limb `a_limb` of A and `y_limb` of Y.
   template <int m_tiles, typename To, typename A, typename T, int group>
   static __device__ __forceinline__ void multiply_group(const To& to, const A (&a)[m_tiles],
-                                                        const ColumnReader<T, group>& y, int kk, int n, int a_part,
-                                                        int y_part) {
-    const FragmentB b = load_columns(y, kk, n + y_part * (T::columns / parts / group));
+                                                        const ColumnReader<T, group>& y, int kk, int n, int a_limb,
+                                                        int y_limb) {
+    const FragmentB b = load_columns(y, kk, n + y_limb * (T::columns / limbs / group));
 #pragma unroll
-    for (int m = 0; m < m_tiles; ++m) multiply(to(m), a[m].part[a_part], b);
+    for (int m = 0; m < m_tiles; ++m) multiply(to(m), a[m].limb[a_limb], b);
   }
 
   // A of the accumulators of 16 columns.

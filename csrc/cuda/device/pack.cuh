@@ -1,4 +1,4 @@
-// Two floats to two 16-bit elements, by the instruction that compute capability 8.0 brought.
+// Two floats to two 16-bit elements, by the instruction that compute capability 8.0 introduced.
 #pragma once
 
 #include "cuda/device/prelude.cuh"

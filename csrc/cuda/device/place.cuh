@@ -7,7 +7,7 @@ namespace jax_flash {
 
 // Rows of query that are worked on together, of one head.
 struct Place {
-  Part part;
+  Extent extent;
   int batch, head, kv_head;
   int first_row;
 
@@ -22,9 +22,9 @@ JAX_FLASH_DEVICE Place place_of(const Problem& problem, int item) {
   const int row_blocks = blocks_of(problem, problem.q_length, block_q);
   const Work work = work_of<grid>(item, row_blocks, problem.q_heads, problem.batch, problem.kv_length);
   int row_block = option_causal ? row_blocks - 1 - work.block : work.block;
-  const int document = document_of(problem, problem.cu_q_lengths, work.batch, block_q, row_block);
+  const int sequence = sequence_of(problem, problem.cu_q_lengths, work.batch, block_q, row_block);
   const int kv_head = work.head / (problem.q_heads / problem.kv_heads);
-  return {part_of(problem, work.batch, document), work.batch, work.head, kv_head, row_block * block_q};
+  return {extent_of(problem, work.batch, sequence), work.batch, work.head, kv_head, row_block * block_q};
 }
 
 }  // namespace jax_flash

@@ -10,7 +10,7 @@
 #pragma once
 
 #include "cuda/device/arithmetic.cuh"
-#include "cuda/launch_facts.h"
+#include "cuda/kernel_traits.h"
 #include "layout.h"
 #include "problem.h"
 
@@ -32,12 +32,12 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 #define JAX_FLASH_INFINITY __int_as_float(0x7f800000)
 
-// Of how many float16 arrays a float32 one is the sum: two where its accuracy is kept (products.cuh).
-constexpr int parts = option_highest_precision ? 2 : 1;
+// A float32 array comes as the sum of so many float16 limbs: two where its accuracy is kept (products.cuh).
+constexpr int limbs = option_highest_precision ? 2 : 1;
 
-// head_dim as the tiles hold it: the columns beyond head_dim are zeros. A second part begins on a line of 128 bytes:
+// head_dim as the tiles hold it: the columns beyond head_dim are zeros. A second limb begins on a line of 128 bytes:
 // where warps share columns, its addresses are an exclusive or away too.
-__host__ __device__ constexpr int tile_columns(int columns) { return round_up(columns, parts == 2 ? 64 : column_step); }
+__host__ __device__ constexpr int tile_columns(int columns) { return round_up(columns, limbs == 2 ? 64 : column_step); }
 constexpr int tile_head_dim = tile_columns(head_dim);
 constexpr int tile_value_head_dim = tile_columns(value_head_dim);
 
@@ -51,10 +51,10 @@ struct Select<false, A, B> {
 };
 
 // What arrays and tiles are made of; f16 and bf16 are told apart only where they are computed with.
-static_assert(dtype == DType::f16 || dtype == DType::bf16, "float32 comes as float16 with unscales");
+static_assert(dtype == DType::f16 || dtype == DType::bf16, "float32 comes as float16 with descale");
 using Element = u16;
 constexpr int chunk_elements = 16 / sizeof(Element);  // in 16 bytes
-using Result = Select<has_unscales, float, Element>::type;
+using Result = Select<has_descale, float, Element>::type;
 // A float in global memory that blocks add to, in any order.
 struct CommonSum {
   float sum;
@@ -90,30 +90,31 @@ JAX_FLASH_DEVICE float scale_of(const Problem& problem, int batch) {
 }
 
 // What undoes the scales of arrays that stand for float32 ones, and the scale of dS; powers of two, of a key head.
-struct Unscales {
+struct Descale {
   float query, key, value, dout, ds;
 };
-JAX_FLASH_DEVICE Unscales unscales_of(const Problem& problem, int batch, int kv_head) {
-  if constexpr (!has_unscales) return {1.f, 1.f, 1.f, 1.f, 1.f};
-  const float* x = problem.unscales + (static_cast<i64>(batch) * problem.kv_heads + kv_head) * 5;
+JAX_FLASH_DEVICE Descale descale_of(const Problem& problem, int batch, int kv_head) {
+  if constexpr (!has_descale) return {1.f, 1.f, 1.f, 1.f, 1.f};
+  const float* x = problem.descale + (static_cast<i64>(batch) * problem.kv_heads + kv_head) * 5;
   return {x[0], x[1], x[2], x[3], x[4]};
 }
 
 // Forward, weights are at most 2^weight_bits, against the row's maximum so far: in float16 those of many keys would
 // else be too small to be noticed. More bits would cost lse digits, whose exponents they join: with 15 that of a row
 // with one key was wrong by 5e-7.
-constexpr float weight_bits = has_unscales ? 7.f : 0.f;
-constexpr float weight_unit = has_unscales ? 0x1p-7f : 1.f;
+constexpr float weight_bits = has_descale ? 7.f : 0.f;
+constexpr float weight_unit = has_descale ? 0x1p-7f : 1.f;
 
 // Backward, where they are against the whole sum, they are 2^15 of themselves.
-constexpr float probability_unit = has_unscales ? 0x1p-15f : 1.f;
-// What is subtracted from logits before exp2. Of arrays in two parts the exponent has no place for another summand.
-JAX_FLASH_DEVICE float probability_anchor(float lse) {
-  return has_unscales && parts == 1 ? lse * kLog2e - 15.f : lse * kLog2e;
+constexpr float probability_unit = has_descale ? 0x1p-15f : 1.f;
+// lse as it is subtracted from logits before exp2: in units of log2, and less what probability_unit undoes. With two
+// limbs the exponent has no place for another summand, so probability() multiplies instead.
+JAX_FLASH_DEVICE float probability_lse(float lse) {
+  return has_descale && limbs == 1 ? lse * kLog2e - 15.f : lse * kLog2e;
 }
-JAX_FLASH_DEVICE float probability(float logit, float anchor) {
-  const float x = exp2_approx(logit - anchor);
-  return parts == 1 ? x : x * 0x1p15f;
+JAX_FLASH_DEVICE float probability(float logit, float lse_log2) {
+  const float x = exp2_approx(logit - lse_log2);
+  return limbs == 1 ? x : x * 0x1p15f;
 }
 
 }  // namespace jax_flash

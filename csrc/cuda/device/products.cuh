@@ -1,6 +1,6 @@
 // Products of tiles and accumulators out of a family's instructions.
 //
-// float32 at float32's accuracy comes as arrays of two float16 parts, x = high + low, which a tile holds side by side.
+// float32 at float32's accuracy comes as arrays of two float16 limbs, x = high + low, which a tile holds side by side.
 // Three products make one: high x high, low x high and high x low. Tensor cores cut off when they add, and all errors
 // have one sign: so of the main terms only some are added up in a row and then, by float32 additions, to the rest, and
 // the small ones apart from them.
@@ -18,10 +18,10 @@ struct Products : Family {
   static constexpr int depth = 16;  // of k, in one step
 
   // Steps whose terms are added up in a row.
-  static constexpr int most_steps = parts == 2 ? 4 : Family::most_steps;
+  static constexpr int most_steps = limbs == 2 ? 4 : Family::most_steps;
 
   struct OperandA {
-    FragmentA part[parts];
+    FragmentA limb[limbs];
   };
 
   // Volatile, so that it stays where it stands: the compiler would put all of them off to the end of a product, with
@@ -36,32 +36,32 @@ struct Products : Family {
             typename Y>
   static __device__ __forceinline__ void multiply_rows(FragmentC (&c)[m_tiles][n_tiles], const Reader<X>& x,
                                                        const Reader<Y>& y) {
-    constexpr int steps = ceil_div(k, depth), x_part = X::columns / parts / depth, y_part = Y::columns / parts / depth;
-    constexpr bool directly = parts == 1 && steps <= most_steps;
+    constexpr int steps = ceil_div(k, depth), x_limb = X::columns / limbs / depth, y_limb = Y::columns / limbs / depth;
+    constexpr bool directly = limbs == 1 && steps <= most_steps;
     // Unrolled whole, the assembler reads so much ahead that it spills (sm_75, head_dim 256: 264 bytes).
-    constexpr int unrolled = at_most(most_unrolled, parts == 1 && steps % most_steps == 0 ? most_steps : steps);
-    FragmentC sum[directly ? 1 : m_tiles][n_tiles] = {}, low[parts == 1 ? 1 : m_tiles][n_tiles] = {};
+    constexpr int unrolled = at_most(most_unrolled, limbs == 1 && steps % most_steps == 0 ? most_steps : steps);
+    FragmentC sum[directly ? 1 : m_tiles][n_tiles] = {}, low[limbs == 1 ? 1 : m_tiles][n_tiles] = {};
 #pragma unroll unrolled
     for (int kk = 0; kk < steps; ++kk) {
       OperandA a[m_tiles];
 #pragma unroll
       for (int m = 0; m < m_tiles; ++m) {
 #pragma unroll
-        for (int p = 0; p < parts; ++p) a[m].part[p] = Family::load_a(x, 16 * m, kk + p * x_part);
+        for (int p = 0; p < limbs; ++p) a[m].limb[p] = Family::load_a(x, 16 * m, kk + p * x_limb);
       }
 #pragma unroll
       for (int n = 0; n < n_tiles; n += 2) {
-        FragmentB b[parts];
+        FragmentB b[limbs];
 #pragma unroll
-        for (int p = 0; p < parts; ++p) b[p] = Family::load_b(y, 8 * n, kk + p * y_part);
+        for (int p = 0; p < limbs; ++p) b[p] = Family::load_b(y, 8 * n, kk + p * y_limb);
 #pragma unroll
         for (int m = 0; m < m_tiles; ++m) {
           FragmentC* to = directly ? &c[m][n] : &sum[directly ? 0 : m][n];
-          if constexpr (parts == 2) {
-            Family::multiply(&low[m][n], a[m].part[1], b[0]);
-            Family::multiply(&low[m][n], a[m].part[0], b[1]);
+          if constexpr (limbs == 2) {
+            Family::multiply(&low[m][n], a[m].limb[1], b[0]);
+            Family::multiply(&low[m][n], a[m].limb[0], b[1]);
           }
-          Family::multiply(to, a[m].part[0], b[0]);
+          Family::multiply(to, a[m].limb[0], b[0]);
         }
       }
       if constexpr (!directly) {
@@ -72,7 +72,7 @@ struct Products : Family {
             for (int n = 0; n < n_tiles; ++n) {
               add(c[m][n], sum[m][n]);
               sum[m][n] = {};
-              if constexpr (parts == 2) {
+              if constexpr (limbs == 2) {
                 if (kk == steps - 1) add(c[m][n], low[m][n]);
               }
             }
@@ -88,9 +88,9 @@ struct Products : Family {
             typename T, int group>
   static __device__ __forceinline__ void multiply_columns(FragmentC (&c)[m_tiles][n_tiles], const A& a_of,
                                                           const Reader<T, group>& y) {
-    constexpr int groups = T::columns / parts / group, own_groups = n_tiles * 8 / group, wide = group / 8;
+    constexpr int groups = T::columns / limbs / group, own_groups = n_tiles * 8 / group, wide = group / 8;
     constexpr int steps = k / depth;
-    if constexpr (parts == 1) {
+    if constexpr (limbs == 1) {
 #pragma unroll
       for (int kk = 0; kk < steps; ++kk) {
         OperandA a[m_tiles];
@@ -136,13 +136,13 @@ struct Products : Family {
   template <int n>
   static __device__ __forceinline__ OperandA operand(const FragmentC (&c)[n], int kk) {
     OperandA a;
-    a.part[0] = Family::fragment(c[2 * kk], c[2 * kk + 1]);
-    if constexpr (parts == 2) a.part[1] = Family::fragment(low_part(c[2 * kk]), low_part(c[2 * kk + 1]));
+    a.limb[0] = Family::fragment(c[2 * kk], c[2 * kk + 1]);
+    if constexpr (limbs == 2) a.limb[1] = Family::fragment(low_limb(c[2 * kk]), low_limb(c[2 * kk + 1]));
     return a;
   }
 
   // What float16 leaves of accumulators.
-  static __device__ __forceinline__ FragmentC low_part(const FragmentC& c) {
+  static __device__ __forceinline__ FragmentC low_limb(const FragmentC& c) {
     FragmentC low;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -156,17 +156,17 @@ struct Products : Family {
   // P^T or dS^T of a block, in shared memory.
   template <int keys, int rows>
   struct Scores {
-    using T = Tile<keys, parts * rows>;
+    using T = Tile<keys, limbs * rows>;
     static constexpr int bytes = T::bytes;
 
     // The accumulators of 16 keys and of the rows from `row` on.
     template <int n>
     static __device__ __forceinline__ void put(char* tile, int key, int row, const FragmentC (&c)[n], int lane) {
       Family::template put<T>(tile, key, row, c, lane);
-      if constexpr (parts == 2) {
+      if constexpr (limbs == 2) {
         FragmentC low[n];
 #pragma unroll
-        for (int i = 0; i < n; ++i) low[i] = low_part(c[i]);
+        for (int i = 0; i < n; ++i) low[i] = low_limb(c[i]);
         Family::template put<T>(tile, key, rows + row, low, lane);
       }
     }
@@ -178,12 +178,12 @@ struct Products : Family {
       __device__ __forceinline__ OperandA operator()(int m, int kk) const {
         OperandA a;
 #pragma unroll
-        for (int p = 0; p < parts; ++p) a.part[p] = reader(m, kk + p * (rows / depth));
+        for (int p = 0; p < limbs; ++p) a.limb[p] = reader(m, kk + p * (rows / depth));
         return a;
       }
     };
 
-    // Reads [rows, keys] as A: of the 16 rows `first` + m * `step`, counted in 16. Of one part.
+    // Reads [rows, keys] as A: of the 16 rows `first` + m * `step`, counted in 16. Of one limb.
     template <int step>
     struct ByRow {
       typename Family::template RowReader<T> reader;

@@ -21,13 +21,13 @@ JAX_FLASH_DEVICE uint4 load_chunk(const void* from) {
 }
 
 // Rows [first, first + T::rows) of one head on their way into a tile; rows from `length` on become zeros, and so do the
-// columns from `columns` on. Of arrays in two parts a row has the columns of one and then of the other. The code
+// columns from `columns` on. A row of two limbs has the columns of one and then of the other. The code
 // is as long as there are registers, with `short_code` too.
 template <typename T, int columns, int threads, bool short_code = false>
 struct TileLoad : ThreadRows<T, threads> {
   using Rows = ThreadRows<T, threads>;
   using Rows::chunk_of, Rows::in_tile, Rows::pass_rows, Rows::passes, Rows::row_chunks, Rows::row_of, Rows::row_threads;
-  static constexpr int filled = columns / chunk_elements, part_chunks = T::chunks / parts;
+  static constexpr int filled = columns / chunk_elements, limb_chunks = T::chunks / limbs;
 
   uint4 chunks[passes][row_chunks];
 
@@ -43,12 +43,12 @@ struct TileLoad : ThreadRows<T, threads> {
   static __device__ __forceinline__ void fetch(uint4 (&to)[row_chunks], const Element* from, bool valid, int thread) {
 #pragma unroll
     for (int j = 0; j < row_chunks; ++j) {
-      const int chunk = j * row_threads + chunk_of(thread), part = parts == 1 ? 0 : chunk / part_chunks;
-      const bool full = filled == part_chunks || (parts == 1 && (j + 1) * row_threads <= filled) ||
-                        chunk - part * part_chunks < filled;
+      const int chunk = j * row_threads + chunk_of(thread), limb = limbs == 1 ? 0 : chunk / limb_chunks;
+      const bool full = filled == limb_chunks || (limbs == 1 && (j + 1) * row_threads <= filled) ||
+                        chunk - limb * limb_chunks < filled;
       to[j] = {0, 0, 0, 0};
       if (valid && full) {
-        to[j] = load_chunk(from + (j * row_threads - part * (part_chunks - filled)) * chunk_elements);
+        to[j] = load_chunk(from + (j * row_threads - limb * (limb_chunks - filled)) * chunk_elements);
       }
     }
   }

@@ -1,7 +1,7 @@
 // Which block of which head a thread block takes, in a flat grid.
 #pragma once
 
-#include "cuda/device/part.cuh"
+#include "cuda/device/extent.cuh"
 
 namespace jax_flash {
 
@@ -11,13 +11,13 @@ struct Work {
   int batch;
 };
 
-// Whether the hardware hands out blocks as others end, or as many as find room walk over the items of work.
+// Whether the hardware hands out blocks as others end, or as many as fit at once walk over the items of work.
 enum class Grid { block_an_item, persistent };
 
 // Blocks start in the order of their index. Without causal all are alike, and those of one head stand together, so that
 // they share what they read in L2. Under causal they are not: the longest, `block` 0 here, have to go first, or the
 // last of them leaves the GPU idle. So groups of heads are taken one after the other, and in a group the longest blocks
-// of all its heads first. A group is as many heads as find room in a part of L2 with the rows that each reads (`length`
+// of all its heads first. A group is as many heads as fit in a part of L2 with the rows that each reads (`length`
 // rows of two arrays). Of 4, 8, 16, 32 MB and no limit, 32 did best on an H200 (60 MB of L2): at head_dim 128 forward
 // 356 TFLOP/s at S 4096, against 325, 328, 352 and 357, and at S 1024 271 against 255, 258, 267 and 269; without groups
 // but a head after the other 324 and 252, without a limit the backward at head_dim 256 and S 1024 fell from 166 to 141.
@@ -28,12 +28,12 @@ enum class Grid { block_an_item, persistent };
 // 256).
 template <Grid grid = Grid::block_an_item>
 JAX_FLASH_DEVICE Work work_of(int index, int blocks, int heads, int batch, int length) {
-  constexpr int room = (32 << 20) / ((head_dim + value_head_dim) * sizeof(Element));  // rows of two arrays
+  constexpr int l2_rows = (32 << 20) / ((head_dim + value_head_dim) * sizeof(Element));  // rows of two arrays
   int block = index % blocks;
   int head = index / blocks;
   if (option_causal) {
     const int all = heads * batch;
-    int group = at_least(1, at_most(all, room / length));
+    int group = at_least(1, at_most(all, l2_rows / length));
     if (grid == Grid::persistent) group = ceil_div(all, 2 * ceil_div(all, 2 * group));
     const int first = index / (group * blocks) * group;
     const int members = at_most(group, all - first);

@@ -8,20 +8,20 @@
 namespace jax_flash {
 
 struct ScoreRows {
-  const Part& part;
+  const Extent& extent;
   Keep keep;
   Scores modified;
   Plane<Bias> biases;
   Plane<bool> masks;
   Dropout dropout;
 
-  __device__ __forceinline__ ScoreRows(const Problem& problem, const Part& part, int batch, int head, float scale)
-      : part(part),
-        keep{problem, part, band_of(problem, part)},
-        modified(problem, part, head, scale),
+  __device__ __forceinline__ ScoreRows(const Problem& problem, const Extent& extent, int batch, int head, float scale)
+      : extent(extent),
+        keep{problem, extent, band_of(problem, extent)},
+        modified(problem, extent, head, scale),
         biases(static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, head),
         masks(problem.mask, problem.mask_strides, batch, head),
-        dropout(problem, part, head) {}
+        dropout(problem, extent, head) {}
 
   // Scores of one row, keys `first_key` and on, become logits; those that are not kept, -inf. d logit / d (scale *
   // score) goes to `derivatives` where softcap makes it other than 1, unless that is null. Four n8 tiles at a time, or
@@ -42,8 +42,8 @@ struct ScoreRows {
       const int first = own_key + first_n * 8;
       Bias bias[together][2];
       bool mask[together][2];
-      if constexpr (has_bias) biases.read<masked>(bias, row, first, part);
-      if constexpr (has_mask) masks.read<masked>(mask, row, first, part);
+      if constexpr (has_bias) biases.read<masked>(bias, row, first, extent);
+      if constexpr (has_mask) masks.read<masked>(mask, row, first, extent);
 #pragma unroll
       for (int n = 0; n < together; ++n) {
 #pragma unroll

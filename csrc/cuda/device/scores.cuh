@@ -1,7 +1,7 @@
 // What is done to the scores between the product and the softmax: softcap, bias, ALiBi, in this order.
 #pragma once
 
-#include "cuda/device/part.cuh"
+#include "cuda/device/extent.cuh"
 
 namespace jax_flash {
 
@@ -32,29 +32,29 @@ struct Plane {
       : data(all + batch * s.batch + head * s.head), row_stride(s.row), column_stride(static_cast<int>(s.column)) {}
 
   // Rows and columns beyond the ends give what stands at the ends.
-  __device__ __forceinline__ const Element* row(int row, const Part& part) const {
-    const Element* from = data + at_most(row, part.q.length - 1) * row_stride;
+  __device__ __forceinline__ const Element* row(int row, const Extent& extent) const {
+    const Element* from = data + at_most(row, extent.q.length - 1) * row_stride;
     // Opaque, or each element's address would be summed up anew from row and column, in 64 bits.
     asm("" : "+l"(from));
     return from;
   }
-  __device__ __forceinline__ Element at(const Element* row, int column, const Part& part) const {
-    return row[static_cast<u32>(at_most(column, (part.kv.length - 1) * column_stride))];
+  __device__ __forceinline__ Element at(const Element* row, int column, const Extent& extent) const {
+    return row[static_cast<u32>(at_most(column, (extent.kv.length - 1) * column_stride))];
   }
 
   // The values of row `r`, columns first + 8 * i and first + 8 * i + 1, `first` even. When not `masked` all columns are
   // there, and two are read at a time where they lie so.
   template <bool masked, int n>
-  __device__ __forceinline__ void read(Element (&values)[n][2], int r, int first, const Part& part) const {
+  __device__ __forceinline__ void read(Element (&values)[n][2], int r, int first, const Extent& extent) const {
     struct alignas(2 * sizeof(Element)) Pair {
       Element x, y;
     };
-    const Element* from = row(r, part);
+    const Element* from = row(r, extent);
     if constexpr (masked) {
 #pragma unroll
       for (int i = 0; i < n; ++i) {
-        values[i][0] = at(from, first + 8 * i, part);
-        values[i][1] = at(from, first + 8 * i + 1, part);
+        values[i][0] = at(from, first + 8 * i, extent);
+        values[i][1] = at(from, first + 8 * i + 1, extent);
       }
     } else if (column_stride == 0) {
       const Element all = from[0];
@@ -91,17 +91,17 @@ JAX_FLASH_DEVICE float hyperbolic_tangent(float x) {
   return y;
 }
 
-// The modifications for one head of a part. Logits are in units of log2, ready for exp2.
+// The modifications for one head of an extent. Logits are in units of log2, ready for exp2.
 struct Scores {
   const Problem& problem;
-  const Part& part;
+  const Extent& extent;
   float scale;
   float softcap, inverse_softcap;
   float slope;
   float offset;  // of row 0
 
-  __device__ __forceinline__ Scores(const Problem& problem, const Part& part, int head, float scale)
-      : problem(problem), part(part), scale(scale) {
+  __device__ __forceinline__ Scores(const Problem& problem, const Extent& extent, int head, float scale)
+      : problem(problem), extent(extent), scale(scale) {
     if constexpr (with_softcap) {
       softcap = static_cast<float>(problem.options.softcap);
       inverse_softcap = 1.f / softcap;
@@ -111,8 +111,8 @@ struct Scores {
 
   __device__ __forceinline__ void enter(int head) {
     if constexpr (has_alibi_slopes) {
-      slope = static_cast<const float*>(problem.alibi_slopes)[part.index * problem.q_heads + head];
-      offset = has_q_offset ? static_cast<float>(problem.q_offset[part.index]) : 0.f;
+      slope = static_cast<const float*>(problem.alibi_slopes)[extent.index * problem.q_heads + head];
+      offset = has_q_offset ? static_cast<float>(problem.q_offset[extent.index]) : 0.f;
     }
   }
 

@@ -16,16 +16,16 @@ struct RowStatistics {
   __device__ __forceinline__ void begin_with(float sink_log2, float scale_log2, bool has_share) {
     if (sink_log2 == -JAX_FLASH_INFINITY) return;
     maximum = sink_log2 / scale_log2;
-    total = has_share ? exp2_approx(sink_log2 - anchor(scale_log2)) : 0.f;
+    total = has_share ? exp2_approx(sink_log2 - scaled_max(scale_log2)) : 0.f;
   }
 
   // What is subtracted from scaled scores before exp2: the scaled maximum, less weight_bits. The scale is positive, so
   // it commutes with the maximum. It is rounded once and used for the exponentials and for lse alike, so its rounding
   // cancels however large the scores.
-  __device__ __forceinline__ float anchor(float scale_log2) const {
-    return maximum == -JAX_FLASH_INFINITY ? 0.f : anchor_of(maximum, scale_log2);
+  __device__ __forceinline__ float scaled_max(float scale_log2) const {
+    return maximum == -JAX_FLASH_INFINITY ? 0.f : scaled_max_of(maximum, scale_log2);
   }
-  static __device__ __forceinline__ float anchor_of(float maximum, float scale_log2) {
+  static __device__ __forceinline__ float scaled_max_of(float maximum, float scale_log2) {
     return weight_bits == 0.f ? __fmul_rn(maximum, scale_log2) : fmaf(maximum, scale_log2, -weight_bits);
   }
 
@@ -40,9 +40,9 @@ struct RowStatistics {
   __device__ __forceinline__ float update(float new_maximum, float scale_log2) {
     float before = maximum;
     maximum = fmaxf(maximum, new_maximum);
-    // Rounded as the anchor is, not fused with the subtraction: else a maximum that stays would shrink by its rounding
-    // error again and again, and lse would be off by 1e-7 for every tile.
-    float shrink = exp2_approx(anchor_of(before, scale_log2) - anchor(scale_log2));
+    // The scaled maximum before is rounded as the one after is, not fused with the subtraction: else a maximum that
+    // stays would shrink by its rounding error in every tile, and lse would be off by 1e-7 for each.
+    float shrink = exp2_approx(scaled_max_of(before, scale_log2) - scaled_max(scale_log2));
     total *= shrink;
     return shrink;
   }
@@ -50,7 +50,7 @@ struct RowStatistics {
   // The natural logarithm of the sum of exponentials of a row whose lanes' totals have been summed.
   __device__ __forceinline__ float lse(float scale_log2) const {
     return total == 0.f ? -JAX_FLASH_INFINITY
-                        : (anchor(scale_log2) + weight_bits + log2_approx(total * weight_unit)) * kLn2;
+                        : (scaled_max(scale_log2) + weight_bits + log2_approx(total * weight_unit)) * kLn2;
   }
 };
 

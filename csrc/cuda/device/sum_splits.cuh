@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(32 * kSplitWarps)
   }
   Result* to = column < head_dim ? result_of(problem.dk, batch, head, key) + column
                                  : result_of(problem.dv, batch, head, key) + column - head_dim;
-  if constexpr (has_unscales) {
+  if constexpr (has_descale) {
     *reinterpret_cast<float4*>(to) = sum;
   } else {
     *reinterpret_cast<uint2*>(to) = {pack(sum.x, sum.y), pack(sum.z, sum.w)};

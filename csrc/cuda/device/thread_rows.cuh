@@ -1,4 +1,4 @@
-// Which rows and chunks of a tile a thread brings.
+// Which rows and chunks of a tile a thread loads.
 #pragma once
 
 #include "cuda/device/prelude.cuh"

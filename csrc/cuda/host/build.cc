@@ -60,21 +60,22 @@ std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std:
     for (DType dtype : dtypes) {
       for (auto [head_dim, value_head_dim] : head_dims) {
         for (const Options& record : options) {
-          const int largest = std::max(head_dim, value_head_dim), parts = record.highest_precision ? 2 : 1;
+          const int largest = std::max(head_dim, value_head_dim), limbs = record.highest_precision ? 2 : 1;
           if (pass == Pass::backward_dq && !separate_dq(family, record, largest)) continue;
           if (pass == Pass::backward_bias && !(record.deterministic && record.has_dbias)) continue;
           auto add = [&](int rows) {
             variants.push_back(variant_of(family, arch, pass, dtype, head_dim, value_head_dim, record, rows));
           };
-          if (pass == Pass::forward_tiny && !serves_tiny(family, arch, record, head_dim, value_head_dim)) continue;
-          const Family& of = pass_family(family, arch, parts, pass, largest);
-          if (pass != Pass::forward_few) {
+          if (pass == Pass::forward_single_tile && !serves_single_tile(family, arch, record, head_dim, value_head_dim))
+            continue;
+          const Family& of = pass_family(family, arch, limbs, pass, largest);
+          if (pass != Pass::forward_split_kv) {
             add(0);
             if (pass == Pass::forward && largest <= of.short_blocks && is_plain(record)) add(kShortRows);
             continue;
           }
-          for (int rows : kFewRows) {
-            if (find_tile_row(of.name, parts, pass, largest, arch, is_plain(record), rows)) add(rows);
+          for (int rows : kSplitKvRows) {
+            if (find_tile_row(of.name, limbs, pass, largest, arch, is_plain(record), rows)) add(rows);
           }
         }
       }

@@ -1,4 +1,4 @@
-// The doors of the CUDA room. Nothing here needs a CUDA header, a driver or a GPU until it is called.
+// The interface of the CUDA module. Nothing here needs a CUDA header, a driver or a GPU until it is called.
 #pragma once
 
 #include <cstdint>
@@ -24,36 +24,37 @@ struct Settings {
 void configure(Settings settings);
 
 // Makes the kernels of this call ready on the device: from memory, prebuilt, cached on disk, or compiled. Called
-// when XLA initialises the call, never inside a CUDA graph capture. Throws std::runtime_error. `room` is how many
-// elements Problem::scratch has.
-void prepare(int device, Pass pass, DType dtype, const Problem& problem, int64_t room);
+// when XLA initialises the call, never inside a CUDA graph capture. Throws std::runtime_error. Problem::scratch has
+// `scratch_elements` elements.
+void prepare(int device, Pass pass, DType dtype, const Problem& problem, int64_t scratch_elements);
 
 // Enqueues the kernels. Neither allocates nor compiles nor synchronises when prepare() came before. Throws
-// std::invalid_argument where the scratch has less room than the call can do with.
-void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem, int64_t room);
+// std::invalid_argument where the scratch has fewer elements than the call needs.
+void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem, int64_t scratch_elements);
 
-// How a call of few queries is served: by blocks of so many rows, on so many slices of the keys. A function of the
-// shape alone, so that results are the same on every GPU of a family; that a GPU has kMultiprocessors is a guess.
-struct FewPlan {
-  int rows;    // of kFewRows; 0: not by the pass for few queries
+// How the split-KV forward serves a call: by blocks of so many rows, on so many slices of the keys. The plan is a
+// function of the shape alone, so that results are the same on every GPU of a family; that a GPU has kMultiprocessors
+// is a guess.
+struct SplitKvPlan {
+  int rows;    // of kSplitKvRows; 0: the split-KV forward does not serve the call
   int slices;  // 1 to kMostSlices
 };
-constexpr int kFewRows[] = {16, 64};
+constexpr int kSplitKvRows[] = {16, 64};
 constexpr int kMultiprocessors = 132;
-FewPlan plan_few(const Problem& problem);
+SplitKvPlan plan_split_kv(const Problem& problem);
 
 // How a forward call is to be served where its family can: a function of shape, options and scratch.
 struct ForwardPlan {
-  FewPlan few{0, 1};
-  bool tiny = false;
+  SplitKvPlan split_kv{0, 1};
+  bool single_tile = false;
 };
 
-// Whether a call is one for the kernel for tiny problems, where there is one for its options and head dims: a function
-// of the shape alone.
-bool is_tiny(const Problem& problem);
+// Whether the single-tile forward serves a call, where it serves its options and head dims: a function of the shape
+// alone.
+bool is_single_tile(const Problem& problem);
 
 // Backward: into how many shares the query heads of a key head are split, where blocks for every key head are too few
-// for the multiprocessors; a divisor of their number, and a function of the shape alone, as plan_few is.
+// for the multiprocessors; a divisor of their number, and a function of the shape alone, as plan_split_kv is.
 int group_splits(const Problem& problem);
 
 // A forward call whose kernels XLA puts into a CUDA graph by itself: with other arrays it then changes the kernels'
@@ -67,7 +68,7 @@ struct Recorded {
   ForwardPlan plan;
 };
 // Makes the kernels ready first, where prepare() did not come before.
-Recorded record(int device, DType dtype, const Problem& problem, int64_t room);
+Recorded record(int device, DType dtype, const Problem& problem, int64_t scratch_elements);
 
 // One of its kernels.
 struct GraphNode {
@@ -113,7 +114,7 @@ struct Status {
 };
 Status status();
 
-// Up to which head_dim there are kernels for an architecture: in two parts, which take twice the shared memory, up to
+// Up to which head_dim there are kernels for an architecture: with two limbs, which take twice the shared memory, up to
 // less than otherwise on some.
 int largest_head_dim(int arch, bool highest_precision);
 
@@ -123,8 +124,8 @@ bool separate_dq(int arch, int largest_head_dim);
 struct Kernel {
   std::string name;  // the variant's name
   std::string path;  // of the cubin
-  std::string pass;  // "forward", "forward_few", "forward_tiny", "backward", "backward_dq" or "backward_bias"; the
-                     // kernel is jax_flash_<pass>
+  std::string pass;  // "forward", "forward_split_kv", "forward_single_tile", "backward", "backward_dq" or
+                     // "backward_bias"; the kernel is jax_flash_<pass>
   int head_dim;
   int value_head_dim;
   int block_q;       // rows of query in a step of the main loop
@@ -135,7 +136,7 @@ struct Kernel {
   int spill_bytes;   // stores plus loads
   int local_bytes;   // stack frame
   int64_t cubin_bytes;
-  std::string complaints;  // lines of the assembler's log that tell of lost speed
+  std::string compiler_warnings;  // lines of the assembler's log that warn of lost speed
 };
 // Compiles these passes of every combination for an architecture such as 80 or 90 into a folder for
 // Settings::prebuilt_dirs, without a driver or a GPU. Head dims are pairs of head_dim and value_head_dim. `family` is

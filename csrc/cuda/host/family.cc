@@ -39,8 +39,8 @@ const Family& served_family(int arch) {
                               std::to_string(arch % 10));
 }
 
-const Family& pass_family(const Family& family, int arch, int parts, Pass pass, int head_dim, bool plain) {
-  if (!*family.fallback || find_tile_row(family.name, parts, pass, head_dim, arch, plain)) return family;
+const Family& pass_family(const Family& family, int arch, int limbs, Pass pass, int head_dim, bool plain) {
+  if (!*family.fallback || find_tile_row(family.name, limbs, pass, head_dim, arch, plain)) return family;
   return family_named(family.fallback);
 }
 
@@ -50,30 +50,30 @@ bool separate_dq(const Family& family, const Options& options, int largest_head_
 
 Variant variant_of(const Family& device_family, int arch, Pass pass, DType dtype, int head_dim, int value_head_dim,
                    const Options& options, int rows, const std::string& gpu) {
-  const int parts = options.highest_precision ? 2 : 1;
+  const int limbs = options.highest_precision ? 2 : 1;
   const int largest = std::max(head_dim, value_head_dim);
   const bool own_dq = separate_dq(device_family, options, largest);
   const bool without_dq = pass == Pass::backward && own_dq && largest <= device_family.lean_without_dq;
-  const bool wants_registers = options.has_unscales || options.has_q_lengths || options.has_kv_lengths;
+  const bool wants_registers = options.has_descale || options.has_q_lengths || options.has_kv_lengths;
   const bool plain = is_plain(options) && !(without_dq && wants_registers);
-  const Family& family = pass_family(device_family, arch, parts, pass, largest, plain);
+  const Family& family = pass_family(device_family, arch, limbs, pass, largest, plain);
   if (dtype == DType::f32 || dtype == DType::f64) {
-    throw std::invalid_argument("kernels are for float16 and bfloat16; float32 comes as float16 with unscales");
+    throw std::invalid_argument("kernels are for float16 and bfloat16; float32 comes as float16 with descale");
   }
   if (dtype == DType::bf16 && family.float16_only) {
     throw std::invalid_argument(std::string("kernels of ") + family.name +
-                                " are for float16; bfloat16 comes as float16 with unscales");
+                                " are for float16; bfloat16 comes as float16 with descale");
   }
-  if (options.highest_precision && !options.has_unscales) {
-    throw std::invalid_argument("highest_precision is for float16 arrays in two parts, which come with unscales");
+  if (options.highest_precision && !options.has_descale) {
+    throw std::invalid_argument("highest_precision is for float16 arrays of two limbs, which come with descale");
   }
-  const TileRow& tile = tile_row(family.name, parts, pass, largest, arch, plain, rows);
+  const TileRow& tile = tile_row(family.name, limbs, pass, largest, arch, plain, rows);
   Variant variant{family.name, arch, pass, dtype, head_dim, value_head_dim, options, tile, rows};
-  const bool tunable = plain && !without_dq && !options.has_unscales && head_dim == value_head_dim;
+  const bool tunable = plain && !without_dq && !options.has_descale && head_dim == value_head_dim;
   if (!gpu.empty() && tunable) {
     if (auto row = tuned_row(gpu, family.name, pass, head_dim)) variant.set_tuned(*row);
   }
-  const bool forward = pass == Pass::forward || pass == Pass::forward_few || pass == Pass::forward_tiny;
+  const bool forward = pass == Pass::forward || pass == Pass::forward_split_kv || pass == Pass::forward_single_tile;
   variant.options.deterministic = !forward && own_dq;
   return variant;
 }
@@ -95,17 +95,17 @@ bool only_causal(const Options& options) {
 
 }  // namespace
 
-bool serves_tiny(const Family& family, int arch, const Options& options, int head_dim, int value_head_dim) {
+bool serves_single_tile(const Family& family, int arch, const Options& options, int head_dim, int value_head_dim) {
   const int largest = std::max(head_dim, value_head_dim);
   return only_causal(options) && head_dim % 16 == 0 && value_head_dim % 16 == 0 &&
-         find_tile_row(pass_family(family, arch, 1, Pass::forward_tiny, largest).name, 1, Pass::forward_tiny, largest,
-                       arch);
+         find_tile_row(pass_family(family, arch, 1, Pass::forward_single_tile, largest).name, 1,
+                       Pass::forward_single_tile, largest, arch);
 }
 
-bool serves_few(const Family& family, int arch, const Problem& p, const FewPlan& plan) {
-  const int parts = p.options.highest_precision ? 2 : 1, largest = std::max(p.head_dim, p.value_head_dim);
-  const char* const of = pass_family(family, arch, parts, Pass::forward_few, largest).name;
-  return plan.rows && find_tile_row(of, parts, Pass::forward_few, largest, arch, is_plain(p.options), plan.rows);
+bool serves_split_kv(const Family& family, int arch, const Problem& p, const SplitKvPlan& plan) {
+  const int limbs = p.options.highest_precision ? 2 : 1, largest = std::max(p.head_dim, p.value_head_dim);
+  const char* const of = pass_family(family, arch, limbs, Pass::forward_split_kv, largest).name;
+  return plan.rows && find_tile_row(of, limbs, Pass::forward_split_kv, largest, arch, is_plain(p.options), plan.rows);
 }
 
 Choice choose(int arch, Pass pass, int head_dim, const std::string& gpu) {
@@ -123,9 +123,9 @@ int largest_head_dim(int arch, bool highest_precision) {
   for (int head_dim = 256; head_dim > 0; head_dim -= 8) {
     bool served = true;
     for (Pass pass : {Pass::forward, Pass::backward, Pass::backward_dq, Pass::backward_bias}) {
-      const int parts = highest_precision ? 2 : 1;
+      const int limbs = highest_precision ? 2 : 1;
       served =
-          served && find_tile_row(pass_family(family, arch, parts, pass, head_dim).name, parts, pass, head_dim, arch);
+          served && find_tile_row(pass_family(family, arch, limbs, pass, head_dim).name, limbs, pass, head_dim, arch);
     }
     if (served) return head_dim;
   }

@@ -14,7 +14,7 @@ struct Family {
   int from, to;           // compute capabilities
   const char* fallback;   // the family whose kernels serve passes that it has no tile row for; "": none
   const char* suffix;     // of NVRTC's target: the instructions of this architecture alone
-  bool float16_only;      // its matrix products take float16 alone: bfloat16 comes as float16 with unscales
+  bool float16_only;      // its matrix products take float16 alone: bfloat16 comes as float16 with descale
   int separate_dq_above;  // head_dim above which dQ has a pass of its own, whatever is asked for
   int lean_without_dq;    // head_dim up to which the backward without dQ has fewer registers left for operands
   int short_blocks;       // head_dim up to which a forward without options has blocks of kShortRows too; 0: none
@@ -40,7 +40,7 @@ const Family* family_of(int arch);
 const Family& served_family(int arch);
 
 // The family whose kernel serves a pass: this one, or its fallback.
-const Family& pass_family(const Family& family, int arch, int parts, Pass pass, int head_dim, bool plain = false);
+const Family& pass_family(const Family& family, int arch, int limbs, Pass pass, int head_dim, bool plain = false);
 
 // Whether dQ has a pass of its own.
 bool separate_dq(const Family& family, const Options& options, int largest_head_dim);
@@ -49,10 +49,10 @@ bool separate_dq(const Family& family, const Options& options, int largest_head_
 Variant variant_of(const Family& device_family, int arch, Pass pass, DType dtype, int head_dim, int value_head_dim,
                    const Options& options, int rows = 0, const std::string& gpu = "");
 
-// Whether the kernel for tiny problems serves calls with these options and head dims.
-bool serves_tiny(const Family& family, int arch, const Options& options, int head_dim, int value_head_dim);
+// Whether the single-tile forward serves calls with these options and head dims.
+bool serves_single_tile(const Family& family, int arch, const Options& options, int head_dim, int value_head_dim);
 
-// Whether the pass for few queries serves a call as plan_few() would have it.
-bool serves_few(const Family& family, int arch, const Problem& p, const FewPlan& plan);
+// Whether the split-KV forward serves a call as plan_split_kv() plans it.
+bool serves_split_kv(const Family& family, int arch, const Problem& p, const SplitKvPlan& plan);
 
 }  // namespace jax_flash::cuda

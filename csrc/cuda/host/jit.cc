@@ -131,8 +131,8 @@ Fetched fetch(const Variant& variant) {
 
 namespace {
 
-LaunchFacts facts_of(const Elf& elf, Pass pass) {
-  return elf.constant<LaunchFacts>(std::string(entry_point(pass)) + "_facts");
+KernelTraits traits_of(const Elf& elf, Pass pass) {
+  return elf.constant<KernelTraits>(std::string(entry_point(pass)) + "_traits");
 }
 
 Loaded load(const Variant& variant) {
@@ -141,15 +141,15 @@ Loaded load(const Variant& variant) {
   loaded.cubin = new std::string(fetch(variant).cubin);
   loaded.name = entry_point(variant.pass);
   const std::string& cubin = *loaded.cubin;
-  loaded.facts = facts_of(Elf(cubin), variant.pass);
+  loaded.traits = traits_of(Elf(cubin), variant.pass);
   CuLibrary library = driver.load(cubin);
   loaded.main = driver.kernel(library, loaded.name);
-  if (loaded.facts.convert_warps) loaded.convert_dq = driver.kernel(library, "jax_flash_convert_dq");
+  if (loaded.traits.convert_warps) loaded.convert_dq = driver.kernel(library, "jax_flash_convert_dq");
   if (variant.pass == Pass::backward && variant.options.has_dalibi_slopes) {
     loaded.sum_slopes = driver.kernel(library, "jax_flash_sum_slopes");
   }
-  if (loaded.facts.splits_groups) loaded.sum_splits = driver.kernel(library, "jax_flash_sum_splits");
-  if (loaded.facts.combine_warps) loaded.combine = driver.kernel(library, kCombine);
+  if (loaded.traits.splits_groups) loaded.sum_splits = driver.kernel(library, "jax_flash_sum_splits");
+  if (loaded.traits.combine_warps) loaded.combine = driver.kernel(library, kCombine);
   return loaded;
 }
 
@@ -165,8 +165,8 @@ int log_number(const std::string& log, const std::string& kernel, const std::str
   return std::atoi(log.substr(first + 1, digits - first).c_str());
 }
 
-// Those of wgmma that waits for each other, and of setmaxnreg that is left out.
-std::string complaints_of(const std::string& log) {
+// Lines that warn that wgmma instructions are serialised or that setmaxnreg is ignored.
+std::string compiler_warnings_of(const std::string& log) {
   std::istringstream lines(log);
   std::string found;
   for (std::string line; std::getline(lines, line);) {
@@ -294,7 +294,7 @@ Loaded kernels_of(const Variant& variant, int device) {
   std::lock_guard<std::mutex> lock(mutex);
   if (!ready.count({loaded.main, device})) {
     const Driver& driver = Driver::get();
-    driver.ready(loaded.main, device, loaded.facts.shared_bytes + loaded.facts.cluster_bytes);
+    driver.ready(loaded.main, device, loaded.traits.shared_bytes + loaded.traits.cluster_bytes);
     if (loaded.convert_dq) driver.ready(loaded.convert_dq, device, 0);
     if (loaded.sum_slopes) driver.ready(loaded.sum_slopes, device, 0);
     if (loaded.sum_splits) driver.ready(loaded.sum_splits, device, 0);
@@ -306,7 +306,7 @@ Loaded kernels_of(const Variant& variant, int device) {
 
 Kernel build(const Variant& variant, const std::string& out_dir) {
   const Nvrtc::Result compiled = compile(variant, nvrtc_for(variant.arch));
-  const LaunchFacts facts = facts_of(Elf(compiled.cubin), variant.pass);
+  const KernelTraits traits = traits_of(Elf(compiled.cubin), variant.pass);
   const std::string entry = entry_point(variant.pass);
   Kernel kernel{};
   kernel.name = variant.name();
@@ -316,13 +316,13 @@ Kernel build(const Variant& variant, const std::string& out_dir) {
   kernel.block_q = variant.tile.block_q;
   kernel.block_kv = variant.tile.block_kv;
   kernel.registers = log_number(compiled.log, entry, " registers");
-  kernel.shared_bytes = facts.shared_bytes;
-  kernel.threads = facts.threads;
+  kernel.shared_bytes = traits.shared_bytes;
+  kernel.threads = traits.threads;
   kernel.spill_bytes =
       log_number(compiled.log, entry, "bytes spill stores") + log_number(compiled.log, entry, "bytes spill loads");
   kernel.local_bytes = log_number(compiled.log, entry, "bytes stack frame");
   kernel.cubin_bytes = static_cast<int64_t>(compiled.cubin.size());
-  kernel.complaints = complaints_of(compiled.log);
+  kernel.compiler_warnings = compiler_warnings_of(compiled.log);
 
   const auto path = KernelFolder::trusted(out_dir, true).write(kernel.name, source_key(variant), compiled.cubin);
   if (!path) throw std::runtime_error("can't write kernel " + kernel.name + " into " + out_dir);

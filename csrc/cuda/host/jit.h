@@ -1,4 +1,4 @@
-// Variant -> kernel. Prebuilt, cached and freshly compiled kernels come through the one door `kernels_of`.
+// Variant -> kernel. `kernels_of` is the one interface to prebuilt, cached and newly compiled kernels.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 #include "cuda/host/cuda.h"
 #include "cuda/host/driver.h"
-#include "cuda/launch_facts.h"
+#include "cuda/kernel_traits.h"
 #include "cuda/tiles.h"
 
 namespace jax_flash::cuda {
@@ -42,14 +42,14 @@ struct Variant {
 constexpr char kCombine[] = "jax_flash_combine";
 
 struct Loaded {
-  LaunchFacts facts;
+  KernelTraits traits;
   const std::string* cubin;  // lives as long as the process
   const char* name;          // of main
   CuKernel main;
   CuKernel convert_dq;  // backward with atomic additions only
   CuKernel sum_slopes;  // backward with a gradient of alibi_slopes only
   CuKernel sum_splits;  // backward of the families that split groups of query heads only
-  CuKernel combine;     // forward_few only
+  CuKernel combine;     // forward_split_kv only
 };
 
 // The cubin of a variant: prebuilt, else cached on disk, else compiled. Needs no driver.

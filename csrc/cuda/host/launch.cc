@@ -69,7 +69,7 @@ auto key_of(int device, Pass pass, DType dtype, const Problem& problem, const Fo
                     number(problem.head_dim),
                     number(problem.value_head_dim),
                     number(tuned_generation()),
-                    number(2 * plan.few.rows + plan.tiny),
+                    number(2 * plan.split_kv.rows + plan.single_tile),
                     number(rows),
                     number(pass == Pass::backward && shares_bias(problem)),
                     JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_NOTHING, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND,
@@ -119,12 +119,12 @@ const Found& find(int device, Pass pass, DType dtype, const Problem& problem, co
         device);
   };
   Pass main = pass;
-  if (serves_few(family, arch, problem, plan.few)) main = Pass::forward_few;
-  if (plan.tiny && serves_tiny(family, arch, problem.options, problem.head_dim, problem.value_head_dim)) {
-    main = Pass::forward_tiny;
+  if (serves_split_kv(family, arch, problem, plan.split_kv)) main = Pass::forward_split_kv;
+  if (plan.single_tile && serves_single_tile(family, arch, problem.options, problem.head_dim, problem.value_head_dim)) {
+    main = Pass::forward_single_tile;
   }
   const int largest = std::max(problem.head_dim, problem.value_head_dim);
-  const int main_rows = main == Pass::forward_few                        ? plan.few.rows
+  const int main_rows = main == Pass::forward_split_kv                   ? plan.split_kv.rows
                         : main == pass && largest <= family.short_blocks ? rows
                                                                          : 0;
   Found found{kernels(main, main_rows), {}, {}, main};
@@ -149,18 +149,18 @@ TensorMap tensor_map(const Tensor& tensor, const char* name, int box_rows, const
       {kBoxColumns, static_cast<unsigned>(box_rows), 1, 1});
 }
 
-TensorMaps tensor_maps(const LaunchFacts& facts, const Problem& p) {
-  return {tensor_map(p.q, "query", facts.q_box_rows, p, p.q_length, p.q_heads, p.head_dim),
-          tensor_map(p.k, "key", facts.k_box_rows, p, p.kv_length, p.kv_heads, p.head_dim),
-          tensor_map(p.v, "value", facts.v_box_rows, p, p.kv_length, p.kv_heads, p.value_head_dim),
-          tensor_map(p.dout, "dout", facts.dout_box_rows, p, p.q_length, p.q_heads, p.value_head_dim)};
+TensorMaps tensor_maps(const KernelTraits& traits, const Problem& p) {
+  return {tensor_map(p.q, "query", traits.q_box_rows, p, p.q_length, p.q_heads, p.head_dim),
+          tensor_map(p.k, "key", traits.k_box_rows, p, p.kv_length, p.kv_heads, p.head_dim),
+          tensor_map(p.v, "value", traits.v_box_rows, p, p.kv_length, p.kv_heads, p.value_head_dim),
+          tensor_map(p.dout, "dout", traits.dout_box_rows, p, p.q_length, p.q_heads, p.value_head_dim)};
 }
 
-// Up to 1024 keys a second launch costs what slices save (plan_few); a cluster saves it. Of 32 heads on 8 key heads at
-// T 1, S 1024, head_dim 128, blocks alone take 8.4 us, clusters of 2, 4 and 8 take 6.1, 4.3 and 3.5; but two blocks
-// take 3.1 instead of 2.5 for one head's 128 keys, and four take 4.6 like two for 256 keys of head_dim 256 (H200): so
-// there are 128 keys or 64 KB for every block at least. And no more blocks than half of the multiprocessors: four times
-// 32 of them take 7.3, two times 32 6.5.
+// Up to 1024 keys a second launch costs what slices save (plan_split_kv); a cluster saves it. Of 32 heads on 8 key
+// heads at T 1, S 1024, head_dim 128, blocks alone take 8.4 us, clusters of 2, 4 and 8 take 6.1, 4.3 and 3.5; but two
+// blocks take 3.1 instead of 2.5 for one head's 128 keys, and four take 4.6 like two for 256 keys of head_dim 256
+// (H200): so there are 128 keys or 64 KB for every block at least. And no more blocks than half of the multiprocessors:
+// four times 32 of them take 7.3, two times 32 6.5.
 constexpr int kClusterKeys = 128, kClusterBytes = 1 << 16;
 
 std::atomic<int64_t> launched{0}, captured{0}, recorded{0};
@@ -172,8 +172,8 @@ unsigned grid(int64_t blocks) {
 
 }  // namespace
 
-void prepare(int device, Pass pass, DType dtype, const Problem& problem, int64_t room) {
-  find(device, pass, dtype, problem, plan_of(pass, problem, room));
+void prepare(int device, Pass pass, DType dtype, const Problem& problem, int64_t scratch_elements) {
+  find(device, pass, dtype, problem, plan_of(pass, problem, scratch_elements));
 }
 
 namespace {
@@ -194,32 +194,32 @@ struct Launch {
 
 // Of a kernel whose blocks own `length` rows or keys together, of each of `heads` heads.
 Launch launch_of(int device, const Loaded& loaded, const Problem& problem, int length, int64_t heads) {
-  const LaunchFacts& facts = loaded.facts;
-  int64_t blocks = blocks_of(problem, length, facts.block_rows) * heads * problem.batch;
+  const KernelTraits& traits = loaded.traits;
+  int64_t blocks = blocks_of(problem, length, traits.block_rows) * heads * problem.batch;
   grid(blocks);  // items are counted in an int
-  if (facts.persistent) blocks = std::min(blocks, int64_t{facts.persistent} * multiprocessors_of(device));
-  const bool has_maps = facts.q_box_rows || facts.k_box_rows || facts.v_box_rows || facts.dout_box_rows;
-  const unsigned threads = facts.threads, shared_bytes = facts.shared_bytes;
-  return {loaded, loaded.main,  problem, tensor_maps(facts, problem), has_maps, grid(blocks), threads,
+  if (traits.persistent) blocks = std::min(blocks, int64_t{traits.persistent} * multiprocessors_of(device));
+  const bool has_maps = traits.q_box_rows || traits.k_box_rows || traits.v_box_rows || traits.dout_box_rows;
+  const unsigned threads = traits.threads, shared_bytes = traits.shared_bytes;
+  return {loaded, loaded.main,  problem, tensor_maps(traits, problem), has_maps, grid(blocks), threads,
           1,      shared_bytes, false};
 }
 
 // Blocks for every slice of the keys of every head.
-Launch few_launch_of(const Loaded& loaded, const Problem& problem, int slices) {
+Launch split_kv_launch_of(const Loaded& loaded, const Problem& problem, int slices) {
   const bool heads_share = heads_share_rows(problem.options.has_cu_q_lengths);
   const int64_t rows = int64_t{problem.q_length} * (heads_share ? problem.q_heads / problem.kv_heads : 1);
   const int64_t sets = int64_t{problem.batch} * (heads_share ? problem.kv_heads : problem.q_heads);
-  const int64_t blocks = blocks_of(problem, rows, loaded.facts.block_rows) * sets;
-  const LaunchFacts& facts = loaded.facts;
+  const int64_t blocks = blocks_of(problem, rows, loaded.traits.block_rows) * sets;
+  const KernelTraits& traits = loaded.traits;
   const bool in_scratch = slices > 1;
-  unsigned cluster = 1, threads = facts.threads, shared_bytes = facts.shared_bytes;
+  unsigned cluster = 1, threads = traits.threads, shared_bytes = traits.shared_bytes;
   if (!in_scratch) {
     const int64_t bytes = int64_t{2} * problem.kv_length * (problem.head_dim + problem.value_head_dim);
     const int64_t enough = std::max(int64_t{problem.kv_length} / kClusterKeys, bytes / kClusterBytes);
     const int64_t wanted = std::min(kMultiprocessors / 2 / blocks, enough);
-    while (2 * slices <= std::min<int64_t>(wanted, facts.most_cluster)) slices *= 2;
+    while (2 * slices <= std::min<int64_t>(wanted, traits.most_cluster)) slices *= 2;
     cluster = slices;
-    if (cluster > 1) shared_bytes += facts.cluster_bytes;
+    if (cluster > 1) shared_bytes += traits.cluster_bytes;
   }
   Launch launch{loaded,  loaded.main, problem,      {},        false, grid(blocks * slices),
                 threads, cluster,     shared_bytes, in_scratch};
@@ -229,19 +229,19 @@ Launch few_launch_of(const Loaded& loaded, const Problem& problem, int slices) {
 }
 
 // A warp for every 16 keys, and one for every 16 columns of values.
-Launch tiny_launch_of(const Loaded& loaded, const Problem& problem) {
-  const LaunchFacts& facts = loaded.facts;
+Launch single_tile_launch_of(const Loaded& loaded, const Problem& problem) {
+  const KernelTraits& traits = loaded.traits;
   const int64_t warps = ceil_div(std::max(problem.kv_length, problem.value_head_dim), 16);
-  const int64_t blocks = blocks_of(problem, problem.q_length, facts.block_rows) * problem.q_heads * problem.batch;
-  const unsigned shared_bytes = facts.shared_bytes;
+  const int64_t blocks = blocks_of(problem, problem.q_length, traits.block_rows) * problem.q_heads * problem.batch;
+  const unsigned shared_bytes = traits.shared_bytes;
   return {loaded, loaded.main,  problem, {}, false, grid(blocks), static_cast<unsigned>(32 * warps),
           1,      shared_bytes, false};
 }
 
 Launch forward_launch(int device, const Found& found, const ForwardPlan& plan, const Problem& problem) {
   switch (found.pass) {
-    case Pass::forward_tiny: return tiny_launch_of(found.main, problem);
-    case Pass::forward_few: return few_launch_of(found.main, problem, plan.few.slices);
+    case Pass::forward_single_tile: return single_tile_launch_of(found.main, problem);
+    case Pass::forward_split_kv: return split_kv_launch_of(found.main, problem, plan.split_kv.slices);
     default: return launch_of(device, found.main, problem, problem.q_length, problem.q_heads);
   }
 }
@@ -249,7 +249,7 @@ Launch forward_launch(int device, const Found& found, const ForwardPlan& plan, c
 // What puts together what a launch has left in scratch.
 Launch combine_launch(const Launch& main) {
   const Problem& problem = main.problem;
-  const int warps = main.loaded.facts.combine_warps;
+  const int warps = main.loaded.traits.combine_warps;
   const int64_t results = int64_t{problem.batch} * problem.q_heads * problem.q_length;
   const unsigned blocks = grid(ceil_div(results, combines_by_warp(problem.kv_slices, warps) ? warps : 1));
   return {main.loaded, main.loaded.combine, problem, {}, false, blocks, static_cast<unsigned>(32 * warps), 1, 0, false};
@@ -257,9 +257,9 @@ Launch combine_launch(const Launch& main) {
 
 void run(const Launch& launch, CuStream stream) {
   const Driver& driver = Driver::get();
-  const LaunchFacts& facts = launch.loaded.facts;
+  const KernelTraits& traits = launch.loaded.traits;
   const void* const arguments[] = {&launch.problem, &launch.maps};
-  if (facts.starts_ahead) {
+  if (traits.starts_ahead) {
     driver.launch_small(launch.kernel, launch.blocks, launch.threads, launch.shared_bytes, stream, arguments,
                         launch.cluster);
   } else {
@@ -284,8 +284,8 @@ Problem heads_as_rows(const Problem& of_call) {
 
 }  // namespace
 
-Recorded record(int device, DType dtype, const Problem& problem, int64_t room) {
-  const ForwardPlan plan = plan_of(Pass::forward, problem, room);
+Recorded record(int device, DType dtype, const Problem& problem, int64_t scratch_elements) {
+  const ForwardPlan plan = plan_of(Pass::forward, problem, scratch_elements);
   return {device, &find(device, Pass::forward, dtype, problem, plan), plan};
 }
 
@@ -295,15 +295,15 @@ std::vector<GraphNode> graph_nodes(const Recorded& recorded, const Problem& prob
   std::vector<GraphNode> nodes;
   auto add = [&](const Launch& of, const char* name) {
     nodes.push_back({name, found.main.cubin, of.blocks, of.cluster, of.threads, of.shared_bytes,
-                     found.main.facts.starts_ahead != 0, of.problem, of.maps, of.has_maps});
+                     found.main.traits.starts_ahead != 0, of.problem, of.maps, of.has_maps});
   };
   add(launch, found.main.name);
   if (launch.in_scratch) add(combine_launch(launch), kCombine);
   return nodes;
 }
 
-void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of_call, int64_t room) {
-  const ForwardPlan plan = plan_of(pass, of_call, room);
+void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of_call, int64_t scratch_elements) {
+  const ForwardPlan plan = plan_of(pass, of_call, scratch_elements);
   const Found& found = find(device, pass, dtype, of_call, plan);
   const Driver& driver = Driver::get();
   const CuStream on = static_cast<CuStream>(stream);
@@ -317,16 +317,17 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
   }
 
   Problem problem = heads_as_rows(of_call);
-  const int warps = found.main.facts.convert_warps;
+  const int warps = found.main.traits.convert_warps;
   const int64_t zeros = (warps ? dq_scratch(problem) : 0) + slope_scratch(problem);
-  if (room < zeros) {
+  if (scratch_elements < zeros) {
     throw std::invalid_argument("scratch must have at least " + std::to_string(zeros) +
-                                " elements for sums of dq and of the gradient of slopes, got " + std::to_string(room));
+                                " elements for sums of dq and of the gradient of slopes, got " +
+                                std::to_string(scratch_elements));
   }
   if (zeros) driver.zero(problem.scratch, zeros, on);
   if (problem.dbias && !found.bias.main) driver.zero(problem.dbias, bias_elements(problem), on);
   const bool common = !found.dq.main;  // kernels that add dQ add these too
-  problem.group_splits = found.main.sum_splits ? shares_of_groups(problem, common, room) : 1;
+  problem.group_splits = found.main.sum_splits ? shares_of_groups(problem, common, scratch_elements) : 1;
   if (problem.group_splits > 1) {
     problem.group_sums = common || sums_fit_dq(problem, problem.group_splits)
                              ? problem.dq.data
@@ -341,9 +342,10 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
   }
   if (found.dq.main) run(launch_of(device, found.dq, problem, problem.q_length, problem.q_heads), on);
   if (found.bias.main) {
-    const LaunchFacts& facts = found.bias.facts;
-    const int64_t tiles = ceil_div(problem.q_length, facts.block_rows) * ceil_div(problem.kv_length, facts.block_keys);
-    driver.launch(found.bias.main, grid(bias_planes(problem) * tiles), facts.threads, facts.shared_bytes, on,
+    const KernelTraits& traits = found.bias.traits;
+    const int64_t tiles =
+        ceil_div(problem.q_length, traits.block_rows) * ceil_div(problem.kv_length, traits.block_keys);
+    driver.launch(found.bias.main, grid(bias_planes(problem) * tiles), traits.threads, traits.shared_bytes, on,
                   arguments);
   }
   if (warps) {
@@ -351,7 +353,7 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
     driver.launch(found.main.convert_dq, grid(ceil_div(items, warps)), 32 * warps, 0, on, arguments);
   }
   if (found.main.sum_slopes) {
-    const int64_t items = int64_t{problem.batch} * problem.options.documents * problem.q_heads;
+    const int64_t items = int64_t{problem.batch} * problem.options.sequences * problem.q_heads;
     driver.launch(found.main.sum_slopes, grid(ceil_div(items, kSlopeWarps)), 32 * kSlopeWarps, 0, on, arguments);
   }
 }

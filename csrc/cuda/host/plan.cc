@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "cuda/launch_facts.h"
+#include "cuda/kernel_traits.h"
 #include "cuda/tiles.h"
 
 namespace jax_flash::cuda {
@@ -43,9 +43,9 @@ namespace {
 
 int64_t extent(int64_t stride, int64_t size) { return stride ? size : 1; }
 
-bool is_tiny(const Problem& p, const FewPlan& few) {
+bool is_single_tile(const Problem& p, const SplitKvPlan& split_kv) {
   const int64_t blocks = ceil_div(p.q_length, 16) * p.q_heads * p.batch;
-  return few.rows && p.kv_length <= kTinyKeys && blocks <= kMultiprocessors && fits_int(p);
+  return split_kv.rows && p.kv_length <= kSingleTileKeys && blocks <= kMultiprocessors && fits_int(p);
 }
 
 // What a slice of the keys leaves for jax_flash_combine.
@@ -55,13 +55,14 @@ int64_t slice_elements(const Problem& p) {
 
 }  // namespace
 
-ForwardPlan plan_of(Pass pass, const Problem& problem, int64_t room) {
+ForwardPlan plan_of(Pass pass, const Problem& problem, int64_t scratch_elements) {
   if (pass != Pass::forward) return {};
-  FewPlan few = plan_few(problem);
-  if (few.slices > 1) {
-    few.slices = static_cast<int>(std::clamp<int64_t>(room / slice_elements(problem), 1, few.slices));
+  SplitKvPlan split_kv = plan_split_kv(problem);
+  if (split_kv.slices > 1) {
+    split_kv.slices =
+        static_cast<int>(std::clamp<int64_t>(scratch_elements / slice_elements(problem), 1, split_kv.slices));
   }
-  return {few, is_tiny(problem, few)};
+  return {split_kv, is_single_tile(problem, split_kv)};
 }
 
 int64_t bias_planes(const Problem& p) {
@@ -86,27 +87,27 @@ bool accumulates_dq(const Problem& p) { return !(p.options.deterministic || p.op
 int64_t sums_of_splits(const Problem& p, int splits) {
   return int64_t{splits} * p.batch * p.kv_heads * p.kv_length * (p.head_dim + p.value_head_dim);
 }
-// Whether these find room in dq, which nobody has written yet.
+// Whether these fit in dq, which nobody has written yet.
 bool sums_fit_dq(const Problem& p, int splits) {
   const int64_t elements = int64_t{p.batch} * p.q_length * p.q_heads * p.head_dim;
-  return sums_of_splits(p, splits) * 4 <= elements * (p.options.has_unscales ? 4 : 2);
+  return sums_of_splits(p, splits) * 4 <= elements * (p.options.has_descale ? 4 : 2);
 }
 
-constexpr int64_t kAnyRoom = std::numeric_limits<int64_t>::max();
+constexpr int64_t kUnlimitedScratch = std::numeric_limits<int64_t>::max();
 
 // What sums of shares cost, in tiles of rows: 128 KB a block that are written and read again, and a launch.
 constexpr int64_t kSumSteps = 8;
 
-// Into how many shares a group is split; `common`: all add to one sum, beside an accumulator of dQ. `room` is for all
-// that lies in the scratch.
-int shares_of_groups(const Problem& p, bool common, int64_t room) {
+// Into how many shares a group is split; `common`: all add to one sum, beside an accumulator of dQ. The scratch has
+// `scratch_elements` elements for all that lies in it.
+int shares_of_groups(const Problem& p, bool common, int64_t scratch_elements) {
   const int64_t group = p.q_heads / p.kv_heads;
   const int largest = std::max(p.head_dim, p.value_head_dim);
   // Of Hopper's blocks in calls without options; of rows with fewer keys there are more blocks than are counted here.
   const int keys = largest <= 64 ? 256 : largest <= 128 ? 128 : 64;
   const int64_t blocks = blocks_of(p, p.kv_length, keys) * p.kv_heads * p.batch;
   const int64_t tiles =
-      ceil_div(p.q_length, int64_t{64} * p.options.documents);  // of rows, for each query head of a block
+      ceil_div(p.q_length, int64_t{64} * p.options.sequences);  // of rows, for each query head of a block
   // Under causal the longest block is twice as long as most are, and has to end with the others.
   const int64_t enough = (p.options.causal ? 2 : 1) * kMultiprocessors;
   // What the last multiprocessor has to do, in tiles of rows.
@@ -115,26 +116,26 @@ int shares_of_groups(const Problem& p, bool common, int64_t room) {
     const int64_t loop = p.options.causal ? std::max(longest, longest * all / enough) : longest * ceil_div(all, enough);
     return loop + (splits > 1 ? kSumSteps : 0);
   };
-  auto have_room = [&](int splits) {
+  auto fits = [&](int splits) {
     if (common) return sums_fit_dq(p, 1);
     // In place of the accumulator, behind the sums of slopes, no more than that.
     const int64_t slopes = slope_scratch(p), wanted = whole_fours(slopes) + sums_of_splits(p, splits);
-    return sums_fit_dq(p, splits) || (wanted <= slopes + dq_scratch(p) && wanted <= room);
+    return sums_fit_dq(p, splits) || (wanted <= slopes + dq_scratch(p) && wanted <= scratch_elements);
   };
   int64_t best = 1;
   for (int64_t splits = 2; splits <= group && blocks * best < enough; ++splits) {
     if (group % splits != 0) continue;
-    if (!have_room(static_cast<int>(splits))) break;
+    if (!fits(static_cast<int>(splits))) break;
     if (10 * steps(splits) <= 9 * steps(best)) best = splits;
   }
   return static_cast<int>(best);
 }
 
-FewPlan plan_few(const Problem& p) {
-  const char* wanted_at_all = std::getenv("JAX_FLASH_FEW_QUERIES");
+SplitKvPlan plan_split_kv(const Problem& p) {
+  const char* wanted_at_all = std::getenv("JAX_FLASH_SPLIT_KV");
   if (wanted_at_all && std::string(wanted_at_all) == "0") return {0, 1};
-  const bool documents = p.options.has_cu_q_lengths;
-  const int64_t group = documents ? 1 : p.q_heads / p.kv_heads, sets = int64_t{p.batch} * (p.q_heads / group);
+  const bool packed = p.options.has_cu_q_lengths;
+  const int64_t group = packed ? 1 : p.q_heads / p.kv_heads, sets = int64_t{p.batch} * (p.q_heads / group);
   const int64_t rows = p.q_length * group;  // that may share a block
   auto blocks = [&](int64_t size) { return ceil_div(rows, size) * sets; };
   // More rows than a block has go to the kernels for many, as soon as these have blocks for two multiprocessors of
@@ -150,20 +151,20 @@ FewPlan plan_few(const Problem& p) {
   return {block, static_cast<int>(std::clamp<int64_t>(slices, 1, kMostSlices))};
 }
 
-bool is_tiny(const Problem& p) { return is_tiny(p, plan_few(p)); }
+bool is_single_tile(const Problem& p) { return is_single_tile(p, plan_split_kv(p)); }
 
 int64_t forward_scratch(DType, const Problem& p) {
-  const int slices = plan_few(p).slices;
+  const int slices = plan_split_kv(p).slices;
   return slices == 1 ? 0 : slices * slice_elements(p);
 }
 
 int64_t backward_scratch(DType, const Problem& p) {
   const int64_t zeros = (accumulates_dq(p) ? dq_scratch(p) : 0) + slope_scratch(p);
-  if (accumulates_dq(p)) return zeros;  // sums find room in dq, or are not split
-  const int splits = shares_of_groups(p, false, kAnyRoom);
+  if (accumulates_dq(p)) return zeros;  // sums fit in dq, or are not split
+  const int splits = shares_of_groups(p, false, kUnlimitedScratch);
   return splits == 1 || sums_fit_dq(p, splits) ? zeros : whole_fours(zeros) + sums_of_splits(p, splits);
 }
 
-int group_splits(const Problem& p) { return shares_of_groups(p, accumulates_dq(p), kAnyRoom); }
+int group_splits(const Problem& p) { return shares_of_groups(p, accumulates_dq(p), kUnlimitedScratch); }
 
 }  // namespace jax_flash::cuda

@@ -24,7 +24,7 @@ constexpr int column_step = 32;
 
 namespace jax_flash {
 
-static_assert(dtype == DType::f16, "other dtypes come as float16 with unscales");
+static_assert(dtype == DType::f16, "other dtypes come as float16 with descale");
 
 struct Lanes {
   static __device__ __forceinline__ int of(int thread) {
@@ -111,7 +111,7 @@ struct QuadPairs {
   static constexpr int most_steps = 16;
   static constexpr bool direct_stores = true;
 
-  // How many columns of a tile [k, n] one load brings.
+  // How many columns of a tile [k, n] one load reads.
   static __host__ __device__ constexpr int group(int columns, int warps_that_share) { return 32; }
 
   template <typename T>
@@ -172,19 +172,19 @@ struct QuadPairs {
     }
   };
 
-  // to(m) += A Y for a group of columns and 16 k, of part `a_part` of A and `y_part` of Y.
+  // to(m) += A Y for a group of columns and 16 k, of limb `a_limb` of A and `y_limb` of Y.
   template <int m_tiles, typename To, typename A, typename T, int group>
   static __device__ __forceinline__ void multiply_group(const To& to, const A (&a)[m_tiles],
-                                                        const ColumnReader<T, group>& y, int kk, int n, int a_part,
-                                                        int y_part) {
+                                                        const ColumnReader<T, group>& y, int kk, int n, int a_limb,
+                                                        int y_limb) {
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       u32 b[4];
-      y.load(b, kk, step, 4 * n + y_part * (T::chunks / parts));
+      y.load(b, kk, step, 4 * n + y_limb * (T::chunks / limbs));
 #pragma unroll
       for (int m = 0; m < m_tiles; ++m) {
         FragmentC* c = to(m);
-        const u32 a0 = a[m].part[a_part].x[2 * step], a1 = a[m].part[a_part].x[2 * step + 1];
+        const u32 a0 = a[m].limb[a_limb].x[2 * step], a1 = a[m].limb[a_limb].x[2 * step + 1];
         multiply_884<true>(c[0], c[1], a0, a1, b[0], b[1]);
         multiply_884<true>(c[2], c[3], a0, a1, b[2], b[3]);
       }
@@ -256,7 +256,7 @@ struct QuadPairs {
   }
 
   static __device__ __forceinline__ void store_pair(Result* to, float x, float y) {
-    if constexpr (has_unscales) {
+    if constexpr (has_descale) {
       *reinterpret_cast<float2*>(to) = {x, y};
     } else {
       *reinterpret_cast<u32*>(to) = pack(x, y);

@@ -10,7 +10,7 @@ constexpr int column_step = 16;
 
 namespace jax_flash {
 
-static_assert(dtype == DType::f16, "other dtypes come as float16 with unscales");
+static_assert(dtype == DType::f16, "other dtypes come as float16 with descale");
 
 JAX_FLASH_DEVICE void multiply_16bit(FragmentC& c, const Matrix4& a, u32 b0, u32 b1) {
 #pragma unroll

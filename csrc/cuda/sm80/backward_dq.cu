@@ -1,5 +1,5 @@
 #include "cuda/sm80/mma.cuh"
 //
-#include "cuda/sm80/woven_dq.cuh"
+#include "cuda/sm80/interleaved_dq.cuh"
 //
 #include "cuda/device/backward_dq.cuh"

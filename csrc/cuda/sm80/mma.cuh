@@ -13,18 +13,18 @@ constexpr int column_step = 16;
 namespace jax_flash {
 
 // Starts the copy of rows [first, first + T::rows) of one head into a tile; rows from `length` on become zeros, and so
-// do the columns from `columns` on. Of arrays in two parts a row has the columns of one and then of the other. `whole`
+// do the columns from `columns` on. A row of two limbs has the columns of one and then of the other. `whole`
 // says that no row lies beyond the end; then the tile may be not `wanted`, and there is no branch.
 template <typename T, int columns, int threads, bool whole = false>
 JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, int first, int length, int thread,
                                 bool wanted = true) {
-  constexpr int filled = columns / chunk_elements, part_chunks = T::chunks / parts;
+  constexpr int filled = columns / chunk_elements, limb_chunks = T::chunks / limbs;
   constexpr int pieces = T::rows * T::chunks;
   // Where a pass of all threads covers whole rows, each thread keeps its chunk, and its swizzle changes with the row
   // modulo 8 alone: one pointer moves on, and shared addresses of the same phase differ by constants.
   constexpr int rows_a_pass = threads / T::chunks;
   constexpr bool regular = threads % T::chunks == 0 && (rows_a_pass % 8 == 0 || 8 % rows_a_pass == 0);
-  if constexpr (T::swizzled && regular && pieces % threads == 0 && filled == part_chunks) {
+  if constexpr (T::swizzled && regular && pieces % threads == 0 && filled == limb_chunks) {
     constexpr int phases = rows_a_pass % 8 == 0 ? 1 : 8 / rows_a_pass;
     const int row = thread / T::chunks, chunk = thread % T::chunks;
     u32 to[phases];
@@ -60,9 +60,9 @@ JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, i
       const u32 to = tile + T::offset(here, chunk);
 #pragma unroll
       for (int j = 0; j < Rows::row_chunks; ++j) {
-        const int of_row = chunk + j * Rows::row_threads, part = parts == 1 ? 0 : of_row / part_chunks;
-        const bool valid = first + here < length && (filled == part_chunks || of_row - part * part_chunks < filled);
-        const Element* source = from + (j * Rows::row_threads - part * (part_chunks - filled)) * chunk_elements;
+        const int of_row = chunk + j * Rows::row_threads, limb = limbs == 1 ? 0 : of_row / limb_chunks;
+        const bool valid = first + here < length && (filled == limb_chunks || of_row - limb * limb_chunks < filled);
+        const Element* source = from + (j * Rows::row_threads - limb * (limb_chunks - filled)) * chunk_elements;
         copy_async(to + j * Rows::row_threads * 16, valid ? source : head, valid);
       }
     }
@@ -74,11 +74,11 @@ JAX_FLASH_DEVICE void load_tile(u32 tile, const Element* head, i64 row_stride, i
 template <typename T, int columns, int threads>
 struct ShortLoad {
   using Rows = ThreadRows<T, threads>;
-  static constexpr int filled = columns / chunk_elements, part_chunks = T::chunks / parts;
+  static constexpr int filled = columns / chunk_elements, limb_chunks = T::chunks / limbs;
   static constexpr int rows_a_pass = threads / T::chunks, passes = T::rows * T::chunks / threads;
   static constexpr bool regular = T::swizzled && threads % T::chunks == 0 &&
                                   (rows_a_pass % 8 == 0 || 8 % rows_a_pass == 0) &&
-                                  T::rows * T::chunks % threads == 0 && filled == part_chunks;
+                                  T::rows * T::chunks % threads == 0 && filled == limb_chunks;
   static constexpr int phases = !regular || rows_a_pass % 8 == 0 ? 1 : at_most(8 / rows_a_pass, passes);
   static_assert(!regular || passes % phases == 0);
 
@@ -122,9 +122,9 @@ struct ShortLoad {
         const u32 to = tile + T::offset(here, chunk);
 #pragma unroll
         for (int j = 0; j < Rows::row_chunks; ++j) {
-          const int of_row = chunk + j * Rows::row_threads, part = parts == 1 ? 0 : of_row / part_chunks;
-          const bool valid = first + here < length && (filled == part_chunks || of_row - part * part_chunks < filled);
-          const Element* source = from + (j * Rows::row_threads - part * (part_chunks - filled)) * chunk_elements;
+          const int of_row = chunk + j * Rows::row_threads, limb = limbs == 1 ? 0 : of_row / limb_chunks;
+          const bool valid = first + here < length && (filled == limb_chunks || of_row - limb * limb_chunks < filled);
+          const Element* source = from + (j * Rows::row_threads - limb * (limb_chunks - filled)) * chunk_elements;
           copy_async(to + j * Rows::row_threads * 16, valid ? source : known, valid);
         }
       }
@@ -132,8 +132,8 @@ struct ShortLoad {
   }
 };
 
-// The doors of the families for what comes from global memory. `start` before a product, `finish` before the barrier
-// that shows it to the block: here the hardware copies, and there is nothing to finish but to wait.
+// The interface of the families for loads of tiles from global memory: `start` before an MMA loop, `finish` before the
+// barrier that makes the tile visible to the block. Here cp.async copies, and there is nothing to finish but to wait.
 template <typename T, int columns, int threads, bool short_code = false>
 struct TileLoad {
   // What `start` takes for a head.

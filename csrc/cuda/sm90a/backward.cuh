@@ -8,11 +8,12 @@
 // that P^T and dS^T are operands in registers of the next product; only dS passes through shared memory, for dQ, of
 // which a warpgroup computes its share of the columns over all keys of the block.
 //
-// One warp of one more warpgroup brings the rows, a ring of `stages` tiles ahead. dQ of a tile of rows, which takes dS
-// of both warpgroups, is the work of one of them, by turns, behind its own products of the tile after: so neither waits
-// for the other's dS, one is at its exponentials while the tensor cores are the other's, and dS is read once.
+// One warp of one more warpgroup loads the rows by TMA, a ring of `stages` tiles ahead. dQ of a tile of rows, which
+// takes dS of both warpgroups, is the work of one of them, by turns, behind its own products of the tile after: so
+// neither waits for the other's dS, one is at its exponentials while the tensor cores are the other's, and dS is read
+// once.
 //
-// Where registers have room for it a warpgroup has two tiles of keys. Then dQ is added once for twice as many keys, and
+// Where registers suffice a warpgroup has two tiles of keys. Then dQ is added once for twice as many keys, and
 // the exponentials of the second tile run beside dK of the first.
 #pragma once
 
@@ -25,13 +26,13 @@ constexpr int row_of_tiles = 64 * computing;            // keys: a tile of each 
 constexpr int tiles_of_keys = block_kv / row_of_tiles;  // of a warpgroup
 static_assert(block_kv % row_of_tiles == 0 && tiles_of_keys <= 2, "one or two tiles of keys a warpgroup");
 static_assert(tiles_of_keys == 1 || !(with_softcap || in_segments || has_dbias || has_dalibi_slopes),
-              "more options than registers have room for");
-// How many parts dQ is computed in, a slab of columns each: the gradient of slopes takes the registers of more.
-constexpr int dq_parts = has_dalibi_slopes ? KSlabs::slabs : 1;
+              "more options than there are registers for");
+// In how many pieces dQ is computed, a slab of columns each: the gradient of slopes takes the registers of more.
+constexpr int dq_pieces = has_dalibi_slopes ? KSlabs::slabs : 1;
 
-// K and V as operands in registers, where there is room: they need not be read again for each tile of rows then. Not
-// without dQ: there ptxas (12.9 and 13) took them for dead behind their last use in the loop and gave their registers
-// to P and dS, with wrong dK and dV (tests/test_kernels.py looks for it).
+// K and V stay in registers as operands where these suffice: they need not be read again for each tile of rows then.
+// Not without dQ: there ptxas (12.9 and 13) took them for dead behind their last use in the loop and gave their
+// registers to P and dS, with wrong dK and dV (tests/test_kernels.py looks for it).
 constexpr bool keys_in_registers = adds_dq && tiles_of_keys == 1 && KSlabs::columns + VSlabs::columns <= 128;
 
 struct SharedStorage {
@@ -40,12 +41,12 @@ struct SharedStorage {
   char q[stages][QSlabs::bytes];
   char dout[stages][OutSlabs::bytes];
   char ds[adds_dq ? 2 : 1][Slabs<block_kv, block_q>::bytes];  // dS^T
-  float anchors[stages][block_q];
+  float lse_log2[stages][block_q];
   float deltas[stages][block_q];
   u64 keys_full, full[stages], empty[stages], ds_full[2], ds_empty[2];
 };
 
-extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {
+extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
     .threads = threads,
     .block_rows = block_kv,
     .shared_bytes = sizeof(SharedStorage),
@@ -58,14 +59,14 @@ extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {
 };
 
 // By one warp.
-JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const TensorMaps& maps, int lane) {
+JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const TensorMaps& maps, int lane) {
   const Place& place = block.place;
-  const Unscales unscales = unscales_of(block.problem, place.batch, place.kv_head);
-  const float ds_factor = unscales.ds * probability_unit;
+  const Descale descale = descale_of(block.problem, place.batch, place.kv_head);
+  const float ds_factor = descale.ds * probability_unit;
   if (lane == 0) {
     const u32 full = shared_address(&shared.keys_full);
     barrier_expect(full, KSlabs::bytes + VSlabs::bytes);
-    const int key = place.part.kv.first + place.first_key;
+    const int key = place.extent.kv.first + place.first_key;
     KSlabs::copy(shared_address(shared.k), &maps.k, full, key, place.kv_head, place.batch);
     VSlabs::copy(shared_address(shared.v), &maps.v, full, key, place.kv_head, place.batch);
   }
@@ -77,11 +78,11 @@ JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const Ten
     barrier_wait(shared_address(&shared.empty[stage]), ring.parity);
     if (lane == 0) {
       barrier_expect(full, QSlabs::bytes + OutSlabs::bytes);
-      const int row = place.part.q.first + at.tile * block_q;
+      const int row = place.extent.q.first + at.tile * block_q;
       QSlabs::copy(shared_address(shared.q[stage]), &maps.q, full, row, at.head, place.batch);
       OutSlabs::copy(shared_address(shared.dout[stage]), &maps.dout, full, row, at.head, place.batch);
     }
-    Statistics::put(shared.anchors[stage], statistics.anchors, lane);
+    Statistics::put(shared.lse_log2[stage], statistics.lse_log2, lane);
     Statistics::put(shared.deltas[stage], statistics.deltas, lane);
     barrier_arrive(full);
     ring.advance();
@@ -106,7 +107,7 @@ struct Backward {
   template <int k, int v>
   __device__ __forceinline__ void wait_for_keys(u32 (&k_operand)[k][4], u32 (&v_operand)[v][4]) const {
     barrier_wait(shared_address(&shared.keys_full), 0);
-    const int valid = block.place.part.kv.length - block.place.first_key;
+    const int valid = block.place.extent.kv.length - block.place.first_key;
     if (ragged_keys && valid < block_kv) {
       KSlabs::zero_rows(shared_address(shared.k), valid, warp * 32 + lane);
       VSlabs::zero_rows(shared_address(shared.v), valid, warp * 32 + lane);
@@ -120,7 +121,7 @@ struct Backward {
   }
   __device__ __forceinline__ void wait_for_rows(const Walk& at, const Ring<stages>& ring) const {
     barrier_wait(shared_address(&shared.full[ring.stage]), ring.parity);
-    const int valid = block.place.part.q.length - at.tile * block_q;
+    const int valid = block.place.extent.q.length - at.tile * block_q;
     if (ragged_rows && valid < block_q) {
       // Each warpgroup for itself: none waits for another here.
       QSlabs::zero_rows(shared_address(shared.q[ring.stage]), valid, warp * 32 + lane);
@@ -190,9 +191,9 @@ struct Backward {
     const u64 ds = by_columns(shared_address(shared.ds[i % 2]), 0);
     barrier_wait(shared_address(&shared.ds_full[i % 2]), i / 2 % 2);
 #pragma unroll
-    for (int part = 0; part < dq_parts; ++part) {
-      FragmentC dq[KSlabs::columns / 8 / dq_parts];
-      const u64 k = by_columns(shared_address(shared.k) + part * KSlabs::slab_bytes, KSlabs::slab_bytes);
+    for (int piece = 0; piece < dq_pieces; ++piece) {
+      FragmentC dq[KSlabs::columns / 8 / dq_pieces];
+      const u64 k = by_columns(shared_address(shared.k) + piece * KSlabs::slab_bytes, KSlabs::slab_bytes);
       wgmma_fence();
 #pragma unroll
       for (int kk = 0; kk < block_kv / 16; ++kk) {
@@ -201,8 +202,8 @@ struct Backward {
       wgmma_commit();
       wgmma_wait<0>();
       hold(dq);
-      if (lane == 0 && part + 1 == dq_parts) barrier_arrive(shared_address(&shared.ds_empty[i % 2]));
-      add_dq(block, dq, weights.dq_factor, at, warp * 16, part * kBoxColumns, lane);
+      if (lane == 0 && piece + 1 == dq_pieces) barrier_arrive(shared_address(&shared.ds_empty[i % 2]));
+      add_dq(block, dq, weights.dq_factor, at, warp * 16, piece * kBoxColumns, lane);
     }
   }
 
@@ -231,7 +232,7 @@ struct Backward {
         wgmma_wait<0>();
       }
       hold(s[j]);
-      weights.weigh(s[j], derivatives, at, bare(at, j), shared.anchors[stage], j * row_of_tiles);
+      weights.weigh(s[j], derivatives, at, is_full(at, j), shared.lse_log2[stage], j * row_of_tiles);
       if (j > 0) take_back(ds_operand[j - 1]);
       if (j > 0 || !dp_with_s) start_dp(dp[j], stage, j);
       round_kept(p_operand[j], s[j]);
@@ -256,7 +257,7 @@ struct Backward {
     wgmma_wait<0>();
     hold(p_operand[tiles - 1]);
     hold(ds_operand[tiles - 1]);
-    __syncwarp();  // all lanes have read anchors and deltas
+    __syncwarp();  // all lanes have read lse_log2 and deltas
     if (arrives(lane)) barrier_arrive(shared_address(&shared.empty[stage]));
     if constexpr (sums) sum_dq(before, i - 1);
   }
@@ -273,10 +274,11 @@ struct Backward {
 
   // The tiles of rows that tile j of keys is kept by, of all warpgroups.
   __device__ __forceinline__ TileRange rows_of(int j) const {
-    return row_tiles_of<block_q>(block.band, block.place.part, block.place.first_key + j * row_of_tiles, row_of_tiles);
+    return row_tiles_of<block_q>(block.band, block.place.extent, block.place.first_key + j * row_of_tiles,
+                                 row_of_tiles);
   }
-  __device__ __forceinline__ bool bare(const Walk& at, int j) const {
-    return tiles_of_keys == 1 ? block.bare(at) : rows_of(j).bare(at.tile);
+  __device__ __forceinline__ bool is_full(const Walk& at, int j) const {
+    return tiles_of_keys == 1 ? block.is_full(at) : rows_of(j).is_full(at.tile);
   }
 
   __device__ __forceinline__ void run() {
@@ -313,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   extern __shared__ __align__(1024) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   const Block block(problem);
-  if (packed && block.place.first_key >= block.place.part.kv.stored) return;
+  if (packed && block.place.first_key >= block.place.extent.kv.stored) return;
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
   if (threadIdx.x == 0) {
@@ -331,14 +333,14 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   __syncthreads();
 
   if (warp < 4) {
-    give_registers<loading_registers>();
-    if (warp == 0 && !block.idle()) bring(block, shared, maps, lane);
+    warpgroup_reg_dealloc<loading_registers>();
+    if (warp == 0 && !block.idle()) load(block, shared, maps, lane);
   } else {
-    take_registers<computing_registers>();
+    warpgroup_reg_alloc<computing_registers>();
     const int group = warp / 4 - 1;
-    const Unscales unscales = unscales_of(problem, block.place.batch, block.place.kv_head);
+    const Descale descale = descale_of(problem, block.place.batch, block.place.kv_head);
     const int first_key = block.place.first_key + group * 64 + warp % 4 * 16;
-    Backward backward{block, shared, group, warp % 4, lane, {block, unscales, first_key, lane}, {}};
+    Backward backward{block, shared, group, warp % 4, lane, {block, descale, first_key, lane}, {}};
     backward.run();
 #pragma unroll
     for (int j = 0; j < tiles_of_keys; ++j) {

@@ -4,8 +4,8 @@
 // the last to the first, as forward does. With
 //   S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  dS = P * (dP - delta)
 // it accumulates dQ += dS K in registers, dS being an operand in registers as it is. One warp of one more warpgroup
-// brings the keys. Warpgroups never wait for each other: one is at its exponentials while the tensor cores are the
-// other's.
+// loads the keys by TMA. Warpgroups never wait for each other: one is at its exponentials while the tensor cores are
+// the other's.
 #pragma once
 
 #include "cuda/device/place.cuh"
@@ -28,8 +28,8 @@ using OutSlabs = Slabs<block_q, value_head_dim>;
 using KSlabs = Slabs<block_kv, head_dim>;
 using VSlabs = Slabs<block_kv, value_head_dim>;
 
-// K is needed from the first to the last product of a tile, V for one: where there is no room for as many of both, the
-// buffers that are fewer are those of V.
+// K is needed from the first to the last product of a tile, V for one: where shared memory does not hold as many of
+// both, there are fewer buffers of V.
 constexpr int most_bytes = 227 * 1024, small_bytes = 1024;
 constexpr int all_bytes = QSlabs::bytes + OutSlabs::bytes + stages * (KSlabs::bytes + VSlabs::bytes) + small_bytes;
 constexpr int v_stages = all_bytes <= most_bytes ? stages : stages - 1;
@@ -45,7 +45,7 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) <= most_bytes, "the tiles are too large");
 
-extern "C" __constant__ LaunchFacts jax_flash_backward_dq_facts = {
+extern "C" __constant__ KernelTraits jax_flash_backward_dq_traits = {
     .threads = threads,
     .block_rows = block_q,
     .shared_bytes = sizeof(SharedStorage),
@@ -65,7 +65,7 @@ struct Block {
   __device__ __forceinline__ explicit Block(const Problem& problem)
       : problem(problem),
         place(place_of(problem, blockIdx.x)),
-        tiles(key_tiles_of<block_kv>(band_of(problem, place.part), place.part, place.first_row, block_q)),
+        tiles(key_tiles_of<block_kv>(band_of(problem, place.extent), place.extent, place.first_row, block_q)),
         segments{problem.kv_segment_ranges, place.batch, problem.kv_length,
                  in_segments
                      ? segment_range<block_q>(problem.q_segment_ranges, place.batch, problem.q_length, place.first_row)
@@ -82,13 +82,13 @@ struct Block {
 };
 
 // By one thread.
-JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const TensorMaps& maps) {
+JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const TensorMaps& maps) {
   const Place& place = block.place;
-  const int row = place.part.q.first + place.first_row;
+  const int row = place.extent.q.first + place.first_row;
   Ring<stages> k_ring{0, 1};
   Ring<v_stages> v_ring{0, 1};
   for (int tile = block.first(); tile >= block.tiles.begin; tile = block.after(tile)) {
-    const int key = place.part.kv.first + tile * block_kv;
+    const int key = place.extent.kv.first + tile * block_kv;
     if (tile == block.first()) {
       const u32 full = shared_address(&shared.q_full);
       barrier_expect(full, QSlabs::bytes);
@@ -122,7 +122,7 @@ struct BackwardDq {
   ScoreRows rows;
   float scale_log2;
   float dp_factor;  // dS is a multiple of what it stands for
-  float anchors[2], deltas[2];
+  float lse_log2[2], deltas[2];
   Ring<stages> k_ring;
   Ring<v_stages> v_ring;
   FragmentC dq[KSlabs::columns / 8];
@@ -134,7 +134,7 @@ struct BackwardDq {
 
   __device__ __forceinline__ void load_statistics(float ds_factor) {
     const Problem& problem = block.problem;
-    const Rows& q = block.place.part.q;
+    const Rows& q = block.place.extent.q;
     const i64 first = (static_cast<i64>(block.place.batch) * problem.q_heads + block.place.head) * problem.q_length;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -143,7 +143,7 @@ struct BackwardDq {
       const i64 from = first + q.first + (valid ? at : 0);
       // The weights are 0 of rows beyond the end, and of those that keep nothing.
       const float lse = static_cast<const float*>(problem.lse)[from];
-      anchors[half] = valid && lse != -JAX_FLASH_INFINITY ? probability_anchor(lse) : JAX_FLASH_INFINITY;
+      lse_log2[half] = valid && lse != -JAX_FLASH_INFINITY ? probability_lse(lse) : JAX_FLASH_INFINITY;
       deltas[half] = valid ? static_cast<const float*>(problem.delta)[from] * ds_factor : 0.f;
     }
   }
@@ -153,7 +153,7 @@ struct BackwardDq {
   template <typename T>
   __device__ __forceinline__ void wait_for(const u64& full, const char* keys, int tile, u32 parity) const {
     barrier_wait(shared_address(&full), parity);
-    const int valid = block.place.part.kv.length - tile * block_kv;
+    const int valid = block.place.extent.kv.length - tile * block_kv;
     if (ragged && valid < block_kv) {
       T::zero_rows(shared_address(keys), valid, threadIdx.x % warpgroup);
       stores_ready();
@@ -191,7 +191,7 @@ struct BackwardDq {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& x = some[n].x[e];
-          x = exp2_approx(x * scale_log2 - anchors[e / 2]);
+          x = exp2_approx(x * scale_log2 - lse_log2[e / 2]);
           if constexpr (with_softcap) x *= derivatives[n].x[e];
         }
       }
@@ -204,7 +204,7 @@ struct BackwardDq {
     for (int n = 0; n < block_kv / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        float x = has_unscales ? dp[n].x[e] * dp_factor : dp[n].x[e];
+        float x = has_descale ? dp[n].x[e] * dp_factor : dp[n].x[e];
         if constexpr (with_dropout_rate) x = is_dropped(p[n].x[e]) ? 0.f : x * rows.dropout.factor;
         dp[n].x[e] = weight_of(p[n].x[e]) * (x - deltas[e / 2]);
       }
@@ -220,7 +220,7 @@ struct BackwardDq {
   }
 
   // One tile of keys; dQ of the tile before is under way.
-  __device__ __forceinline__ void step(int tile, bool first, bool bare) {
+  __device__ __forceinline__ void step(int tile, bool first, bool full) {
     FragmentC s[block_kv / 8], dp[block_kv / 8];  // S and then P, dP and then dS
     const char* k = shared.k[k_ring.stage];
     const char* v = shared.v[v_ring.stage];
@@ -233,7 +233,7 @@ struct BackwardDq {
     start<OutSlabs, VSlabs>(dp, shared.dout, v);
     wgmma_wait<1>();  // S
     hold(s);
-    if (bare) {
+    if (full) {
       weigh<false>(s, tile);
     } else {
       weigh<true>(s, tile);
@@ -266,8 +266,8 @@ struct BackwardDq {
     for (FragmentC& c : dq) c = {};
     // What this warpgroup's rows keep of the tiles.
     const TileRange own =
-        key_tiles_of<block_kv>(rows.keep.band, block.place.part, block.place.first_row + group * 64, 64);
-    const auto bare = [&](int tile) { return own.bare(tile) && block.segments.uniform(tile); };
+        key_tiles_of<block_kv>(rows.keep.band, block.place.extent, block.place.first_row + group * 64, 64);
+    const auto is_full = [&](int tile) { return own.is_full(tile) && block.segments.uniform(tile); };
     int tile = block.first();
     for (; tile >= at_least(own.end, block.tiles.begin); tile = block.after(tile)) skip();
     const int last = at_least(own.begin, block.tiles.begin);
@@ -276,7 +276,7 @@ struct BackwardDq {
       barrier_wait(shared_address(&shared.dout_full), 0);
 #pragma unroll
       for (auto& a : operand) a[0] = a[1] = a[2] = a[3] = 0;
-      for (const int first = tile; tile >= last; tile = block.after(tile)) step(tile, tile == first, bare(tile));
+      for (const int first = tile; tile >= last; tile = block.after(tile)) step(tile, tile == first, is_full(tile));
       wgmma_wait<0>();
       hold(dq);
       arrive(shared.k_empty[(k_ring.stage + stages - 1) % stages]);
@@ -285,7 +285,7 @@ struct BackwardDq {
   }
 
   __device__ __forceinline__ void store(float factor) {
-    const Rows& q = block.place.part.q;
+    const Rows& q = block.place.extent.q;
     const Tensor& to = block.problem.dq;
     Result* head = result_of(to, block.place.batch, block.place.head, q.first);
 #pragma unroll
@@ -307,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   const Block block(problem);
   const Place& place = block.place;
-  if (packed && place.first_row >= place.part.q.stored) return;
+  if (packed && place.first_row >= place.extent.q.stored) return;
   const int warp = uniform_warp();
   if (threadIdx.x == 0) {
     barrier_init(shared_address(&shared.q_full), 1);
@@ -325,28 +325,28 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   __syncthreads();
 
   if (warp < 4) {
-    give_registers<loading_registers>();
-    if (threadIdx.x == 0) bring(block, shared, maps);
+    warpgroup_reg_dealloc<loading_registers>();
+    if (threadIdx.x == 0) load(block, shared, maps);
   } else {
-    take_registers<computing_registers>();
+    warpgroup_reg_alloc<computing_registers>();
     const int group = warp / 4 - 1, lane = threadIdx.x % 32;
-    const Unscales unscales = unscales_of(problem, place.batch, place.kv_head);
+    const Descale descale = descale_of(problem, place.batch, place.kv_head);
     const float scale = scale_of(problem, place.batch);
-    const float score_scale = scale * unscales.query * unscales.key;
-    const float ds_factor = unscales.ds * probability_unit;
+    const float score_scale = scale * descale.query * descale.key;
+    const float ds_factor = descale.ds * probability_unit;
     BackwardDq backward{
         block,
         shared,
         group,
         lane,
         place.first_row + group * 64 + warp % 4 * 16 + lane / 4,
-        {problem, place.part, place.batch, place.head, score_scale},
+        {problem, place.extent, place.batch, place.head, score_scale},
         modifies_scores ? 1.f : score_scale * kLog2e,
-        unscales.dout * unscales.value * ds_factor,
+        descale.dout * descale.value * ds_factor,
     };
     backward.load_statistics(ds_factor);
     backward.run();
-    backward.store(scale * unscales.key / unscales.ds);
+    backward.store(scale * descale.key / descale.ds);
   }
 }
 

@@ -11,7 +11,7 @@
 namespace jax_flash {
 
 constexpr int threads = 32 * warps;
-constexpr int computing = warps / 4 - 1;  // warpgroups; one more brings the rows
+constexpr int computing = warps / 4 - 1;  // warpgroups; one more loads the rows
 constexpr int computing_threads = warpgroup * computing;
 static_assert(warps % 4 == 0 && block_q == 64, "64 rows fit the accumulators beside dK and dV");
 constexpr bool adds_dq = !option_deterministic;  // else it is computed by a pass of its own
@@ -56,8 +56,8 @@ struct Block {
   __device__ __forceinline__ explicit Block(const Problem& problem)
       : problem(problem),
         place(place_of(problem, blockIdx.x)),
-        band(band_of(problem, place.part)),
-        tiles(row_tiles_of<block_q>(band, place.part, place.first_key, block_kv)),
+        band(band_of(problem, place.extent)),
+        tiles(row_tiles_of<block_q>(band, place.extent, place.first_key, block_kv)),
         segments{problem.q_segment_ranges, place.batch, problem.q_length,
                  in_segments ? segment_range<block_kv>(problem.kv_segment_ranges, place.batch, problem.kv_length,
                                                        place.first_key)
@@ -69,18 +69,18 @@ struct Block {
   }
   __device__ __forceinline__ Walk first() const { return {first_head, tiles.begin}; }
   __device__ __forceinline__ bool idle() const { return tiles.begin >= tiles.end; }
-  __device__ __forceinline__ bool bare(const Walk& at) const {
-    return tiles.bare(at.tile) && segments.uniform(at.tile);
+  __device__ __forceinline__ bool is_full(const Walk& at) const {
+    return tiles.is_full(at.tile) && segments.uniform(at.tile);
   }
 };
 
 // lse and delta of a tile of rows, which a warp takes from global to shared memory.
 struct Statistics {
-  float anchors[block_q / 32], deltas[block_q / 32];
+  float lse_log2[block_q / 32], deltas[block_q / 32];
 
   __device__ __forceinline__ Statistics(const Block& block, const Walk& at, float ds_factor, int lane) {
     const Problem& problem = block.problem;
-    const Rows& rows = block.place.part.q;
+    const Rows& rows = block.place.extent.q;
     const i64 first = (static_cast<i64>(block.place.batch) * problem.q_heads + at.head) * problem.q_length + rows.first;
 #pragma unroll
     for (int i = 0; i < block_q / 32; ++i) {
@@ -89,7 +89,7 @@ struct Statistics {
       const i64 from = first + (valid ? row : 0);
       // The weights are 0 of rows beyond the end, and of those that keep nothing.
       const float lse = static_cast<const float*>(problem.lse)[from];
-      anchors[i] = valid && lse != -JAX_FLASH_INFINITY ? probability_anchor(lse) : JAX_FLASH_INFINITY;
+      lse_log2[i] = valid && lse != -JAX_FLASH_INFINITY ? probability_lse(lse) : JAX_FLASH_INFINITY;
       deltas[i] = valid ? static_cast<const float*>(problem.delta)[from] * ds_factor : 0.f;
     }
   }
@@ -112,8 +112,8 @@ JAX_FLASH_DEVICE void add_dq(const Block& block, FragmentC (&dq)[n], float facto
                              int lane) {
   const Place& place = block.place;
   row += at.tile * block_q;
-  const bool valid = row < place.part.q.length;
-  const int row_tile = first_dq_tile(block.problem, place.batch, place.document) + row / 16;
+  const bool valid = row < place.extent.q.length;
+  const int row_tile = first_dq_tile(block.problem, place.batch, place.sequence) + row / 16;
   float* to = dq_fragment(block.problem, place.batch, at.head, row_tile, column / 8) + lane * 4;
 #pragma unroll
   for (int i = 0; i < n; ++i) {
@@ -128,7 +128,7 @@ template <int columns, int n>
 JAX_FLASH_DEVICE void store_keys(const Block& block, const Tensor& tensor, const FragmentC (&c)[n], float factor,
                                  int first_key, int column, int lane) {
   const Place& place = block.place;
-  const Rows& keys = place.part.kv;
+  const Rows& keys = place.extent.kv;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int key = first_key + lane / 4 + 8 * half;
@@ -146,15 +146,15 @@ JAX_FLASH_DEVICE void store_keys(const Block& block, const Tensor& tensor, const
 template <int n>
 JAX_FLASH_DEVICE void store_dk(const Block& block, const FragmentC (&dk)[n], int first_key, int lane) {
   const Problem& problem = block.problem;
-  const Unscales unscales = unscales_of(problem, block.place.batch, block.place.kv_head);
-  store_keys<head_dim>(block, problem.dk, dk, scale_of(problem, block.place.batch) * unscales.query / unscales.ds,
+  const Descale descale = descale_of(problem, block.place.batch, block.place.kv_head);
+  store_keys<head_dim>(block, problem.dk, dk, scale_of(problem, block.place.batch) * descale.query / descale.ds,
                        first_key, 0, lane);
 }
 template <int n>
 JAX_FLASH_DEVICE void store_dv(const Block& block, const FragmentC (&dv)[n], float dropout_factor, int first_key,
                                int lane) {
-  const Unscales unscales = unscales_of(block.problem, block.place.batch, block.place.kv_head);
-  store_keys<value_head_dim>(block, block.problem.dv, dv, dropout_factor * unscales.dout * probability_unit, first_key,
+  const Descale descale = descale_of(block.problem, block.place.batch, block.place.kv_head);
+  store_keys<value_head_dim>(block, block.problem.dv, dv, dropout_factor * descale.dout * probability_unit, first_key,
                              head_dim, lane);
 }
 
@@ -169,7 +169,7 @@ JAX_FLASH_DEVICE void multiply_rows(FragmentC (&c)[n], const Operand64& a, u32 y
 // What is done to the 16 keys of a warp and a tile of rows.
 struct Weights {
   const Problem& problem;
-  const Part& part;
+  const Extent& extent;
   int batch;
   int first_key;  // of the warp
   int lane;
@@ -183,25 +183,25 @@ struct Weights {
   float dq_factor;  // what makes dQ of dS K
   OperandGradients gradients;
 
-  __device__ __forceinline__ Weights(const Block& block, const Unscales& unscales, int first_key, int lane)
+  __device__ __forceinline__ Weights(const Block& block, const Descale& descale, int first_key, int lane)
       : problem(block.problem),
-        part(block.place.part),
+        extent(block.place.extent),
         batch(block.place.batch),
         first_key(first_key),
         lane(lane),
-        keep{problem, part, block.band},
-        modified(problem, part, block.first_head, score_scale(unscales)),
+        keep{problem, extent, block.band},
+        modified(problem, extent, block.first_head, score_scale(descale)),
         biases(static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, block.first_head),
         masks(problem.mask, problem.mask_strides, batch, block.first_head),
-        dropout(problem, part, block.first_head),
-        scale_log2(score_scale(unscales) * kLog2e),
-        dp_factor(unscales.dout * unscales.value * unscales.ds * probability_unit),
-        dq_factor(scale_of(problem, batch) * unscales.key / unscales.ds) {
-    gradients.unscale = 1.f / unscales.ds;
+        dropout(problem, extent, block.first_head),
+        scale_log2(score_scale(descale) * kLog2e),
+        dp_factor(descale.dout * descale.value * descale.ds * probability_unit),
+        dq_factor(scale_of(problem, batch) * descale.key / descale.ds) {
+    gradients.descale = 1.f / descale.ds;
     if constexpr (has_dbias || has_dalibi_slopes) gradients.clear();
   }
-  __device__ __forceinline__ float score_scale(const Unscales& unscales) const {
-    return scale_of(problem, batch) * unscales.query * unscales.key;
+  __device__ __forceinline__ float score_scale(const Descale& descale) const {
+    return scale_of(problem, batch) * descale.query * descale.key;
   }
 
   // What depends on the query head.
@@ -209,7 +209,7 @@ struct Weights {
     modified.enter(head);
     biases = {static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, head};
     masks = {problem.mask, problem.mask_strides, batch, head};
-    dropout.enter(problem, part, head);
+    dropout.enter(problem, extent, head);
   }
 
   // What the tile after `at` wants to know; and, of a warp that derives, the gradients of a query head behind its last
@@ -219,7 +219,7 @@ struct Weights {
     const Walk next = at.after(block.tiles, block.segments);
     if (next.head != at.head) {
       if constexpr (derives && (has_dbias || has_dalibi_slopes)) {
-        gradients.flush(problem, part, block.place.document, at.head, first_key, lane);
+        gradients.flush(problem, extent, block.place.sequence, at.head, first_key, lane);
       }
       if (next.head <= block.last_head) enter(next.head);
     }
@@ -228,29 +228,29 @@ struct Weights {
 
   // Scores of the keys `beyond` first_key and on become weights. With softcap, its derivatives are to be multiplied
   // with dS^T.
-  __device__ __forceinline__ void weigh(Scores64& s, FragmentC* derivatives, const Walk& at, bool bare,
-                                        const float* anchors, int beyond = 0) const {
-    if (bare) {
-      weigh<false>(s, derivatives, at, anchors, first_key + beyond);
+  __device__ __forceinline__ void weigh(Scores64& s, FragmentC* derivatives, const Walk& at, bool full,
+                                        const float* lse_log2, int beyond = 0) const {
+    if (full) {
+      weigh<false>(s, derivatives, at, lse_log2, first_key + beyond);
     } else {
-      weigh<true>(s, derivatives, at, anchors, first_key + beyond);
+      weigh<true>(s, derivatives, at, lse_log2, first_key + beyond);
     }
     if constexpr (with_dropout_rate) drop(s, at, first_key + beyond);
   }
   template <bool masked>
-  __device__ __forceinline__ void weigh(Scores64& s, FragmentC* derivatives, const Walk& at, const float* anchors,
+  __device__ __forceinline__ void weigh(Scores64& s, FragmentC* derivatives, const Walk& at, const float* lse_log2,
                                         int first_key) const {
 #pragma unroll
     for (int n = 0; n < block_q / 8; ++n) {
       const int column = 8 * n + lane % 4 * 2;
-      const float2 anchor = *reinterpret_cast<const float2*>(&anchors[column]);
+      const float2 lse = *reinterpret_cast<const float2*>(&lse_log2[column]);
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const int row = at.tile * block_q + column + odd;
         const Bias* bias = nullptr;
         const bool* mask = nullptr;
-        if constexpr (has_bias) bias = biases.row(row, part);
-        if constexpr (has_mask) mask = masks.row(row, part);
+        if constexpr (has_bias) bias = biases.row(row, extent);
+        if constexpr (has_mask) mask = masks.row(row, extent);
 #pragma unroll
         for (int e = odd; e < 4; e += 2) {
           const int key = first_key + lane / 4 + e / 2 * 8;
@@ -259,13 +259,13 @@ struct Weights {
           if constexpr (modifies_scores) {
             float b = 0.f, unused;
             if constexpr (has_bias)
-              b = as_float(masked ? biases.at(bias, key, part) : bias[key * biases.column_stride]);
+              b = as_float(masked ? biases.at(bias, key, extent) : bias[key * biases.column_stride]);
             logit = modified.logit(x, b, row, key, with_softcap ? derivatives[n].x[e] : unused);
           }
-          x = exp2_approx(logit - (odd ? anchor.y : anchor.x));
+          x = exp2_approx(logit - (odd ? lse.y : lse.x));
           bool kept = true;
           if constexpr (masked) kept = keep(row, key);
-          if constexpr (has_mask) kept &= masked ? masks.at(mask, key, part) : mask[key * masks.column_stride];
+          if constexpr (has_mask) kept &= masked ? masks.at(mask, key, extent) : mask[key * masks.column_stride];
           if constexpr (masked || has_mask) x = kept ? x : 0.f;
         }
       }
@@ -299,12 +299,12 @@ struct Weights {
       const float2 delta = *reinterpret_cast<const float2*>(&deltas[column]);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        float x = has_unscales ? dp[n].x[e] * dp_factor : dp[n].x[e];
+        float x = has_descale ? dp[n].x[e] * dp_factor : dp[n].x[e];
         if constexpr (with_dropout_rate) x = is_dropped(s[n].x[e]) ? 0.f : x * dropout.factor;
         dp[n].x[e] = weight_of(s[n].x[e]) * (x - (e % 2 ? delta.y : delta.x));
       }
       if constexpr (has_dbias || has_dalibi_slopes) {
-        gradients.add(problem, part, modified, at.head, at.tile * block_q + column, first_key + lane / 4, dp[n]);
+        gradients.add(problem, extent, modified, at.head, at.tile * block_q + column, first_key + lane / 4, dp[n]);
       }
       if constexpr (with_softcap) {
 #pragma unroll
@@ -351,7 +351,7 @@ extern "C" __global__ void __launch_bounds__(32 * convert_warps)
   const int head = static_cast<int>(item / tiles % problem.q_heads);
   const int batch = static_cast<int>(item / tiles / problem.q_heads);
   int row_tile = tile;
-  const Part part = part_of(problem, batch, document_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
+  const Extent extent = extent_of(problem, batch, sequence_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
   const float* from = dq_fragment(problem, batch, head, tile, 0) + lane * 4;
   FragmentC dq[head_dim / 8];
 #pragma unroll
@@ -359,11 +359,11 @@ extern "C" __global__ void __launch_bounds__(32 * convert_warps)
     const float4 x = *reinterpret_cast<const float4*>(from + n * 128);
     dq[n] = {x.x, x.y, x.z, x.w};
   }
-  Result* to = result_of(problem.dq, batch, head, part.q.first);
+  Result* to = result_of(problem.dq, batch, head, extent.q.first);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = row_tile * 16 + lane / 4 + 8 * half;
-    store_row<head_dim>(dq, half, 1.f, to + row * problem.dq.row_stride, row < part.q.stored, lane);
+    store_row<head_dim>(dq, half, 1.f, to + row * problem.dq.row_stride, row < extent.q.stored, lane);
   }
 }
 

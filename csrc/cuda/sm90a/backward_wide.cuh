@@ -13,7 +13,7 @@ namespace jax_flash {
 static_assert(block_kv == 64 && computing == 2, "64 keys, and a warpgroup for each half of the products");
 static_assert(!adds_dq, "dQ has a pass of its own");
 
-// Buffers of rows: one where the derivatives of softcap take the room of the others.
+// Buffers of rows: one where the derivatives of softcap take the memory of the others.
 constexpr int buffers = with_softcap ? 1 : stages;
 
 struct SharedStorage {
@@ -23,13 +23,13 @@ struct SharedStorage {
   char dout[buffers][OutSlabs::bytes];
   float4 p[block_q / 8][warpgroup];  // P^T, as its threads hold it
   float4 derivatives[with_softcap ? block_q / 8 : 1][warpgroup];
-  float anchors[buffers][block_q];
+  float lse_log2[buffers][block_q];
   float deltas[buffers][block_q];
   u64 k_full, v_full, q_full[buffers], q_empty[buffers], dout_full[buffers], dout_empty[buffers];
   u64 p_full[4], p_empty[4];  // of a warp each
 };
 
-extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {
+extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
     .threads = threads,
     .block_rows = block_kv,
     .shared_bytes = sizeof(SharedStorage),
@@ -41,15 +41,15 @@ extern "C" __constant__ LaunchFacts jax_flash_backward_facts = {
 };
 
 // By one warp.
-JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const TensorMaps& maps, int lane) {
+JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const TensorMaps& maps, int lane) {
   const Place& place = block.place;
-  const Unscales unscales = unscales_of(block.problem, place.batch, place.kv_head);
-  const float ds_factor = unscales.ds * probability_unit;
-  const int key = place.part.kv.first + place.first_key;
+  const Descale descale = descale_of(block.problem, place.batch, place.kv_head);
+  const float ds_factor = descale.ds * probability_unit;
+  const int key = place.extent.kv.first + place.first_key;
   Ring<buffers> ring{0, 1};
   bool first = true;
   for (Walk at = block.first(); at.head <= block.last_head; at = at.after(block.tiles, block.segments)) {
-    const int stage = ring.stage, row = place.part.q.first + at.tile * block_q;
+    const int stage = ring.stage, row = place.extent.q.first + at.tile * block_q;
     const u32 q_full = shared_address(&shared.q_full[stage]), dout_full = shared_address(&shared.dout_full[stage]);
     const Statistics statistics(block, at, ds_factor, lane);
     if (first && lane == 0) {
@@ -62,7 +62,7 @@ JAX_FLASH_DEVICE void bring(const Block& block, SharedStorage& shared, const Ten
       barrier_expect(q_full, QSlabs::bytes);
       QSlabs::copy(shared_address(shared.q[stage]), &maps.q, q_full, row, at.head, place.batch);
     }
-    Statistics::put(shared.anchors[stage], statistics.anchors, lane);
+    Statistics::put(shared.lse_log2[stage], statistics.lse_log2, lane);
     barrier_arrive(q_full);
     if (first && lane == 0) {
       const u32 full = shared_address(&shared.v_full);
@@ -101,7 +101,7 @@ struct Half {
   __device__ __forceinline__ void wait_for_keys() const {
     barrier_wait(shared_address(&shared.k_full), 0);
     barrier_wait(shared_address(&shared.v_full), 0);
-    const int valid = block.place.part.kv.length - block.place.first_key;
+    const int valid = block.place.extent.kv.length - block.place.first_key;
     if (ragged_keys && valid < block_kv) {
       if (group == 0) KSlabs::zero_rows(shared_address(shared.k), valid, thread());
       if (group == 1) VSlabs::zero_rows(shared_address(shared.v), valid, thread());
@@ -112,7 +112,7 @@ struct Half {
   template <typename T>
   __device__ __forceinline__ void wait_for_rows(const u64& full, const char* tile, const Walk& at, u32 parity) const {
     barrier_wait(shared_address(&full), parity);
-    const int valid = block.place.part.q.length - at.tile * block_q;
+    const int valid = block.place.extent.q.length - at.tile * block_q;
     if (ragged_rows && valid < block_q) {
       // Each warpgroup for itself: none waits for the other here.
       T::zero_rows(shared_address(tile), valid, thread());
@@ -146,7 +146,7 @@ struct Half {
       score_product<KSlabs, QSlabs>(s, shared.k, shared.q[stage]);
       wgmma_wait<0>();
       hold(s);
-      weights.weigh(s, derivatives, at, block.bare(at), shared.anchors[stage]);
+      weights.weigh(s, derivatives, at, block.is_full(at), shared.lse_log2[stage]);
       arrive(shared.q_empty[stage]);
       barrier_wait(shared_address(&shared.p_empty[warp]), parity ^ 1);
 #pragma unroll
@@ -214,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   extern __shared__ __align__(1024) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   const Block block(problem);
-  if (packed && block.place.first_key >= block.place.part.kv.stored) return;
+  if (packed && block.place.first_key >= block.place.extent.kv.stored) return;
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
   if (threadIdx.x == 0) {
@@ -236,12 +236,12 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
 
   const int first_key = block.place.first_key + warp % 4 * 16;
   if (warp < 4) {
-    give_registers<loading_registers>();
-    if (warp == 0 && !block.idle()) bring(block, shared, maps, lane);
+    warpgroup_reg_dealloc<loading_registers>();
+    if (warp == 0 && !block.idle()) load(block, shared, maps, lane);
   } else {
-    take_registers<computing_registers>();
-    const Unscales unscales = unscales_of(problem, block.place.batch, block.place.kv_head);
-    Half half{block, shared, warp / 4 - 1, warp % 4, lane, {block, unscales, first_key, lane}};
+    warpgroup_reg_alloc<computing_registers>();
+    const Descale descale = descale_of(problem, block.place.batch, block.place.kv_head);
+    Half half{block, shared, warp / 4 - 1, warp % 4, lane, {block, descale, first_key, lane}};
     if (half.group == 0) {
       FragmentC dv[VSlabs::columns / 8];
 #pragma unroll

@@ -1,10 +1,10 @@
-// FlashAttention-3 forward (Shah et al. 2024): one warp brings tiles by the copy engine, warpgroups of 64 rows each
-// multiply and take the softmax.
+// FlashAttention-3 forward (Shah et al. 2024): one warp loads tiles by TMA, warpgroups of 64 rows each multiply and
+// take the softmax.
 //
 // Two things run side by side: in a warpgroup, the softmax of one tile of keys and the product of the weights of the
 // tile before with V; and the softmax of one warpgroup and the products of another, by turns. Blocks stay on their
 // multiprocessor and walk over the items of work, so that an item's first tiles are there when it begins. Keys are
-// walked from the last to the first: the tiles to mask come first, and the bare loop has no test in it.
+// walked from the last to the first: the tiles to mask come first, and the loop over full tiles has no test in it.
 #include "cuda/sm90a/mma.cuh"
 //
 #include "cuda/device/place.cuh"
@@ -20,7 +20,7 @@ namespace jax_flash {
 constexpr int consumers = block_q / 64;  // warpgroups
 constexpr int threads = warpgroup * (1 + consumers);
 static_assert(block_q % 64 == 0 && warps == threads / 32 && min_blocks == 1, "a producer, and 64 rows a consumer");
-// What a block is given at first, threads times registers, is what its warpgroups share: the producer needs few.
+// The warpgroups share the registers that the block has at its launch: the producer needs few.
 constexpr bool producer_searches = has_q_segment_ids || has_cu_q_lengths;
 constexpr int producer_registers = consumers == 3 ? (producer_searches ? 56 : 32) : (producer_searches ? 40 : 24);
 constexpr int consumer_registers = consumers == 3 ? (producer_searches ? 152 : 160) : (producer_searches ? 232 : 240);
@@ -28,7 +28,7 @@ constexpr int consumer_registers = consumers == 3 ? (producer_searches ? 152 : 1
 using QSlabs = Slabs<block_q, head_dim>;
 using KSlabs = Slabs<block_kv, head_dim>;
 using VSlabs = Slabs<block_kv, value_head_dim>;
-// With these the tiles to visit, or the bare ones among them, are not one range up to the end.
+// With these the tiles to visit, or the full tiles among them, are not one range up to the end.
 constexpr bool irregular = bounded_left || in_segments;
 // Where keys past the end stand in the same array as those before it, V may hold anything there.
 constexpr bool ragged = has_kv_lengths || packed;
@@ -38,7 +38,7 @@ constexpr bool lazy = tile_value_head_dim > 128;
 // Products of the warpgroups by turns: on an H200 1 to 9% faster at head_dim 64, 0 to 2% at 128 and 256.
 constexpr bool in_turns = consumers > 1;
 
-// Rows of query with all their keys, as the producer tells it to the consumers.
+// Rows of query with all their keys, as the producer publishes them to the consumers.
 struct Item {
   Place place;
   TileRange range;        // of keys
@@ -53,12 +53,12 @@ struct SharedStorage {
   char k[stages][KSlabs::bytes];
   char v[stages][VSlabs::bytes];
   Item items[2];
-  // Full: an item is told, and its Q has landed; a tile has landed. Empty: all warps have done with it.
+  // mbarriers. Full: an item is published, and its Q has landed; a tile has landed. Empty: all warps are done with it.
   u64 item_full[2], item_empty[2], q_empty;
   u64 k_full[stages], k_empty[stages];
   u64 v_full[stages], v_empty[stages];
 };
-extern "C" __constant__ LaunchFacts jax_flash_forward_facts = {
+extern "C" __constant__ KernelTraits jax_flash_forward_traits = {
     .threads = threads,
     .block_rows = block_q,
     .shared_bytes = sizeof(SharedStorage),
@@ -88,7 +88,7 @@ struct KeyTiles {
   }
 };
 
-// Of one warp, whose lane 0 starts the copies.
+// One warp, whose lane 0 issues the TMA loads.
 struct Producer {
   const Problem& problem;
   const TensorMaps& maps;
@@ -99,90 +99,90 @@ struct Producer {
   u32 q_parity = 0;
 
   template <typename S>
-  __device__ __forceinline__ void bring(char* to, const TensorMap* map, u64* full, int row, int head, int batch) {
+  __device__ __forceinline__ void load(char* to, const TensorMap* map, u64* full, int row, int head, int batch) {
     if (lane == 0) {
       barrier_expect(shared_address(full), S::bytes);
       S::copy(shared_address(to), map, shared_address(full), row, head, batch);
     }
     __syncwarp();
   }
-  __device__ __forceinline__ void bring_k(const Place& place, const Ring<stages>& at, int tile) {
+  __device__ __forceinline__ void load_k(const Place& place, const Ring<stages>& at, int tile) {
     barrier_wait(shared_address(&shared.k_empty[at.stage]), at.parity ^ 1);
-    bring<KSlabs>(shared.k[at.stage], &maps.k, &shared.k_full[at.stage], place.part.kv.first + tile * block_kv,
-                  place.kv_head, place.batch);
+    load<KSlabs>(shared.k[at.stage], &maps.k, &shared.k_full[at.stage], place.extent.kv.first + tile * block_kv,
+                 place.kv_head, place.batch);
   }
-  __device__ __forceinline__ void bring_v(const Place& place, const Ring<stages>& at, int tile) {
+  __device__ __forceinline__ void load_v(const Place& place, const Ring<stages>& at, int tile) {
     barrier_wait(shared_address(&shared.v_empty[at.stage]), at.parity ^ 1);
-    bring<VSlabs>(shared.v[at.stage], &maps.v, &shared.v_full[at.stage], place.part.kv.first + tile * block_kv,
-                  place.kv_head, place.batch);
+    load<VSlabs>(shared.v[at.stage], &maps.v, &shared.v_full[at.stage], place.extent.kv.first + tile * block_kv,
+                 place.kv_head, place.batch);
   }
 
-  // Brings the rows of the item in a slot.
-  __device__ __forceinline__ void bring_q(int slot) {
+  // Loads the rows of the item in a slot.
+  __device__ __forceinline__ void load_q(int slot) {
     const Place& place = shared.items[slot].place;
     barrier_wait(shared_address(&shared.q_empty), q_parity ^ 1);
     q_parity ^= 1;
-    bring<QSlabs>(shared.q, &maps.q, &shared.item_full[slot], place.part.q.first + place.first_row, place.head,
-                  place.batch);
+    load<QSlabs>(shared.q, &maps.q, &shared.item_full[slot], place.extent.q.first + place.first_row, place.head,
+                 place.batch);
   }
 
-  // Tells an item, in the next slot.
-  __device__ __forceinline__ void tell(const Item& item) {
+  // Publishes an item, in the next slot.
+  __device__ __forceinline__ void publish(const Item& item) {
     barrier_wait(shared_address(&shared.item_empty[item_ring.stage]), item_ring.parity ^ 1);
     if (lane == 0) shared.items[item_ring.stage] = item;
     __syncwarp();
   }
-  // That there is no Q to wait for.
-  __device__ __forceinline__ void told_all() {
+  // Arrives for an item that has no Q to wait for.
+  __device__ __forceinline__ void arrive_without_q() {
     if (lane == 0) barrier_arrive(shared_address(&shared.item_full[item_ring.stage]));
     item_ring.advance();
   }
 
-  // Looks at an item, and whether there is anything of it.
-  __device__ __forceinline__ bool tell_item(int index) {
+  // Publishes an item, unless it has no rows.
+  __device__ __forceinline__ bool publish_item(int index) {
     Item item;
     const Place& place = item.place = place_of<Grid::persistent>(problem, index);
-    if (packed && place.first_row >= place.part.q.stored) return false;
+    if (packed && place.first_row >= place.extent.q.stored) return false;
     item.is_last = false;
-    item.range = key_tiles_of<block_kv>(band_of(problem, place.part), place.part, place.first_row, block_q);
+    item.range = key_tiles_of<block_kv>(band_of(problem, place.extent), place.extent, place.first_row, block_q);
     if constexpr (in_segments) {
       item.segments = segment_range<block_q>(problem.q_segment_ranges, place.batch, problem.q_length, place.first_row);
       KeyTiles(problem, item).segments.trim(item.range, lane);
     }
-    tell(item);
+    publish(item);
     return true;
   }
 
-  // Brings the tiles of the item that has been told.
-  __device__ __forceinline__ void bring_tiles() {
+  // Loads the tiles of the item that has been published.
+  __device__ __forceinline__ void load_tiles() {
     const int slot = item_ring.stage;
     const Item& item = shared.items[slot];
-    if (!item.has_keys()) return told_all();
+    if (!item.has_keys()) return arrive_without_q();
     const KeyTiles keys(problem, item);
     int tile = keys.last();
-    // In the order in which they are asked for: K a tile ahead of V.
-    bring_k(item.place, ring, tile);
-    bring_q(slot);
+    // In the order in which the consumers wait for them: K a tile ahead of V.
+    load_k(item.place, ring, tile);
+    load_q(slot);
     item_ring.advance();
     for (int next; (next = keys.before(tile)) >= keys.range.begin; tile = next) {
       const Ring v_ring = ring;
       ring.advance();
-      bring_k(item.place, ring, next);
-      bring_v(item.place, v_ring, tile);
+      load_k(item.place, ring, next);
+      load_v(item.place, v_ring, tile);
     }
-    bring_v(item.place, ring, tile);
+    load_v(item.place, ring, tile);
     ring.advance();
   }
 
   __device__ __forceinline__ void run() {
     const int items = blocks_of(problem, problem.q_length, block_q) * problem.q_heads * problem.batch;
     for (int index = blockIdx.x; index < items; index += gridDim.x) {
-      if (tell_item(index)) bring_tiles();
+      if (publish_item(index)) load_tiles();
     }
     Item end = {};
     end.is_last = true;
-    tell(end);
-    told_all();
+    publish(end);
+    arrive_without_q();
   }
 };
 
@@ -200,12 +200,12 @@ struct Scope {
         scale(score_scale_of(problem, item)),
         scale_log2(scale_log2_of(scale)),
         row(item.place.first_row + own_row),
-        rows(problem, item.place.part, item.place.batch, item.place.head, scale),
+        rows(problem, item.place.extent, item.place.batch, item.place.head, scale),
         sink(item.place.sink(problem)) {}
 
   static __device__ __forceinline__ float score_scale_of(const Problem& problem, const Item& item) {
-    const Unscales unscales = unscales_of(problem, item.place.batch, item.place.kv_head);
-    return scale_of(problem, item.place.batch) * unscales.query * unscales.key;
+    const Descale descale = descale_of(problem, item.place.batch, item.place.kv_head);
+    return scale_of(problem, item.place.batch) * descale.query * descale.key;
   }
   static __device__ __forceinline__ float scale_log2_of(float scale) { return modifies_scores ? 1.f : scale * kLog2e; }
 };
@@ -250,12 +250,12 @@ struct Consumer {
   }
 
   // Starts out += P V, once V is there.
-  __device__ __forceinline__ void start_out(const Ring<stages>& at, const Part& part, int tile) {
+  __device__ __forceinline__ void start_out(const Ring<stages>& at, const Extent& extent, int tile) {
     barrier_wait(shared_address(&shared.v_full[at.stage]), at.parity);
     char* v = shared.v[at.stage];
-    if (ragged && (tile + 1) * block_kv > part.kv.length) {
+    if (ragged && (tile + 1) * block_kv > extent.kv.length) {
       // Each warpgroup for itself: all of them write the same.
-      VSlabs::zero_rows(shared_address(v), part.kv.length - tile * block_kv, threadIdx.x % warpgroup);
+      VSlabs::zero_rows(shared_address(v), extent.kv.length - tile * block_kv, threadIdx.x % warpgroup);
       stores_ready();
       named_sync(own_barrier + number, warpgroup);
     }
@@ -295,12 +295,12 @@ struct Consumer {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float anchor = statistics[half].anchor(scope.scale_log2);
+      const float scaled_max = statistics[half].scaled_max(scope.scale_log2);
 #pragma unroll
       for (int n = 0; n < block_kv / 8; ++n) {
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          scores[n].x[e] = exp2_approx(scores[n].x[e] * scope.scale_log2 - anchor);
+          scores[n].x[e] = exp2_approx(scores[n].x[e] * scope.scale_log2 - scaled_max);
           statistics[half].total += scores[n].x[e];
         }
         if constexpr (masked) {
@@ -358,7 +358,7 @@ struct Consumer {
     const Ring v_ring = ring;
     ring.advance();
     start_scores(scores);
-    start_out(v_ring, scope.item.place.part, before);
+    start_out(v_ring, scope.item.place.extent, before);
     pass_turn();
     wgmma_wait<1>();
     end_scores(scores);
@@ -388,27 +388,27 @@ struct Consumer {
   // Writes the results of an item.
   __device__ __forceinline__ void finish(const Scope& scope) {
     const Place& place = scope.item.place;
-    const Part& part = place.part;
-    const float unscale = unscales_of(problem, place.batch, place.kv_head).value;
-    Result* out_head = result_of(problem.out, place.batch, place.head, part.q.first);
+    const Extent& extent = place.extent;
+    const float descale = descale_of(problem, place.batch, place.kv_head).value;
+    Result* out_head = result_of(problem.out, place.batch, place.head, extent.q.first);
     float* lse = static_cast<float*>(problem.lse) +
-                 (static_cast<i64>(place.batch) * problem.q_heads + place.head) * problem.q_length + part.q.first;
+                 (static_cast<i64>(place.batch) * problem.q_heads + place.head) * problem.q_length + extent.q.first;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       RowStatistics& of = statistics[half];
       of.total = quad_sum(of.total);
       const float divisor = of.total + quad_sum(rounding[half]);
-      float inverse = of.total == 0.f ? 0.f : scope.rows.dropout.factor * unscale / divisor;
+      float inverse = of.total == 0.f ? 0.f : scope.rows.dropout.factor * descale / divisor;
       float row_lse = of.lse(scope.scale_log2);
       const int t = scope.row + 8 * half;
-      if (has_q_lengths && t >= part.q.length) {
+      if (has_q_lengths && t >= extent.q.length) {
         row_lse = scope.sink;
         inverse = 0.f;
         // What was read there may have been anything.
 #pragma unroll
         for (int n = 0; n < tile_value_head_dim / 8; ++n) out[n].x[2 * half] = out[n].x[2 * half + 1] = 0.f;
       }
-      const bool stored = t < part.q.stored;
+      const bool stored = t < extent.q.stored;
       if (lane % 4 == 0 && stored) lse[t] = row_lse;
       store_row<value_head_dim>(out, half, inverse, out_head + t * problem.out.row_stride, stored, lane);
     }
@@ -418,8 +418,10 @@ struct Consumer {
     const Place& place = scope.item.place;
     const KeyTiles keys(problem, scope.item);
     // What this warpgroup's rows keep of them.
-    const TileRange own = key_tiles_of<block_kv>(scope.rows.keep.band, place.part, place.first_row + number * 64, 64);
-    const auto bare = [&](int i) { return irregular ? own.bare(i) && keys.segments.uniform(i) : i < own.bare_end; };
+    const TileRange own = key_tiles_of<block_kv>(scope.rows.keep.band, place.extent, place.first_row + number * 64, 64);
+    const auto is_full = [&](int i) {
+      return irregular ? own.is_full(i) && keys.segments.uniform(i) : i < own.full_end;
+    };
     int tile = keys.last(), next;
     while (tile >= at_least(own.end, keys.range.begin)) {
       skip();
@@ -429,25 +431,25 @@ struct Consumer {
       if (scope.item.has_keys()) release(shared.q_empty);
       return clear(scope);
     }
-    if (bare(tile)) {
+    if (is_full(tile)) {
       begin<false>(scope, tile);
     } else {
       begin<true>(scope, tile);
     }
     if constexpr (irregular) {
       for (; (next = keys.before(tile)) >= keys.range.begin; tile = next) {
-        if (bare(next)) {
+        if (is_full(next)) {
           step<false>(scope, next, tile);
         } else {
           step<true>(scope, next, tile);
         }
       }
     } else {
-      for (; tile > own.bare_end; --tile) step<true>(scope, tile - 1, tile);
+      for (; tile > own.full_end; --tile) step<true>(scope, tile - 1, tile);
       for (; tile > 0; --tile) step<false>(scope, tile - 1, tile);
     }
     release(shared.q_empty);
-    start_out(ring, place.part, tile);
+    start_out(ring, place.extent, tile);
     end_out(ring);
     ring.advance();
   }
@@ -496,10 +498,10 @@ extern "C" __global__ void __launch_bounds__(threads, 1)
   __syncthreads();
 
   if (warp < 4) {
-    give_registers<producer_registers>();
+    warpgroup_reg_dealloc<producer_registers>();
     if (warp == 0) Producer{problem, maps, shared, lane}.run();
   } else {
-    take_registers<consumer_registers>();
+    warpgroup_reg_alloc<consumer_registers>();
     const int number = warp / 4 - 1;
     if (in_turns && number == consumers - 1) named_arrive(turn_barrier, 2 * warpgroup);
     Consumer{problem, shared, number, number * 64 + warp % 4 * 16 + lane / 4, lane}.run();

@@ -1,6 +1,5 @@
-// Hopper's own instructions: barriers in shared memory, the copy engine, products of a warpgroup. Every one that takes
-// an address of shared memory, a barrier or a descriptor stands here, so that a build for the host can put another file
-// of this name in place.
+// Hopper's own instructions: mbarriers, TMA, wgmma. Every instruction that takes an address of shared memory, an
+// mbarrier or a descriptor stands here, so that a build for the host can put another file of this name in place.
 #pragma once
 
 #include "cuda/device/hardware_lanes.cuh"
@@ -13,12 +12,12 @@ namespace jax_flash {
 
 constexpr int warpgroup = 128;  // threads
 
-// Barriers, of 8 bytes each in shared memory. A phase ends when all arrivals that it counts and all bytes that it
-// expects are there; its number modulo 2 is its parity. Waiting for parity 1 of a new barrier returns at once.
+// mbarriers, of 8 bytes each in shared memory. A phase completes when all arrivals that it counts and all bytes that it
+// expects are there; its number modulo 2 is its parity. Waiting for parity 1 of a new mbarrier returns at once.
 JAX_FLASH_DEVICE void barrier_init(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// Shows new barriers to the copy engine; other threads see them after __syncthreads().
+// Makes new mbarriers visible to TMA; other threads see them after __syncthreads().
 JAX_FLASH_DEVICE void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 JAX_FLASH_DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -47,24 +46,24 @@ JAX_FLASH_DEVICE void named_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Moves registers between warpgroups: all warps of one say how many a thread needs, a multiple of 8.
+// setmaxnreg moves registers between warpgroups: all warps of one state how many a thread needs, a multiple of 8.
 template <int registers>
-JAX_FLASH_DEVICE void give_registers() {
+JAX_FLASH_DEVICE void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 template <int registers>
-JAX_FLASH_DEVICE void take_registers() {
+JAX_FLASH_DEVICE void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
-// Makes this thread's stores to shared memory seen by products and copies that start after the next barrier.
+// Makes this thread's stores to shared memory visible to wgmma and TMA that start after the next barrier.
 JAX_FLASH_DEVICE void stores_ready() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 JAX_FLASH_DEVICE void prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-// Brings a box of kBoxColumns columns to shared memory, to an address that is a multiple of 1024; its bytes count at
-// `barrier`.
+// Loads a box of kBoxColumns columns into shared memory by TMA, to an address that is a multiple of 1024; its bytes
+// count at the mbarrier `barrier`.
 JAX_FLASH_DEVICE void copy_box(u32 to, const TensorMap* map, u32 barrier, int column, int row, int head, int batch) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
@@ -73,7 +72,7 @@ JAX_FLASH_DEVICE void copy_box(u32 to, const TensorMap* map, u32 barrier, int co
       : "memory");
 }
 
-// Adds floats in shared memory to floats in global memory, both at multiples of 16 bytes. One thread starts such
+// Adds floats in shared memory to floats in global memory by TMA, both at multiples of 16 bytes. One thread starts such
 // copies, commits them as a group, and waits for its groups: till their shared memory has been read, or till they are
 // done.
 JAX_FLASH_DEVICE void add_bulk(float* to, u32 from, u32 bytes) {
@@ -92,7 +91,7 @@ JAX_FLASH_DEVICE void bulk_wait() {
 }
 
 // Adds to four floats in global memory, at a multiple of 16 bytes, if `valid`: a predicate and no branch, for which the
-// assembler would wait for the products that are under way.
+// assembler would wait for the wgmma that are under way.
 JAX_FLASH_DEVICE void add_four(float* to, const FragmentC& c, bool valid) {
   asm volatile(
       "{\n"
@@ -116,10 +115,9 @@ JAX_FLASH_DEVICE void store_transposed(u32 address, const u32 (&x)[4]) {
                : "memory");
 }
 
-// Products of a warpgroup run behind its back: fence() before the first, and wherever registers that one takes have
-// been written; commit() ends a group; wait<n>() waits till at most n groups are under way. Until then their
-// accumulators and their A in registers are not touched: the compiler knows nothing of it, so hold() names them after
-// the wait.
+// wgmma runs asynchronously: fence() before the first, and wherever registers that one reads have been written;
+// commit() ends a group; wait<n>() waits till at most n groups are under way. Until then their accumulators and their A
+// in registers are not touched: the compiler knows nothing of it, so hold() names them after the wait.
 JAX_FLASH_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 JAX_FLASH_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int pending>

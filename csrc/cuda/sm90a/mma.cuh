@@ -1,4 +1,4 @@
-// Hopper's instructions: the copy engine, barriers in shared memory and wgmma.
+// Hopper's instructions: TMA, mbarriers and wgmma.
 #pragma once
 
 namespace jax_flash {
@@ -10,7 +10,7 @@ constexpr int column_step = 16;
 
 namespace jax_flash {
 
-static_assert(parts == 1, "arrays in two parts are served by the kernels of sm80");
+static_assert(limbs == 1, "arrays of two limbs are served by the kernels of sm80");
 constexpr bool loads_take_registers = false;
 
 }  // namespace jax_flash

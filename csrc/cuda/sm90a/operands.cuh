@@ -1,11 +1,11 @@
-// Where a product of a warpgroup finds its operands in shared memory.
+// wgmma's descriptors of operands in shared memory.
 #pragma once
 
 #include "cuda/device/prelude.cuh"
 
 namespace jax_flash {
 
-// A product's operand in shared memory, in slabs [rows][64 columns] as copy_box brings them, from `address` on.
+// A wgmma operand in shared memory, in slabs [rows][64 columns] as copy_box writes them, from `address` on.
 //   by_rows:     A [m, k] or B [n, k]. Its 16 k lie in one slab; the next ones 32 bytes on, and row r, a multiple of 8,
 //                128 * r bytes on.
 //   by_columns:  A [k, m] or B [k, n], transposed on the way. More than 64 m or n go on in the next slab, slab_bytes

@@ -1,12 +1,12 @@
-// Warps that bring tiles, and warpgroups that compute with them.
+// Warps that load tiles, and warpgroups that compute with them.
 #pragma once
 
 #include "cuda/device/prelude.cuh"
 
 namespace jax_flash {
 
-// Registers of a thread. Warpgroups share what the block is given at its launch, as many for all threads, in portions
-// of 8; who asks for what is not there waits for ever.
+// Registers of a thread, for setmaxnreg. Warpgroups share the registers that the block has at its launch, as many for
+// each thread, in portions of 8; a warpgroup that asks for more than there are waits for ever.
 constexpr int launch_registers = 65536 / (32 * warps) / 8 * 8;
 constexpr int loading_registers = 24;
 constexpr int computing_registers =
@@ -15,7 +15,7 @@ constexpr int computing_registers =
 // The warp of this thread, the same in all lanes, so that the compiler knows it.
 JAX_FLASH_DEVICE int uniform_warp() { return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0); }
 
-// Arrivals of a warp at a barrier: lane 0's, behind a __syncwarp() where the others have read shared memory by
+// Arrivals of a warp at an mbarrier: lane 0's, behind a __syncwarp() where the others have read shared memory by
 // themselves. racecheck does not follow that order; of the backward kernels with an arrival of every lane, 32, it
 // reports nothing. These take up to 1% longer (H200, docs/ledger/hopper-backward.md).
 constexpr int arrivals_of_a_warp = 1;

@@ -1,5 +1,5 @@
-// A tile in shared memory as the copy engine brings it and products read it: slabs of 64 columns, 128 bytes a row, with
-// the swizzle of 128 bytes (chunk c of 16 bytes of row r lies at c ^ (r % 8)), one slab behind the other.
+// A tile in shared memory as TMA writes it and wgmma reads it: slabs of 64 columns, 128 bytes a row, with the swizzle
+// of 128 bytes (chunk c of 16 bytes of row r lies at c ^ (r % 8)), one slab behind the other.
 #pragma once
 
 #include "cuda/device/shared_memory.cuh"
@@ -13,7 +13,7 @@ struct Slabs {
   static constexpr int rows = rows_;
   static constexpr int slabs = ceil_div(array_columns, kBoxColumns);
   static constexpr int columns = slabs * kBoxColumns;        // beyond those of the array are zeros
-  static constexpr int steps = ceil_div(array_columns, 16);  // of products that sum over the columns
+  static constexpr int steps = ceil_div(array_columns, 16);  // of MMAs that sum over the columns
   static constexpr int slab_bytes = rows * 128;
   static constexpr int bytes = slabs * slab_bytes;
   static_assert(rows % 8 == 0 && rows <= 256, "the swizzle repeats after 8 rows; a box has at most 256");

@@ -20,7 +20,7 @@ JAX_FLASH_DEVICE uint4 turned(const u32 (&x)[4], int lane) {
 }
 
 // Writes accumulators of row `row` (half 0) or `row` + 8 (half 1) of this lane, times `scale`: 16 bytes a lane, 64 in a
-// row, or of float32 32 in a row. Needs no shared memory, and stops at the end of a document as at any other.
+// row, or of float32 32 in a row. Needs no shared memory, and stops at the end of a sequence as at any other.
 template <int columns, int n>
 JAX_FLASH_DEVICE void store_row(const FragmentC (&c)[n], int half, float scale, float* to, bool stored, int lane) {
 #pragma unroll

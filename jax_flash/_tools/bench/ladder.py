@@ -83,12 +83,12 @@ _BASE_2 = Step(
     (Undo("device/arithmetic.cuh", '"=f"(y) : "f"(x));\n  return y;\n}\n\nstatic __device__ __forceinline__ float log2',
           '"=f"(y) : "f"(x * 1.0000001f));\n  return y;\n}\n\nstatic __device__ __forceinline__ float log2'),),
 )  # fmt: skip
-_BARE = Step(
+_FULL = Step(
     "tiles that keep all their keys untested",
     (
-        Undo("device/mask.cuh", "range{starts_at_0 ? 0 : at_most(begin, end), end, bare_begin, bare_end};",
+        Undo("device/mask.cuh", "range{starts_at_0 ? 0 : at_most(begin, end), end, full_begin, full_end};",
              "range{at_most(begin, end), end, at_most(begin, end), at_most(begin, end)};"),
-        Undo("device/mask.cuh", "if (!bounded_left) range.bare_end = range.end;", ""),
+        Undo("device/mask.cuh", "if (!bounded_left) range.full_end = range.end;", ""),
     ),
 )  # fmt: skip
 _ORDER = Step(
@@ -103,12 +103,12 @@ LADDERS: dict[tuple[str, str], tuple[Step, ...]] = {
         _SWIZZLE,
         _LOADS,
         _BASE_2,
-        _BARE,
+        _FULL,
         _ORDER,
         Step("out multiplied only when a maximum is outgrown", (
             Undo("device/softmax.cuh", "return (new_maximum - maximum) * scale_log2 > 8.f;", "return true;"),)),
         Step("a step as one line of instructions", (
-            Undo("sm80/woven_steps.cuh", "woven = late_weights && parts == 1;", "woven = false;"),)),
+            Undo("sm80/interleaved_steps.cuh", "interleaved = late_weights && limbs == 1;", "interleaved = false;"),)),
         Step("the table's rows", rows={}),
     ),
     ("sm80", "backward"): (
@@ -116,7 +116,7 @@ LADDERS: dict[tuple[str, str], tuple[Step, ...]] = {
             64: (64, 64, 4, 1), 128: (64, 64, 4, 1), 256: (32, 32, 4, 1)}),
         _SWIZZLE,
         _BASE_2,
-        _BARE,
+        _FULL,
         _ORDER,
         Step("two buffers of rows, of 128 keys where they fit", rows={
             64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (64, 64, 8, 1)}),
@@ -124,10 +124,10 @@ LADDERS: dict[tuple[str, str], tuple[Step, ...]] = {
         Step("the table's rows", rows={}),
     ),
     ("sm90a", "forward"): (
-        Step("wgmma, tiles by the copy engine, one warpgroup", rows=dict.fromkeys(HEAD_DIMS, (64, 64, 8, 2))),
+        Step("wgmma, tiles by TMA, one warpgroup", rows=dict.fromkeys(HEAD_DIMS, (64, 64, 8, 2))),
         Step("two warpgroups", rows={64: (128, 128, 12, 2), 128: (128, 128, 12, 2), 256: (128, 64, 12, 2)}),
         _BASE_2,
-        _BARE,
+        _FULL,
         Step("softmax beside the product of the tile before", (
             Undo("sm90a/forward.cu", "wgmma_wait<1>();\n    end_scores", "wgmma_wait<0>();\n    end_scores"),)),
         _ORDER,
@@ -141,12 +141,12 @@ LADDERS: dict[tuple[str, str], tuple[Step, ...]] = {
         Step("the table's rows", rows={}),
     ),
     ("sm90a", "backward"): (
-        Step("wgmma, tiles by the copy engine", rows={
+        Step("wgmma, tiles by TMA", rows={
             64: (64, 64, 8, 1), 128: (64, 128, 12, 1), 256: (64, 64, 12, 1)}),
         Step("two warpgroups (64)", rows={64: (64, 128, 12, 1), 128: (64, 128, 12, 1), 256: (64, 64, 12, 1)}),
         Step("two buffers of rows", rows={64: (64, 128, 12, 2), 128: (64, 128, 12, 2), 256: (64, 64, 12, 2)}),
         _BASE_2,
-        _BARE,
+        _FULL,
         _ORDER,
         Step("K and V in registers (64)", (
             Undo("sm90a/backward.cuh", "keys_in_registers = adds_dq &&", "keys_in_registers = false && adds_dq &&"),)),

@@ -131,7 +131,7 @@ def fault_of(kernel: Mapping[str, Any], most_shared_bytes: int) -> str:
         return f"{kernel['shared_bytes'] / 1024:.0f} KB of shared memory"
     if kernel["spill_bytes"] or kernel["local_bytes"]:
         return f"spills {kernel['spill_bytes']} bytes" if kernel["spill_bytes"] else "local memory"
-    return "the assembler complains" if kernel["complaints"] else ""
+    return "the assembler complains" if kernel["compiler_warnings"] else ""
 
 
 def tune(
@@ -196,7 +196,7 @@ def wrong(row: TunedRow, gpu: jax.Device) -> str:
             q_heads=4,
             kv_heads=2,
             head_dim=row.head_dim,
-            batch=5,  # few enough queries would be served by another pass
+            batch=5,  # with fewer, split-KV would serve the call
             causal=causal,
             q_offset=None if causal else 0,
             deterministic_backward=row.pass_ == "backward_dq",

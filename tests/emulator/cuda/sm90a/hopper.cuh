@@ -25,11 +25,11 @@ inline void named_arrive(int barrier, int threads, EMULATOR_SITE) {
 }
 
 template <int registers>
-void give_registers(EMULATOR_SITE) {
+void warpgroup_reg_dealloc(EMULATOR_SITE) {
   emulator::registers(registers, false, site);
 }
 template <int registers>
-void take_registers(EMULATOR_SITE) {
+void warpgroup_reg_alloc(EMULATOR_SITE) {
   emulator::registers(registers, true, site);
 }
 

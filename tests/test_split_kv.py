@@ -1,4 +1,4 @@
-"""How calls of few queries are planned on GPUs: by which rows of a block, and on how many slices of the keys."""
+"""How the split-KV forward is planned on GPUs: by which rows of a block, and on how many slices of the keys."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from jax_flash._native import _core
 
 
 def plan(q_length: int, kv_length: int, q_heads: int = 8, kv_heads: int = 8, batch: int = 1, **options: Any) -> Any:
-    return _core.plan_few(
+    return _core.plan_split_kv(
         batch=batch, q_length=q_length, kv_length=kv_length, q_heads=q_heads, kv_heads=kv_heads, options=options
     )
 
@@ -42,7 +42,7 @@ def test_the_rows_of_a_key_head_share_a_block() -> None:
     assert plan(1, 8192)[0] == plan(16, 8192)[0] == plan(4, 8192, 32, 8)[0] == 16
     assert plan(8, 8192, 32, 8)[0] == plan(1, 8192, 32, 1)[0] == 16  # two blocks of 16 rather than one of 64
     assert plan(33, 8192)[0] == plan(64, 8192)[0] == plan(9, 8192, 32, 8)[0] == plan(2, 8192, 32, 1)[0] == 64
-    # Of documents they don't.
+    # Those of packed sequences do not.
     assert plan(16, 8192, 32, 1, has_cu_q_lengths=True, has_cu_kv_lengths=True)[0] == 16
 
 
@@ -59,25 +59,27 @@ def test_keys_are_split_where_there_are_many_and_blocks_few() -> None:
 
 
 def test_a_switch_leaves_them_to_the_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JAX_FLASH_FEW_QUERIES", "0")
+    monkeypatch.setenv("JAX_FLASH_SPLIT_KV", "0")
     assert plan(1, 32768) == (0, 1)
     assert scratch("cuda", 1, 32768) == 0
 
 
-def test_tiny_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_tile_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of few blocks, each of which has all keys at once."""
 
-    def tiny(q_length: int, kv_length: int, heads: int = 1, batch: int = 1) -> bool:
-        answer: bool = _core.is_tiny(batch=batch, q_length=q_length, kv_length=kv_length, q_heads=heads, kv_heads=heads)
+    def single_tile(q_length: int, kv_length: int, heads: int = 1, batch: int = 1) -> bool:
+        answer: bool = _core.is_single_tile(
+            batch=batch, q_length=q_length, kv_length=kv_length, q_heads=heads, kv_heads=heads
+        )
         return answer
 
-    assert tiny(1, 1)
-    assert tiny(64, 64)
-    assert not tiny(64, 65)
-    assert tiny(32, 64, 33, 2)
-    assert not tiny(33, 64, 33, 2)
-    monkeypatch.setenv("JAX_FLASH_FEW_QUERIES", "0")
-    assert not tiny(64, 64)
+    assert single_tile(1, 1)
+    assert single_tile(64, 64)
+    assert not single_tile(64, 65)
+    assert single_tile(32, 64, 33, 2)
+    assert not single_tile(33, 64, 33, 2)
+    monkeypatch.setenv("JAX_FLASH_SPLIT_KV", "0")
+    assert not single_tile(64, 64)
 
 
 def test_scratch_holds_what_every_slice_has() -> None:
@@ -86,13 +88,13 @@ def test_scratch_holds_what_every_slice_has() -> None:
     assert slices > 1
     assert scratch("cuda", 5, 32768) == slices * 3 * 8 * 5 * (128 + 2)
     assert scratch("cuda", 5, 512) == scratch("cpu", 5, 32768) == 0
-    # A row of float32 in two parts has the columns of both.
-    halves = scratch("cuda", 5, 32768, has_unscales=True, highest_precision=True)
-    assert halves == slices * 3 * 8 * 5 * (64 + 2)
+    # A row of float32 as two limbs has the columns of both.
+    limbs = scratch("cuda", 5, 32768, has_descale=True, highest_precision=True)
+    assert limbs == slices * 3 * 8 * 5 * (64 + 2)
 
 
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.platform == "cuda" and target.kernel))
-@pytest.mark.parametrize("name", ["few_5", "few_everything_128", "few_rows_of_heads", "tiny_64"])
+@pytest.mark.parametrize("name", ["split_kv_5", "split_kv_everything_128", "split_kv_rows_of_heads", "single_tile_64"])
 def test_results_are_the_same_in_every_run(target: Target, name: str) -> None:
     problem = cases.problem(cases.by_name(name), "bfloat16")
     call = cases.call(target, problem)
@@ -103,12 +105,12 @@ def test_results_are_the_same_in_every_run(target: Target, name: str) -> None:
 
 
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.platform == "cuda" and target.kernel))
-@pytest.mark.parametrize("name", ["odd", "grouped", "few_5", "few_everything_64"])
+@pytest.mark.parametrize("name", ["odd", "grouped", "split_kv_5", "split_kv_everything_64"])
 def test_the_other_kernels_have_the_same_values(
     target: Target, name: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Most cases of the conformance tests are of few queries: here these go to the kernels for many."""
-    monkeypatch.setenv("JAX_FLASH_FEW_QUERIES", "0")
+    """Most cases of the conformance tests have few queries, which split-KV serves: here the other kernels do."""
+    monkeypatch.setenv("JAX_FLASH_SPLIT_KV", "0")
     request.addfinalizer(jax.clear_caches)
     jax.clear_caches()  # a call that was traced with the other plan has scratch that this one does not take
     problem = cases.problem(cases.by_name(name), "bfloat16")

@@ -1,5 +1,5 @@
-// Forward for problems so small that a call takes as long as one block from its first line to its last: a few hundred
-// instructions, none of them twice, since each comes from afar, and as few trips to memory as can be.
+// Single-tile forward, for problems so small that a call takes as long as one block from its first line to its last: a
+// few hundred instructions, none of them twice, since each comes from afar, and as few trips to memory as can be.
 //
 // A warp has 16 keys and 16 columns of values. It takes its fragments of query, key and value straight from global
 // memory, gives the weights of its keys to the others, and adds up what all have for its columns. All in one order, so
@@ -7,7 +7,7 @@
 #include "cuda/sm80/mma.cuh"
 //
 #include "cuda/device/cluster.cuh"
-#include "cuda/device/mixture.cuh"
+#include "cuda/device/partial_softmax.cuh"
 #include "cuda/device/softmax.cuh"
 
 namespace jax_flash {
@@ -15,13 +15,13 @@ namespace jax_flash {
 constexpr int threads = 32 * warps;
 static_assert(block_q == 16 && head_dim % 16 == 0 && value_head_dim % 16 == 0 && value_head_dim <= 16 * warps);
 
-// What the warps give each other.
+// What the warps pass to each other.
 struct SharedStorage {
   uint4 weights[warps][32];  // as the lanes of every warp want them
   float2 statistics[warps][16];
 };
 
-extern "C" __constant__ LaunchFacts jax_flash_forward_tiny_facts = {
+extern "C" __constant__ KernelTraits jax_flash_forward_single_tile_traits = {
     .threads = threads,
     .block_rows = block_q,
     .shared_bytes = sizeof(SharedStorage),
@@ -74,7 +74,7 @@ JAX_FLASH_DEVICE int quotient(int x, int by) {
 }
 
 extern "C" __global__ void __launch_bounds__(threads, min_blocks)
-    jax_flash_forward_tiny(const __grid_constant__ Problem problem) {
+    jax_flash_forward_single_tile(const __grid_constant__ Problem problem) {
   extern __shared__ __align__(128) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
 
@@ -156,16 +156,16 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
 #pragma unroll
       for (int n = 0; n < 2; ++n) maximum = fmaxf(maximum, fmaxf(scores[n].x[2 * half], scores[n].x[2 * half + 1]));
       statistics.maximum = quad_max(maximum);
-      const float anchor = statistics.anchor(scale_log2);
+      const float scaled_max = statistics.scaled_max(scale_log2);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          scores[n].x[e] = exp2_approx(scores[n].x[e] * scale_log2 - anchor);
+          scores[n].x[e] = exp2_approx(scores[n].x[e] * scale_log2 - scaled_max);
           statistics.total += scores[n].x[e];
         }
       }
-      mine[half] = {statistics.maximum == -JAX_FLASH_INFINITY ? statistics.maximum : anchor,
+      mine[half] = {statistics.maximum == -JAX_FLASH_INFINITY ? statistics.maximum : scaled_max,
                     quad_sum(statistics.total)};
     }
     const Matrix4 weights = Mma::fragment(scores[0], scores[1]);
@@ -178,12 +178,12 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   __syncthreads();  // the weights of all warps are there
   if (!has_columns) return;
 
-  const auto mixture_of = [&](int r) {
-    return Mixture<warps>(-JAX_FLASH_INFINITY, [&](int i) {
+  const auto merge_of = [&](int r) {
+    return SoftmaxMerge<warps>(-JAX_FLASH_INFINITY, [&](int i) {
       return i < groups ? shared.statistics[i][r] : float2{-JAX_FLASH_INFINITY, 0.f};
     });
   };
-  const Mixture<warps> mixtures[2] = {mixture_of(g), mixture_of(g + 8)};
+  const SoftmaxMerge<warps> merges[2] = {merge_of(g), merge_of(g + 8)};
   FragmentC sums[2] = {};
 #pragma unroll
   for (int i = 0; i < warps; ++i) {
@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       multiply_16bit(next[n], Matrix4{{x.x, x.y, x.z, x.w}}, __byte_perm(values[i][0], values[i][1], halves),
                      __byte_perm(values[i][2], values[i][3], halves));
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sums[n].x[e] += mixtures[e / 2].weights[i] * next[n].x[e];
+      for (int e = 0; e < 4; ++e) sums[n].x[e] += merges[e / 2].weights[i] * next[n].x[e];
     }
   }
   Element* out = static_cast<Element*>(problem.out.data) + own * 16 + 4 * t;
@@ -204,13 +204,13 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (row[half] >= problem.q_length) continue;
-    const Mixture<warps>& mixture = mixtures[half];
-    const float factor = reciprocal_approx(mixture.total);
+    const SoftmaxMerge<warps>& merge = merges[half];
+    const float factor = reciprocal_approx(merge.total);
     const FragmentC &even = sums[0], &odd = sums[1];
     store_four(out + offset_of(problem.out, batch, head, row[half]),
                {even.x[2 * half] * factor, odd.x[2 * half] * factor, even.x[2 * half + 1] * factor,
                 odd.x[2 * half + 1] * factor});
-    if (own == 0 && t == 0) lse[row[half]] = lse_of(mixture.anchor, mixture.total);
+    if (own == 0 && t == 0) lse[row[half]] = lse_of(merge.scaled_max, merge.total);
   }
 }
 

@@ -1,14 +1,13 @@
-// A step of dQ alone as one line of instructions without branches, as woven_steps.cuh has it for the forward. Here S
-// comes first, so that its exponentials are computed among the products of dP; dS = P * (dP - delta) is, among those of
-// dS K. K is wanted at both ends of a step, so there are two tiles of it: the next is on its way from dP on, V during
-// S.
+// A step of the pass for dQ, interleaved and without branches as interleaved_steps.cuh is for the forward. Here S comes
+// first, so that its exponentials are computed among the MMAs of dP, and dS = P * (dP - delta) among those of dS K. K
+// is wanted at both ends of a step, so there are two tiles of it: the next is on its way from dP on, V during S.
 #pragma once
 
 #include "cuda/device/backward_dq_steps.cuh"
 
 namespace jax_flash {
 
-struct WovenDq : BackwardDq {
+struct InterleavedDq : BackwardDq {
   u32 k_tile;  // of this step, in shared memory
 
   __device__ __forceinline__ void begin(int tile) {
@@ -19,17 +18,17 @@ struct WovenDq : BackwardDq {
   template <bool whole>
   __device__ __forceinline__ void start_k(int tile, u32 to, bool wanted = true) {
     if constexpr (whole) {
-      k_load.start_whole(to, k, problem.k.row_stride, at_least(tile, 0) * block_kv, part.kv.length, threadIdx.x,
+      k_load.start_whole(to, k, problem.k.row_stride, at_least(tile, 0) * block_kv, extent.kv.length, threadIdx.x,
                          wanted);
     } else if (wanted) {
-      k_load.start(to, k, problem.k.row_stride, tile * block_kv, part.kv.length, threadIdx.x);
+      k_load.start(to, k, problem.k.row_stride, tile * block_kv, extent.kv.length, threadIdx.x);
     }
     copies_commit();
   }
   template <bool whole>
   __device__ __forceinline__ void start_v(int tile) {
     if constexpr (whole) {
-      v_load.start_whole(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, part.kv.length,
+      v_load.start_whole(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, extent.kv.length,
                          threadIdx.x, true);
       copies_commit();
     } else {
@@ -76,16 +75,16 @@ struct WovenDq : BackwardDq {
   __device__ __forceinline__ void weigh(FragmentC (&p)[row_tiles][block_kv / 8], int i) const {
     const Spot s(i);
     float& x = p[s.m][s.n].x[s.e];
-    // What is not kept is -inf, also where nothing is and the anchor is -inf.
+    // What is not kept is -inf, also where nothing is and lse is -inf.
     const bool kept = !(masked || has_mask) || x != -JAX_FLASH_INFINITY;
-    x = probability(x * scale_log2, anchors[s.m][s.e / 2]);
+    x = probability(x * scale_log2, lse_log2[s.m][s.e / 2]);
     if constexpr (masked || has_mask) x = kept ? x : 0.f;
   }
   __device__ __forceinline__ void differentiate(FragmentC (&dp)[row_tiles][block_kv / 8],
                                                 const FragmentC (&p)[row_tiles][block_kv / 8], int i) const {
     const Spot s(i);
     float& x = dp[s.m][s.n].x[s.e];
-    x = p[s.m][s.n].x[s.e] * ((has_unscales ? x * dp_factor : x) - deltas[s.m][s.e / 2]);
+    x = p[s.m][s.n].x[s.e] * ((has_descale ? x * dp_factor : x) - deltas[s.m][s.e / 2]);
   }
 
   template <bool masked>
@@ -134,7 +133,7 @@ struct WovenDq : BackwardDq {
     for (int kk = 0; kk < steps; ++kk) {
       Mma::FragmentA operand[row_tiles];
 #pragma unroll
-      for (int m = 0; m < row_tiles; ++m) operand[m] = Mma::operand(ds[m], kk).part[0];
+      for (int m = 0; m < row_tiles; ++m) operand[m] = Mma::operand(ds[m], kk).limb[0];
 #pragma unroll
       for (int n = 0; n < groups; ++n) {
         const int here = kk * groups + n, ahead = here + 1;
@@ -154,6 +153,6 @@ struct WovenDq : BackwardDq {
   }
 };
 
-using Steps = Select<woven, WovenDq, BackwardDq>::type;
+using Steps = Select<interleaved, InterleavedDq, BackwardDq>::type;
 
 }  // namespace jax_flash

@@ -1,21 +1,21 @@
-// A step of the forward as one line of instructions, which no branch divides but that for a maximum that is outgrown:
-// the assembler puts nothing in order beyond a branch. Two warps share a partition of a multiprocessor here, so what
-// one of them waits for is not hidden by others.
+// A step of the forward whose softmax and loads are interleaved with its MMAs, without branches but the one for a
+// maximum that is outgrown: the assembler schedules no instruction across a branch. Only two warps share a partition of
+// a multiprocessor here, so other warps do not hide the latency of one.
 #pragma once
 
 #include "cuda/device/forward_steps.cuh"
 
 namespace jax_flash {
 
-constexpr bool woven = late_weights && parts == 1;
+constexpr bool interleaved = late_weights && limbs == 1;
 
 // So many steps of Q's fragments stay in registers: what the accumulators of 16 rows a warp leave, and options do not
 // take. At head_dim 256 shared memory is read nearly all of the time, and Q is a ninth of what is read.
 constexpr int accumulators = row_tiles * (tile_value_head_dim + block_kv) / 2;
-constexpr bool keeps_q = woven && row_tiles == 1 && !modifies_scores && !has_mask && !irregular && !has_unscales;
+constexpr bool keeps_q = interleaved && row_tiles == 1 && !modifies_scores && !has_mask && !irregular && !has_descale;
 constexpr int kept_steps = keeps_q ? at_most(ceil_div(head_dim, Mma::depth), at_least(0, (192 - accumulators) / 4)) : 0;
 
-struct WovenForward : Forward {
+struct InterleavedForward : Forward {
   Mma::FragmentA q_kept[at_least(1, kept_steps)][row_tiles];
 
   __device__ __forceinline__ void begin_rows() {
@@ -42,7 +42,7 @@ struct WovenForward : Forward {
   template <bool whole>
   __device__ __forceinline__ void start_v(int tile) {
     if constexpr (whole) {
-      v_load.start_whole(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, part.kv.length,
+      v_load.start_whole(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, extent.kv.length,
                          threadIdx.x, true);
       copies_commit();
     } else {
@@ -56,7 +56,7 @@ struct WovenForward : Forward {
       copies_wait<0>();
       __syncthreads();  // V has landed; everybody is done with K
       k_load.start_whole(shared_address(shared.k), k, problem.k.row_stride, at_least(next, 0) * block_kv,
-                         part.kv.length, threadIdx.x, next >= 0);
+                         extent.kv.length, threadIdx.x, next >= 0);
       copies_commit();
     } else {
       Forward::change_tiles<false>(next);
@@ -94,11 +94,11 @@ struct WovenForward : Forward {
     }
   }
 
-  // Takes in the maxima of a warp's rows if one of them has been outgrown, and then calls `again`. That is seldom but
-  // for the first tile; until then each lane looks at its own scores only.
-  template <typename Again>
-  __device__ __forceinline__ void take_in_maxima(const FragmentC (&scores)[row_tiles][block_kv / 8],
-                                                 const Again& again) {
+  // Updates the maxima of a warp's rows if one of them has been outgrown, and then calls `reweigh`. That is rare after
+  // the first tile; until then each lane looks at its own scores only.
+  template <typename Reweigh>
+  __device__ __forceinline__ void update_maxima(const FragmentC (&scores)[row_tiles][block_kv / 8],
+                                                const Reweigh& reweigh) {
     float maxima[row_tiles][2];
     bool outgrown = false;
 #pragma unroll
@@ -130,7 +130,7 @@ struct WovenForward : Forward {
         }
       }
     }
-    again();
+    reweigh();
   }
 
   // The i-th of 8 scores that a lane has of 16 rows and 16 keys: four of each half of the rows.
@@ -138,7 +138,7 @@ struct WovenForward : Forward {
     return scores[2 * kk + i / 2 % 2].x[i / 4 * 2 + i % 2];
   }
   __device__ __forceinline__ float weigh(float score, int m, int half) const {
-    return exp2_approx(score * scale_log2 - RowStatistics::anchor_of(statistics[m][half].maximum, scale_log2));
+    return exp2_approx(score * scale_log2 - RowStatistics::scaled_max_of(statistics[m][half].maximum, scale_log2));
   }
 
   // Softmax and P V. The first weights are computed beside the search for new maxima, and once more where there are
@@ -154,7 +154,7 @@ struct WovenForward : Forward {
       for (int i = 0; i < weights; ++i) first[i] = weigh(score_of(scores[i / 8], 0, i % 8), i / 8, i / 4 % 2);
     };
     weigh_first();
-    take_in_maxima(scores, weigh_first);
+    update_maxima(scores, weigh_first);
 #pragma unroll
     for (int i = 0; i < weights; ++i) {
       score_of(scores[i / 8], 0, i % 8) = first[i];
@@ -165,7 +165,7 @@ struct WovenForward : Forward {
     for (int kk = 0; kk < steps; ++kk) {
       Mma::FragmentA p[row_tiles];
 #pragma unroll
-      for (int m = 0; m < row_tiles; ++m) p[m] = Mma::operand(scores[m], kk).part[0];
+      for (int m = 0; m < row_tiles; ++m) p[m] = Mma::operand(scores[m], kk).limb[0];
 #pragma unroll
       for (int n = 0; n < groups; ++n) {
         const int here = kk * groups + n, ahead = here + 1;
@@ -205,6 +205,6 @@ struct WovenForward : Forward {
   }
 };
 
-using Steps = Select<woven, WovenForward, Forward>::type;
+using Steps = Select<interleaved, InterleavedForward, Forward>::type;
 
 }  // namespace jax_flash

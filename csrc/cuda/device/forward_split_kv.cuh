@@ -1,17 +1,17 @@
-// Forward for few queries (decoding, short prompts, small problems), by mma.sync, for every family whose mma.cuh is
-// included before: keys are split, over the teams of a block and over blocks ("flash decoding", Dao et al. 2023).
+// Split-KV forward ("flash decoding", Dao et al. 2023) for decoding, short prompts and small problems, by mma.sync, for
+// every family whose mma.cuh is included before: the keys are split over the teams of a block and over blocks.
 //
 // A block owns block_q rows, and a slice of the keys of one head. Query heads that share a key head share its tiles:
 // the rows of a block are pairs of query and head, heads fastest. A team of a warp for each 16 rows owns all of them,
 // and a part of the slice, with buffers of its own for K and V; teams wait for each other at the end alone, where their
-// results are put together in shared memory. Where a head's keys are split over blocks, these are a cluster, whose
-// blocks give each other what they have of the rows that the other one puts together; or, where the plan is to split
-// them further, they leave it in scratch for jax_flash_combine. All in one order, so that the results are the same in
-// every run.
+// partial softmax states are merged in shared memory. Where a head's keys are split over blocks, these are a cluster,
+// whose blocks send each other the states of the rows that the other one merges; or, where the plan is to split them
+// further, they leave the states in scratch for jax_flash_combine. All in one order, so that the results are the same
+// in every run.
 #pragma once
 
 #include "cuda/device/cluster.cuh"
-#include "cuda/device/mixture.cuh"
+#include "cuda/device/partial_softmax.cuh"
 #include "cuda/device/score_rows.cuh"
 #include "cuda/device/softmax.cuh"
 
@@ -25,9 +25,9 @@ constexpr int combine_warps = 8;
 // Blocks of more rows have as much to do as their code is long, and no registers for the loop's.
 constexpr bool short_code = block_q == 16;
 
-using QTile = Tile<block_q, parts * tile_head_dim>;
-using KTile = Tile<block_kv, parts * tile_head_dim>;
-using VTile = Tile<block_kv, parts * tile_value_head_dim>;
+using QTile = Tile<block_q, limbs * tile_head_dim>;
+using KTile = Tile<block_kv, limbs * tile_head_dim>;
+using VTile = Tile<block_kv, limbs * tile_value_head_dim>;
 constexpr int group = Mma::group(tile_value_head_dim, 1);  // of columns of out
 using QReader = decltype(Mma::reader_a<QTile>(0, 0, 0));
 using KReader = decltype(Mma::reader_b<KTile>(0, 0, 0));
@@ -39,7 +39,7 @@ constexpr bool reads_operands = false JAX_FLASH_OPTIONS(JAX_FLASH_NOTHING, JAX_F
                                                         JAX_FLASH_IS_THERE, JAX_FLASH_IS_THERE);
 #undef JAX_FLASH_IS_THERE
 #undef JAX_FLASH_NOTHING
-// Documents begin at any row, so that a block's rows would be of several: their heads keep to themselves.
+// Packed sequences begin at any row, so a block's rows would belong to several: there query heads do not share blocks.
 constexpr bool heads_share = heads_share_rows(packed);
 
 // Rows of float, 8 words more than whole lines: the four rows that a half of a warp writes miss each other's banks.
@@ -57,18 +57,18 @@ struct TeamStorage {
 struct SharedStorage {
   TeamStorage team[teams];
   alignas(128) char q[QTile::bytes];
-  float2 statistics[teams][block_q];  // a team's anchor and total of a row
+  float2 statistics[teams][block_q];  // a team's scaled maximum and total of a row
 };
-// What the blocks of a cluster give to the one that puts a row together: as many rows as a block has, by the rank of
-// the giver and then by row.
+// What the blocks of a cluster send to the one that merges a row: as many rows as a block has, by the rank of the
+// sender and then by row.
 struct ClusterStorage {
   alignas(128) float sums[block_q * sum_stride];
   float2 statistics[block_q];
-  u64 gate;
-  static constexpr int given = block_q * (value_head_dim * static_cast<int>(sizeof(float)) + 8);  // bytes, in all
+  u64 mbarrier;
+  static constexpr int received_bytes = block_q * (value_head_dim * static_cast<int>(sizeof(float)) + 8);
 };
 
-extern "C" __constant__ LaunchFacts jax_flash_forward_few_facts = {
+extern "C" __constant__ KernelTraits jax_flash_forward_split_kv_traits = {
     .threads = threads,
     .block_rows = block_q,
     .shared_bytes = sizeof(SharedStorage),
@@ -101,10 +101,10 @@ JAX_FLASH_DEVICE float sink_of(const Problem& problem, int batch, int head) {
 // Of out's rows.
 JAX_FLASH_DEVICE float inverse_of(const Problem& problem, const Dropout& dropout, int batch, int kv_head, float total) {
   // A division is code as long as all of the rest, which only float32 results are worth.
-  if constexpr (!has_unscales && !loads_take_registers) {
+  if constexpr (!has_descale && !loads_take_registers) {
     return total == 0.f ? 0.f : dropout.factor * reciprocal_approx(total);
   }
-  return total == 0.f ? 0.f : dropout.factor * unscales_of(problem, batch, kv_head).value / total;
+  return total == 0.f ? 0.f : dropout.factor * descale_of(problem, batch, kv_head).value / total;
 }
 
 JAX_FLASH_DEVICE void store_eight(float* to, const float (&x)[8]) {
@@ -138,22 +138,22 @@ JAX_FLASH_DEVICE int divide(int x, int by) { return by == 1 ? x : x / by; }
 
 // The rows of a block.
 struct Block {
-  Part part;
+  Extent extent;
   int batch, kv_head;
   int first_head;  // of query
   int heads;       // that share the rows
-  int first;       // row, of the part's and these heads'
+  int first;       // row, of the extent and these heads
   int slice;
   u32 inverse;  // of `heads`, in units of 2^-32, rounded up
 
-  // Exact where x * heads is below 2^32, which plan_few sees to by far.
+  // Exact where x * heads is below 2^32, which plan_split_kv sees to by far.
   __device__ __forceinline__ int row_of(int r) const {
     return heads == 1 ? first + r : static_cast<int>(__umulhi(first + r, inverse));
   }
   __device__ __forceinline__ int head_of(int r) const { return first_head + first + r - row_of(r) * heads; }
   // In an array [B, N, T].
   __device__ __forceinline__ i64 index_of(const Problem& problem, int r) const {
-    return (static_cast<i64>(batch) * problem.q_heads + head_of(r)) * problem.q_length + part.q.first + row_of(r);
+    return (static_cast<i64>(batch) * problem.q_heads + head_of(r)) * problem.q_length + extent.q.first + row_of(r);
   }
 };
 JAX_FLASH_DEVICE Block block_of(const Problem& problem, int item) {
@@ -165,8 +165,8 @@ JAX_FLASH_DEVICE Block block_of(const Problem& problem, int item) {
   const int next = divide(rest, blocks), batch = divide(next, sets);
   int block = rest - next * blocks;
   const int set = next - batch * sets;
-  const int document = document_of(problem, problem.cu_q_lengths, batch, block_q, block);
-  return {part_of(problem, batch, document),
+  const int sequence = sequence_of(problem, problem.cu_q_lengths, batch, block_q, block);
+  return {extent_of(problem, batch, sequence),
           batch,
           heads_share ? set : divide(set, q_group),
           set * heads,
@@ -202,10 +202,10 @@ JAX_FLASH_DEVICE void drop_row(const Dropout& dropout, FragmentC (&weights)[tile
 using KLoad = TileLoad<KTile, head_dim, team_threads, short_code>;
 using VLoad = TileLoad<VTile, value_head_dim, team_threads, short_code>;
 
-struct FewForward {
+struct SplitKvForward {
   const Problem& problem;
   TeamStorage& shared;
-  const Part& part;
+  const Extent& extent;
   const Element* k;
   const Element* v;
   ScoreRows rows[2];  // of a lane's two rows, which may be of two heads
@@ -223,11 +223,11 @@ struct FewForward {
   int kv_length;
 
   __device__ __forceinline__ void start_k(int tile) {
-    if (loads_take_registers) k_stride = problem.k.row_stride, kv_length = part.kv.length;
+    if (loads_take_registers) k_stride = problem.k.row_stride, kv_length = extent.kv.length;
     k_load.start(shared_address(shared.k()), k, k_stride, tile * block_kv, kv_length, thread);
   }
   __device__ __forceinline__ void start_v(int tile) {
-    if (loads_take_registers) v_stride = problem.v.row_stride, kv_length = part.kv.length;
+    if (loads_take_registers) v_stride = problem.v.row_stride, kv_length = extent.kv.length;
     v_load.start(shared_address(shared.v()), v, v_stride, tile * block_kv, kv_length, thread);
   }
 
@@ -256,7 +256,7 @@ struct FewForward {
       }
       RowStatistics& mine = statistics[half];
       const float shrink = mine.update(quad_max(maximum), scale_log2);
-      const float anchor = mine.anchor(scale_log2);
+      const float scaled_max = mine.scaled_max(scale_log2);
 #pragma unroll
       for (int n = 0; n < tile_value_head_dim / 8; ++n) {
         out[0][n].x[2 * half] *= shrink;
@@ -266,7 +266,7 @@ struct FewForward {
       for (int n = 0; n < block_kv / 8; ++n) {
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          scores[0][n].x[e] = exp2_approx(scores[0][n].x[e] * scale_log2 - anchor);
+          scores[0][n].x[e] = exp2_approx(scores[0][n].x[e] * scale_log2 - scaled_max);
           mine.total += scores[0][n].x[e];
         }
       }
@@ -286,14 +286,14 @@ struct FewForward {
 };
 
 JAX_FLASH_DEVICE void load_rows(const Problem& problem, const Block& block, char* q) {
-  constexpr int chunks = QTile::chunks, part_chunks = chunks / parts, filled = head_dim / chunk_elements;
+  constexpr int chunks = QTile::chunks, limb_chunks = chunks / limbs, filled = head_dim / chunk_elements;
 #pragma unroll 4
   for (int i = threadIdx.x; i < block_q * chunks; i += threads) {
-    const int r = i / chunks, chunk = i % chunks, piece = chunk / part_chunks, of_piece = chunk % part_chunks;
+    const int r = i / chunks, chunk = i % chunks, limb = chunk / limb_chunks, of_limb = chunk % limb_chunks;
     uint4 x{0, 0, 0, 0};
-    if (of_piece < filled && block.row_of(r) < block.part.q.length) {
-      const Element* from = head_of(problem.q, block.batch, block.head_of(r), block.part.q.first + block.row_of(r));
-      x = *reinterpret_cast<const uint4*>(from + (piece * filled + of_piece) * chunk_elements);
+    if (of_limb < filled && block.row_of(r) < block.extent.q.length) {
+      const Element* from = head_of(problem.q, block.batch, block.head_of(r), block.extent.q.first + block.row_of(r));
+      x = *reinterpret_cast<const uint4*>(from + (limb * filled + of_limb) * chunk_elements);
     }
     store_shared(shared_address(q) + QTile::offset(r, chunk), x);
   }
@@ -301,7 +301,7 @@ JAX_FLASH_DEVICE void load_rows(const Problem& problem, const Block& block, char
 
 // The same by cp.async: where a thread's chunks are is known before there is anything to read.
 struct QueryLoad {
-  static constexpr int chunks = QTile::chunks, part_chunks = chunks / parts, filled = head_dim / chunk_elements;
+  static constexpr int chunks = QTile::chunks, limb_chunks = chunks / limbs, filled = head_dim / chunk_elements;
   static constexpr int pieces = ceil_div(block_q * chunks, threads);
   const Element* from[pieces];
   bool valid[pieces];
@@ -310,11 +310,11 @@ struct QueryLoad {
 #pragma unroll
     for (int i = 0; i < pieces; ++i) {
       const int j = i * threads + threadIdx.x, r = j / chunks, chunk = j % chunks;
-      const int piece = chunk / part_chunks, of_piece = chunk % part_chunks, row = block.row_of(r);
-      valid[i] = of_piece < filled && row < block.part.q.length;
+      const int limb = chunk / limb_chunks, of_limb = chunk % limb_chunks, row = block.row_of(r);
+      valid[i] = of_limb < filled && row < block.extent.q.length;
       from[i] =
-          head_of(problem.q, block.batch, valid[i] ? block.head_of(r) : 0, valid[i] ? block.part.q.first + row : 0);
-      from[i] += valid[i] ? (piece * filled + of_piece) * chunk_elements : 0;
+          head_of(problem.q, block.batch, valid[i] ? block.head_of(r) : 0, valid[i] ? block.extent.q.first + row : 0);
+      from[i] += valid[i] ? (limb * filled + of_limb) * chunk_elements : 0;
       asm volatile("" : "+l"(from[i]));
     }
   }
@@ -341,7 +341,7 @@ struct ResultRow {
   bool stored, padding;
 
   __device__ __forceinline__ ResultRow(const Problem& problem, const Block& block, int r) {
-    const Rows& rows = block.part.q;
+    const Rows& rows = block.extent.q;
     const int row = block.row_of(r);
     stored = row < rows.stored;
     padding = has_q_lengths && row >= rows.length;
@@ -364,50 +364,50 @@ JAX_FLASH_DEVICE SegmentRange segments_of_rows(const Problem& problem, int batch
   return all;
 }
 
-// Puts together what the teams have, in eights of columns: where what comes from global memory takes registers.
-JAX_FLASH_DEVICE void finish_eights(const Problem& problem, const Block& block, const FewForward& forward,
+// Merges the teams' states, in eights of columns, where loads from global memory take registers.
+JAX_FLASH_DEVICE void finish_eights(const Problem& problem, const Block& block, const SplitKvForward& forward,
                                     SharedStorage& shared) {
-  const Part& part = block.part;
+  const Extent& extent = block.extent;
   const bool whole = problem.kv_slices == 1;
-  const auto store = [&](int r, int column, float anchor, float total, float (&x)[8]) {
+  const auto store = [&](int r, int column, float scaled_max, float total, float (&x)[8]) {
     const int row = block.row_of(r);
     const float sink = sink_of(problem, block.batch, block.head_of(r));
-    if (has_sinks && sink != -JAX_FLASH_INFINITY) total += exp2_approx(sink * kLog2e - anchor);
+    if (has_sinks && sink != -JAX_FLASH_INFINITY) total += exp2_approx(sink * kLog2e - scaled_max);
     float factor = inverse_of(problem, forward.rows[0].dropout, block.batch, block.kv_head, total);
-    const bool padding = has_q_lengths && row >= part.q.length;
+    const bool padding = has_q_lengths && row >= extent.q.length;
     if (padding) factor = 0.f;
     if (column == 0) {
-      static_cast<float*>(problem.lse)[block.index_of(problem, r)] = padding ? sink : lse_of(anchor, total);
+      static_cast<float*>(problem.lse)[block.index_of(problem, r)] = padding ? sink : lse_of(scaled_max, total);
     }
 #pragma unroll
     for (float& e : x) e *= factor;
-    store_eight(result_of(problem.out, block.batch, block.head_of(r), part.q.first + row) + column, x);
+    store_eight(result_of(problem.out, block.batch, block.head_of(r), extent.q.first + row) + column, x);
   };
   constexpr int eights = value_head_dim / 8;
 #pragma unroll 1
   for (int i = threadIdx.x; i < block_q * eights; i += threads) {
     const int r = i / eights, column = i % eights * 8;
-    if (block.row_of(r) >= part.q.stored) break;
-    float anchor = -JAX_FLASH_INFINITY, total = 0.f, x[8] = {};
+    if (block.row_of(r) >= extent.q.stored) break;
+    float scaled_max = -JAX_FLASH_INFINITY, total = 0.f, x[8] = {};
 #pragma unroll
-    for (int j = 0; j < teams; ++j) anchor = fmaxf(anchor, shared.statistics[j][r].x);
-    if (whole) anchor = anchor_with(anchor, sink_of(problem, block.batch, block.head_of(r)));
+    for (int j = 0; j < teams; ++j) scaled_max = fmaxf(scaled_max, shared.statistics[j][r].x);
+    if (whole) scaled_max = scaled_max_with(scaled_max, sink_of(problem, block.batch, block.head_of(r)));
 #pragma unroll
     for (int j = 0; j < teams; ++j) {
       const float2 of_team = shared.statistics[j][r];
-      const float weight = weight_against(of_team.x, anchor);
+      const float weight = rescale_factor(of_team.x, scaled_max);
       total += weight * of_team.y;
       const float* sum = shared.team[j].sum(r) + column;
 #pragma unroll
       for (int e = 0; e < 8; ++e) x[e] += weight * sum[e];
     }
     if (whole) {
-      store(r, column, anchor, total, x);
+      store(r, column, scaled_max, total, x);
     } else {
       const Scratch scratch(problem);
       const i64 index = block.index_of(problem, r);
       store_eight(scratch.sum(block.slice, index) + column, x);
-      if (column == 0) *scratch.statistics(block.slice, index) = {anchor, total};
+      if (column == 0) *scratch.statistics(block.slice, index) = {scaled_max, total};
     }
   }
 }
@@ -424,37 +424,37 @@ JAX_FLASH_DEVICE void for_fours(int first_column, const Do& doing) {
 }
 
 extern "C" __global__ void __launch_bounds__(threads, min_blocks)
-    jax_flash_forward_few(const __grid_constant__ Problem problem) {
+    jax_flash_forward_split_kv(const __grid_constant__ Problem problem) {
   extern __shared__ __align__(128) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
 
   if (loads_take_registers) let_the_next_kernel_begin();
   if (reads_operands) wait_for_the_kernel_before();
   const bool clustered = in_cluster(problem);
-  ClusterStorage& given = *reinterpret_cast<ClusterStorage*>(memory + sizeof(SharedStorage));
+  ClusterStorage& received = *reinterpret_cast<ClusterStorage*>(memory + sizeof(SharedStorage));
   if (clustered) {
-    if (threadIdx.x == 0) gate_make(shared_address(&given.gate), ClusterStorage::given);
+    if (threadIdx.x == 0) mbarrier_init_expect(shared_address(&received.mbarrier), ClusterStorage::received_bytes);
     cluster_arrive();  // this block has begun
   }
   const Block block = block_of(problem, blockIdx.x);
-  const Part& part = block.part;
+  const Extent& extent = block.extent;
   const int first_row = block.row_of(0), last_row = block.row_of(block_q - 1);
-  if (packed && first_row >= part.q.stored) return;  // and so do the others of its cluster
+  if (packed && first_row >= extent.q.stored) return;  // and so do the others of its cluster
   const int team = threadIdx.x / team_threads, thread = threadIdx.x % team_threads;
   const int lane = Lanes::of(threadIdx.x), warp_row = thread / 32 * 16;
   const int own[2] = {warp_row + lane / 4, warp_row + lane / 4 + 8};
-  const Unscales unscales = unscales_of(problem, block.batch, block.kv_head);
-  const float scale = scale_of(problem, block.batch) * unscales.query * unscales.key;
+  const Descale descale = descale_of(problem, block.batch, block.kv_head);
+  const float scale = scale_of(problem, block.batch) * descale.query * descale.key;
 
   TeamStorage& storage = shared.team[team];
-  FewForward forward{
+  SplitKvForward forward{
       problem,
       storage,
-      part,
-      KLoad::base(head_of(problem.k, block.batch, block.kv_head, part.kv.first), problem.k.row_stride, thread),
-      VLoad::base(head_of(problem.v, block.batch, block.kv_head, part.kv.first), problem.v.row_stride, thread),
-      {{problem, part, block.batch, block.head_of(own[0]), scale},
-       {problem, part, block.batch, block.head_of(own[1]), scale}},
+      extent,
+      KLoad::base(head_of(problem.k, block.batch, block.kv_head, extent.kv.first), problem.k.row_stride, thread),
+      VLoad::base(head_of(problem.v, block.batch, block.kv_head, extent.kv.first), problem.v.row_stride, thread),
+      {{problem, extent, block.batch, block.head_of(own[0]), scale},
+       {problem, extent, block.batch, block.head_of(own[1]), scale}},
       {block.row_of(own[0]), block.row_of(own[1])},
       team,
       thread,
@@ -465,7 +465,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       VReader(shared_address(storage.v()), lane),
   };
 
-  TileRange tiles = key_tiles_of<block_kv>(forward.rows[0].keep.band, part, first_row, last_row - first_row + 1);
+  TileRange tiles = key_tiles_of<block_kv>(forward.rows[0].keep.band, extent, first_row, last_row - first_row + 1);
   const SegmentTiles<block_kv> segments{
       problem.kv_segment_ranges, block.batch, problem.kv_length,
       in_segments ? segments_of_rows(problem, block.batch, first_row, at_most(last_row, problem.q_length - 1))
@@ -490,7 +490,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   if constexpr (!loads_take_registers) {
     forward.k_stride = problem.k.row_stride;
     forward.v_stride = problem.v.row_stride;
-    forward.kv_length = part.kv.length;
+    forward.kv_length = extent.kv.length;
     // Opaque, or it would be worked out behind the barrier.
     asm volatile("" : "+l"(forward.k), "+l"(forward.v), "+l"(forward.k_stride), "+l"(forward.v_stride));
     asm volatile("" : "+r"(forward.kv_length), "+r"(tile));
@@ -500,7 +500,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   if (!reads_operands) wait_for_the_kernel_before();
   if (problem.kv_slices > 1 && !clustered && slice_begin >= slice_end) {
     const int r = threadIdx.x;
-    if (r < block_q && block.row_of(r) < part.q.stored) {
+    if (r < block_q && block.row_of(r) < extent.q.stored) {
       *Scratch(problem).statistics(block.slice, block.index_of(problem, r)) = {-JAX_FLASH_INFINITY, 0.f};
     }
     return;
@@ -514,7 +514,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   if constexpr (loads_take_registers) {
     load_rows(problem, block, shared.q);
   } else {
-    // From the first line on, whole chains would begin, whose blocks take room of those that have something to do.
+    // Allowed from the first line on, whole chains would begin, whose blocks take multiprocessors from those with work.
     let_the_next_kernel_begin();
     copies_wait<1>();
   }
@@ -522,7 +522,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   if (alone && team > 0) return;
   while (tile >= 0) {
     const int next = next_from(tile + 1);
-    if (tiles.bare(tile) && segments.uniform(tile)) {
+    if (tiles.is_full(tile) && segments.uniform(tile)) {
       forward.step<false>(tile, next);
     } else {
       forward.step<true>(tile, next);
@@ -531,10 +531,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   }
   copies_wait<0>();  // none is on its way, nor counted as one
 
-  const auto finish = [&](const ResultRow& to, float anchor, float total, bool first) {
+  const auto finish = [&](const ResultRow& to, float scaled_max, float total, bool first) {
     float factor = inverse_of(problem, forward.rows[0].dropout, block.batch, block.kv_head, total);
     if (to.padding) factor = 0.f;
-    if (first) *to.lse = to.padding ? to.sink : lse_of(anchor, total);
+    if (first) *to.lse = to.padding ? to.sink : lse_of(scaled_max, total);
     return factor;
   };
   if (alone) {
@@ -542,11 +542,11 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     for (int half = 0; half < 2; ++half) {
       const ResultRow& to = results[half];
       RowStatistics& mine = forward.statistics[half];
-      const float2 statistics{mine.maximum == -JAX_FLASH_INFINITY ? mine.maximum : mine.anchor(forward.scale_log2),
+      const float2 statistics{mine.maximum == -JAX_FLASH_INFINITY ? mine.maximum : mine.scaled_max(forward.scale_log2),
                               quad_sum(mine.total)};
       if (!to.stored) continue;
-      const Mixture<1> mixture(to.sink, [&](int) { return statistics; });
-      const float factor = mixture.weights[0] * finish(to, mixture.anchor, mixture.total, lane % 4 == 0);
+      const SoftmaxMerge<1> merge(to.sink, [&](int) { return statistics; });
+      const float factor = merge.weights[0] * finish(to, merge.scaled_max, merge.total, lane % 4 == 0);
 #pragma unroll
       for (int n = 0; n < tile_value_head_dim / 8; ++n) {
         const int column = Mma::out_column(n, lane);
@@ -562,8 +562,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     RowStatistics& mine = forward.statistics[half];
     const float total = quad_sum(mine.total);
     if (lane % 4 == 0) {
-      const float anchor = mine.maximum == -JAX_FLASH_INFINITY ? mine.maximum : mine.anchor(forward.scale_log2);
-      shared.statistics[team][own[half]] = {anchor, total};
+      const float scaled_max = mine.maximum == -JAX_FLASH_INFINITY ? mine.maximum : mine.scaled_max(forward.scale_log2);
+      shared.statistics[team][own[half]] = {scaled_max, total};
     }
     float* sum = storage.sum(own[half]);
 #pragma unroll
@@ -583,48 +583,48 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
 
   constexpr int fours = threads / block_q;  // of columns, in a step of the threads of a row
   const int r = threadIdx.x / fours, first_column = threadIdx.x % fours * 4;
-  const Mixture<teams> of_teams(whole ? results[0].sink : -JAX_FLASH_INFINITY,
-                                [&](int i) { return shared.statistics[i][r]; });
+  const SoftmaxMerge<teams> of_teams(whole ? results[0].sink : -JAX_FLASH_INFINITY,
+                                     [&](int i) { return shared.statistics[i][r]; });
   const auto four_of = [&](int column) { return of_teams([&](int i) { return shared.team[i].sum(r) + column; }); };
   if (whole) {
     if (!results[0].stored) return;
-    const float factor = finish(results[0], of_teams.anchor, of_teams.total, first_column == 0);
+    const float factor = finish(results[0], of_teams.scaled_max, of_teams.total, first_column == 0);
     for_fours<fours>(first_column, [&](int column) {
       const float4 x = four_of(column);
       store_four(results[0].out + column, {x.x * factor, x.y * factor, x.z * factor, x.w * factor});
     });
   } else if (!clustered) {
-    if (block.row_of(r) >= part.q.stored) return;
+    if (block.row_of(r) >= extent.q.stored) return;
     const Scratch scratch(problem);
     const i64 index = block.index_of(problem, r);
     float* sum = scratch.sum(block.slice, index);
     for_fours<fours>(first_column, [&](int column) { store_four(sum + column, four_of(column)); });
-    if (first_column == 0) *scratch.statistics(block.slice, index) = {of_teams.anchor, of_teams.total};
+    if (first_column == 0) *scratch.statistics(block.slice, index) = {of_teams.scaled_max, of_teams.total};
   } else {
-    // Every row to the block of the cluster that puts it together.
+    // Sends every row to the block of the cluster that merges it.
     const int rows_log2 = __ffs(block_q) - 1 - ranks_log2;  // of a rank
     const int rank = r >> rows_log2, place = (block.slice << rows_log2) + (r & ((1 << rows_log2) - 1));
-    const u32 sums = cluster_address(shared_address(given.sums + place * sum_stride), rank);
-    const u32 gate = cluster_address(shared_address(&given.gate), rank);
+    const u32 sums = cluster_address(shared_address(received.sums + place * sum_stride), rank);
+    const u32 mbarrier = cluster_address(shared_address(&received.mbarrier), rank);
     cluster_wait();  // all blocks have begun
     for_fours<fours>(first_column,
-                     [&](int column) { give_four(sums + column * sizeof(float), gate, four_of(column)); });
+                     [&](int column) { send_four(sums + column * sizeof(float), mbarrier, four_of(column)); });
     if (first_column == 0) {
-      const u32 statistics = cluster_address(shared_address(given.statistics + place), rank);
-      give_pair(statistics, gate, {of_teams.anchor, of_teams.total});
+      const u32 statistics = cluster_address(shared_address(received.statistics + place), rank);
+      send_pair(statistics, mbarrier, {of_teams.scaled_max, of_teams.total});
     }
-    gate_wait(shared_address(&given.gate));  // all blocks have given what they have
+    mbarrier_wait(shared_address(&received.mbarrier));  // all blocks have sent their states
     const ResultRow& to = results[0];
     if (!to.stored) return;
     const int own_row = threadIdx.x / row_threads, own_column = threadIdx.x % row_threads * 4;
     const auto place_of_rank = [&](int i) { return (i << rows_log2) + own_row; };
-    const Mixture<most_cluster> of_blocks(to.sink, [&](int i) {
-      return i < problem.kv_slices ? given.statistics[place_of_rank(i)] : float2{-JAX_FLASH_INFINITY, 0.f};
+    const SoftmaxMerge<most_cluster> of_blocks(to.sink, [&](int i) {
+      return i < problem.kv_slices ? received.statistics[place_of_rank(i)] : float2{-JAX_FLASH_INFINITY, 0.f};
     });
-    const float factor = finish(to, of_blocks.anchor, of_blocks.total, own_column == 0);
+    const float factor = finish(to, of_blocks.scaled_max, of_blocks.total, own_column == 0);
 #pragma unroll 1
     for (int column = own_column; column < value_head_dim; column += row_threads * 4) {
-      const float4 x = of_blocks([&](int i) { return given.sums + place_of_rank(i) * sum_stride + column; });
+      const float4 x = of_blocks([&](int i) { return received.sums + place_of_rank(i) * sum_stride + column; });
       store_four(to.out + column, {x.x * factor, x.y * factor, x.z * factor, x.w * factor});
     }
   }
@@ -646,26 +646,26 @@ extern "C" __global__ void __launch_bounds__(32 * combine_warps)
 
   if (!loads_take_registers) wait_for_the_kernel_before();
   float2 statistics[most];
-  float anchor = -JAX_FLASH_INFINITY, total = 0.f, weight[most];
+  float scaled_max = -JAX_FLASH_INFINITY, total = 0.f, weight[most];
 #pragma unroll
   for (int i = 0; i < most; ++i) {
     const int slice = i * 32 + lane;
     statistics[i] = {-JAX_FLASH_INFINITY, 0.f};
     if (slice < scratch.slices) statistics[i] = *scratch.statistics(slice, index);
-    anchor = fmaxf(anchor, statistics[i].x);
+    scaled_max = fmaxf(scaled_max, statistics[i].x);
   }
 #pragma unroll
-  for (int i = 1; i < 32; i *= 2) anchor = fmaxf(anchor, __shfl_xor_sync(0xffffffffu, anchor, i));
+  for (int i = 1; i < 32; i *= 2) scaled_max = fmaxf(scaled_max, __shfl_xor_sync(0xffffffffu, scaled_max, i));
   const float sink = sink_of(problem, batch, head);
-  anchor = anchor_with(anchor, sink);
+  scaled_max = scaled_max_with(scaled_max, sink);
 #pragma unroll
   for (int i = 0; i < most; ++i) {
-    weight[i] = weight_against(statistics[i].x, anchor);
+    weight[i] = rescale_factor(statistics[i].x, scaled_max);
     total += weight[i] * statistics[i].y;
   }
 #pragma unroll
   for (int i = 1; i < 32; i *= 2) total += __shfl_xor_sync(0xffffffffu, total, i);
-  if (has_sinks && sink != -JAX_FLASH_INFINITY) total += exp2_approx(sink * kLog2e - anchor);
+  if (has_sinks && sink != -JAX_FLASH_INFINITY) total += exp2_approx(sink * kLog2e - scaled_max);
 
   float4 mine[own_fours] = {};
 #pragma unroll
@@ -688,12 +688,12 @@ extern "C" __global__ void __launch_bounds__(32 * combine_warps)
   __syncthreads();  // the sums of all warps are there
 
   if (wanted >= scratch.rows) return;
-  const Part part = part_of(problem, batch, 0);
-  const bool padding = has_q_lengths && t >= part.q.length;
+  const Extent extent = extent_of(problem, batch, 0);
+  const bool padding = has_q_lengths && t >= extent.q.length;
   const int thread = alone ? lane : threadIdx.x, column = thread * 8;
-  if (thread == 0) static_cast<float*>(problem.lse)[index] = padding ? sink : lse_of(anchor, total);
+  if (thread == 0) static_cast<float*>(problem.lse)[index] = padding ? sink : lse_of(scaled_max, total);
   if (column >= value_head_dim) return;
-  const Dropout dropout(problem, part, head);
+  const Dropout dropout(problem, extent, head);
   float factor = inverse_of(problem, dropout, batch, head / (problem.q_heads / problem.kv_heads), total);
   if (padding) factor = 0.f;
   float x[8] = {};

@@ -1,5 +1,5 @@
-// What host and kernel must agree on: the kernel states it, the host reads it out of the cubin. Compiled by the host
-// compiler and by NVRTC, so it includes nothing.
+// KernelTraits: what a kernel states to the host, which reads it from the cubin as the constant <entry point>_traits.
+// The host compiler and NVRTC both compile this header, so it includes nothing.
 #pragma once
 
 namespace jax_flash {
@@ -7,25 +7,26 @@ namespace jax_flash {
 constexpr int kSlopeWarps = 4;  // per block of jax_flash_sum_slopes
 constexpr int kSplitWarps = 8;  // per block of jax_flash_sum_splits
 
-constexpr int kTinyKeys = 64;  // at most, of jax_flash_forward_tiny
+constexpr int kSingleTileKeys = 64;  // at most, of jax_flash_forward_single_tile
 
-struct LaunchFacts {
-  int threads = 0;        // per block; forward_tiny: at most
+struct KernelTraits {
+  int threads = 0;        // per block; forward_single_tile: at most
   int block_rows = 0;     // rows of query or, in backward, of key of an item of work
   int shared_bytes = 0;   // dynamic shared memory
   int convert_warps = 0;  // per block of jax_flash_convert_dq; 0 where there is no such kernel
 
   // Blocks per multiprocessor of a grid that stays, whose blocks walk over the items of work; 0: a block for each item.
   int persistent = 0;
-  // Rows that a copy by tensor map brings, at most 256; 0: no such map. With any, TensorMaps is the second parameter.
+  // Rows that a TMA load reads, at most 256; 0: no such map. With any, TensorMaps is the second parameter.
   int q_box_rows = 0;
   int k_box_rows = 0;
   int v_box_rows = 0;
   int dout_box_rows = 0;
   int combine_warps = 0;  // per block of jax_flash_combine; 0 where there is no such kernel
   int block_keys = 0;     // backward_bias: keys of an item of work, which is a tile of the result there
-  int starts_ahead = 0;  // forward_few, forward_tiny: 1 where it waits itself for the end of the kernel that it follows
-  int most_cluster = 1;  // forward_few: into so many slices keys are split within a cluster, a power of two
+  int starts_ahead =
+      0;  // forward_split_kv, forward_single_tile: 1 where it waits itself for the end of the kernel that it follows
+  int most_cluster = 1;   // forward_split_kv: into so many slices keys are split within a cluster, a power of two
   int cluster_bytes = 0;  // of dynamic shared memory that a block of a cluster has beside
   int splits_groups = 0;  // backward: 1 where there is jax_flash_sum_splits
 };

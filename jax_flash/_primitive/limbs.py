@@ -6,7 +6,7 @@ by a power of two, one for each key head and the query heads that attend to it, 
 near float16's own. Values down to 2^-29 of the largest then have all their digits, and values below 2^-40 of it, which
 no sum with it would notice in float32, become 0.
 
-For all of float32's accuracy an array comes in two parts, what float16 has of it and what that leaves: 22 digits.
+For all of float32's accuracy an array comes as two limbs, its float16 rounding and what that leaves: 22 digits.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ _BITS = 15  # the largest value lies in [2^14, 2^15)
 def scaled(
     options: Options, operands: Operands, query: jax.Array, key: jax.Array, value: jax.Array, *gradients: jax.Array
 ) -> tuple[list[jax.Array], jax.Array]:
-    """query, key, value in float16, with ``gradients`` = (dout, delta) also dout, and their unscales [B, K, 5].
+    """query, key, value in float16, with ``gradients`` = (dout, delta) also dout, and ``descale`` [B, K, 5].
 
-    With ``highest_precision`` arrays have twice the columns: of the one part and of the other. Rows that no pair keeps
+    With ``highest_precision`` arrays have twice the columns: of the high limb and of the low one. Rows that no pair keeps
     are zeros: they do not count among the largest, by whose scale they might overflow, and 0 * inf is NaN.
     """
     kv_heads = key.shape[2]
-    rows, keys = (
-        scores.kept(options, operands, side, query.shape[1], key.shape[1], kv_heads) for side in ("q", "kv")
-    )
+    rows, keys = (scores.kept(options, operands, side, query.shape[1], key.shape[1], kv_heads) for side in ("q", "kv"))
     arrays = [(query, rows), (key, keys), (value, keys)]
     if gradients:
         arrays.append((gradients[0], rows))
@@ -44,23 +42,23 @@ def scaled(
         x * jnp.repeat(scale, x.shape[2] // kv_heads, axis=1)[:, None, :, None]
         for (x, _), scale in zip(arrays, scales, strict=True)
     ]
-    halves = [_two_parts(x) if options.highest_precision else x.astype(jnp.float16) for x in near]
-    unscales = [1 / scale for scale in scales]
+    limbs = [_two_limbs(x) if options.highest_precision else x.astype(jnp.float16) for x in near]
+    descale = [1 / scale for scale in scales]
     if gradients:
         # |dS| = P |dP - delta|, and |dP| is at most that of a row of ones.
         delta = jnp.swapaxes(gradients[1], 1, 2)[..., None]
         if options.highest_precision:
-            # Nearer: low parts of dS have fewer digits the smaller dS is against its bound.
-            norms = (_largest_norm(near[i], arrays[i][1], kv_heads) * unscales[i] for i in (2, 3))
+            # Nearer: low limbs of dS have fewer digits the smaller dS is against its bound.
+            norms = (_largest_norm(near[i], arrays[i][1], kv_heads) * descale[i] for i in (2, 3))
             dp = functools.reduce(jnp.multiply, norms)
         else:
             dp = value.shape[-1] * largest[3] * largest[2]
         if options.dropout_rate:
             dp = dp * dropout.factor(options.dropout_rate)
-        unscales.append(_power(dp + _largest(delta, rows, kv_heads)))
+        descale.append(_power(dp + _largest(delta, rows, kv_heads)))
     else:
-        unscales += [jnp.ones_like(unscales[0])] * 2
-    return halves, jnp.stack(unscales, axis=-1)
+        descale += [jnp.ones_like(descale[0])] * 2
+    return limbs, jnp.stack(descale, axis=-1)
 
 
 def _without(x: jax.Array, valid: jax.Array | None) -> jax.Array:
@@ -75,7 +73,7 @@ def _largest(x: jax.Array, valid: jax.Array | None, kv_heads: int) -> jax.Array:
     return of_heads.reshape(x.shape[0], kv_heads, -1).max(axis=-1)
 
 
-def _two_parts(x: jax.Array) -> jax.Array:
+def _two_limbs(x: jax.Array) -> jax.Array:
     """[..., 2 columns]: what float16 has of ``x``, and beside it what that leaves, in float16."""
     # Not by a conversion there and back: XLA takes that for nothing to do (xla_allow_excess_precision).
     high = jax.lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)

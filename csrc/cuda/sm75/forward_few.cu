@@ -1,3 +1,0 @@
-#include "cuda/sm75/mma.cuh"
-
-#include "cuda/device/forward_few.cuh"

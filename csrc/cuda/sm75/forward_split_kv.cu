@@ -1,0 +1,3 @@
+#include "cuda/sm75/mma.cuh"
+
+#include "cuda/device/forward_split_kv.cuh"

@@ -1,3 +1,0 @@
-#include "cuda/sm80/mma.cuh"
-
-#include "cuda/device/forward_few.cuh"
