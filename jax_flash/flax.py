@@ -5,7 +5,7 @@
 
 What Flax has no word for is bound beforehand, also for these modules:
 
-    attention_fn=functools.partial(jax_flash.flax.attention_fn, causal=True, window=(255, 0), softcap=30.0)
+    attention_fn=functools.partial(jax_flash.flax.attention_fn, causal=True, window=(255, 0))
 
 Flax is imported where its own function serves a call, and not before.
 """
@@ -128,7 +128,7 @@ def attention_fn(
       qk_attn_weights_einsum: see Linen's function, which serves such a call.
       attn_weights_value_einsum: likewise.
       causal: keep keys s <= t only, whatever ``is_causal`` is: bound beforehand, it makes a model causal.
-      **options: the other options of `attention` that Flax has no word for: ``window``, ``softcap``,
+      **options: the other options of `attention` that Flax has no word for: ``window``, ``alibi_slopes``,
         ``deterministic_backward``, ``implementation``, ...
 
     Returns:

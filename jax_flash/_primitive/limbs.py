@@ -27,8 +27,8 @@ def scaled(
 ) -> tuple[list[jax.Array], jax.Array]:
     """query, key, value in float16, with ``gradients`` = (dout, delta) also dout, and ``descale`` [B, K, 5].
 
-    With ``highest_precision`` arrays have twice the columns: of the high limb and of the low one. Rows that no pair keeps
-    are zeros: they do not count among the largest, by whose scale they might overflow, and 0 * inf is NaN.
+    With ``highest_precision`` arrays have twice the columns: of the high limb and of the low one. Rows that no pair
+    keeps are zeros: they do not count among the largest, by whose scale they might overflow, and 0 * inf is NaN.
     """
     kv_heads = key.shape[2]
     rows, keys = (scores.kept(options, operands, side, query.shape[1], key.shape[1], kv_heads) for side in ("q", "kv"))

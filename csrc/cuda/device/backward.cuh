@@ -316,7 +316,7 @@ struct Backward {
     if (early_rows && !rows_behind_scores && more) start_rows(next_rows, load_head, load_tile);
 
     FragmentC p[key_tiles][score_columns / 8] = {};
-    FragmentC derivative[key_tiles][with_softcap ? score_columns / 8 : 1];
+    FragmentC derivative[key_tiles][keeps_derivatives ? score_columns / 8 : 1];
     score_product<head_dim, KTile, QTile>(p, shared.k, rows.q);
     if (rows_behind_scores && more) start_rows(next_rows, load_head, load_tile);
 #pragma unroll
@@ -347,7 +347,7 @@ struct Backward {
               float b = 0.f, unused;
               if constexpr (has_bias)
                 b = as_float(masked ? biases.at(bias, key, extent) : bias[key * biases.column_stride]);
-              logit = modified.logit(weight, b, row, key, with_softcap ? derivative[m][n].x[e] : unused);
+              logit = modified.logit(weight, b, row, key, keeps_derivatives ? derivative[m][n].x[e] : unused);
             }
             // Without modifications an lse of -inf belongs to a row that keeps nothing here, which is masked below.
             weight = probability(logit, probability_lse(odd ? lse.y : lse.x));
@@ -386,7 +386,7 @@ struct Backward {
             gradients[m].add(problem, extent, modified, head, tile * block_q + column, key_of(m), ds[m][n]);
           }
         }
-        if constexpr (with_softcap) {
+        if constexpr (keeps_derivatives) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) ds[m][n].x[e] *= derivative[m][n].x[e];
         }

@@ -24,7 +24,8 @@ constexpr bool early_v = !loads_take_registers || step_registers <= 160;
 constexpr bool weights_have_factor = with_dropout_rate && limbs == 1;
 
 // Where copies need no registers and two tiles of K fit: see sm80/interleaved_dq.cuh.
-constexpr bool interleaved = !loads_take_registers && stages == 2 && limbs == 1 && !with_dropout_rate && !with_softcap;
+constexpr bool interleaved =
+    !loads_take_registers && stages == 2 && limbs == 1 && !with_dropout_rate && !keeps_derivatives;
 
 struct SharedStorage {
   char q[QTile::bytes];  // and dQ, at the end, unless it is stored from registers
@@ -117,7 +118,7 @@ struct BackwardDq : KeyWalk<SharedStorage> {
 
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
-      FragmentC derivatives[with_softcap ? block_kv / 8 : 1];
+      FragmentC derivatives[keeps_derivatives ? block_kv / 8 : 1];
       if constexpr (masked || modifies_scores || has_mask) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -147,7 +148,7 @@ struct BackwardDq : KeyWalk<SharedStorage> {
             dp = is_dropped(p[m][n].x[e]) ? 0.f : dp * factor;
           }
           x = weight_of(p[m][n].x[e]) * (dp - deltas[m][e / 2]);
-          if constexpr (with_softcap) x *= derivatives[n].x[e];
+          if constexpr (keeps_derivatives) x *= derivatives[n].x[e];
         }
       }
     }

@@ -60,9 +60,6 @@ struct CommonSum {
   float sum;
 };
 
-// Whether something happens to the scores between product and softmax (scores.cuh).
-constexpr bool modifies_scores = with_softcap || has_bias || has_alibi_slopes;
-
 JAX_FLASH_DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
 template <typename T>

@@ -24,8 +24,8 @@ struct ScoreRows {
         dropout(problem, extent, head) {}
 
   // Scores of one row, keys `first_key` and on, become logits; those that are not kept, -inf. d logit / d (scale *
-  // score) goes to `derivatives` where softcap makes it other than 1, unless that is null. Four n8 tiles at a time, or
-  // what is read for all of them crowds out the accumulators.
+  // score) goes to `derivatives` where these are kept (keeps_derivatives), unless that is null. Four n8 tiles at a
+  // time, or what is read for all of them crowds out the accumulators.
   template <bool masked, int tiles>
   __device__ __forceinline__ void modify(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
                                          int first_key, int lane) const {
@@ -54,7 +54,7 @@ struct ScoreRows {
             float b = 0.f, derivative;
             if constexpr (has_bias) b = as_float(bias[n][odd]);
             score = modified.logit(score, b, row, column, derivative);
-            if constexpr (with_softcap) {
+            if constexpr (keeps_derivatives) {
               if (derivatives) derivatives[first_n + n].x[2 * half + odd] = derivative;
             }
           }

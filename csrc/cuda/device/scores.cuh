@@ -5,6 +5,12 @@
 
 namespace jax_flash {
 
+// Whether something happens to the scores between product and softmax.
+constexpr bool modifies_scores = with_softcap || has_bias || has_alibi_slopes;
+// Whether the derivative of a score by its product differs from pair to pair: then it is kept from the score to its
+// gradient.
+constexpr bool keeps_derivatives = with_softcap;
+
 JAX_FLASH_DEVICE float as_float(float x) { return x; }
 JAX_FLASH_DEVICE float as_float(u16 x) {
   if constexpr (dtype == DType::bf16) return __uint_as_float(static_cast<u32>(x) << 16);

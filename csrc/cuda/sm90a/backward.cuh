@@ -25,7 +25,7 @@ namespace jax_flash {
 constexpr int row_of_tiles = 64 * computing;            // keys: a tile of each warpgroup
 constexpr int tiles_of_keys = block_kv / row_of_tiles;  // of a warpgroup
 static_assert(block_kv % row_of_tiles == 0 && tiles_of_keys <= 2, "one or two tiles of keys a warpgroup");
-static_assert(tiles_of_keys == 1 || !(with_softcap || in_segments || has_dbias || has_dalibi_slopes),
+static_assert(tiles_of_keys == 1 || !(keeps_derivatives || in_segments || has_dbias || has_dalibi_slopes),
               "more options than there are registers for");
 // In how many pieces dQ is computed, a slab of columns each: the gradient of slopes takes the registers of more.
 constexpr int dq_pieces = has_dalibi_slopes ? KSlabs::slabs : 1;
@@ -213,13 +213,13 @@ struct Backward {
   __device__ __forceinline__ void step(const Walk& at, const Ring<stages>& ring, int i) {
     const int stage = ring.stage;
     Scores64 s[tiles], dp[tiles];  // S^T and then P^T, dP^T and then dS^T
-    FragmentC derivatives[with_softcap ? block_q / 8 : 1];
+    FragmentC derivatives[keeps_derivatives ? block_q / 8 : 1];
     Operand64 p_operand[tiles], ds_operand[tiles];
-    // Of the first tile of keys dP^T is under way with S^T, but with softcap: the registers for both are wanting, as
-    // they are beside dK of the first tile.
-    constexpr bool dp_with_s = !with_softcap;
+    // Of the first tile of keys dP^T is under way with S^T, but where derivatives are kept: the registers for both are
+    // wanting, as they are beside dK of the first tile.
+    constexpr bool dp_with_s = !keeps_derivatives;
     // Without dQ ptxas finds too few registers for dV to come first.
-    constexpr bool dv_last = with_softcap || (!adds_dq && tiles_of_keys > 1);
+    constexpr bool dv_last = keeps_derivatives || (!adds_dq && tiles_of_keys > 1);
     wait_for_rows(at, ring);
     start_s(s[0], stage, 0);
     if constexpr (dp_with_s) start_dp(dp[0], stage, 0);

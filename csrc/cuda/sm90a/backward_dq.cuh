@@ -173,15 +173,15 @@ struct BackwardDq {
     wgmma_commit();
   }
 
-  // Scores become weights, and with softcap what dP is multiplied with beside them; 32 keys at a time, or what is read
-  // and derived for all of them would crowd out the accumulators.
+  // Scores become weights, and with keeps_derivatives what dP is multiplied with beside them; 32 keys at a time, or
+  // what is read and derived for all of them would crowd out the accumulators.
   template <bool masked>
   __device__ __forceinline__ void weigh(FragmentC (&s)[block_kv / 8], int tile) const {
 #pragma unroll
     for (int first = 0; first < block_kv / 8; first += 4) {
       FragmentC(&some)[4] = *reinterpret_cast<FragmentC(*)[4]>(&s[first]);
       const int key = tile * block_kv + first * 8;
-      FragmentC derivatives[with_softcap ? 4 : 1];
+      FragmentC derivatives[keeps_derivatives ? 4 : 1];
       if constexpr (masked || modifies_scores || has_mask) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) rows.modify<masked>(some, derivatives, row + 8 * half, half, key, lane);
@@ -192,7 +192,7 @@ struct BackwardDq {
         for (int e = 0; e < 4; ++e) {
           float& x = some[n].x[e];
           x = exp2_approx(x * scale_log2 - lse_log2[e / 2]);
-          if constexpr (with_softcap) x *= derivatives[n].x[e];
+          if constexpr (keeps_derivatives) x *= derivatives[n].x[e];
         }
       }
       if constexpr (with_dropout_rate) rows.drop<true>(some, row, key, lane);

@@ -226,7 +226,7 @@ struct Weights {
     return next;
   }
 
-  // Scores of the keys `beyond` first_key and on become weights. With softcap, its derivatives are to be multiplied
+  // Scores of the keys `beyond` first_key and on become weights. With keeps_derivatives, these are to be multiplied
   // with dS^T.
   __device__ __forceinline__ void weigh(Scores64& s, FragmentC* derivatives, const Walk& at, bool full,
                                         const float* lse_log2, int beyond = 0) const {
@@ -260,7 +260,7 @@ struct Weights {
             float b = 0.f, unused;
             if constexpr (has_bias)
               b = as_float(masked ? biases.at(bias, key, extent) : bias[key * biases.column_stride]);
-            logit = modified.logit(x, b, row, key, with_softcap ? derivatives[n].x[e] : unused);
+            logit = modified.logit(x, b, row, key, keeps_derivatives ? derivatives[n].x[e] : unused);
           }
           x = exp2_approx(logit - (odd ? lse.y : lse.x));
           bool kept = true;
@@ -306,7 +306,7 @@ struct Weights {
       if constexpr (has_dbias || has_dalibi_slopes) {
         gradients.add(problem, extent, modified, at.head, at.tile * block_q + column, first_key + lane / 4, dp[n]);
       }
-      if constexpr (with_softcap) {
+      if constexpr (keeps_derivatives) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) dp[n].x[e] *= derivatives[n].x[e];
       }

@@ -13,8 +13,8 @@ namespace jax_flash {
 static_assert(block_kv == 64 && computing == 2, "64 keys, and a warpgroup for each half of the products");
 static_assert(!adds_dq, "dQ has a pass of its own");
 
-// Buffers of rows: one where the derivatives of softcap take the memory of the others.
-constexpr int buffers = with_softcap ? 1 : stages;
+// Buffers of rows: one where derivatives that are kept take the memory of the others.
+constexpr int buffers = keeps_derivatives ? 1 : stages;
 
 struct SharedStorage {
   char k[KSlabs::bytes];
@@ -22,7 +22,7 @@ struct SharedStorage {
   char q[buffers][QSlabs::bytes];
   char dout[buffers][OutSlabs::bytes];
   float4 p[block_q / 8][warpgroup];  // P^T, as its threads hold it
-  float4 derivatives[with_softcap ? block_q / 8 : 1][warpgroup];
+  float4 derivatives[keeps_derivatives ? block_q / 8 : 1][warpgroup];
   float lse_log2[buffers][block_q];
   float deltas[buffers][block_q];
   u64 k_full, v_full, q_full[buffers], q_empty[buffers], dout_full[buffers], dout_empty[buffers];
@@ -140,7 +140,7 @@ struct Half {
     for (Walk at = block.first(); at.head <= block.last_head; parity ^= 1, ring.advance()) {
       const int stage = ring.stage;
       Scores64 s;  // S^T, and then P^T
-      FragmentC derivatives[with_softcap ? block_q / 8 : 1];
+      FragmentC derivatives[keeps_derivatives ? block_q / 8 : 1];
       Operand64 operand;
       wait_for_rows<QSlabs>(shared.q_full[stage], shared.q[stage], at, ring.parity);
       score_product<KSlabs, QSlabs>(s, shared.k, shared.q[stage]);
@@ -152,7 +152,7 @@ struct Half {
 #pragma unroll
       for (int n = 0; n < block_q / 8; ++n) {
         shared.p[n][thread()] = float4{s[n].x[0], s[n].x[1], s[n].x[2], s[n].x[3]};
-        if constexpr (with_softcap) {
+        if constexpr (keeps_derivatives) {
           const FragmentC& d = derivatives[n];
           shared.derivatives[n][thread()] = float4{d.x[0], d.x[1], d.x[2], d.x[3]};
         }
@@ -177,7 +177,7 @@ struct Half {
     for (Walk at = block.first(); at.head <= block.last_head; parity ^= 1, ring.advance()) {
       const int stage = ring.stage;
       Scores64 p, dp;  // dP^T, and then dS^T
-      FragmentC derivatives[with_softcap ? block_q / 8 : 1];
+      FragmentC derivatives[keeps_derivatives ? block_q / 8 : 1];
       Operand64 operand;
       wait_for_rows<OutSlabs>(shared.dout_full[stage], shared.dout[stage], at, ring.parity);
       score_product<VSlabs, OutSlabs>(dp, shared.v, shared.dout[stage]);
@@ -188,7 +188,7 @@ struct Half {
       for (int n = 0; n < block_q / 8; ++n) {
         const float4 x = shared.p[n][thread()];
         p[n] = {x.x, x.y, x.z, x.w};
-        if constexpr (with_softcap) {
+        if constexpr (keeps_derivatives) {
           const float4 d = shared.derivatives[n][thread()];
           derivatives[n] = {d.x, d.y, d.z, d.w};
         }
