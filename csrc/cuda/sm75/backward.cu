@@ -1,3 +1,4 @@
 #include "cuda/sm75/mma.cuh"
 
 #include "cuda/device/backward.cuh"
+#include "cuda/device/convert_dq.cuh"

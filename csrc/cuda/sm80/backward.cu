@@ -1,4 +1,5 @@
 #include "cuda/sm80/mma.cuh"
 
 #include "cuda/device/backward.cuh"
+#include "cuda/device/convert_dq.cuh"
 #include "cuda/device/sum_splits.cuh"

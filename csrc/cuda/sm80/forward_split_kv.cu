@@ -1,3 +1,4 @@
 #include "cuda/sm80/mma.cuh"
 
+#include "cuda/device/combine.cuh"
 #include "cuda/device/forward_split_kv.cuh"
