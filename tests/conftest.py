@@ -43,7 +43,7 @@ def _no_gpu() -> str | None:
 
 
 def _keep_turn(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With JAX_FLASH_TEST_TURN=I/N the I-th of N shares of the tests that are marked by_turns, and all others; with
+    """With JAX_FLASH_TEST_TURN=I/N the I-th of N shares of the tests that are marked slow, and all others; with
     JAX_FLASH_TEST_SHARE=I/N the I-th of N shares of all. A share is the same in every process."""
     for variable, marked in (("JAX_FLASH_TEST_TURN", True), ("JAX_FLASH_TEST_SHARE", False)):
         if not (value := os.environ.get(variable)):
@@ -55,7 +55,7 @@ def _keep_turn(config: pytest.Config, items: list[pytest.Item]) -> None:
         others = [
             item
             for item in items
-            if (not marked or item.get_closest_marker("by_turns")) and zlib.crc32(item.nodeid.encode()) % turns != turn
+            if (not marked or item.get_closest_marker("slow")) and zlib.crc32(item.nodeid.encode()) % turns != turn
         ]
         config.hook.pytest_deselected(items=others)
         left_out = set(map(id, others))

@@ -140,7 +140,7 @@ def pass_of(kernel: Mapping[str, Any]) -> str:
 
 
 @one_process
-@pytest.mark.parametrize("arch", [80, 86, 89, 90])
+@pytest.mark.parametrize("arch", [80, *(pytest.param(x, marks=pytest.mark.slow) for x in (86, 89)), 90])
 def test_gates(kernels: Any, arch: int) -> None:
     for kernel in kernels(arch):
         gate = 0 if pass_of(kernel) == "forward" and "-d128-" not in kernel["name"] else SPILL_GATE[pass_of(kernel)]
@@ -197,6 +197,7 @@ def test_gates_of_hopper(hopper: list[tuple[str, Mapping[str, Any]]]) -> None:
     assert not failed, "\n".join(failed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", FLOAT32_GATE)
 @pytest.mark.parametrize("arch", [80, 86])
 def test_gates_of_float32(arch: int, precision: str, tmp_path: pathlib.Path) -> None:
@@ -275,6 +276,7 @@ def test_gates_of_old_gpus(arch: int, nvrtc: str, tmp_path: pathlib.Path) -> Non
     assert not failed, "\n".join(failed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "dtype"), [(70, "float16"), (75, "float16"), (80, "bfloat16"), (86, "float16")])
 def test_gates_of_split_kv(arch: int, dtype: str, tmp_path: pathlib.Path) -> None:
     """Nothing is spilled, whatever the option, and each number of rows has its kernel."""
@@ -330,6 +332,7 @@ SHARED_BIAS_GATE = {(80, 128): 16, (80, 256): 24}
 float32 of two limbs. All others spill nothing."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "dtype"), [(70, "float16"), (75, "float16"), (80, "bfloat16"), (86, "float16")])
 def test_gates_of_shared_bias(arch: int, dtype: str, tmp_path: pathlib.Path) -> None:
     bias = {"deterministic": True, **ON["bias"]}
@@ -366,6 +369,7 @@ def test_what_kernels_are_not_for_is_refused(tmp_path: pathlib.Path) -> None:
         build(80, "float16", highest_precision=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", OPTION_GATE)
 def test_gates_of_options(arch: int, tmp_path: pathlib.Path) -> None:
     rows = compiled(arch, tmp_path, dtypes=["bfloat16"], head_dims=[128], options=list(ON.values()))
