@@ -20,9 +20,10 @@ JAX_FLASH_BOTH auto round_up(X x, Y multiple) {
 }
 
 // Blocks of `size` rows in a batch entry of `length` rows. Packed sequences each begin with a block of their own: then
-// this is an upper bound, and some of the blocks are empty.
+// this is an upper bound, and some of the blocks are empty. By reference, so that a kernel reads what it needs where it
+// needs it: by value the compiler reads parameters early.
 template <typename Length>
-JAX_FLASH_BOTH Length blocks_of(bool packed, int sequences, Length length, int size) {
+JAX_FLASH_BOTH Length blocks_of(bool packed, const int& sequences, const Length& length, int size) {
   return packed ? length / size + sequences + 1 : ceil_div(length, size);
 }
 
@@ -45,7 +46,7 @@ JAX_FLASH_BOTH Rows slice_elements(Rows rows, int value_head_dim) {
 
 // jax_flash_combine: up to so many slices as a block has warps a warp takes a row of out, and a block as many rows as
 // it has warps; of more, a row is a block's, whose warps take the slices by turns.
-JAX_FLASH_BOTH bool combines_by_warp(int slices, int warps) { return slices <= warps; }
+JAX_FLASH_BOTH bool combines_by_warp(const int& slices, int warps) { return slices <= warps; }
 
 // The split-KV forward: whether the query heads of a key head share the rows of a block, as those of packed rows don't.
 JAX_FLASH_BOTH bool heads_share_rows(bool packed) { return !packed; }
