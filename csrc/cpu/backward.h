@@ -57,7 +57,7 @@ static_assert(kBackwardKeys % kDropoutKeys == 0 && kBackwardKeys % kSegmentBlock
 
 // What becomes of the sums of a tile's first two products.
 enum class Finish {
-  bare,    // weights and dscores
+  full,    // weights and dscores
   ended,   // the same, weights cleared from the end of the band on: half the comparisons of
   masked,  // the same, weights cleared on both sides of the band
   later,   // apply_options() makes them of scores and dweights
@@ -364,7 +364,7 @@ class BackwardItem {
   void attend_block(int64_t first) {
     first_ = first;
     count_ = static_cast<int>(std::min<int64_t>(plan_.keys, sequence_.keys - first));
-    if (few()) return attend_few();
+    if (decodes()) return decode();
     load_keys();
     int64_t begin = round_down(band_.row_begin(sequence_, first), kTilePadding<E>);
     int64_t end = band_.row_end(sequence_, first + count_ - 1);
@@ -461,7 +461,7 @@ class BackwardItem {
   template <typename Body>
   JAX_FLASH_INLINE void with_finish(Body body) const {
     if (finishes_later()) return body(std::integral_constant<Finish, Finish::later>{});
-    if (!masked_) return body(std::integral_constant<Finish, Finish::bare>{});
+    if (!masked_) return body(std::integral_constant<Finish, Finish::full>{});
     if (band_.left == kUnlimited) return body(std::integral_constant<Finish, Finish::ended>{});
     body(std::integral_constant<Finish, Finish::masked>{});
   }
@@ -471,7 +471,7 @@ class BackwardItem {
   JAX_FLASH_INLINE Vec<T> weight_of(const Vec<T>& score, int i, int lane) const {
     Vec<T> weight = exp2(score - tile_lse_[i]);
     Vec<T> key = iota<T>() + static_cast<T>(lane);
-    if constexpr (finish != Finish::bare) stdx::where(key >= kept_end_[i], weight) = T(0);
+    if constexpr (finish != Finish::full) stdx::where(key >= kept_end_[i], weight) = T(0);
     if constexpr (finish == Finish::masked) stdx::where(key < kept_begin_[i], weight) = T(0);
     return weight;
   }
@@ -545,18 +545,18 @@ class BackwardItem {
   // Few queries, as in decoding, of calls without options: as in the forward (decoding.h), head_dim stands in the
   // lanes, and K and V are read as they lie in memory. All rows of a key's gradients are here, so they are written
   // once. For 8 rows of one head it would be 0.8 times as fast in float32; for 8 rows of several, a tile each, it is 2.
-  bool few() const {
+  bool decodes() const {
     int64_t rows = group() * sequence_.rows;
-    return !plan_.in_turn && rows > 0 && rows <= (group() > 1 ? kFewRows : kFewRows / 2) && !is_packed(p_) &&
+    return !plan_.in_turn && rows > 0 && rows <= (group() > 1 ? kDecodingRows : kDecodingRows / 2) && !is_packed(p_) &&
            !options_.any() && !options_.has_segments && !dropout_.active() && p_.head_dim % kWidth<T> == 0 &&
            p_.value_head_dim % kWidth<T> == 0;
   }
 
-  void attend_few();
+  void decode();
 
   // R rows, of which `rows` are not padding.
   template <int R>
-  void attend_few_rows(int rows);
+  void decode_rows(int rows);
 
   // body(h, std::integral_constant<int, vectors>): as many vectors of R rows together as registers hold.
   template <int R, typename Body>
@@ -564,7 +564,8 @@ class BackwardItem {
 
   // to[j] = scale * sum of factors[r][j] * rows[r], NV vectors of the rows of dv or dk.
   template <int R, int NV>
-  JAX_FLASH_INLINE void put_few(const T* factors, const T* rows, ptrdiff_t stride, T scale, E* to, ptrdiff_t to_stride);
+  JAX_FLASH_INLINE void put_decoding(const T* factors, const T* rows, ptrdiff_t stride, T scale, E* to,
+                                     ptrdiff_t to_stride);
 
   template <int NV, Finish finish>
   void scores(int rows, int lane);

@@ -6,7 +6,7 @@
 namespace jax_flash::cpu::JAX_FLASH_ISA {
 
 template <typename E>
-inline void BackwardItem<E>::attend_few() {
+inline void BackwardItem<E>::decode() {
   int rows = static_cast<int>(sequence_.rows), most = 0;
   for (int member = 0; member < group(); ++member) {
     head_ = kv_head_ * group() + member;
@@ -16,15 +16,15 @@ inline void BackwardItem<E>::attend_few() {
   most_ = most;
   touch(0);
   rows *= group();
-  if (rows == 1) return attend_few_rows<1>(rows);
-  if (rows == 2) return attend_few_rows<2>(rows);
-  if (rows <= 4) return attend_few_rows<4>(rows);
-  attend_few_rows<kFewRows>(rows);
+  if (rows == 1) return decode_rows<1>(rows);
+  if (rows == 2) return decode_rows<2>(rows);
+  if (rows <= 4) return decode_rows<4>(rows);
+  decode_rows<kDecodingRows>(rows);
 }
 
 template <typename E>
 template <int R>
-inline void BackwardItem<E>::attend_few_rows(int rows) {
+inline void BackwardItem<E>::decode_rows(int rows) {
   constexpr int W = kWidth<T>;
   Rows<const E> k{row_of<const E>(p_.k, batch_, first_, kv_head_), p_.k.row_stride, p_.head_dim};
   Rows<const E> v{row_of<const E>(p_.v, batch_, first_, kv_head_), p_.v.row_stride, p_.value_head_dim};
@@ -65,13 +65,13 @@ inline void BackwardItem<E>::attend_few_rows(int rows) {
     dq_rows[r] = r < rows ? dq(kv_head_ * group() + r / rows_of_head, r % rows_of_head) : k_;
   }
   for_columns<R>(p_.value_head_dim, [&](int h, auto vectors) __attribute__((always_inline)) {
-    put_few<R, vectors.value>(weights_, dout_ + h, v_stride_, T(1), row_of<E>(p_.dv, batch_, first_, kv_head_) + h,
-                              p_.dv.row_stride);
+    put_decoding<R, vectors.value>(weights_, dout_ + h, v_stride_, T(1), row_of<E>(p_.dv, batch_, first_, kv_head_) + h,
+                                   p_.dv.row_stride);
   });
   for_columns<R>(p_.head_dim, [&](int h, auto vectors) __attribute__((always_inline)) {
     constexpr int NV = vectors.value;
-    put_few<R, NV>(dscores_, q_ + h, k_stride_, static_cast<T>(scale_), row_of<E>(p_.dk, batch_, first_, kv_head_) + h,
-                   p_.dk.row_stride);
+    put_decoding<R, NV>(dscores_, q_ + h, k_stride_, static_cast<T>(scale_),
+                        row_of<E>(p_.dk, batch_, first_, kv_head_) + h, p_.dk.row_stride);
     Vec<T> sum[R][NV];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
@@ -107,8 +107,8 @@ JAX_FLASH_INLINE void BackwardItem<E>::for_columns(int columns, Body body) {
 
 template <typename E>
 template <int R, int NV>
-JAX_FLASH_INLINE void BackwardItem<E>::put_few(const T* factors, const T* rows, ptrdiff_t stride, T scale, E* to,
-                                               ptrdiff_t to_stride) {
+JAX_FLASH_INLINE void BackwardItem<E>::put_decoding(const T* factors, const T* rows, ptrdiff_t stride, T scale, E* to,
+                                                    ptrdiff_t to_stride) {
   constexpr int W = kWidth<T>;
   Vec<T> row[R][NV];
 #pragma GCC unroll 8

@@ -10,7 +10,7 @@ inline void BackwardItem<E>::load_queries(int64_t t, int rows, int at) {
   int padded = round_up(rows, kTilePadding<E>);
   int64_t row = sequence_.first_row + t;
   if constexpr (kPairedBackward<E>) {
-    if (!few()) load_record(t, rows);
+    if (!decodes()) load_record(t, rows);
   }
   if (plan_.copies && rows == padded) {
     if constexpr (!kPairedBackward<E>) {
@@ -20,7 +20,7 @@ inline void BackwardItem<E>::load_queries(int64_t t, int rows, int at) {
     tile_lse_ = row_lse(row);
     tile_delta_ = delta(row);
   } else {
-    if (!kPairedBackward<E> || few()) {
+    if (!kPairedBackward<E> || decodes()) {
       copy_rows(row_of<const E>(p_.q, batch_, row, head_), p_.q.row_stride, rows, p_.head_dim, padded, k_stride_,
                 q_ + at * k_stride_);
       copy_rows(row_of<const E>(p_.dout, batch_, row, head_), p_.dout.row_stride, rows, p_.value_head_dim, padded,
@@ -136,7 +136,7 @@ inline void BackwardItem<E>::scores(int rows, int lane) {
     // Of the panel's vectors those up to the last key that the rows keep.
     Depths kept = keys_of_rows_[i / kRowPadding];
     int vectors = kept.begin < lane + NV * W ? std::clamp((kept.end - lane + W - 1) / W, 0, NV) : 0;
-    if (finish == Finish::bare || vectors == NV) {
+    if (finish == Finish::full || vectors == NV) {
       scores_of_rows<NV, finish>(i, lane);
       continue;
     }

@@ -239,10 +239,10 @@ ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
     auto rest = [&](int64_t size) { return rows - (divide_up(rows, size) - 1) * size; };
     int64_t longer = block_rows(std::min(kEnoughItems, kItemsOfThread * threads), kLonger);
     if (p.kv_length >= longest_keys) longer = std::max(longer, block_rows(kItemsOfThread * threads, kLongest));
-    if (rest(plan.block_rows) > kFewRows && rest(longer) > kFewRows) cut(longer);
+    if (rest(plan.block_rows) > kDecodingRows && rest(longer) > kDecodingRows) cut(longer);
   }
   int64_t blocks = plan.blocks_in_all;
-  plan.together = rows <= kFewRows && !is_packed(p);
+  plan.together = rows <= kDecodingRows && !is_packed(p);
   plan.items = blocks * plan.splits;
   if (!plan.together) return plan;
   plan.block_rows = static_cast<int>(std::bit_ceil(static_cast<uint64_t>(rows)));
@@ -393,7 +393,7 @@ void forward(DType dtype, const Problem& problem, int64_t threads, const Paralle
   const Kernels& k = kernels(dtype);
   ForwardPlan plan = plan_forward(dtype, problem, threads);
   size_t bytes = k.forward_workspace(dtype, problem, plan);
-  // Bounded: there are at most kEnoughItems splits in all, of at most 48 rows, or of kFewRows a head.
+  // Bounded: there are at most kEnoughItems splits in all, of at most 48 rows, or of kDecodingRows a head.
   size_t partial_bytes = 0;
   Buffer partials;
   if (plan.splits > 1 || plan.together) {

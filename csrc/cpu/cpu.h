@@ -1,4 +1,4 @@
-// The doors of the CPU room.
+// The interface of the CPU kernels.
 #pragma once
 
 #include <cstdint>

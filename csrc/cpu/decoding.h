@@ -76,7 +76,8 @@ constexpr int kFewStep = kWidth<T> / std::min(R, kSide<T>);
 
 // scores[r][j] = scale * (row r of q, row j of k), for R rows and `keys` keys.
 template <int R, typename K, typename F, typename T>
-void score_few(int keys, Rows<const K> k, Rows<const F> q, T scale, T* scores, ptrdiff_t score_stride, Ahead ahead) {
+void score_decoding(int keys, Rows<const K> k, Rows<const F> q, T scale, T* scores, ptrdiff_t score_stride,
+                    Ahead ahead) {
   constexpr int W = kWidth<T>;
   constexpr int kStep = W * kElements<F>;
   constexpr int kKeys = kFewStep<R, T>, kTogether = W / kKeys;
@@ -162,8 +163,8 @@ JAX_FLASH_INLINE U32 load_pairs(const BFloat16* row, ptrdiff_t stride) {
 // multiple of kWidth included, and `drop(row, weights)` clears weights that have been counted in the sum but are not
 // used.
 template <int R, typename V, typename T, typename Finish, typename Drop>
-void softmax_few(int keys, T* scores, ptrdiff_t score_stride, T* maximum, T* sum, Rows<T> out, Finish finish,
-                 Drop drop) {
+void softmax_decoding(int keys, T* scores, ptrdiff_t score_stride, T* maximum, T* sum, Rows<T> out, Finish finish,
+                      Drop drop) {
   constexpr int W = kWidth<T>;
   for (int r = 0; r < R; ++r) {
     T* s = scores + r * score_stride;
@@ -193,8 +194,8 @@ void softmax_few(int keys, T* scores, ptrdiff_t score_stride, T* maximum, T* sum
 // Adds weights[r][j] * (row j of v) to row r of out, for R rows and `keys` keys from key `first` of the weights on, an
 // even number.
 template <int R, typename V, typename T>
-void add_values_few(int first, int keys, Rows<const V> v, const T* weights, ptrdiff_t weight_stride, Rows<T> out,
-                    Ahead ahead) {
+void add_values_decoding(int first, int keys, Rows<const V> v, const T* weights, ptrdiff_t weight_stride, Rows<T> out,
+                         Ahead ahead) {
   constexpr int W = kWidth<T>;
   // Several vectors of a row of V at once: whole cache lines, and enough independent sums when R = 1. Of 16-bit
   // elements the vectors of two stand apart, as one or two instructions widen them: the even and the odd columns, or of

@@ -65,14 +65,14 @@ class ForwardItem {
         panels_((plan.block_rows + kPanel<T> - 1) / kPanel<T>),
         bit_rows_((plan.block_rows + kDropoutRows - 1) / kDropoutRows) {
     Arena arena(workspace);
-    int64_t lanes = std::max(static_cast<int64_t>(panels_) * kPanel<T>, int64_t{kFewRows}), keys = keys_;
-    int64_t few_rows = (plan.together ? p.q_heads / plan.fold : 1) * kFewRows;
-    queries_ = arena.take<F>(std::max(lanes, few_rows) * k_stride_);
+    int64_t lanes = std::max(static_cast<int64_t>(panels_) * kPanel<T>, int64_t{kDecodingRows}), keys = keys_;
+    int64_t decoding_rows = (plan.together ? p.q_heads / plan.fold : 1) * kDecodingRows;
+    queries_ = arena.take<F>(std::max(lanes, decoding_rows) * k_stride_);
     out_ = arena.take<T>(lanes * std::max(k_stride_, v_stride_));
     k_ = arena.take<F>(keys * k_stride_);
     v_ = arena.take<F>(keys * v_stride_);
     if (kTiled<F>) pairs_ = arena.take<F>(keys * v_stride_);
-    scores_ = arena.take<T>(keys * std::max<int64_t>(kPanel<T>, few_rows));
+    scores_ = arena.take<T>(keys * std::max<int64_t>(kPanel<T>, decoding_rows));
     maximum_ = arena.take<T>(lanes);
     sum_ = arena.take<T>(lanes);
     position_ = arena.take<T>(lanes);
@@ -140,9 +140,9 @@ class ForwardItem {
   int64_t record_size() const { return record_rows() + static_cast<int64_t>(plan_.block_rows) * v_stride_; }
 
  private:
-  // What some rows keep: keys [begin, end) some of them, [bare_begin, bare_end) all of them.
+  // What some rows keep: keys [begin, end) some of them, [full_begin, full_end) all of them.
   struct Kept {
-    int64_t begin, end, bare_begin, bare_end;
+    int64_t begin, end, full_begin, full_end;
     SegmentRange segments;
   };
   struct Panel {
@@ -171,7 +171,7 @@ class ForwardItem {
     go_to(first_item);
     if (rows_ > 0) {
       F* queries = queries_;
-      for (int head = 0; head < heads(); ++head, queries_ += few_rows() * k_stride_) {
+      for (int head = 0; head < heads(); ++head, queries_ += decoding_rows() * k_stride_) {
         go_to(first_item + head);
         load_queries();
         bind(record(partials, first_item + head, split));
@@ -187,7 +187,7 @@ class ForwardItem {
   }
 
   // Rows of a head, with those that are padding.
-  int few_rows() const { return static_cast<int>(std::bit_ceil(static_cast<unsigned>(rows_))); }
+  int decoding_rows() const { return static_cast<int>(std::bit_ceil(static_cast<unsigned>(rows_))); }
 
   // Of a batch entry.
   int heads() const { return p_.q_heads / plan_.fold; }
@@ -222,7 +222,7 @@ class ForwardItem {
     first_position_ = plan_.fold == 1 ? first_row_ : 0;
   }
 
-  bool few() const { return rows_ <= kFewRows; }
+  bool decodes() const { return rows_ <= kDecodingRows; }
 
   struct Place {
     int64_t t, head;
@@ -234,11 +234,11 @@ class ForwardItem {
   }
 
   void load_queries() {
-    int lanes = round_up(rows_, few() ? kFewRows : kWidth<T>);
-    F* rows = few() ? queries_ : reinterpret_cast<F*>(out_);
+    int lanes = round_up(rows_, decodes() ? kDecodingRows : kWidth<T>);
+    F* rows = decodes() ? queries_ : reinterpret_cast<F*>(out_);
     // Queries that become lanes pass through out_, which is free until the first product.
     RowsAhead ahead;
-    if (!few() && plan_.fold == 1 && rows_ > kQueriesAhead) {
+    if (!decodes() && plan_.fold == 1 && rows_ > kQueriesAhead) {
       const E* next = row_of<const E>(p_.q, batch_, sequence_.first_row + first_row_ + kQueriesAhead, first_head_);
       ahead = RowsAhead(next, p_.q.row_stride, rows_ - kQueriesAhead, p_.head_dim, rows_ - kQueriesAhead);
     }
@@ -252,7 +252,7 @@ class ForwardItem {
     // Lanes without a row do as the last one does.
     std::fill(position_ + rows_, position_ + lanes, position_[rows_ - 1]);
     std::memset(rows + rows_ * k_stride_, 0, sizeof(F) * (lanes - rows_) * k_stride_);
-    if (!few()) {
+    if (!decodes()) {
       share_lanes();
       for (int i = 0; i < panel_count_; ++i) {
         transpose_to_panels(rows + panel_[i].row * k_stride_, k_stride_, panel_[i].vectors * kWidth<T>, depth_,
@@ -276,7 +276,7 @@ class ForwardItem {
   void load_options(int lanes);
 
   void clear() {
-    int lanes = few() ? few_rows() : round_up(rows_, kPanel<T>);
+    int lanes = decodes() ? decoding_rows() : round_up(rows_, kPanel<T>);
     std::memset(out_, 0, sizeof(T) * lanes * v_stride_);
     std::fill(maximum_, maximum_ + lanes, -kInfinity<T>);
     std::memset(sum_, 0, sizeof(T) * lanes);
@@ -309,7 +309,7 @@ class ForwardItem {
   // body(first, count) for the blocks of at most `size` keys that the split has to look at.
   template <typename Body>
   void for_each_block(int64_t split, int size, Body body) {
-    if (!few()) {
+    if (!decodes()) {
       for (int i = 0; i < panel_count_; ++i) panel_[i].kept = kept_by(panel_[i].row, lanes_of(panel_[i]));
     }
     Kept all = kept_by(0, rows_);
@@ -337,11 +337,11 @@ class ForwardItem {
 
   // `first` is a multiple of kSegmentBlock.
   void attend_block(int64_t first, int count) {
-    if (few()) {
-      if (few_rows() == 1) return attend_few<1>(first, count);
-      if (few_rows() == 2) return attend_few<2>(first, count);
-      if (few_rows() == 4) return attend_few<4>(first, count);
-      return attend_few<kFewRows>(first, count);
+    if (decodes()) {
+      if (decoding_rows() == 1) return decode<1>(first, count);
+      if (decoding_rows() == 2) return decode<2>(first, count);
+      if (decoding_rows() == 4) return decode<4>(first, count);
+      return decode<kDecodingRows>(first, count);
     }
     int64_t kv_head = first_head_ / (p_.q_heads / p_.kv_heads);
     int padded = round_up(count, kKeyPadding<F>);
@@ -446,17 +446,17 @@ class ForwardItem {
     // Key s is kept by positions from s - right to s + left.
     const T* position = position_ + row;
     int64_t key = relative(first);
-    int bare_begin = static_cast<int>(std::clamp<int64_t>(kept.bare_begin - first, 0, keys));
-    int bare_end = static_cast<int>(std::clamp<int64_t>(kept.bare_end - first, bare_begin, keys));
+    int full_begin = static_cast<int>(std::clamp<int64_t>(kept.full_begin - first, 0, keys));
+    int full_end = static_cast<int>(std::clamp<int64_t>(kept.full_end - first, full_begin, keys));
     auto ends = [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
       stdx::where(load(position + v * kWidth<T>) < static_cast<T>(key + j - band_.right), score) = -kInfinity<T>;
     };
-    change_scores<NV>(0, bare_begin, [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
+    change_scores<NV>(0, full_begin, [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
       ends(j, v, score);
       stdx::where(load(position + v * kWidth<T>) > static_cast<T>(key + j + band_.left), score) = -kInfinity<T>;
     });
-    // From bare_begin on no band has yet to begin.
-    change_scores<NV>(bare_end, keys, ends);
+    // From full_begin on no band has yet to begin.
+    change_scores<NV>(full_end, keys, ends);
   }
 
   template <int NV>
@@ -511,7 +511,7 @@ class ForwardItem {
   // A block for R rows a head, of one head or of all that go together: the products with K of all heads, their softmax,
   // and the products with V.
   template <int R>
-  void attend_few(int64_t first, int count);
+  void decode(int64_t first, int count);
 
   // body(head, j, keys, rows, ahead) for all heads and the rows of K or V of `keys` keys from key first + j on: as they
   // lie in memory where whole vectors fit, else from a copy.
@@ -523,14 +523,14 @@ class ForwardItem {
                                   int heads, Body body);
 
   // The scores of a row with keys in the lanes.
-  void finish_few(int row, int64_t first, int count, T* scores);
+  void finish_decoding(int row, int64_t first, int count, T* scores);
 
-  void drop_few(int row, int count, T* weights);
+  void drop_decoding(int row, int count, T* weights);
 
   // body(row, sums) for the rows of out, which are not normalised yet.
   template <typename Body>
   void for_each_row(Body body) {
-    if (few()) {
+    if (decodes()) {
       for (int row = 0; row < rows_; ++row) body(row, out_ + static_cast<int64_t>(row) * v_stride_);
       return;
     }
@@ -604,12 +604,12 @@ class ForwardItem {
   int panels_;       // at most
   int panel_count_;  // of the rows at hand
   int bit_rows_;     // groups of kDropoutRows rows
-  F* queries_;       // [panel][depth_][kPanel]; [head][row][k_stride_] when few
-  T* out_;           // [panel][v_stride_][kPanel], not normalised; [row][v_stride_] when few
+  F* queries_;       // [panel][depth_][kPanel]; [head][row][k_stride_] when decoding
+  T* out_;           // [panel][v_stride_][kPanel], not normalised; [row][v_stride_] when decoding
   F* k_;             // [keys_][k_stride_]
   F* v_;             // [keys_ / kElements][v_stride_]
   F* pairs_;         // [keys_ / kElements][v_stride_] with tiles
-  T* scores_;        // [keys_][kPanel], and weights as factors in their place; [head][row][key] when few
+  T* scores_;        // [keys_][kPanel], and weights as factors in their place; [head][row][key] when decoding
   T* maximum_;       // of the rows, and so on
   T* sum_;
   T* position_;  // of the lanes' queries, less first_position_

@@ -7,7 +7,7 @@ namespace jax_flash::cpu::JAX_FLASH_ISA {
 
 template <typename E>
 template <int R>
-inline void ForwardItem<E>::attend_few(int64_t first, int count) {
+inline void ForwardItem<E>::decode(int64_t first, int count) {
   int all = plan_.together ? heads() : 1;
   int row = round_up(count, std::max(kWidth<T>, kDropoutKeys));  // of scores
   int64_t query_stride = int64_t{R} * k_stride_, score_stride = int64_t{R} * row;
@@ -15,14 +15,14 @@ inline void ForwardItem<E>::attend_few(int64_t first, int count) {
   T scale = static_cast<T>(scale_ * kLog2E);
   with_rows<R>(p_.k, p_.head_dim, k_stride_ * kElements<F>, reinterpret_cast<E*>(k_), first, count, all,
                [&](int head, int j, int keys, const Rows<const E>& k, Ahead ahead) __attribute__((always_inline)) {
-                 score_few<R>(keys, k, Rows<const F>{queries_ + head * query_stride, k_stride_, 0}, scale,
-                              scores_ + head * score_stride + j, row, ahead);
+                 score_decoding<R>(keys, k, Rows<const F>{queries_ + head * query_stride, k_stride_, 0}, scale,
+                                   scores_ + head * score_stride + j, row, ahead);
                });
   for (int head = 0; head < all; ++head) {
     T* scores = scores_ + head * score_stride;
     if (all > 1 && (options_.any() || dropout_.active())) {
       go_to(first_item + head);
-      load_options(kFewRows);
+      load_options(kDecodingRows);
     }
     if (dropout_.active()) {
       for (int i = 0; i < rows_; ++i) {
@@ -32,18 +32,18 @@ inline void ForwardItem<E>::attend_few(int64_t first, int count) {
       }
     }
     int64_t at = head * record_stride;
-    softmax_few<R, E>(
+    softmax_decoding<R, E>(
         count, scores, row, maximum_ + at, sum_ + at, Rows<T>{out_ + at, v_stride_, v_stride_},
-        [&](int i, T* scores) { finish_few(i, first, count, scores); },
+        [&](int i, T* scores) { finish_decoding(i, first, count, scores); },
         [&](int i, T* weights) {
-          if (dropout_.active()) drop_few(i, count, weights);
+          if (dropout_.active()) drop_decoding(i, count, weights);
         });
   }
   if (all > 1) go_to(first_item);
   with_rows<R>(p_.v, p_.value_head_dim, v_stride_, reinterpret_cast<E*>(v_), first, count, all,
                [&](int head, int j, int keys, const Rows<const E>& v, Ahead ahead) __attribute__((always_inline)) {
-                 add_values_few<R>(j, keys, v, scores_ + head * score_stride, row,
-                                   Rows<T>{out_ + head * record_stride, v_stride_, 0}, ahead);
+                 add_values_decoding<R>(j, keys, v, scores_ + head * score_stride, row,
+                                        Rows<T>{out_ + head * record_stride, v_stride_, 0}, ahead);
                });
 }
 
@@ -88,7 +88,7 @@ JAX_FLASH_INLINE void ForwardItem<E>::with_rows(const Tensor& x, int columns, in
 }
 
 template <typename E>
-inline void ForwardItem<E>::finish_few(int row, int64_t first, int count, T* scores) {
+inline void ForwardItem<E>::finish_decoding(int row, int64_t first, int count, T* scores) {
   int64_t t = first_position_ + static_cast<int64_t>(position_[row]);
   if (options_.any() || options_.has_segments) {
     for (int j = 0; j < count; j += kWidth<T>) {
@@ -114,7 +114,7 @@ inline void ForwardItem<E>::finish_few(int row, int64_t first, int count, T* sco
 }
 
 template <typename E>
-inline void ForwardItem<E>::drop_few(int row, int count, T* weights) {
+inline void ForwardItem<E>::drop_decoding(int row, int count, T* weights) {
   for (int j = 0; j < count; j += kWidth<T>) {
     uint32_t bits = key_bits_[row * (keys_ / kDropoutKeys) + j / kDropoutKeys] >> (j % kDropoutKeys);
     Vec<T> weight = load(weights + j);

@@ -25,7 +25,7 @@ struct ForwardPlan {
 };
 
 // Rows of a block that put head_dim in the lanes (decoding.h).
-constexpr int kFewRows = 8;
+constexpr int kDecodingRows = 8;
 
 // The scratch holds sums of dq [chunks][batch][q_heads][padded_q_length][padded_head_dim], and what follows them.
 struct BackwardPlan {
