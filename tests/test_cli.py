@@ -23,7 +23,7 @@ from jax_flash._native import _core, origins, registration
 from jax_flash._primitive import lowering
 from jax_flash._tools import accuracy
 from jax_flash._tools import doctor as _doctor
-from jax_flash._tools import kernels as _kernels_cli
+from jax_flash._tools import kernels as _kernels
 
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 ARCHES = "sm_70, sm_75, sm_80, sm_86, sm_89, sm_90, sm_90a"
@@ -418,7 +418,7 @@ def test_doctor_shows_what_kernels_come_from(nvrtc, cudnn, prebuilt):
 
 def needs(arch):
     """Skips where no family serves an architecture, or no NVRTC compiles for it."""
-    if f"sm_{arch}" not in _kernels_cli.ARCHES:
+    if f"sm_{arch}" not in _kernels.ARCHES:
         pytest.skip(f"no kernels for sm_{arch}")
     if reason := origins.uncompiled(arch, registration.cuda_status()):
         pytest.skip(reason)
@@ -513,7 +513,7 @@ def test_the_default_calls_of_an_old_gpu_are_prebuilt(monkeypatch, gpu):
         told = {name for name, x in record.items() if x is True and (pass_ == "backward" or name != "deterministic")}
         return pass_, dtype, frozenset(told)
 
-    common = _kernels_cli.common(arch)
+    common = _kernels.common(arch)
     built = {variant(p, d, o) for p in ("forward", "backward") for d in common["dtypes"] for o in common["options"]}
     assert {variant(pass_, dtype, record) for pass_, dtype, _, record in asked} == built
     for _, _, columns, record in asked:

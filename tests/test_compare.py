@@ -18,7 +18,7 @@ import jax_flash
 from jax_flash.__main__ import main
 from jax_flash._native import _core
 from jax_flash._tools.bench import compare, compare_worker
-from jax_flash._tools.bench import grid as _bench
+from jax_flash._tools.bench import grid as _grid
 from jax_flash._tools.bench.compare import Measured, Ratio, Task, Verdict
 from jax_flash._tools.bench.race import Cell
 
@@ -106,7 +106,7 @@ def noisy(draw: np.random.Generator, factor: float, process: float = 0.003, a_ro
 
 def test_equal_builds_are_not_slower(made_up: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Of twenty times 36 cells none fails, though some lie outside once."""
-    tasks = [Task(cell, pass_) for pass_ in _bench.PASSES for cell in _bench.cells()]
+    tasks = [Task(cell, pass_) for pass_ in _grid.PASSES for cell in _grid.cells()]
     once = 0
     for seed in range(20):
         result = made_up(lambda _, __, ___, draw: noisy(draw, 1), tasks, seed)
@@ -152,7 +152,7 @@ def test_what_a_loud_machine_hides(made_up: Any, capsys: pytest.CaptureFixture[s
 
 def test_the_geometric_mean(made_up: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """One percent in every cell, which is less than the spread of each."""
-    tasks = [Task(cell, pass_) for pass_ in _bench.PASSES for cell in _bench.cells()]
+    tasks = [Task(cell, pass_) for pass_ in _grid.PASSES for cell in _grid.cells()]
     result = made_up(lambda _, x, __, draw: noisy(draw, 1.01 if x == "B" else 1, process=0.01), tasks)
     assert result.mean.slower
     assert all(len(sets) == 2 for sets in result.measured.values())  # all once more
@@ -199,9 +199,9 @@ def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tasks() -> None:
-    grid, small, cpu = (_bench.compared_tasks(name) for name in ("grid", "small", "cpu"))
+    grid, small, cpu = (_grid.compared_tasks(name) for name in ("grid", "small", "cpu"))
     assert len(set(grid)) == 36
-    assert {task.cell for task in small if not task.cell.q_length} == set(_bench.small.SMALL)
+    assert {task.cell for task in small if not task.cell.q_length} == set(_grid.small.SMALL)
     assert all(task.chained for task in small)
     assert any(task.cell.q_length == 1 and task.cell.length == 32768 for task in small)
     assert {(task.cell.dtype, task.cell.causal, task.pass_) for task in cpu if not task.chained} == {
@@ -271,7 +271,7 @@ def attention(query, key, value, *, causal):
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Callable[..., tuple[int, dict[str, Any]]]:
     """Compares the package with one that has more in it; limits are what no other work on the machine exceeds."""
-    monkeypatch.setattr(_bench, "compared_tasks", lambda _: TASKS)
+    monkeypatch.setattr(_grid, "compared_tasks", lambda _: TASKS)
 
     def run(more: str, *options: str) -> tuple[int, dict[str, Any]]:
         out = tmp_path / "out.json"

@@ -13,7 +13,7 @@ import pytest
 
 import jax_flash
 from jax_flash.__main__ import main
-from jax_flash._implementations import choice as _explain
+from jax_flash._implementations import choice as _choice
 from jax_flash._native import _core, registration
 from jax_flash._native import tuned as _tuned
 from jax_flash._tools import doctor
@@ -155,8 +155,8 @@ def test_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_explain_and_doctor_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     _tuned.store([TUNED, _tuned.TunedRow("another", "sm80", "forward", 64, ROW)])
-    monkeypatch.setattr(_explain, "_cuda_devices", lambda: ("a GPU",))
-    monkeypatch.setattr(_explain, "_cuda_unavailable", lambda: None)
+    monkeypatch.setattr(_choice, "_cuda_devices", lambda: ("a GPU",))
+    monkeypatch.setattr(_choice, "_cuda_unavailable", lambda: None)
     monkeypatch.setattr(registration, "cuda_status", lambda: {"devices": [DEVICE]})
     x = jax.ShapeDtypeStruct((1, 64, 2, 64), "float16")
     wide = jax.ShapeDtypeStruct((1, 64, 2, 128), "float16")

@@ -77,6 +77,11 @@ def check_ffi_version(library: tuple[int, int], runtime: tuple[int, int]) -> Non
         )
 
 
+def asked_to_record() -> bool:
+    """Whether JAX_FLASH_RECORD_GRAPHS=1 asks for recording kernels into CUDA graphs."""
+    return os.environ.get("JAX_FLASH_RECORD_GRAPHS") == "1"
+
+
 def records_kernels(include_dir: pathlib.Path | None = None) -> bool:
     """Whether XLA is told which kernels to put into its CUDA graphs, or has to capture our launches.
 
@@ -84,7 +89,7 @@ def records_kernels(include_dir: pathlib.Path | None = None) -> bool:
     its own account of it (csrc/ffi/recording.h), whatever headers it was built with, and uses it with versions for
     which that account is known to be right, and no others.
     """
-    if os.environ.get("JAX_FLASH_RECORD_GRAPHS") != "1":
+    if not asked_to_record():
         return False
     recorded = runtime_record_version(include_dir)
     return recorded is not None and (runtime_ffi_version(include_dir), recorded) in _core.RECORD_API_VERSIONS

@@ -167,7 +167,7 @@ def _graphs() -> str:
     if registration.records_kernels():
         return "forward kernels recorded as XLA's own nodes"
     version = registration.runtime_record_version()
-    if os.environ.get("JAX_FLASH_RECORD_GRAPHS") != "1":
+    if not registration.asked_to_record():
         return "calls captured"
     if version is None:
         return "calls captured: this jaxlib can't record kernels (0.11.2 can)"

@@ -15,10 +15,10 @@ bool fits_int(const Problem& p) {
     const int64_t last = (p.batch - 1) * t.batch_stride + (rows - 1) * t.row_stride + (heads - 1) * t.head_stride;
     return last + columns <= std::numeric_limits<int>::max();
   };
-  return fits(p.q, ceil_div(p.q_length, 16) * 16, p.q_heads, p.head_dim) &&
-         fits(p.k, ceil_div(p.kv_length, 16) * 16, p.kv_heads, p.head_dim) &&
-         fits(p.v, ceil_div(p.kv_length, 16) * 16, p.kv_heads, p.value_head_dim) &&
-         fits(p.out, ceil_div(p.q_length, 16) * 16, p.q_heads, p.value_head_dim);
+  return fits(p.q, round_up(p.q_length, 16), p.q_heads, p.head_dim) &&
+         fits(p.k, round_up(p.kv_length, 16), p.kv_heads, p.head_dim) &&
+         fits(p.v, round_up(p.kv_length, 16), p.kv_heads, p.value_head_dim) &&
+         fits(p.out, round_up(p.q_length, 16), p.q_heads, p.value_head_dim);
 }
 
 }  // namespace
