@@ -20,6 +20,7 @@
 #include "cuda/device/backward_block.cuh"
 #include "cuda/device/opaque.cuh"
 #include "cuda/device/score_rows.cuh"
+#include "cuda/device/tile_walk.cuh"
 
 namespace jax_flash {
 
@@ -614,29 +615,24 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     backward.gradients[m].descale = 1.f / descale.ds;
     if constexpr (has_dbias || has_dalibi_slopes) backward.gradients[m].clear();
   }
-  TileRange tiles = row_tiles_of<block_q>(backward.keep.band, extent, first_key, block_kv);
-  const SegmentTiles<block_q> segments{
-      problem.q_segment_ranges, batch, problem.q_length,
-      in_segments ? segment_range<block_kv>(problem.kv_segment_ranges, batch, problem.kv_length, first_key)
-                  : SegmentRange{0, 0}};
-  segments.trim(tiles, threadIdx.x % 32);
-  if (tiles.begin < tiles.end) {
+  TileWalk<block_q> tiles = walk_of_rows<block_q, block_kv>(problem, extent, backward.keep.band, first_key);
+  tiles.trim(threadIdx.x % 32);
+  if (!tiles.empty()) {
     load_tile<KTile, head_dim, threads>(shared_address(shared.k), head_of(problem.k, batch, kv_head, extent.kv.first),
                                         problem.k.row_stride, first_key, extent.kv.length, threadIdx.x);
     load_tile<VTile, value_head_dim, threads>(shared_address(shared.v),
                                               head_of(problem.v, batch, kv_head, extent.kv.first), problem.v.row_stride,
                                               first_key, extent.kv.length, threadIdx.x);
-    backward.start_rows(shared.rows[0], first_head, tiles.begin);
+    backward.start_rows(shared.rows[0], first_head, tiles.range.begin);
     if constexpr (loads_take_registers) backward.finish_rows(shared.rows[0]);
     int stage = 0;
     for (int head = first_head; head <= last_head; ++head) {
-      for (int tile = tiles.begin; tile < tiles.end;) {
-        int following = tile + 1;
-        while (in_segments && following < tiles.end && !segments.visits(following)) ++following;
-        const bool last_tile = following >= tiles.end;
+      for (int tile = tiles.range.begin; tile < tiles.range.end;) {
+        const int following = tiles.after(tile);
+        const bool last_tile = following >= tiles.range.end;
         const int next_head = head + last_tile;
-        const int next_tile = !last_tile ? following : head < last_head ? tiles.begin : -1;
-        if (tiles.is_full(tile) && segments.uniform(tile)) {
+        const int next_tile = !last_tile ? following : head < last_head ? tiles.range.begin : -1;
+        if (tiles.is_full(tile)) {
           backward.step<false>(head, tile, stage, next_head, next_tile);
         } else {
           backward.step<true>(head, tile, stage, next_head, next_tile);

@@ -11,6 +11,7 @@
 
 #include "cuda/device/opaque.cuh"
 #include "cuda/device/score_rows.cuh"
+#include "cuda/device/tile_walk.cuh"
 
 namespace jax_flash {
 
@@ -66,13 +67,9 @@ struct BackwardBias {
   __device__ __forceinline__ bool find_batch() {
     for (; batch < end_batch; ++batch) {
       const Extent extent = extent_of(problem, batch, 0);
-      const TileRange tiles = key_tiles_of<block_kv>(band_of(problem, extent), extent, first_row, block_q);
-      const SegmentTiles<block_kv> segments{
-          problem.kv_segment_ranges, batch, problem.kv_length,
-          in_segments ? segment_range<block_q>(problem.q_segment_ranges, batch, problem.q_length, first_row)
-                      : SegmentRange{0, 0}};
-      if (tile < tiles.begin || tile >= tiles.end || !segments.visits(tile)) continue;
-      full = tiles.is_full(tile) && segments.uniform(tile);
+      const auto tiles = walk_of_keys<block_kv, block_q>(problem, extent, band_of(problem, extent), first_row);
+      if (!tiles.visits(tile)) continue;
+      full = tiles.is_full(tile);
       return true;
     }
     return false;

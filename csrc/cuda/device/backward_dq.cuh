@@ -37,8 +37,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       ds_factor,
   };
 
-  TileRange tiles = key_tiles_of<block_kv>(backward.rows.keep.band, extent, first_row, block_q);
-  if (tiles.begin < tiles.end) {
+  TileWalk<block_kv> tiles = walk_of_keys<block_kv, block_q>(problem, extent, backward.rows.keep.band, first_row);
+  if (!tiles.empty()) {
     load_tile<QTile, head_dim, threads>(shared_address(shared.q), head_of(problem.q, batch, head, extent.q.first),
                                         problem.q.row_stride, first_row, extent.q.length, threadIdx.x);
     load_tile<OutTile, value_head_dim, threads>(shared_address(shared.dout),
@@ -48,16 +48,14 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     backward.load_statistics(static_cast<const float*>(problem.lse) + first_statistic,
                              static_cast<const float*>(problem.delta) + first_statistic);
   }
-  const SegmentTiles<block_kv> segments = segments_of(problem, batch, first_row);
-  segments.trim(tiles, threadIdx.x % 32);
-  int tile = tiles.end - 1;
-  if (tile >= tiles.begin) backward.begin(tile);
+  tiles.trim(threadIdx.x % 32);
+  if (!tiles.empty()) backward.begin(tiles.last());
   copies_commit();
-  if (in_segments && tile < tiles.begin) {
+  if (in_segments && tiles.empty()) {
     copies_wait<0>();
     __syncthreads();  // Q has landed before dQ takes its place
   }
-  walk(backward, tile, tiles, segments);
+  take_steps(backward, tiles);
   // Where the loop takes all registers, the place is re-read here rather than kept across it. With two limbs re-reading
   // spills more (head_dim 256: 432 bytes in place of 184).
   if constexpr (loads_take_registers || limbs == 1) {

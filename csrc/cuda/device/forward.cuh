@@ -45,22 +45,20 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     }
   }
 
-  TileRange tiles = key_tiles_of<block_kv>(forward.rows.keep.band, extent, first_row, block_q);
-  if (tiles.begin < tiles.end) {
+  TileWalk<block_kv> tiles = walk_of_keys<block_kv, block_q>(problem, extent, forward.rows.keep.band, first_row);
+  if (!tiles.empty()) {
     load_tile<QTile, head_dim, threads>(shared_address(shared.q), head_of(problem.q, batch, head, extent.q.first),
                                         problem.q.row_stride, first_row, extent.q.length, threadIdx.x);
   }
-  const SegmentTiles<block_kv> segments = segments_of(problem, batch, first_row);
-  segments.trim(tiles, threadIdx.x % 32);
-  int tile = tiles.end - 1;
-  if (tile >= tiles.begin) forward.start_k(tile);
+  tiles.trim(threadIdx.x % 32);
+  if (!tiles.empty()) forward.start_k(tiles.last());
   copies_commit();
-  if (in_segments && tile < tiles.begin) {
+  if (in_segments && tiles.empty()) {
     copies_wait<0>();
     __syncthreads();  // Q has landed before out takes its place
   }
-  if (tile >= tiles.begin) forward.begin_tiles();
-  walk(forward, tile, tiles, segments);
+  if (!tiles.empty()) forward.begin_tiles();
+  take_steps(forward, tiles);
 
   // Where the loop takes all registers, the place and lane are re-read here rather than kept across it.
   if constexpr (loads_take_registers) {

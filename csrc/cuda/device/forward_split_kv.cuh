@@ -14,6 +14,7 @@
 #include "cuda/device/partial_softmax.cuh"
 #include "cuda/device/score_rows.cuh"
 #include "cuda/device/softmax.cuh"
+#include "cuda/device/tile_walk.cuh"
 
 namespace jax_flash {
 
@@ -465,19 +466,19 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       VReader(shared_address(storage.v()), lane),
   };
 
-  TileRange tiles = key_tiles_of<block_kv>(forward.rows[0].keep.band, extent, first_row, last_row - first_row + 1);
-  const SegmentTiles<block_kv> segments{
-      problem.kv_segment_ranges, block.batch, problem.kv_length,
+  TileWalk<block_kv> tiles = walk_of_keys<block_kv>(
+      problem, block.batch,
+      key_tiles_of<block_kv>(forward.rows[0].keep.band, extent, first_row, last_row - first_row + 1),
       in_segments ? segments_of_rows(problem, block.batch, first_row, at_most(last_row, problem.q_length - 1))
-                  : SegmentRange{0, 0}};
-  segments.trim(tiles, threadIdx.x % 32);
-  const int all = tiles.end - tiles.begin;
+                  : SegmentRange{0, 0});
+  tiles.trim(threadIdx.x % 32);
+  const int first_tile = tiles.range.begin, all = tiles.range.end - first_tile;
   const int slice_tiles = ceil_div(all, problem.kv_slices), team_tiles = ceil_div(slice_tiles, teams);
   const int slice_begin = at_most(all, block.slice * slice_tiles), slice_end = at_most(all, slice_begin + slice_tiles);
-  int tile = tiles.begin + at_most(slice_end, slice_begin + team * team_tiles);
-  const int end = tiles.begin + at_most(slice_end, slice_begin + (team + 1) * team_tiles);
-  auto next_from = [&](int next) {
-    while (in_segments && next < end && !segments.visits(next)) ++next;
+  int tile = first_tile + at_most(slice_end, slice_begin + team * team_tiles);
+  const int end = first_tile + at_most(slice_end, slice_begin + (team + 1) * team_tiles);
+  auto next_after = [&](int before) {
+    const int next = tiles.after(before, end);
     return next < end ? next : -1;
   };
   // Who stores which rows: of the only team with keys a lane its own two, otherwise a few threads each a row, all of
@@ -505,7 +506,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     }
     return;
   }
-  tile = next_from(tile);
+  tile = next_after(tile - 1);
   q_load.start(shared_address(shared.q));
   if (tile >= 0) forward.start_k(tile);
   copies_commit();
@@ -521,8 +522,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   __syncthreads();  // Q has landed
   if (alone && team > 0) return;
   while (tile >= 0) {
-    const int next = next_from(tile + 1);
-    if (tiles.is_full(tile) && segments.uniform(tile)) {
+    const int next = next_after(tile);
+    if (tiles.is_full(tile)) {
       forward.step<false>(tile, next);
     } else {
       forward.step<true>(tile, next);

@@ -6,6 +6,7 @@
 #include "cuda/device/opaque.cuh"
 #include "cuda/device/schedule.cuh"
 #include "cuda/device/score_rows.cuh"
+#include "cuda/device/tile_walk.cuh"
 
 namespace jax_flash {
 
@@ -16,8 +17,6 @@ using KTile = Tile<block_kv, limbs * tile_head_dim>;
 using VTile = Tile<block_kv, limbs * tile_value_head_dim>;
 using KLoad = TileLoad<KTile, head_dim, threads>;
 using VLoad = TileLoad<VTile, value_head_dim, threads>;
-// With these the tiles to visit, or the full tiles among them, are not one range up to the end.
-constexpr bool irregular = bounded_left || in_segments;
 
 // The state of a walk; `Shared` holds what is in shared memory, k and v among it.
 template <typename Shared>
@@ -60,22 +59,15 @@ JAX_FLASH_DEVICE const Element* values_of(const Problem& problem, const Extent& 
   return VLoad::base(head_of(problem.v, batch, kv_head, extent.kv.first), problem.v.row_stride, threadIdx.x);
 }
 
-// The tiles of keys whose segments those of the block's rows meet.
-JAX_FLASH_DEVICE SegmentTiles<block_kv> segments_of(const Problem& problem, int batch, int first_row) {
-  return {problem.kv_segment_ranges, batch, problem.kv_length,
-          in_segments ? segment_range<block_q>(problem.q_segment_ranges, batch, problem.q_length, first_row)
-                      : SegmentRange{0, 0}};
-}
-
-// Every step from `tile` on, the last.
+// Every step from the last tile on.
 template <typename Steps>
-JAX_FLASH_DEVICE void walk(Steps& steps, int tile, const TileRange& tiles, const SegmentTiles<block_kv>& segments) {
+JAX_FLASH_DEVICE void take_steps(Steps& steps, const TileWalk<block_kv>& tiles) {
+  int tile = tiles.last();
   if constexpr (irregular) {
-    while (tile >= tiles.begin) {
-      int next = tile - 1;
-      while (next >= tiles.begin && !segments.visits(next)) --next;
-      const bool full = tiles.is_full(tile) && segments.uniform(tile);
-      const int wanted = next >= tiles.begin ? next : -1;
+    while (tile >= tiles.range.begin) {
+      const int next = tiles.before(tile);
+      const bool full = tiles.is_full(tile);
+      const int wanted = next >= tiles.range.begin ? next : -1;
       if (full) {
         steps.template step<false>(tile, wanted);
       } else {
@@ -84,7 +76,7 @@ JAX_FLASH_DEVICE void walk(Steps& steps, int tile, const TileRange& tiles, const
       tile = next;
     }
   } else {
-    for (; tile >= tiles.full_end; --tile) steps.template step<true>(tile, tile - 1);
+    for (; tile >= tiles.range.full_end; --tile) steps.template step<true>(tile, tile - 1);
     for (; tile >= 0; --tile) steps.template step<false>(tile, tile - 1);
   }
 }

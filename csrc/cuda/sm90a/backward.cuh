@@ -71,7 +71,7 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
     VSlabs::copy(shared_address(shared.v), &maps.v, full, key, place.kv_head, place.batch);
   }
   Ring<stages> ring{0, 1};
-  for (Walk at = block.first(); at.head <= block.last_head; at = at.after(block.tiles, block.segments)) {
+  for (Walk at = block.first(); at.head <= block.last_head; at = at.after(block.tiles)) {
     const int stage = ring.stage;
     const u32 full = shared_address(&shared.full[stage]);
     const Statistics statistics(block, at, ds_factor, lane);
@@ -278,7 +278,7 @@ struct Backward {
                                  row_of_tiles);
   }
   __device__ __forceinline__ bool is_full(const Walk& at, int j) const {
-    return tiles_of_keys == 1 ? block.is_full(at) : rows_of(j).is_full(at.tile);
+    return tiles_of_keys == 1 ? block.tiles.is_full(at.tile) : rows_of(j).is_full(at.tile);
   }
 
   __device__ __forceinline__ void run() {

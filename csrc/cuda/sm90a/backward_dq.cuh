@@ -10,6 +10,7 @@
 
 #include "cuda/device/place.cuh"
 #include "cuda/device/score_rows.cuh"
+#include "cuda/device/tile_walk.cuh"
 #include "cuda/sm90a/pipeline.cuh"
 #include "cuda/sm90a/slabs.cuh"
 #include "cuda/sm90a/stores.cuh"
@@ -59,25 +60,13 @@ extern "C" __constant__ KernelTraits jax_flash_backward_dq_traits = {
 struct Block {
   const Problem& problem;
   Place place;
-  TileRange tiles;  // of keys
-  SegmentTiles<block_kv> segments;
+  TileWalk<block_kv> tiles;  // of keys
 
   __device__ __forceinline__ explicit Block(const Problem& problem)
       : problem(problem),
         place(place_of(problem, blockIdx.x)),
-        tiles(key_tiles_of<block_kv>(band_of(problem, place.extent), place.extent, place.first_row, block_q)),
-        segments{problem.kv_segment_ranges, place.batch, problem.kv_length,
-                 in_segments
-                     ? segment_range<block_q>(problem.q_segment_ranges, place.batch, problem.q_length, place.first_row)
-                     : SegmentRange{0, 0}} {
-    segments.trim(tiles, threadIdx.x % 32);
-  }
-  __device__ __forceinline__ int first() const { return tiles.end - 1; }
-  // Below tiles.begin when there are no more.
-  __device__ __forceinline__ int after(int tile) const {
-    --tile;
-    while (in_segments && tile >= tiles.begin && !segments.visits(tile)) --tile;
-    return tile;
+        tiles(walk_of_keys<block_kv, block_q>(problem, place.extent, band_of(problem, place.extent), place.first_row)) {
+    tiles.trim(threadIdx.x % 32);
   }
 };
 
@@ -87,9 +76,9 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
   const int row = place.extent.q.first + place.first_row;
   Ring<stages> k_ring{0, 1};
   Ring<v_stages> v_ring{0, 1};
-  for (int tile = block.first(); tile >= block.tiles.begin; tile = block.after(tile)) {
+  for (int tile = block.tiles.last(); tile >= block.tiles.range.begin; tile = block.tiles.before(tile)) {
     const int key = place.extent.kv.first + tile * block_kv;
-    if (tile == block.first()) {
+    if (tile == block.tiles.last()) {
       const u32 full = shared_address(&shared.q_full);
       barrier_expect(full, QSlabs::bytes);
       QSlabs::copy(shared_address(shared.q), &maps.q, full, row, place.head, place.batch);
@@ -99,7 +88,7 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
     barrier_expect(k_full, KSlabs::bytes);
     KSlabs::copy(shared_address(shared.k[k_ring.stage]), &maps.k, k_full, key, place.kv_head, place.batch);
     k_ring.advance();
-    if (tile == block.first()) {
+    if (tile == block.tiles.last()) {
       const u32 full = shared_address(&shared.dout_full);
       barrier_expect(full, OutSlabs::bytes);
       OutSlabs::copy(shared_address(shared.dout), &maps.dout, full, row, place.head, place.batch);
@@ -267,21 +256,22 @@ struct BackwardDq {
     // What this warpgroup's rows keep of the tiles.
     const TileRange own =
         key_tiles_of<block_kv>(rows.keep.band, block.place.extent, block.place.first_row + group * 64, 64);
-    const auto is_full = [&](int tile) { return own.is_full(tile) && block.segments.uniform(tile); };
-    int tile = block.first();
-    for (; tile >= at_least(own.end, block.tiles.begin); tile = block.after(tile)) skip();
-    const int last = at_least(own.begin, block.tiles.begin);
+    const TileWalk<block_kv>& tiles = block.tiles;
+    const auto is_full = [&](int tile) { return own.is_full(tile) && tiles.segments.uniform(tile); };
+    int tile = tiles.last();
+    for (; tile >= at_least(own.end, tiles.range.begin); tile = tiles.before(tile)) skip();
+    const int last = at_least(own.begin, tiles.range.begin);
     if (tile >= last) {
       barrier_wait(shared_address(&shared.q_full), 0);
       barrier_wait(shared_address(&shared.dout_full), 0);
 #pragma unroll
       for (auto& a : operand) a[0] = a[1] = a[2] = a[3] = 0;
-      for (const int first = tile; tile >= last; tile = block.after(tile)) step(tile, tile == first, is_full(tile));
+      for (const int first = tile; tile >= last; tile = tiles.before(tile)) step(tile, tile == first, is_full(tile));
       wgmma_wait<0>();
       hold(dq);
       arrive(shared.k_empty[(k_ring.stage + stages - 1) % stages]);
     }
-    for (; tile >= block.tiles.begin; tile = block.after(tile)) skip();
+    for (; tile >= tiles.range.begin; tile = tiles.before(tile)) skip();
   }
 
   __device__ __forceinline__ void store(float factor) {

@@ -4,6 +4,7 @@
 
 #include "cuda/device/backward_block.cuh"
 #include "cuda/device/score_rows.cuh"
+#include "cuda/device/tile_walk.cuh"
 #include "cuda/sm90a/pipeline.cuh"
 #include "cuda/sm90a/slabs.cuh"
 #include "cuda/sm90a/stores.cuh"
@@ -37,10 +38,9 @@ struct Walk {
   int head;
   int tile;
 
-  __device__ __forceinline__ Walk after(const TileRange& tiles, const SegmentTiles<block_q>& segments) const {
-    int next = tile + 1;
-    while (in_segments && next < tiles.end && !segments.visits(next)) ++next;
-    return next < tiles.end ? Walk{head, next} : Walk{head + 1, tiles.begin};
+  __device__ __forceinline__ Walk after(const TileWalk<block_q>& tiles) const {
+    const int next = tiles.after(tile);
+    return next < tiles.range.end ? Walk{head, next} : Walk{head + 1, tiles.range.begin};
   }
 };
 
@@ -49,29 +49,21 @@ struct Block {
   const Problem& problem;
   Place place;
   Band band;
-  TileRange tiles;
-  SegmentTiles<block_q> segments;
+  TileWalk<block_q> tiles;
   int first_head, last_head;
 
   __device__ __forceinline__ explicit Block(const Problem& problem)
       : problem(problem),
         place(place_of(problem, blockIdx.x)),
         band(band_of(problem, place.extent)),
-        tiles(row_tiles_of<block_q>(band, place.extent, place.first_key, block_kv)),
-        segments{problem.q_segment_ranges, place.batch, problem.q_length,
-                 in_segments ? segment_range<block_kv>(problem.kv_segment_ranges, place.batch, problem.kv_length,
-                                                       place.first_key)
-                             : SegmentRange{0, 0}} {
+        tiles(walk_of_rows<block_q, block_kv>(problem, place.extent, band, place.first_key)) {
     const int group = heads_of_share(problem);
     first_head = place.share * group;
     last_head = first_head + group - 1;
-    segments.trim(tiles, threadIdx.x % 32);
+    tiles.trim(threadIdx.x % 32);
   }
-  __device__ __forceinline__ Walk first() const { return {first_head, tiles.begin}; }
-  __device__ __forceinline__ bool idle() const { return tiles.begin >= tiles.end; }
-  __device__ __forceinline__ bool is_full(const Walk& at) const {
-    return tiles.is_full(at.tile) && segments.uniform(at.tile);
-  }
+  __device__ __forceinline__ Walk first() const { return {first_head, tiles.range.begin}; }
+  __device__ __forceinline__ bool idle() const { return tiles.empty(); }
 };
 
 // lse and delta of a tile of rows, which a warp takes from global to shared memory.
@@ -216,7 +208,7 @@ struct Weights {
   // tile.
   template <bool derives>
   __device__ __forceinline__ Walk move(const Walk& at, const Block& block) {
-    const Walk next = at.after(block.tiles, block.segments);
+    const Walk next = at.after(block.tiles);
     if (next.head != at.head) {
       if constexpr (derives && (has_dbias || has_dalibi_slopes)) {
         gradients.flush(problem, extent, block.place.sequence, at.head, first_key, lane);

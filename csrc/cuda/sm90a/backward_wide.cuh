@@ -48,7 +48,7 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
   const int key = place.extent.kv.first + place.first_key;
   Ring<buffers> ring{0, 1};
   bool first = true;
-  for (Walk at = block.first(); at.head <= block.last_head; at = at.after(block.tiles, block.segments)) {
+  for (Walk at = block.first(); at.head <= block.last_head; at = at.after(block.tiles)) {
     const int stage = ring.stage, row = place.extent.q.first + at.tile * block_q;
     const u32 q_full = shared_address(&shared.q_full[stage]), dout_full = shared_address(&shared.dout_full[stage]);
     const Statistics statistics(block, at, ds_factor, lane);
@@ -146,7 +146,7 @@ struct Half {
       score_product<KSlabs, QSlabs>(s, shared.k, shared.q[stage]);
       wgmma_wait<0>();
       hold(s);
-      weights.weigh(s, derivatives, at, block.is_full(at), shared.lse_log2[stage]);
+      weights.weigh(s, derivatives, at, block.tiles.is_full(at.tile), shared.lse_log2[stage]);
       arrive(shared.q_empty[stage]);
       barrier_wait(shared_address(&shared.p_empty[warp]), parity ^ 1);
 #pragma unroll

@@ -11,6 +11,7 @@
 #include "cuda/device/score_rows.cuh"
 #include "cuda/device/shared_memory.cuh"
 #include "cuda/device/softmax.cuh"
+#include "cuda/device/tile_walk.cuh"
 #include "cuda/sm90a/pipeline.cuh"
 #include "cuda/sm90a/slabs.cuh"
 #include "cuda/sm90a/stores.cuh"
@@ -28,8 +29,6 @@ constexpr int consumer_registers = consumers == 3 ? (producer_searches ? 152 : 1
 using QSlabs = Slabs<block_q, head_dim>;
 using KSlabs = Slabs<block_kv, head_dim>;
 using VSlabs = Slabs<block_kv, value_head_dim>;
-// With these the tiles to visit, or the full tiles among them, are not one range up to the end.
-constexpr bool irregular = bounded_left || in_segments;
 // Where keys past the end stand in the same array as those before it, V may hold anything there.
 constexpr bool ragged = has_kv_lengths || packed;
 // Where out is wide, it is multiplied by the factors of its rows only if one of the warp's is not 1: on an H200 2 to 3%
@@ -72,21 +71,9 @@ extern "C" __constant__ KernelTraits jax_flash_forward_traits = {
 constexpr int turn_barrier = 1, own_barrier = 1 + consumers;
 
 // The tiles of keys that an item visits, from the last to the first.
-struct KeyTiles {
-  TileRange range;
-  SegmentTiles<block_kv> segments;
-
-  __device__ __forceinline__ KeyTiles(const Problem& problem, const Item& item)
-      : range(item.range), segments{problem.kv_segment_ranges, item.place.batch, problem.kv_length, item.segments} {}
-
-  __device__ __forceinline__ int last() const { return range.end - 1; }
-  // Below range.begin when there are no more.
-  __device__ __forceinline__ int before(int tile) const {
-    --tile;
-    while (in_segments && tile >= range.begin && !segments.visits(tile)) --tile;
-    return tile;
-  }
-};
+JAX_FLASH_DEVICE TileWalk<block_kv> tiles_of(const Problem& problem, const Item& item) {
+  return walk_of_keys<block_kv>(problem, item.place.batch, item.range, item.segments);
+}
 
 // One warp, whose lane 0 issues the TMA loads.
 struct Producer {
@@ -147,7 +134,7 @@ struct Producer {
     item.range = key_tiles_of<block_kv>(band_of(problem, place.extent), place.extent, place.first_row, block_q);
     if constexpr (in_segments) {
       item.segments = segment_range<block_q>(problem.q_segment_ranges, place.batch, problem.q_length, place.first_row);
-      KeyTiles(problem, item).segments.trim(item.range, lane);
+      tiles_of(problem, item).segments.trim(item.range, lane);
     }
     publish(item);
     return true;
@@ -158,7 +145,7 @@ struct Producer {
     const int slot = item_ring.stage;
     const Item& item = shared.items[slot];
     if (!item.has_keys()) return arrive_without_q();
-    const KeyTiles keys(problem, item);
+    const TileWalk<block_kv> keys = tiles_of(problem, item);
     int tile = keys.last();
     // In the order in which the consumers wait for them: K a tile ahead of V.
     load_k(item.place, ring, tile);
@@ -416,7 +403,7 @@ struct Consumer {
 
   __device__ __forceinline__ void item(const Scope& scope) {
     const Place& place = scope.item.place;
-    const KeyTiles keys(problem, scope.item);
+    const TileWalk<block_kv> keys = tiles_of(problem, scope.item);
     // What this warpgroup's rows keep of them.
     const TileRange own = key_tiles_of<block_kv>(scope.rows.keep.band, place.extent, place.first_row + number * 64, 64);
     const auto is_full = [&](int i) {
