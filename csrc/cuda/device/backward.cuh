@@ -17,9 +17,8 @@
 // block, dS always passes through shared memory.
 #pragma once
 
-#include "cuda/device/backward_block.cuh"
 #include "cuda/device/opaque.cuh"
-#include "cuda/device/score_rows.cuh"
+#include "cuda/device/score_columns.cuh"
 #include "cuda/device/tile_walk.cuh"
 
 namespace jax_flash {
@@ -152,11 +151,7 @@ struct Backward {
   const Extent& extent;
   int batch, sequence;
   int first_dq;  // tile of the extent
-  Keep keep;
-  Scores modified;
-  Plane<Bias> biases;
-  Plane<bool> masks;
-  Dropout dropout;
+  ScoreColumns scores;
   int first_key;  // of the block
   int warp, lane;
   int key_row;  // of the warp, in the block
@@ -167,7 +162,6 @@ struct Backward {
   __device__ __forceinline__ int column_member() const { return sums_rows ? 0 : member; }
   // Whether what a warp computes of S^T is not another's to report.
   __device__ __forceinline__ bool counts() const { return split == 1 || shares_rows || member == 0; }
-  float scale_log2;
   float dp_factor, ds_factor;  // dS is their common multiple of what it stands for
   FragmentC dk[key_tiles][dk_groups * dk_group / 8], dv[key_tiles][dv_groups * dv_group / 8];
   OperandGradients gradients[key_tiles];
@@ -320,47 +314,17 @@ struct Backward {
     FragmentC derivative[key_tiles][keeps_derivatives ? score_columns / 8 : 1];
     score_product<head_dim, KTile, QTile>(p, shared.k, rows.q);
     if (rows_behind_scores && more) start_rows(next_rows, load_head, load_tile);
-#pragma unroll
-    for (int n = 0; n < score_columns / 8; ++n) {
-      const int column = score_row() + 8 * n + lane % 4 * 2;
-      float2 lse = *reinterpret_cast<const float2*>(&rows.lse[column]);
-      const int first_row = tile * block_q + column;
+    const int first_row = tile * block_q + score_row();
+    scores.weigh<masked>(p, derivative, first_row, key_of(0), lane, [&](int column) {
+      float2 lse = *reinterpret_cast<const float2*>(&rows.lse[score_row() + column]);
       if constexpr (modifies_scores) {
-        // The weights are 0 of rows beyond the end, and of rows whose bias is -inf for all keys: not exp2(-inf + inf).
-        if (first_row >= extent.q.length || lse.x == -JAX_FLASH_INFINITY) lse.x = JAX_FLASH_INFINITY;
-        if (first_row + 1 >= extent.q.length || lse.y == -JAX_FLASH_INFINITY) lse.y = JAX_FLASH_INFINITY;
+        lse.x = backward_lse(lse.x, first_row + column < extent.q.length);
+        lse.y = backward_lse(lse.y, first_row + column + 1 < extent.q.length);
+        return lse;
       }
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const int row = first_row + odd;
-        const Bias* bias = nullptr;
-        const bool* mask = nullptr;
-        if constexpr (has_bias) bias = biases.row(row, extent);
-        if constexpr (has_mask) mask = masks.row(row, extent);
-#pragma unroll
-        for (int m = 0; m < key_tiles; ++m) {
-#pragma unroll
-          for (int e = odd; e < 4; e += 2) {
-            float& weight = p[m][n].x[e];
-            const int key = key_of(m) + e / 2 * 8;
-            float logit = weight * scale_log2;
-            if constexpr (modifies_scores) {
-              float b = 0.f, unused;
-              if constexpr (has_bias)
-                b = as_float(masked ? biases.at(bias, key, extent) : bias[key * biases.column_stride]);
-              logit = modified.logit(weight, b, row, key, keeps_derivatives ? derivative[m][n].x[e] : unused);
-            }
-            // Without modifications an lse of -inf belongs to a row that keeps nothing here, which is masked below.
-            weight = probability(logit, probability_lse(odd ? lse.y : lse.x));
-            bool kept = true;
-            if constexpr (masked) kept = keep(row, key);
-            if constexpr (has_mask) kept &= masked ? masks.at(mask, key, extent) : mask[key * masks.column_stride];
-            if constexpr (masked || has_mask) weight = kept ? weight : 0.f;
-          }
-        }
-      }
-    }
-    if constexpr (with_dropout_rate) drop(p, tile);
+      return float2{probability_lse(lse.x), probability_lse(lse.y)};
+    });
+    if constexpr (with_dropout_rate) scores.drop(p, first_row, key_of(0), lane);
     if constexpr (passes_p) {
       put_weights(p);
     } else {
@@ -369,30 +333,10 @@ struct Backward {
 
     FragmentC ds[key_tiles][score_columns / 8] = {};
     score_product<value_head_dim, VTile, OutTile>(ds, shared.v, rows.dout);
-#pragma unroll
-    for (int n = 0; n < score_columns / 8; ++n) {
-      const int column = score_row() + 8 * n + lane % 4 * 2;
-      float2 delta = *reinterpret_cast<const float2*>(&rows.delta[column]);
-      if constexpr (has_descale) delta = {delta.x * ds_factor, delta.y * ds_factor};
-#pragma unroll
-      for (int m = 0; m < key_tiles; ++m) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float dp = has_descale ? ds[m][n].x[e] * dp_factor : ds[m][n].x[e];
-          if constexpr (with_dropout_rate) dp = is_dropped(p[m][n].x[e]) ? 0.f : dp * dropout.factor;
-          ds[m][n].x[e] = weight_of(p[m][n].x[e]) * (dp - (e % 2 ? delta.y : delta.x));
-        }
-        if constexpr (has_dbias || has_dalibi_slopes) {
-          if (counts()) {
-            gradients[m].add(problem, extent, modified, head, tile * block_q + column, key_of(m), ds[m][n]);
-          }
-        }
-        if constexpr (keeps_derivatives) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) ds[m][n].x[e] *= derivative[m][n].x[e];
-        }
-      }
-    }
+    scores.derive(ds, p, derivative, gradients, counts(), head, first_row, key_of(0), lane, dp_factor, [&](int column) {
+      const float2 delta = *reinterpret_cast<const float2*>(&rows.delta[score_row() + column]);
+      return has_descale ? float2{delta.x * ds_factor, delta.y * ds_factor} : delta;
+    });
     if constexpr (adds_dq || passes_p) {
       if (counts()) put_scores(shared.ds, ds);
     }
@@ -428,37 +372,7 @@ struct Backward {
           gradients[m].flush(problem, extent, sequence, head, first_key + key_row + 16 * m, lane);
       }
     }
-    if (next_tile >= 0 && next_head != head) enter(next_head);
-  }
-
-  // What depends on the query head.
-  __device__ __forceinline__ void enter(int head) {
-    modified.enter(head);
-    biases = {static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, head};
-    masks = {problem.mask, problem.mask_strides, batch, head};
-    dropout.enter(problem, extent, head);
-  }
-
-  __device__ __forceinline__ void drop(FragmentC (&p)[key_tiles][score_columns / 8], int tile) const {
-#pragma unroll
-    for (int m = 0; m < key_tiles; ++m) {
-      const int key = first_key + key_row + 16 * m;
-#pragma unroll
-      for (int n = 0; n < score_columns / 8; n += 2) {
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          const int row = tile * block_q + score_row() + 8 * n + lane % 4 * 2 + odd;
-          const uint4 bits = dropout.bits(row, key + lane / 4);
-          const bool second = key / 16 % 2 != 0;  // of the 32 keys that a call serves
-          const u32 words[2] = {second ? bits.z : bits.x, second ? bits.w : bits.y};
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float& weight = p[m][n + i % 2].x[i / 2 * 2 + odd];
-            if (!dropout.keeps(words[i / 2], i % 2)) weight = -weight;
-          }
-        }
-      }
-    }
+    if (next_tile >= 0 && next_head != head) scores.enter(next_head);
   }
 
   // The first of a pair of warps takes what the second has summed up of their keys, through the rows' place.
@@ -596,17 +510,12 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       batch,
       place.sequence,
       first_dq_tile(problem, batch, place.sequence),
-      {problem, extent, band_of(problem, extent)},
-      {problem, extent, first_head, score_scale},
-      {static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, first_head},
-      {problem.mask, problem.mask_strides, batch, first_head},
-      {problem, extent, first_head},
+      {problem, extent, band_of(problem, extent), first_head, score_scale},
       first_key,
       warp,
       lane,
       key_row_of(warp),
       member_of(warp),
-      score_scale * kLog2e,
       descale.dout * descale.value * ds_factor,
       ds_factor,
   };
@@ -615,7 +524,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     backward.gradients[m].descale = 1.f / descale.ds;
     if constexpr (has_dbias || has_dalibi_slopes) backward.gradients[m].clear();
   }
-  TileWalk<block_q> tiles = walk_of_rows<block_q, block_kv>(problem, extent, backward.keep.band, first_key);
+  TileWalk<block_q> tiles = walk_of_rows<block_q, block_kv>(problem, extent, backward.scores.keep.band, first_key);
   tiles.trim(threadIdx.x % 32);
   if (!tiles.empty()) {
     load_tile<KTile, head_dim, threads>(shared_address(shared.k), head_of(problem.k, batch, kv_head, extent.kv.first),
@@ -652,7 +561,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   }
   const Descale reread_descale = descale_of(problem, place.batch, place.kv_head);
   const float dk_factor = scale * reread_descale.query / reread_descale.ds;
-  const float factor = backward.dropout.factor * reread_descale.dout * probability_unit;
+  const float factor = backward.scores.dropout.factor * reread_descale.dout * probability_unit;
   if constexpr (sums_rows) {
     backward.sum_pairs(backward.dk);
     backward.sum_pairs(backward.dv);

@@ -125,8 +125,8 @@ struct BackwardBias {
     const Extent extent = extent_of(problem, batch, 0);
     const Descale descale = descale_of(problem, batch, kv_head());
     const float scale = scale_of(problem, batch) * descale.query * descale.key;
-    const ScoreRows rows(problem, extent, batch, head, scale);
-    const float dp_factor = descale.dout * descale.value;
+    const ScoreRows rows(problem, extent, head, scale);
+    const float dp_factor = descale.dout * descale.value * probability_unit;
     const i64 first_statistic = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length;
     float lse_log2[row_tiles][2], deltas[row_tiles][2];
 #pragma unroll
@@ -135,10 +135,9 @@ struct BackwardBias {
       for (int half = 0; half < 2; ++half) {
         const int row = row_of(m, half);
         const bool valid = row < extent.q.length;
-        const float lse = valid ? static_cast<const float*>(problem.lse)[first_statistic + row] : 0.f;
-        // The weights are 0 of rows beyond the end, and of rows whose bias is -inf for all keys: not exp2(-inf + inf).
-        lse_log2[m][half] = valid && lse != -JAX_FLASH_INFINITY ? lse * kLog2e : JAX_FLASH_INFINITY;
-        deltas[m][half] = valid ? static_cast<const float*>(problem.delta)[first_statistic + row] : 0.f;
+        const i64 from = first_statistic + row;
+        lse_log2[m][half] = backward_lse(valid ? static_cast<const float*>(problem.lse)[from] : 0.f, valid);
+        deltas[m][half] = valid ? static_cast<const float*>(problem.delta)[from] * probability_unit : 0.f;
       }
     }
     const bool all_kept = full;
@@ -172,21 +171,15 @@ struct BackwardBias {
     for (int m = 0; m < row_tiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        rows.modify<masked>(p[m], nullptr, row_of(m, half), half, tile * block_kv, lane);
+        rows.logits<masked>(p[m], nullptr, row_of(m, half), half, tile * block_kv, lane);
       }
-#pragma unroll
-      for (int n = 0; n < block_kv / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) p[m][n].x[e] = exp2_approx(p[m][n].x[e] - lse_log2[m][e / 2]);
-      }
+      rows.weigh(p[m], lse_log2[m]);
       if constexpr (with_dropout_rate) rows.drop<true>(p[m], row_of(m, 0), tile * block_kv, lane);
 #pragma unroll
       for (int n = 0; n < block_kv / 8; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          float x = has_descale ? dp[m][n].x[e] * dp_factor : dp[m][n].x[e];
-          if constexpr (with_dropout_rate) x = is_dropped(p[m][n].x[e]) ? 0.f : x * rows.dropout.factor;
-          sum[m][n].x[e] += weight_of(p[m][n].x[e]) * (x - deltas[m][e / 2]);
+          sum[m][n].x[e] += derived(p[m][n].x[e], dp[m][n].x[e], deltas[m][e / 2], dp_factor, rows.dropout.factor);
         }
       }
     }

@@ -74,13 +74,7 @@ struct BackwardDq : KeyWalk<SharedStorage> {
       for (int half = 0; half < 2; ++half) {
         const int row = row_of(m, half);
         const bool valid = row < extent.q.length;
-        float x = valid ? lse[row] : 0.f;
-        if constexpr (modifies_scores) {
-          // The weights are 0 of rows beyond the end, and of rows whose bias is -inf for all keys: not exp2(-inf +
-          // inf).
-          if (!valid || x == -JAX_FLASH_INFINITY) x = JAX_FLASH_INFINITY;
-        }
-        lse_log2[m][half] = probability_lse(x);
+        lse_log2[m][half] = backward_lse(valid ? lse[row] : 0.f, valid);
         deltas[m][half] = valid ? delta[row] * ds_factor : 0.f;
         if constexpr (weights_have_factor) {
           lse_log2[m][half] -= log2f(rows.dropout.factor);
@@ -122,35 +116,12 @@ struct BackwardDq : KeyWalk<SharedStorage> {
       if constexpr (masked || modifies_scores || has_mask) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          rows.modify<masked>(p[m], derivatives, row_of(m, half), half, tile * block_kv, lane);
+          rows.logits<masked>(p[m], derivatives, row_of(m, half), half, tile * block_kv, lane);
         }
       }
-#pragma unroll
-      for (int n = 0; n < block_kv / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& x = p[m][n].x[e];
-          // What is not kept is -inf, also where nothing is and lse is -inf.
-          const bool kept = !(masked || has_mask) || x != -JAX_FLASH_INFINITY;
-          x = probability(x * scale_log2, lse_log2[m][e / 2]);
-          if constexpr (masked || has_mask) x = kept ? x : 0.f;
-        }
-      }
+      rows.weigh(p[m], lse_log2[m]);
       if constexpr (with_dropout_rate) rows.drop<true>(p[m], row_of(m, 0), tile * block_kv, lane);
-#pragma unroll
-      for (int n = 0; n < block_kv / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& x = ds[m][n].x[e];
-          float dp = has_descale ? x * dp_factor : x;
-          if constexpr (with_dropout_rate) {
-            const float factor = weights_have_factor ? 1.f : rows.dropout.factor;
-            dp = is_dropped(p[m][n].x[e]) ? 0.f : dp * factor;
-          }
-          x = weight_of(p[m][n].x[e]) * (dp - deltas[m][e / 2]);
-          if constexpr (keeps_derivatives) x *= derivatives[n].x[e];
-        }
-      }
+      rows.derive(ds[m], p[m], derivatives, deltas[m], dp_factor, weights_have_factor ? 1.f : rows.dropout.factor);
     }
     if (!early_v) start_v<!masked>(at_least(next, 0));
     Mma::multiply_columns<block_kv>(

@@ -25,11 +25,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       extent,
       keys_of(problem, extent, batch, kv_head),
       values_of(problem, extent, batch, kv_head),
-      {problem, extent, batch, head, scale},
+      {problem, extent, head, scale},
       first_row,
       warp,
       lane,
-      modifies_scores ? 1.f : scale * kLog2e,
       {},
       {},
       Mma::reader_a<QTile>(shared_address(shared.q), warp * row_tiles * 16, lane),
@@ -40,8 +39,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     const float sink = place.sink(problem);
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
-      forward.statistics[m][0].begin_with(sink * kLog2e, forward.scale_log2, lane % 4 == 0);
-      forward.statistics[m][1].begin_with(sink * kLog2e, forward.scale_log2, lane % 4 == 0);
+      forward.statistics[m][0].begin_with(sink * kLog2e, forward.rows.scale_log2, lane % 4 == 0);
+      forward.statistics[m][1].begin_with(sink * kLog2e, forward.rows.scale_log2, lane % 4 == 0);
     }
   }
 

@@ -177,29 +177,6 @@ JAX_FLASH_DEVICE Block block_of(const Problem& problem, int item) {
           heads == 1 ? 0u : 0xffffffffu / heads + 1};
 }
 
-// Weights that are dropped become 0: of the row of one half of the accumulators.
-template <int tiles>
-JAX_FLASH_DEVICE void drop_row(const Dropout& dropout, FragmentC (&weights)[tiles], int row, int half, int first_key,
-                               int lane) {
-  const int high = row / 8 % 2;
-#pragma unroll
-  for (int n = 0; n < tiles; n += at_most(tiles, 4)) {
-#pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
-      const uint4 bits = dropout.bits(row, first_key + n * 8 + lane % 4 * 2 + odd);
-      u32 words[4] = {bits.x, bits.y, bits.z, bits.w};
-      if (tiles == 2 && first_key / 16 % 2 != 0) {
-        words[0] = bits.z;
-        words[1] = bits.w;
-      }
-#pragma unroll
-      for (int i = 0; i < at_most(tiles, 4); ++i) {
-        if (!dropout.keeps(words[i], high)) weights[n + i].x[2 * half + odd] = 0.f;
-      }
-    }
-  }
-}
-
 using KLoad = TileLoad<KTile, head_dim, team_threads, short_code>;
 using VLoad = TileLoad<VTile, value_head_dim, team_threads, short_code>;
 
@@ -212,7 +189,6 @@ struct SplitKvForward {
   ScoreRows rows[2];  // of a lane's two rows, which may be of two heads
   int row[2];
   int team, thread, lane;
-  float scale_log2;  // from what the softmax sees to units of log2
   QReader q_reader;
   KReader k_reader;
   VReader v_reader;
@@ -248,32 +224,13 @@ struct SplitKvForward {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (masked || modifies_scores || has_mask) {
-        rows[half].modify<masked>(scores[0], nullptr, row[half], half, tile * block_kv, lane);
+        rows[half].logits<masked>(scores[0], nullptr, row[half], half, tile * block_kv, lane);
       }
-      float maximum = -JAX_FLASH_INFINITY;
-#pragma unroll
-      for (int n = 0; n < block_kv / 8; ++n) {
-        maximum = fmaxf(maximum, fmaxf(scores[0][n].x[2 * half], scores[0][n].x[2 * half + 1]));
-      }
-      RowStatistics& mine = statistics[half];
-      const float shrink = mine.update(quad_max(maximum), scale_log2);
-      const float scaled_max = mine.scaled_max(scale_log2);
-#pragma unroll
-      for (int n = 0; n < tile_value_head_dim / 8; ++n) {
-        out[0][n].x[2 * half] *= shrink;
-        out[0][n].x[2 * half + 1] *= shrink;
-      }
-#pragma unroll
-      for (int n = 0; n < block_kv / 8; ++n) {
-#pragma unroll
-        for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          scores[0][n].x[e] = exp2_approx(scores[0][n].x[e] * scale_log2 - scaled_max);
-          mine.total += scores[0][n].x[e];
-        }
-      }
-      if constexpr (with_dropout_rate) {
-        drop_row(rows[half].dropout, scores[0], row[half], half, tile * block_kv, lane);
-      }
+      const float scale_log2 = rows[0].scale_log2;
+      const float maximum = quad_max(maximum_of(scores[0], half));
+      multiply_half(out[0], half, statistics[half].update(maximum, scale_log2));
+      statistics[half].weigh(scores[0], half, scale_log2);
+      if constexpr (with_dropout_rate) rows[half].drop_half(scores[0], row[half], half, tile * block_kv, lane);
     }
 
     copies_wait<1>();
@@ -454,13 +411,11 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       extent,
       KLoad::base(head_of(problem.k, block.batch, block.kv_head, extent.kv.first), problem.k.row_stride, thread),
       VLoad::base(head_of(problem.v, block.batch, block.kv_head, extent.kv.first), problem.v.row_stride, thread),
-      {{problem, extent, block.batch, block.head_of(own[0]), scale},
-       {problem, extent, block.batch, block.head_of(own[1]), scale}},
+      {{problem, extent, block.head_of(own[0]), scale}, {problem, extent, block.head_of(own[1]), scale}},
       {block.row_of(own[0]), block.row_of(own[1])},
       team,
       thread,
       lane,
-      modifies_scores ? 1.f : scale * kLog2e,
       Mma::reader_a<QTile>(shared_address(shared.q), warp_row, lane),
       Mma::reader_b<KTile>(shared_address(storage.k()), 0, lane),
       VReader(shared_address(storage.v()), lane),
@@ -543,8 +498,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     for (int half = 0; half < 2; ++half) {
       const ResultRow& to = results[half];
       RowStatistics& mine = forward.statistics[half];
-      const float2 statistics{mine.maximum == -JAX_FLASH_INFINITY ? mine.maximum : mine.scaled_max(forward.scale_log2),
-                              quad_sum(mine.total)};
+      const float2 statistics{
+          mine.maximum == -JAX_FLASH_INFINITY ? mine.maximum : mine.scaled_max(forward.rows[0].scale_log2),
+          quad_sum(mine.total)};
       if (!to.stored) continue;
       const SoftmaxMerge<1> merge(to.sink, [&](int) { return statistics; });
       const float factor = merge.weights[0] * finish(to, merge.scaled_max, merge.total, lane % 4 == 0);
@@ -563,7 +519,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     RowStatistics& mine = forward.statistics[half];
     const float total = quad_sum(mine.total);
     if (lane % 4 == 0) {
-      const float scaled_max = mine.maximum == -JAX_FLASH_INFINITY ? mine.maximum : mine.scaled_max(forward.scale_log2);
+      const float scaled_max =
+          mine.maximum == -JAX_FLASH_INFINITY ? mine.maximum : mine.scaled_max(forward.rows[0].scale_log2);
       shared.statistics[team][own[half]] = {scaled_max, total};
     }
     float* sum = storage.sum(own[half]);

@@ -85,39 +85,18 @@ struct Forward : KeyWalk<SharedStorage> {
       for (int m = 0; m < row_tiles; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          rows.modify<masked>(scores[m], nullptr, row_of(m, half), half, tile * block_kv, lane);
+          rows.logits<masked>(scores[m], nullptr, row_of(m, half), half, tile * block_kv, lane);
         }
       }
     }
     if constexpr (!early_v) start_v(tile);  // the test whether it is whole keeps the assembler from spilling
-    auto maximum_of = [&](int m, int half) {
-      float maximum = -JAX_FLASH_INFINITY;
-#pragma unroll
-      for (int n = 0; n < block_kv / 8; ++n) {
-        maximum = fmaxf(maximum, fmaxf(scores[m][n].x[2 * half], scores[m][n].x[2 * half + 1]));
-      }
-      return quad_max(maximum);
-    };
+    auto row_maximum = [&](int m, int half) { return quad_max(maximum_of(scores[m], half)); };
     auto take_in = [&](int m, int half, float maximum) {
-      const float shrink = statistics[m][half].update(maximum, scale_log2);
-#pragma unroll
-      for (int n = 0; n < tile_value_head_dim / 8; ++n) {
-        out[m][n].x[2 * half] *= shrink;
-        out[m][n].x[2 * half + 1] *= shrink;
-      }
+      multiply_half(out[m], half, statistics[m][half].update(maximum, rows.scale_log2));
     };
-    // Sixteen keys become weights, which join the row's total.
+    // Of sixteen keys.
     auto weigh = [&](int m, int half, int kk) {
-      RowStatistics& row = statistics[m][half];
-      const float scaled_max = row.scaled_max(scale_log2);
-#pragma unroll
-      for (int n = 2 * kk; n < 2 * kk + 2; ++n) {
-#pragma unroll
-        for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          scores[m][n].x[e] = exp2_approx(scores[m][n].x[e] * scale_log2 - scaled_max);
-          row.total += scores[m][n].x[e];
-        }
-      }
+      statistics[m][half].weigh(scores[m], half, rows.scale_log2, 2 * kk, 2 * kk + 2);
     };
     if constexpr (lazy) {
       float maxima[row_tiles][2];
@@ -126,8 +105,8 @@ struct Forward : KeyWalk<SharedStorage> {
       for (int m = 0; m < row_tiles; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          maxima[m][half] = maximum_of(m, half);
-          outgrown |= statistics[m][half].outgrown(maxima[m][half], scale_log2);
+          maxima[m][half] = row_maximum(m, half);
+          outgrown |= statistics[m][half].outgrown(maxima[m][half], rows.scale_log2);
         }
       }
       // Seldom but for the first tile; and what a row gives does not depend on the others of its warp.
@@ -137,7 +116,7 @@ struct Forward : KeyWalk<SharedStorage> {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const RowStatistics& row = statistics[m][half];
-            take_in(m, half, row.outgrown(maxima[m][half], scale_log2) ? maxima[m][half] : row.maximum);
+            take_in(m, half, row.outgrown(maxima[m][half], rows.scale_log2) ? maxima[m][half] : row.maximum);
           }
         }
       }
@@ -147,7 +126,7 @@ struct Forward : KeyWalk<SharedStorage> {
       for (int m = 0; m < row_tiles; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          if constexpr (!lazy) take_in(m, half, maximum_of(m, half));
+          if constexpr (!lazy) take_in(m, half, row_maximum(m, half));
 #pragma unroll
           for (int kk = 0; kk < block_kv / 16; ++kk) weigh(m, half, kk);
         }
@@ -189,7 +168,7 @@ struct Forward : KeyWalk<SharedStorage> {
         row.total = quad_sum(row.total);
         inverse[half] = row.total == 0.f ? 0.f : rows.dropout.factor * descale / row.total;
         const int t = row_of(m, half);
-        float row_lse = row.lse(scale_log2);
+        float row_lse = row.lse(rows.scale_log2);
         if (has_q_lengths && t >= extent.q.length) {
           inverse[half] = 0.f;
           row_lse = sink;

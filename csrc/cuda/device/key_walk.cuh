@@ -29,7 +29,6 @@ struct KeyWalk {
   ScoreRows rows;
   int first_row;  // of the block
   int warp, lane;
-  float scale_log2;  // from what the softmax sees to units of log2
   KLoad k_load;
   VLoad v_load;
 

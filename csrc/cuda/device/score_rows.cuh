@@ -1,33 +1,19 @@
-// What happens to scores of which rows run along the accumulators, between the product and exp2, and to their weights.
+// Scores of which rows of query run along the rows of the accumulators, between the product and the next one.
 #pragma once
 
-#include "cuda/device/dropout.cuh"
-#include "cuda/device/mask.cuh"
-#include "cuda/device/scores.cuh"
+#include "cuda/device/head_scores.cuh"
 
 namespace jax_flash {
 
-struct ScoreRows {
-  const Extent& extent;
-  Keep keep;
-  Scores modified;
-  Plane<Bias> biases;
-  Plane<bool> masks;
-  Dropout dropout;
-
-  __device__ __forceinline__ ScoreRows(const Problem& problem, const Extent& extent, int batch, int head, float scale)
-      : extent(extent),
-        keep{problem, extent, band_of(problem, extent)},
-        modified(problem, extent, head, scale),
-        biases(static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, head),
-        masks(problem.mask, problem.mask_strides, batch, head),
-        dropout(problem, extent, head) {}
+struct ScoreRows : HeadScores {
+  __device__ __forceinline__ ScoreRows(const Problem& problem, const Extent& extent, int head, float scale)
+      : HeadScores(problem, extent, band_of(problem, extent), head, scale) {}
 
   // Scores of one row, keys `first_key` and on, become logits; those that are not kept, -inf. d logit / d (scale *
   // score) goes to `derivatives` where these are kept (keeps_derivatives), unless that is null. Four n8 tiles at a
   // time, or what is read for all of them crowds out the accumulators.
   template <bool masked, int tiles>
-  __device__ __forceinline__ void modify(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
+  __device__ __forceinline__ void logits(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
                                          int first_key, int lane) const {
     constexpr int together = tiles % 4 == 0 ? 4 : 2;
     // The assembler would read for all rows at once, and spill. Of 16 keys or 64 it spills more with the barrier.
@@ -76,6 +62,37 @@ struct ScoreRows {
     }
   }
 
+  // Logits of two rows become weights against the rows' lse (backward_lse).
+  template <int tiles>
+  __device__ __forceinline__ void weigh(FragmentC (&scores)[tiles], const float (&lse_log2)[2]) const {
+#pragma unroll
+    for (int n = 0; n < tiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[n].x[e] = weight(scores[n].x[e], lse_log2[e / 2]);
+    }
+  }
+  __device__ __forceinline__ float weight(float logit, float lse_log2) const {
+    return probability(logit * scale_log2, lse_log2);
+  }
+
+  // Products dO V^T become dS, of these weights; derivatives as logits() has left them.
+  template <int tiles>
+  __device__ __forceinline__ void derive(FragmentC (&products)[tiles], const FragmentC (&weights)[tiles],
+                                         const FragmentC* derivatives, const float (&deltas)[2], float dp_factor,
+                                         float dropout_factor) const {
+#pragma unroll
+    for (int n = 0; n < tiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& x = products[n].x[e];
+        x = derived(weights[n].x[e], x, deltas[e / 2], dp_factor, dropout_factor);
+        if constexpr (keeps_derivatives) {
+          if (derivatives) x *= derivatives[n].x[e];
+        }
+      }
+    }
+  }
+
   // Weights of rows `row` and `row` + 8 that are dropped become 0, or with `turn` change their sign; those that are
   // kept get their factor at the end.
   template <bool turn, int tiles>
@@ -91,6 +108,30 @@ struct ScoreRows {
       drop_from<turn, 0>(weights, row, first_key, lane);
     } else {
       drop_from<turn, 2>(weights, row, first_key - 16, lane);
+    }
+  }
+
+  // The same of one of the two rows, where they are of different heads.
+  template <int tiles>
+  __device__ __forceinline__ void drop_half(FragmentC (&weights)[tiles], int row, int half, int first_key,
+                                            int lane) const {
+    constexpr int together = at_most(tiles, 4);
+    const int high = row / 8 % 2;
+#pragma unroll
+    for (int n = 0; n < tiles; n += together) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const uint4 bits = dropout.bits(row, first_key + n * 8 + lane % 4 * 2 + odd);
+        u32 words[4] = {bits.x, bits.y, bits.z, bits.w};
+        if (tiles == 2 && first_key / 16 % 2 != 0) {
+          words[0] = bits.z;
+          words[1] = bits.w;
+        }
+#pragma unroll
+        for (int i = 0; i < together; ++i) {
+          if (!dropout.keeps(words[i], high)) weights[n + i].x[2 * half + odd] = 0.f;
+        }
+      }
     }
   }
 
@@ -120,9 +161,5 @@ struct ScoreRows {
     }
   }
 };
-
-// A weight that is dropped is kept with its sign turned: dS wants it, dV does not.
-JAX_FLASH_DEVICE bool is_dropped(float p) { return __float_as_int(p) < 0; }
-JAX_FLASH_DEVICE float weight_of(float p) { return with_dropout_rate ? fabsf(p) : p; }
 
 }  // namespace jax_flash

@@ -1,7 +1,7 @@
 // Online softmax over the rows of an accumulator (FlashAttention-2, algorithm 1), in base 2.
 #pragma once
 
-#include "cuda/device/prelude.cuh"
+#include "cuda/device/lanes.cuh"
 
 namespace jax_flash {
 
@@ -47,11 +47,43 @@ struct RowStatistics {
     return shrink;
   }
 
+  // Scores of one half of the accumulators' rows become weights, which join the total: n8 tiles [begin, end).
+  template <int n>
+  __device__ __forceinline__ void weigh(FragmentC (&scores)[n], int half, float scale_log2, int begin = 0,
+                                        int end = n) {
+    const float subtracted = scaled_max(scale_log2);
+#pragma unroll
+    for (int i = begin; i < end; ++i) {
+#pragma unroll
+      for (int e = 2 * half; e < 2 * half + 2; ++e) {
+        scores[i].x[e] = exp2_approx(scores[i].x[e] * scale_log2 - subtracted);
+        total += scores[i].x[e];
+      }
+    }
+  }
+
   // The natural logarithm of the sum of exponentials of a row whose lanes' totals have been summed.
   __device__ __forceinline__ float lse(float scale_log2) const {
     return total == 0.f ? -JAX_FLASH_INFINITY
                         : (scaled_max(scale_log2) + weight_bits + log2_approx(total * weight_unit)) * kLn2;
   }
 };
+
+// The largest of a lane's elements in one half of the rows.
+template <int n>
+JAX_FLASH_DEVICE float maximum_of(const FragmentC (&c)[n], int half) {
+  float maximum = -JAX_FLASH_INFINITY;
+#pragma unroll
+  for (int i = 0; i < n; ++i) maximum = fmaxf(maximum, fmaxf(c[i].x[2 * half], c[i].x[2 * half + 1]));
+  return maximum;
+}
+template <int n>
+JAX_FLASH_DEVICE void multiply_half(FragmentC (&c)[n], int half, float factor) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    c[i].x[2 * half] *= factor;
+    c[i].x[2 * half + 1] *= factor;
+  }
+}
 
 }  // namespace jax_flash

@@ -152,20 +152,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       RowStatistics statistics;
-      float maximum = -JAX_FLASH_INFINITY;
-#pragma unroll
-      for (int n = 0; n < 2; ++n) maximum = fmaxf(maximum, fmaxf(scores[n].x[2 * half], scores[n].x[2 * half + 1]));
-      statistics.maximum = quad_max(maximum);
-      const float scaled_max = statistics.scaled_max(scale_log2);
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          scores[n].x[e] = exp2_approx(scores[n].x[e] * scale_log2 - scaled_max);
-          statistics.total += scores[n].x[e];
-        }
-      }
-      mine[half] = {statistics.maximum == -JAX_FLASH_INFINITY ? statistics.maximum : scaled_max,
+      statistics.maximum = quad_max(maximum_of(scores, half));
+      statistics.weigh(scores, half, scale_log2);
+      mine[half] = {statistics.maximum == -JAX_FLASH_INFINITY ? statistics.maximum : statistics.scaled_max(scale_log2),
                     quad_sum(statistics.total)};
     }
     const Matrix4 weights = Mma::fragment(scores[0], scores[1]);

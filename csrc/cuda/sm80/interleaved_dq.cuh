@@ -71,20 +71,16 @@ struct InterleavedDq : BackwardDq {
     __device__ __forceinline__ constexpr Spot(int i)
         : m(i / 8 % row_tiles), n(i / (8 * row_tiles) * 2 + i / 2 % 2), e(i / 4 % 2 * 2 + i % 2) {}
   };
-  template <bool masked>
   __device__ __forceinline__ void weigh(FragmentC (&p)[row_tiles][block_kv / 8], int i) const {
     const Spot s(i);
     float& x = p[s.m][s.n].x[s.e];
-    // What is not kept is -inf, also where nothing is and lse is -inf.
-    const bool kept = !(masked || has_mask) || x != -JAX_FLASH_INFINITY;
-    x = probability(x * scale_log2, lse_log2[s.m][s.e / 2]);
-    if constexpr (masked || has_mask) x = kept ? x : 0.f;
+    x = rows.weight(x, lse_log2[s.m][s.e / 2]);
   }
   __device__ __forceinline__ void differentiate(FragmentC (&dp)[row_tiles][block_kv / 8],
                                                 const FragmentC (&p)[row_tiles][block_kv / 8], int i) const {
     const Spot s(i);
     float& x = dp[s.m][s.n].x[s.e];
-    x = p[s.m][s.n].x[s.e] * ((has_descale ? x * dp_factor : x) - deltas[s.m][s.e / 2]);
+    x = derived(p[s.m][s.n].x[s.e], x, deltas[s.m][s.e / 2], dp_factor, 1.f);
   }
 
   template <bool masked>
@@ -102,7 +98,7 @@ struct InterleavedDq : BackwardDq {
       for (int m = 0; m < row_tiles; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          rows.modify<masked>(p[m], nullptr, row_of(m, half), half, tile * block_kv, lane);
+          rows.logits<masked>(p[m], nullptr, row_of(m, half), half, tile * block_kv, lane);
         }
       }
     }
@@ -118,7 +114,7 @@ struct InterleavedDq : BackwardDq {
         [&](int piece) {
 #pragma unroll
           for (int i = 0; i < beside_a_piece; ++i) {
-            if (piece * beside_a_piece + i < scores_of_lane) weigh<masked>(p, piece * beside_a_piece + i);
+            if (piece * beside_a_piece + i < scores_of_lane) weigh(p, piece * beside_a_piece + i);
           }
         });
 

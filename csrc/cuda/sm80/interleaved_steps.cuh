@@ -20,7 +20,7 @@ struct InterleavedForward : Forward {
 
   __device__ __forceinline__ void begin_rows() {
     // Finite, so that its multiple can be subtracted from -inf: the weight of a key that is not kept is 0 by itself.
-    const float lowest = -3e38f / fmaxf(1.f, scale_log2);
+    const float lowest = -3e38f / fmaxf(1.f, rows.scale_log2);
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
       statistics[m][0].maximum = lowest;
@@ -105,13 +105,8 @@ struct InterleavedForward : Forward {
     for (int m = 0; m < row_tiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float maximum = fmaxf(scores[m][0].x[2 * half], scores[m][0].x[2 * half + 1]);
-#pragma unroll
-        for (int n = 1; n < block_kv / 8; ++n) {
-          maximum = fmaxf(maximum, fmaxf(scores[m][n].x[2 * half], scores[m][n].x[2 * half + 1]));
-        }
-        maxima[m][half] = maximum;
-        outgrown |= statistics[m][half].outgrown(maximum, scale_log2);
+        maxima[m][half] = maximum_of(scores[m], half);
+        outgrown |= statistics[m][half].outgrown(maxima[m][half], rows.scale_log2);
       }
     }
     if (!__any_sync(0xffffffffu, outgrown)) return;
@@ -122,12 +117,8 @@ struct InterleavedForward : Forward {
         RowStatistics& row = statistics[m][half];
         // What a row gives does not depend on the others of its warp.
         const float maximum = quad_max(maxima[m][half]);
-        const float shrink = row.update(row.outgrown(maximum, scale_log2) ? maximum : row.maximum, scale_log2);
-#pragma unroll
-        for (int n = 0; n < tile_value_head_dim / 8; ++n) {
-          out[m][n].x[2 * half] *= shrink;
-          out[m][n].x[2 * half + 1] *= shrink;
-        }
+        const float taken = row.outgrown(maximum, rows.scale_log2) ? maximum : row.maximum;
+        multiply_half(out[m], half, row.update(taken, rows.scale_log2));
       }
     }
     reweigh();
@@ -138,7 +129,8 @@ struct InterleavedForward : Forward {
     return scores[2 * kk + i / 2 % 2].x[i / 4 * 2 + i % 2];
   }
   __device__ __forceinline__ float weigh(float score, int m, int half) const {
-    return exp2_approx(score * scale_log2 - RowStatistics::scaled_max_of(statistics[m][half].maximum, scale_log2));
+    return exp2_approx(score * rows.scale_log2 -
+                       RowStatistics::scaled_max_of(statistics[m][half].maximum, rows.scale_log2));
   }
 
   // Softmax and P V. The first weights are computed beside the search for new maxima, and once more where there are
@@ -197,7 +189,7 @@ struct InterleavedForward : Forward {
       for (int m = 0; m < row_tiles; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          rows.modify<masked>(scores[m], nullptr, row_of(m, half), half, tile * block_kv, lane);
+          rows.logits<masked>(scores[m], nullptr, row_of(m, half), half, tile * block_kv, lane);
         }
       }
     }

@@ -213,7 +213,7 @@ struct Backward {
   __device__ __forceinline__ void step(const Walk& at, const Ring<stages>& ring, int i) {
     const int stage = ring.stage;
     Scores64 s[tiles], dp[tiles];  // S^T and then P^T, dP^T and then dS^T
-    FragmentC derivatives[keeps_derivatives ? block_q / 8 : 1];
+    Derivatives derivatives;
     Operand64 p_operand[tiles], ds_operand[tiles];
     // Of the first tile of keys dP^T is under way with S^T, but where derivatives are kept: the registers for both are
     // wanting, as they are beside dK of the first tile.
@@ -345,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
 #pragma unroll
     for (int j = 0; j < tiles_of_keys; ++j) {
       store_dk(block, backward.dk[j], first_key + j * row_of_tiles, lane);
-      store_dv(block, backward.dv[j], backward.weights.dropout.factor, first_key + j * row_of_tiles, lane);
+      store_dv(block, backward.dv[j], backward.weights.scores.dropout.factor, first_key + j * row_of_tiles, lane);
     }
   }
 }

@@ -109,7 +109,6 @@ struct BackwardDq {
   int lane;
   int row;  // this lane's first; the other is 8 on
   ScoreRows rows;
-  float scale_log2;
   float dp_factor;  // dS is a multiple of what it stands for
   float lse_log2[2], deltas[2];
   Ring<stages> k_ring;
@@ -130,9 +129,7 @@ struct BackwardDq {
       const int at = row + 8 * half;
       const bool valid = at < q.length;
       const i64 from = first + q.first + (valid ? at : 0);
-      // The weights are 0 of rows beyond the end, and of those that keep nothing.
-      const float lse = static_cast<const float*>(problem.lse)[from];
-      lse_log2[half] = valid && lse != -JAX_FLASH_INFINITY ? probability_lse(lse) : JAX_FLASH_INFINITY;
+      lse_log2[half] = backward_lse(static_cast<const float*>(problem.lse)[from], valid);
       deltas[half] = valid ? static_cast<const float*>(problem.delta)[from] * ds_factor : 0.f;
     }
   }
@@ -173,15 +170,14 @@ struct BackwardDq {
       FragmentC derivatives[keeps_derivatives ? 4 : 1];
       if constexpr (masked || modifies_scores || has_mask) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) rows.modify<masked>(some, derivatives, row + 8 * half, half, key, lane);
+        for (int half = 0; half < 2; ++half) rows.logits<masked>(some, derivatives, row + 8 * half, half, key, lane);
       }
+      rows.weigh(some, lse_log2);
+      if constexpr (keeps_derivatives) {
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
+        for (int n = 0; n < 4; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& x = some[n].x[e];
-          x = exp2_approx(x * scale_log2 - lse_log2[e / 2]);
-          if constexpr (keeps_derivatives) x *= derivatives[n].x[e];
+          for (int e = 0; e < 4; ++e) some[n].x[e] *= derivatives[n].x[e];
         }
       }
       if constexpr (with_dropout_rate) rows.drop<true>(some, row, key, lane);
@@ -189,15 +185,7 @@ struct BackwardDq {
   }
 
   __device__ __forceinline__ void derive(FragmentC (&dp)[block_kv / 8], const FragmentC (&p)[block_kv / 8]) {
-#pragma unroll
-    for (int n = 0; n < block_kv / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float x = has_descale ? dp[n].x[e] * dp_factor : dp[n].x[e];
-        if constexpr (with_dropout_rate) x = is_dropped(p[n].x[e]) ? 0.f : x * rows.dropout.factor;
-        dp[n].x[e] = weight_of(p[n].x[e]) * (x - deltas[e / 2]);
-      }
-    }
+    rows.derive(dp, p, nullptr, deltas, dp_factor, rows.dropout.factor);
 #pragma unroll
     for (int kk = 0; kk < block_kv / 16; ++kk) {
 #pragma unroll
@@ -330,8 +318,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
         group,
         lane,
         place.first_row + group * 64 + warp % 4 * 16 + lane / 4,
-        {problem, place.extent, place.batch, place.head, score_scale},
-        modifies_scores ? 1.f : score_scale * kLog2e,
+        {problem, place.extent, place.head, score_scale},
         descale.dout * descale.value * ds_factor,
     };
     backward.load_statistics(ds_factor);

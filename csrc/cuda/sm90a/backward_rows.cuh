@@ -2,8 +2,7 @@
 // their derivatives in registers, and where dQ is summed up.
 #pragma once
 
-#include "cuda/device/backward_block.cuh"
-#include "cuda/device/score_rows.cuh"
+#include "cuda/device/score_columns.cuh"
 #include "cuda/device/tile_walk.cuh"
 #include "cuda/sm90a/pipeline.cuh"
 #include "cuda/sm90a/slabs.cuh"
@@ -79,9 +78,7 @@ struct Statistics {
       const int row = at.tile * block_q + i * 32 + lane;
       const bool valid = row < rows.length;
       const i64 from = first + (valid ? row : 0);
-      // The weights are 0 of rows beyond the end, and of those that keep nothing.
-      const float lse = static_cast<const float*>(problem.lse)[from];
-      lse_log2[i] = valid && lse != -JAX_FLASH_INFINITY ? probability_lse(lse) : JAX_FLASH_INFINITY;
+      lse_log2[i] = backward_lse(static_cast<const float*>(problem.lse)[from], valid);
       deltas[i] = valid ? static_cast<const float*>(problem.delta)[from] * ds_factor : 0.f;
     }
   }
@@ -158,51 +155,29 @@ JAX_FLASH_DEVICE void multiply_rows(FragmentC (&c)[n], const Operand64& a, u32 y
   for (int kk = 0; kk < block_q / 16; ++kk) wgmma<true>(c, a[kk], moved(b, 2048 * kk), true);
 }
 
+// d logit / d (scale * score) of a tile of rows, where these are kept.
+using Derivatives = FragmentC[1][keeps_derivatives ? block_q / 8 : 1];
+
 // What is done to the 16 keys of a warp and a tile of rows.
 struct Weights {
-  const Problem& problem;
-  const Extent& extent;
-  int batch;
+  ScoreColumns scores;
   int first_key;  // of the warp
   int lane;
-  Keep keep;
-  Scores modified;
-  Plane<Bias> biases;
-  Plane<bool> masks;
-  Dropout dropout;
-  float scale_log2;
   float dp_factor;  // dS is a multiple of what it stands for
   float dq_factor;  // what makes dQ of dS K
-  OperandGradients gradients;
+  OperandGradients gradients[1];
 
   __device__ __forceinline__ Weights(const Block& block, const Descale& descale, int first_key, int lane)
-      : problem(block.problem),
-        extent(block.place.extent),
-        batch(block.place.batch),
+      : scores(block.problem, block.place.extent, block.band, block.first_head,
+               scale_of(block.problem, block.place.batch) * descale.query * descale.key),
         first_key(first_key),
         lane(lane),
-        keep{problem, extent, block.band},
-        modified(problem, extent, block.first_head, score_scale(descale)),
-        biases(static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, block.first_head),
-        masks(problem.mask, problem.mask_strides, batch, block.first_head),
-        dropout(problem, extent, block.first_head),
-        scale_log2(score_scale(descale) * kLog2e),
         dp_factor(descale.dout * descale.value * descale.ds * probability_unit),
-        dq_factor(scale_of(problem, batch) * descale.key / descale.ds) {
-    gradients.descale = 1.f / descale.ds;
-    if constexpr (has_dbias || has_dalibi_slopes) gradients.clear();
+        dq_factor(scale_of(block.problem, block.place.batch) * descale.key / descale.ds) {
+    gradients[0].descale = 1.f / descale.ds;
+    if constexpr (has_dbias || has_dalibi_slopes) gradients[0].clear();
   }
-  __device__ __forceinline__ float score_scale(const Descale& descale) const {
-    return scale_of(problem, batch) * descale.query * descale.key;
-  }
-
-  // What depends on the query head.
-  __device__ __forceinline__ void enter(int head) {
-    modified.enter(head);
-    biases = {static_cast<const Bias*>(problem.bias), problem.bias_strides, batch, head};
-    masks = {problem.mask, problem.mask_strides, batch, head};
-    dropout.enter(problem, extent, head);
-  }
+  __device__ __forceinline__ int key() const { return first_key + lane / 4; }
 
   // What the tile after `at` wants to know; and, of a warp that derives, the gradients of a query head behind its last
   // tile.
@@ -211,98 +186,34 @@ struct Weights {
     const Walk next = at.after(block.tiles);
     if (next.head != at.head) {
       if constexpr (derives && (has_dbias || has_dalibi_slopes)) {
-        gradients.flush(problem, extent, block.place.sequence, at.head, first_key, lane);
+        gradients[0].flush(scores.problem, scores.extent, block.place.sequence, at.head, first_key, lane);
       }
-      if (next.head <= block.last_head) enter(next.head);
+      if (next.head <= block.last_head) scores.enter(next.head);
     }
     return next;
   }
 
   // Scores of the keys `beyond` first_key and on become weights. With keeps_derivatives, these are to be multiplied
   // with dS^T.
-  __device__ __forceinline__ void weigh(Scores64& s, FragmentC* derivatives, const Walk& at, bool full,
+  __device__ __forceinline__ void weigh(Scores64& s, Derivatives& derivatives, const Walk& at, bool full,
                                         const float* lse_log2, int beyond = 0) const {
+    auto& tile = reinterpret_cast<FragmentC(&)[1][block_q / 8]>(s);
+    const auto lse_of = [&](int column) { return *reinterpret_cast<const float2*>(&lse_log2[column]); };
     if (full) {
-      weigh<false>(s, derivatives, at, lse_log2, first_key + beyond);
+      scores.weigh<false>(tile, derivatives, at.tile * block_q, key() + beyond, lane, lse_of);
     } else {
-      weigh<true>(s, derivatives, at, lse_log2, first_key + beyond);
+      scores.weigh<true>(tile, derivatives, at.tile * block_q, key() + beyond, lane, lse_of);
     }
-    if constexpr (with_dropout_rate) drop(s, at, first_key + beyond);
-  }
-  template <bool masked>
-  __device__ __forceinline__ void weigh(Scores64& s, FragmentC* derivatives, const Walk& at, const float* lse_log2,
-                                        int first_key) const {
-#pragma unroll
-    for (int n = 0; n < block_q / 8; ++n) {
-      const int column = 8 * n + lane % 4 * 2;
-      const float2 lse = *reinterpret_cast<const float2*>(&lse_log2[column]);
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const int row = at.tile * block_q + column + odd;
-        const Bias* bias = nullptr;
-        const bool* mask = nullptr;
-        if constexpr (has_bias) bias = biases.row(row, extent);
-        if constexpr (has_mask) mask = masks.row(row, extent);
-#pragma unroll
-        for (int e = odd; e < 4; e += 2) {
-          const int key = first_key + lane / 4 + e / 2 * 8;
-          float& x = s[n].x[e];
-          float logit = x * scale_log2;
-          if constexpr (modifies_scores) {
-            float b = 0.f, unused;
-            if constexpr (has_bias)
-              b = as_float(masked ? biases.at(bias, key, extent) : bias[key * biases.column_stride]);
-            logit = modified.logit(x, b, row, key, keeps_derivatives ? derivatives[n].x[e] : unused);
-          }
-          x = exp2_approx(logit - (odd ? lse.y : lse.x));
-          bool kept = true;
-          if constexpr (masked) kept = keep(row, key);
-          if constexpr (has_mask) kept &= masked ? masks.at(mask, key, extent) : mask[key * masks.column_stride];
-          if constexpr (masked || has_mask) x = kept ? x : 0.f;
-        }
-      }
-    }
-  }
-
-  // Weights that are dropped change their sign.
-  __device__ __forceinline__ void drop(Scores64& s, const Walk& at, int key) const {
-#pragma unroll
-    for (int n = 0; n < block_q / 8; n += 2) {
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const uint4 bits = dropout.bits(at.tile * block_q + 8 * n + lane % 4 * 2 + odd, key + lane / 4);
-        const bool second = key / 16 % 2 != 0;  // of the 32 keys that a call serves
-        const u32 words[2] = {second ? bits.z : bits.x, second ? bits.w : bits.y};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& weight = s[n + i % 2].x[i / 2 * 2 + odd];
-          if (!dropout.keeps(words[i / 2], i % 2)) weight = -weight;
-        }
-      }
-    }
+    if constexpr (with_dropout_rate) scores.drop(tile, at.tile * block_q, key() + beyond, lane);
   }
 
   // dP^T becomes dS^T, of weights.
-  __device__ __forceinline__ void derive(Scores64& dp, const Scores64& s, const FragmentC* derivatives, const Walk& at,
-                                         const float* deltas) {
-#pragma unroll
-    for (int n = 0; n < block_q / 8; ++n) {
-      const int column = 8 * n + lane % 4 * 2;
-      const float2 delta = *reinterpret_cast<const float2*>(&deltas[column]);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float x = has_descale ? dp[n].x[e] * dp_factor : dp[n].x[e];
-        if constexpr (with_dropout_rate) x = is_dropped(s[n].x[e]) ? 0.f : x * dropout.factor;
-        dp[n].x[e] = weight_of(s[n].x[e]) * (x - (e % 2 ? delta.y : delta.x));
-      }
-      if constexpr (has_dbias || has_dalibi_slopes) {
-        gradients.add(problem, extent, modified, at.head, at.tile * block_q + column, first_key + lane / 4, dp[n]);
-      }
-      if constexpr (keeps_derivatives) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) dp[n].x[e] *= derivatives[n].x[e];
-      }
-    }
+  __device__ __forceinline__ void derive(Scores64& dp, const Scores64& s, const Derivatives& derivatives,
+                                         const Walk& at, const float* deltas) {
+    scores.derive(reinterpret_cast<FragmentC(&)[1][block_q / 8]>(dp),
+                  reinterpret_cast<const FragmentC(&)[1][block_q / 8]>(s), derivatives, gradients, true, at.head,
+                  at.tile * block_q, key(), lane, dp_factor,
+                  [&](int column) { return *reinterpret_cast<const float2*>(&deltas[column]); });
   }
 };
 

@@ -140,7 +140,7 @@ struct Half {
     for (Walk at = block.first(); at.head <= block.last_head; parity ^= 1, ring.advance()) {
       const int stage = ring.stage;
       Scores64 s;  // S^T, and then P^T
-      FragmentC derivatives[keeps_derivatives ? block_q / 8 : 1];
+      Derivatives derivatives;
       Operand64 operand;
       wait_for_rows<QSlabs>(shared.q_full[stage], shared.q[stage], at, ring.parity);
       score_product<KSlabs, QSlabs>(s, shared.k, shared.q[stage]);
@@ -153,7 +153,7 @@ struct Half {
       for (int n = 0; n < block_q / 8; ++n) {
         shared.p[n][thread()] = float4{s[n].x[0], s[n].x[1], s[n].x[2], s[n].x[3]};
         if constexpr (keeps_derivatives) {
-          const FragmentC& d = derivatives[n];
+          const FragmentC& d = derivatives[0][n];
           shared.derivatives[n][thread()] = float4{d.x[0], d.x[1], d.x[2], d.x[3]};
         }
       }
@@ -177,7 +177,7 @@ struct Half {
     for (Walk at = block.first(); at.head <= block.last_head; parity ^= 1, ring.advance()) {
       const int stage = ring.stage;
       Scores64 p, dp;  // dP^T, and then dS^T
-      FragmentC derivatives[keeps_derivatives ? block_q / 8 : 1];
+      Derivatives derivatives;
       Operand64 operand;
       wait_for_rows<OutSlabs>(shared.dout_full[stage], shared.dout[stage], at, ring.parity);
       score_product<VSlabs, OutSlabs>(dp, shared.v, shared.dout[stage]);
@@ -190,7 +190,7 @@ struct Half {
         p[n] = {x.x, x.y, x.z, x.w};
         if constexpr (keeps_derivatives) {
           const float4 d = shared.derivatives[n][thread()];
-          derivatives[n] = {d.x, d.y, d.z, d.w};
+          derivatives[0][n] = {d.x, d.y, d.z, d.w};
         }
       }
       arrive(shared.p_empty[warp]);
@@ -247,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
 #pragma unroll
       for (FragmentC& c : dv) c = {};
       if (!block.idle()) half.run_values(dv);
-      store_dv(block, dv, half.weights.dropout.factor, first_key, lane);
+      store_dv(block, dv, half.weights.scores.dropout.factor, first_key, lane);
     } else {
       FragmentC dk[KSlabs::columns / 8];
 #pragma unroll

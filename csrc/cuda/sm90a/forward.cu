@@ -176,25 +176,20 @@ struct Producer {
 // What a consumer has to know of an item while it walks over the keys.
 struct Scope {
   const Item& item;
-  float scale;  // of raw scores
-  float scale_log2;
   int row;  // this lane's first
   ScoreRows rows;
   float sink;
 
   __device__ __forceinline__ Scope(const Problem& problem, const Item& item, int own_row)
       : item(item),
-        scale(score_scale_of(problem, item)),
-        scale_log2(scale_log2_of(scale)),
         row(item.place.first_row + own_row),
-        rows(problem, item.place.extent, item.place.batch, item.place.head, scale),
+        rows(problem, item.place.extent, item.place.head, score_scale_of(problem, item)),
         sink(item.place.sink(problem)) {}
 
   static __device__ __forceinline__ float score_scale_of(const Problem& problem, const Item& item) {
     const Descale descale = descale_of(problem, item.place.batch, item.place.kv_head);
     return scale_of(problem, item.place.batch) * descale.query * descale.key;
   }
-  static __device__ __forceinline__ float scale_log2_of(float scale) { return modifies_scores ? 1.f : scale * kLog2e; }
 };
 
 // One warpgroup, with 64 rows.
@@ -270,27 +265,17 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (masked || modifies_scores || has_mask) {
-        scope.rows.modify<masked>(scores, nullptr, scope.row + 8 * half, half, tile * block_kv, lane);
+        scope.rows.logits<masked>(scores, nullptr, scope.row + 8 * half, half, tile * block_kv, lane);
       }
-      float maximum = -JAX_FLASH_INFINITY;
-#pragma unroll
-      for (int n = 0; n < block_kv / 8; ++n) {
-        maximum = fmaxf(maximum, fmaxf(scores[n].x[2 * half], scores[n].x[2 * half + 1]));
-      }
-      shrink[half] = statistics[half].update(quad_max(maximum), scope.scale_log2);
+      shrink[half] = statistics[half].update(quad_max(maximum_of(scores, half)), scope.rows.scale_log2);
       rounding[half] *= shrink[half];
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float scaled_max = statistics[half].scaled_max(scope.scale_log2);
+      statistics[half].weigh(scores, half, scope.rows.scale_log2);
+      if constexpr (masked) {
 #pragma unroll
-      for (int n = 0; n < block_kv / 8; ++n) {
-#pragma unroll
-        for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          scores[n].x[e] = exp2_approx(scores[n].x[e] * scope.scale_log2 - scaled_max);
-          statistics[half].total += scores[n].x[e];
-        }
-        if constexpr (masked) {
+        for (int n = 0; n < block_kv / 8; ++n) {
           const float low = scores[n].x[2 * half], high = scores[n].x[2 * half + 1];
           const u32 both = pack(low, high);
           rounding[half] += as_float(static_cast<u16>(both)) - low;
@@ -319,7 +304,7 @@ struct Consumer {
     for (int half = 0; half < 2; ++half) {
       statistics[half] = RowStatistics();
       rounding[half] = 0.f;
-      if constexpr (has_sinks) statistics[half].begin_with(scope.sink * kLog2e, scope.scale_log2, lane % 4 == 0);
+      if constexpr (has_sinks) statistics[half].begin_with(scope.sink * kLog2e, scope.rows.scale_log2, lane % 4 == 0);
     }
   }
 
@@ -386,7 +371,7 @@ struct Consumer {
       of.total = quad_sum(of.total);
       const float divisor = of.total + quad_sum(rounding[half]);
       float inverse = of.total == 0.f ? 0.f : scope.rows.dropout.factor * descale / divisor;
-      float row_lse = of.lse(scope.scale_log2);
+      float row_lse = of.lse(scope.rows.scale_log2);
       const int t = scope.row + 8 * half;
       if (has_q_lengths && t >= extent.q.length) {
         row_lse = scope.sink;

@@ -1,0 +1,113 @@
+// Scores of which keys run along the rows of the accumulators, and rows of query along their columns, in the backward
+// pass. An accumulator is of 16 keys, of which a lane has `key` and key + 8, and of n8 tiles of rows from `first_row`
+// on, of which it has 8 n + lane % 4 * 2 and the one behind it; m more of them are of the 16 keys 16 * m on.
+#pragma once
+
+#include "cuda/device/backward_block.cuh"
+#include "cuda/device/head_scores.cuh"
+
+namespace jax_flash {
+
+struct ScoreColumns : HeadScores {
+  using HeadScores::HeadScores;
+
+  // Scores become weights; d logit / d (scale * score) goes to `derivatives` where these are kept. `lse_of(column)` are
+  // those of two rows, as backward_lse gives them; -inf may stand for a row whose pairs are all masked, unless
+  // something modifies the scores.
+  template <bool masked, int m_tiles, int n_tiles, int n_derivatives, typename LseOf>
+  __device__ __forceinline__ void weigh(FragmentC (&scores)[m_tiles][n_tiles],
+                                        FragmentC (&derivatives)[m_tiles][n_derivatives], int first_row, int key,
+                                        int lane, const LseOf& lse_of) const {
+#pragma unroll
+    for (int n = 0; n < n_tiles; ++n) {
+      const int column = 8 * n + lane % 4 * 2;
+      const float2 lse_log2 = lse_of(column);
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const int row = first_row + column + odd;
+        const Bias* bias = nullptr;
+        const bool* mask = nullptr;
+        if constexpr (has_bias) bias = biases.row(row, extent);
+        if constexpr (has_mask) mask = masks.row(row, extent);
+#pragma unroll
+        for (int m = 0; m < m_tiles; ++m) {
+#pragma unroll
+          for (int e = odd; e < 4; e += 2) {
+            const int own_key = key + 16 * m + e / 2 * 8;
+            float& x = scores[m][n].x[e];
+            float logit = x * scale_log2;
+            if constexpr (modifies_scores) {
+              float b = 0.f, unused;
+              if constexpr (has_bias) {
+                b = as_float(masked ? biases.at(bias, own_key, extent) : bias[own_key * biases.column_stride]);
+              }
+              logit = modified.logit(x, b, row, own_key, keeps_derivatives ? derivatives[m][n].x[e] : unused);
+            }
+            x = probability(logit, odd ? lse_log2.y : lse_log2.x);
+            bool kept = true;
+            if constexpr (masked) kept = keep(row, own_key);
+            if constexpr (has_mask) {
+              kept &= masked ? masks.at(mask, own_key, extent) : mask[own_key * masks.column_stride];
+            }
+            if constexpr (masked || has_mask) x = kept ? x : 0.f;
+          }
+        }
+      }
+    }
+  }
+
+  // Weights that are dropped change their sign.
+  template <int m_tiles, int n_tiles>
+  __device__ __forceinline__ void drop(FragmentC (&weights)[m_tiles][n_tiles], int first_row, int key, int lane) const {
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m) {
+      const int own_key = key + 16 * m;
+#pragma unroll
+      for (int n = 0; n < n_tiles; n += 2) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          const uint4 bits = dropout.bits(first_row + 8 * n + lane % 4 * 2 + odd, own_key);
+          const bool second = own_key / 16 % 2 != 0;  // of the 32 keys that a call serves
+          const u32 words[2] = {second ? bits.z : bits.x, second ? bits.w : bits.y};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float& weight = weights[m][n + i % 2].x[i / 2 * 2 + odd];
+            if (!dropout.keeps(words[i / 2], i % 2)) weight = -weight;
+          }
+        }
+      }
+    }
+  }
+
+  // Products V dO^T become dS^T, of these weights and of a query head, and add to the gradients of its operands unless
+  // another warp does that for the same pairs.
+  template <int m_tiles, int n_tiles, int n_derivatives, typename DeltaOf>
+  __device__ __forceinline__ void derive(FragmentC (&products)[m_tiles][n_tiles],
+                                         const FragmentC (&weights)[m_tiles][n_tiles],
+                                         const FragmentC (&derivatives)[m_tiles][n_derivatives],
+                                         OperandGradients (&gradients)[m_tiles], bool counts, int head, int first_row,
+                                         int key, int lane, float dp_factor, const DeltaOf& delta_of) const {
+#pragma unroll
+    for (int n = 0; n < n_tiles; ++n) {
+      const int column = 8 * n + lane % 4 * 2;
+      const float2 delta = delta_of(column);
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m) {
+        FragmentC& ds = products[m][n];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          ds.x[e] = derived(weights[m][n].x[e], ds.x[e], e % 2 ? delta.y : delta.x, dp_factor, dropout.factor);
+        }
+        if constexpr (has_dbias || has_dalibi_slopes) {
+          if (counts) gradients[m].add(problem, extent, modified, head, first_row + column, key + 16 * m, ds);
+        }
+        if constexpr (keeps_derivatives) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) ds.x[e] *= derivatives[m][n].x[e];
+        }
+      }
+    }
+  }
+};
+
+}  // namespace jax_flash
