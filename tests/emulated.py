@@ -30,7 +30,7 @@ KERNEL = ["-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-fno-exceptions", "
 warnings would be of #pragma unroll and of results that inline PTX no longer sets."""
 
 ENVIRONMENT = {"JAX_FLASH_SPLIT_KV": "0"}
-"""For the process: the split-KV forward is sm80's kernel, of mma.sync."""
+"""For the process, unless the split-KV forward is wanted, which would serve most of these problems."""
 
 
 def build(folder: pathlib.Path, sources: pathlib.Path = ROOT / "csrc") -> ctypes.CDLL:
@@ -113,7 +113,7 @@ class Call:
         for name in problem.results(kernel_pass):
             self.outputs[name] = problem.output(name)
             self.put(name, self.outputs[name].array)
-        self.wanted = emulator.call_scratch(self.call) if kernel_pass == "backward" else 0
+        self.wanted = emulator.call_scratch(self.call, int(kernel_pass == "backward"))
         self.give_scratch(self.wanted)
 
     def __del__(self) -> None:
@@ -392,7 +392,6 @@ def in_a_child(run: Callable[[], str]) -> str:
 
 
 def main() -> None:
-    os.environ.update(ENVIRONMENT)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("passes", choices=["forward", "backward", "both"])
     parser.add_argument("--family", choices=["sm90a", "sm80"], default="sm90a")
@@ -404,11 +403,14 @@ def main() -> None:
     parser.add_argument("--value_head_dim", type=int)
     parser.add_argument("-o", "--options", default="", help=f"some of {','.join(OPTIONS)}")
     parser.add_argument("--seeds", type=int, default=4, help="how many orders to run in; see emulator.cc")
+    parser.add_argument("--split_kv", action="store_true", help="let the split-KV forward serve small problems (sm80)")
     parser.add_argument("--omit", action="store_true", help="leave each wait off in turn: some order must go wrong")
     parser.add_argument("--first_seed", type=int, default=0)
     parser.add_argument("--sources", type=pathlib.Path, default=ROOT / "csrc", help="the folder csrc to take")
     parser.add_argument("--keep", type=pathlib.Path, help="folder for sources and objects")
     a = parser.parse_args()
+    if not a.split_kv:
+        os.environ.update(ENVIRONMENT)
     folder = a.keep or pathlib.Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     emulator = build(folder, a.sources)

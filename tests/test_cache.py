@@ -201,6 +201,7 @@ EVERYTHING = {
 } | {"window_left": 5, "window_right": 7, "softcap": 2.0, "dropout_rate": 0.5}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_names_of_many_options_are_short_enough(tmp_path: pathlib.Path) -> None:
     """Of 255 bytes, which file systems take; encrypted ones take 143, and a temporary name is up to 26 longer."""
     kernels = [{**KERNEL, "options": options} for options in (EVERYTHING, {**EVERYTHING, "has_sinks": False})]

@@ -238,7 +238,10 @@ print(json.dumps([_core.cuda_status()["nvrtc"][0], rows]))
     [(arch, nvrtc) for arch in OLD_WARPS for nvrtc in nvrtcs(arch)],
     ids=lambda x: str(x).split(" ", maxsplit=1)[0],
 )
-def test_gates_of_old_gpus(arch: int, nvrtc: str, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    "widths", [(128,), *(pytest.param(x, marks=pytest.mark.slow) for x in ((40, 64, 96), (160, 192, 256)))]
+)
+def test_gates_of_old_gpus(arch: int, nvrtc: str, widths: tuple[int, ...], tmp_path: pathlib.Path) -> None:
     """Nothing is spilled, whatever the option: what would spill with options has another row for calls without
     (`plain` in tiles.h). With the backward that is the default there, the one without atomic additions."""
     plain = {"plain": {}, "scaled": {"causal": True, "has_descale": True}}
@@ -250,6 +253,7 @@ def test_gates_of_old_gpus(arch: int, nvrtc: str, tmp_path: pathlib.Path) -> Non
         128: plain | GROUPED,
         256: plain | heavy,
     }
+    of_head_dim = {head_dim: of_head_dim[head_dim] for head_dim in widths}
     path = nvrtc[nvrtc.index("(") + 1 : -1]
     variants = [(h, [{"deterministic": True, **on} for on in named.values()]) for h, named in of_head_dim.items()]
     argument = json.dumps([path, arch, str(tmp_path), variants, LONG])

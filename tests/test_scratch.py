@@ -92,6 +92,7 @@ def test_sequences_without_number() -> None:
         assert _core.group_splits(**sizes, head_dim=64, value_head_dim=64, options=options) == 1
 
 
+@pytest.mark.slow
 def test_the_machine_does_not_matter() -> None:
     """What is lowered on one instruction set runs on another, which copies rows of bfloat16 in its own way."""
     wanted = [_core.scratch(batch=3, **call) for call in CALLS]

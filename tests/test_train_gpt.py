@@ -54,6 +54,7 @@ def losses(folder):
     return train, {int(row["step"]): float(row["validation"]) for row in rows if row["validation"]}
 
 
+@pytest.mark.slow
 @needs_cpu
 def test_cpu_and_reference_learn_the_same(gpt, tmp_path, capsys):
     curves = {}
@@ -82,6 +83,7 @@ def test_the_step_calls_the_kernel_that_was_asked_for(gpt, name, calls):
     assert ("jax_flash_backward" in lowered) == calls
 
 
+@pytest.mark.slow
 def test_resumed_after_ctrl_c_it_learns_as_if_never_stopped(gpt, tmp_path, monkeypatch, capsys):
     flags = [*SMALL, "--steps", "24", "--log-every", "5", "--eval-every", "8"]
     assert gpt.main([*flags, "--out", str(tmp_path / "straight")]) == 0
@@ -108,6 +110,7 @@ def test_resumed_after_ctrl_c_it_learns_as_if_never_stopped(gpt, tmp_path, monke
         np.testing.assert_equal(straight, stopped)
 
 
+@pytest.mark.slow
 def test_resumed_with_more_steps_and_newest_by_default(gpt, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert gpt.main([*SMALL, "--steps", "3", "--seed", "5"]) == 0
@@ -138,6 +141,7 @@ def test_bfloat16_learns(gpt, tmp_path):
     assert train[-10:].mean() < 3.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_cached_logits_are_those_of_a_whole_pass(gpt, implementation):
     model = gpt.GPT(small_config(gpt), implementation, rngs=nnx.Rngs(1))
@@ -154,6 +158,7 @@ def test_cached_logits_are_those_of_a_whole_pass(gpt, implementation):
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("count", [1, 15])
 def test_generated_bytes_are_the_likeliest_of_a_whole_pass(gpt, implementation, count):

@@ -57,6 +57,7 @@ def test_a_row_is_replaced_and_others_stay() -> None:
     assert set(map(str, _tuned.load())) == {str(other), str(again)}
 
 
+@pytest.mark.slow
 def test_what_is_compiled(cache: pathlib.Path) -> None:
     """A tuned row makes another kernel, for calls without options and on that GPU alone."""
 
@@ -116,6 +117,7 @@ def test_refused(cache: pathlib.Path, content: Any, message: str) -> None:
     assert _tuned.load() == [TUNED]
 
 
+@pytest.mark.slow
 def test_at_import() -> None:
     """A process takes what is stored; a stale file is a warning, and no more."""
     code = "from jax_flash._native import _core as c"
@@ -191,6 +193,7 @@ def test_the_tables_rows_are_among_the_candidates(arch: int, family: str, pass_:
     assert row["row"] in candidates or family in ("sm70", "sm75")
 
 
+@pytest.mark.slow
 def test_what_the_compiler_refuses() -> None:
     """No GPU is needed to see what does not compile, does not fit or spills."""
     small = _tuned.tile_row(block_q=64, block_kv=64, warps=4)

@@ -1,5 +1,5 @@
 // CUDA's words for a build of the device sources by the host's compiler. Inline PTX is left out: what it does is in the
-// files here that take the place of csrc/cuda/device/{opaque,arithmetic,pack,shared_memory}.cuh,
+// files here that take the place of csrc/cuda/device/{opaque,arithmetic,named_barriers,pack,shared_memory}.cuh,
 // csrc/cuda/sm80/instructions.cuh and csrc/cuda/sm90a/hopper.cuh. What accesses shared memory by a pointer is seen by
 // the calls that -fsanitize=thread makes of every access.
 #pragma once
@@ -10,11 +10,15 @@
 #define asm(...) (void)0
 #define volatile(...) ("")
 
+#ifndef __CUDA_ARCH__
+#define __CUDA_ARCH__ 800  // what stands behind `#if __CUDA_ARCH__ >= 900` is inline PTX: clusters, additions of four
+#endif
+
 #define __device__
 #define __host__
 #define __global__
 #define __constant__
-#define __shared__
+#define __shared__  // of one block at a time: what is static, and `memory`
 #define __grid_constant__
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
@@ -125,5 +129,12 @@ inline int __double2int_rd(double x) { return static_cast<int>(__builtin_floor(x
 inline unsigned __umulhi(unsigned x, unsigned y) {
   return static_cast<unsigned>(static_cast<unsigned long long>(x) * y >> 32);
 }
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const unsigned long long both = static_cast<unsigned long long>(y) << 32 | x;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return result;
+}
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }

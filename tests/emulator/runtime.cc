@@ -54,7 +54,7 @@ void Driver::ready(CuKernel, int, int) const {}
 bool Driver::capturing(CuStream) const { return false; }
 
 void Driver::launch_small(CuKernel, unsigned, unsigned, unsigned, CuStream, const void* const*, unsigned) const {
-  throw std::logic_error("the emulator has no split-KV kernels");
+  throw std::logic_error("the emulator has no clusters, and no kernels that start ahead");
 }
 
 void Driver::launch(CuKernel kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, CuStream,
@@ -103,6 +103,9 @@ Loaded kernels_of(const Variant& variant, int) {
          << "extern \"C\" void emulated_main(const Problem& problem"
          << (has_maps ? ", const TensorMaps& maps) { " : ") { ") << entry
          << (has_maps ? "(problem, maps); }\n" : "(problem); }\n");
+    if (variant.pass == Pass::forward_split_kv) {
+      file << "extern \"C\" void emulated_combine(const Problem& problem) { jax_flash_combine(problem); }\n";
+    }
     if (variant.pass == Pass::backward) {
       file << "extern \"C\" void emulated_sum_splits(const Problem& problem) { jax_flash_sum_splits(problem); }\n";
       file << "extern \"C\" void emulated_sum_slopes(const Problem& problem) { jax_flash_sum_slopes(problem); }\n";
@@ -124,6 +127,7 @@ Loaded kernels_of(const Variant& variant, int) {
                      reinterpret_cast<decltype(Emulated::of_problem)>(problem ? dlsym(library, problem) : nullptr)});
   };
   loaded.main = has_maps ? kernel("emulated_main", nullptr) : kernel(nullptr, "emulated_main");
+  if (loaded.traits.combine_warps) loaded.combine = kernel(nullptr, "emulated_combine");
   if (loaded.traits.splits_groups) loaded.sum_splits = kernel(nullptr, "emulated_sum_splits");
   if (loaded.traits.convert_warps) loaded.convert_dq = kernel(nullptr, "emulated_convert_dq");
   if (variant.pass == Pass::backward && variant.options.has_dalibi_slopes) {
@@ -237,7 +241,9 @@ EMULATOR_CALL int call_array(Call* call, const char* name_, void* data, const lo
   return 0;
 }
 
-EMULATOR_CALL long long call_scratch(Call* call) { return backward_scratch(call->dtype, call->problem); }
+EMULATOR_CALL long long call_scratch(Call* call, int backward) {
+  return backward ? backward_scratch(call->dtype, call->problem) : forward_scratch(call->dtype, call->problem);
+}
 EMULATOR_CALL void call_scratch_elements(Call* call, long long elements) { call->scratch_elements = elements; }
 
 namespace {

@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(32 * combine_warps)
     jax_flash_combine(const __grid_constant__ Problem problem) {
   constexpr int most = kMostSlices / 32;  // slices whose statistics a lane holds
   constexpr int fours = value_head_dim / 4, own_fours = ceil_div(fours, 32);
-  __shared__ float4 sums[combine_warps][fours];
+  static __shared__ float4 sums[combine_warps][fours];
 
   const Scratch scratch(problem);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

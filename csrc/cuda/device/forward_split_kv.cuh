@@ -11,6 +11,7 @@
 #pragma once
 
 #include "cuda/device/cluster.cuh"
+#include "cuda/device/named_barriers.cuh"
 #include "cuda/device/partial_softmax.cuh"
 #include "cuda/device/score_rows.cuh"
 #include "cuda/device/softmax.cuh"
@@ -91,7 +92,7 @@ JAX_FLASH_DEVICE void team_sync(int team) {
   } else if constexpr (teams == 1) {
     __syncthreads();
   } else {
-    asm volatile("barrier.sync %0, %1;" ::"r"(team + 1), "n"(team_threads) : "memory");
+    named_sync_unaligned(team + 1, team_threads);
   }
 }
 

@@ -28,26 +28,6 @@ extern "C" __constant__ KernelTraits jax_flash_forward_single_tile_traits = {
     .starts_ahead = may_start_ahead,
 };
 
-// What is not `valid` stays as it is.
-JAX_FLASH_DEVICE void load_global(u32& x, const Element* from, bool valid) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.u32 %0, [%1];}"
-               : "+r"(x)
-               : "l"(from), "r"(static_cast<int>(valid))
-               : "memory");
-}
-JAX_FLASH_DEVICE void load_global(u32 (&x)[1][2], const Element* from, bool valid) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %3, 0; @p ld.global.v2.u32 {%0, %1}, [%2];}"
-               : "+r"(x[0][0]), "+r"(x[0][1])
-               : "l"(from), "r"(static_cast<int>(valid))
-               : "memory");
-}
-JAX_FLASH_DEVICE void load_global(u32 (&x)[2][2], const Element* from, bool valid) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"
-               : "+r"(x[0][0]), "+r"(x[0][1]), "+r"(x[1][0]), "+r"(x[1][1])
-               : "l"(from), "r"(static_cast<int>(valid))
-               : "memory");
-}
-
 // A row of query or key as operands of products. Which of its columns are multiplied in which step is all the same, if
 // it is for both: those of a lane lie side by side in memory.
 struct RowOperand {

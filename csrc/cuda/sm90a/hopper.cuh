@@ -4,6 +4,7 @@
 
 #include "cuda/device/hardware_lanes.cuh"
 #include "cuda/device/lanes.cuh"
+#include "cuda/device/named_barriers.cuh"
 #include "cuda/device/prelude.cuh"
 #include "cuda/sm90a/operands.cuh"
 #include "cuda/tensor_maps.h"
@@ -35,15 +36,6 @@ JAX_FLASH_DEVICE void barrier_wait(u32 barrier, u32 parity) {
       "}" ::"r"(barrier),
       "r"(parity)
       : "memory");
-}
-
-// The hardware's 16 numbered barriers, 0 being that of __syncthreads(): `threads` counts those that arrive and those
-// that wait.
-JAX_FLASH_DEVICE void named_sync(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-JAX_FLASH_DEVICE void named_arrive(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // setmaxnreg moves registers between warpgroups: all warps of one state how many a thread needs, a multiple of 8.

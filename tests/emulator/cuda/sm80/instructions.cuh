@@ -39,4 +39,9 @@ static inline void multiply_16bit(FragmentC& c, const Matrix4& a, u32 b0, u32 b1
   }
 }
 
+template <typename Words>
+inline void load_global(Words& x, const Element* from, bool valid) {
+  if (valid) __builtin_memcpy(&x, from, sizeof(x));
+}
+
 }  // namespace jax_flash

@@ -3,6 +3,7 @@
 
 #include "cuda/device/hardware_lanes.cuh"
 #include "cuda/device/lanes.cuh"
+#include "cuda/device/named_barriers.cuh"
 #include "cuda/device/prelude.cuh"
 #include "cuda/sm90a/operands.cuh"
 #include "cuda/tensor_maps.h"
@@ -16,13 +17,6 @@ inline void barriers_ready() {}
 inline void barrier_arrive(u32 barrier, EMULATOR_SITE) { emulator::barrier_arrive(barrier, site); }
 inline void barrier_expect(u32 barrier, u32 bytes, EMULATOR_SITE) { emulator::barrier_expect(barrier, bytes, site); }
 inline void barrier_wait(u32 barrier, u32 parity, EMULATOR_SITE) { emulator::barrier_wait(barrier, parity, site); }
-
-inline void named_sync(int barrier, int threads, EMULATOR_SITE) {
-  emulator::named_barrier(barrier, threads, true, site);
-}
-inline void named_arrive(int barrier, int threads, EMULATOR_SITE) {
-  emulator::named_barrier(barrier, threads, false, site);
-}
 
 template <int registers>
 void warpgroup_reg_dealloc(EMULATOR_SITE) {
