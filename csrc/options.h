@@ -9,12 +9,16 @@
 //                                compiled with `with_<name>`
 //   OPERAND(type, name, dims)    an optional array: `problem.<name>`, null when absent; a CUDA kernel is compiled with
 //                                `has_<name>`
+//   PLAIN(type, name, dims)      an OPERAND with which a call is still plain: is_plain() in cuda/tiles.h
 //   TRAINABLE(type, name, dims)  an OPERAND with a gradient: the backward pass adds it to `problem.d<name>`, null when
 //                                nobody asks for it; a CUDA kernel is compiled with `has_d<name>`
 //
-// `dims` has a letter for each dimension: b batch, d sequences, e sequences + 1, n query heads, t and s lengths,
-// i and j lengths in blocks of kSegmentBlock, 2 a pair. Arrays are dense and row-major. Those marked * may have size 1
-// in any dimension, which is then broadcast: their strides stand in Problem.
+// `dims` has a letter for each dimension: b batch, d sequences, e sequences + 1, n query heads, k key heads, t and s
+// lengths, i and j lengths in blocks of kSegmentBlock, 2 a pair, 5 a record of five. Arrays are dense and row-major.
+// One that has `<name>_strides` in Problem may have size 1 in any dimension, which is then broadcast.
+//
+// A `void` array is float32, or float64 for float64 inputs. One that has a CONSTANT `wide_<name>` is so where that is
+// true, and has the query's dtype where it is false.
 //
 // A *sequence* is a range of the packed rows of one batch entry that attends to itself alone (attention_varlen). A
 // batch entry is one sequence unless cu_q_lengths and cu_kv_lengths say otherwise.
@@ -22,13 +26,13 @@
 // This header is compiled by the host compiler and by NVRTC, so it includes nothing.
 #pragma once
 
-#define JAX_FLASH_OPTIONS(CONSTANT, VALUE, FEATURE, OPERAND, TRAINABLE)                                             \
+#define JAX_FLASH_FIELDS(CONSTANT, VALUE, FEATURE, OPERAND, PLAIN, TRAINABLE)                                       \
   /* keep key position <= query position */                                                                         \
   CONSTANT(bool, causal)                                                                                            \
   /* float32 products at float32 accuracy rather than TF32's; false for other dtypes. With descale: the float16 */  \
   /* arrays have two limbs, side by side in every row */                                                            \
   CONSTANT(bool, highest_precision)                                                                                 \
-  /* bias is float32 (float64 for float64 inputs) whatever the query's dtype; else it has that one */               \
+  /* bias is float32 (float64 for float64 inputs); else it has the query's dtype */                                 \
   CONSTANT(bool, wide_bias)                                                                                         \
   /* gradients are summed in one order; false allows it where it costs nothing */                                   \
   CONSTANT(bool, deterministic)                                                                                     \
@@ -43,15 +47,15 @@
   FEATURE(double, softcap, 0)                                                                                       \
   /* weights are dropped with probability round(65536 * dropout_rate) / 65536: see dropout_seeds */                 \
   FEATURE(double, dropout_rate, 0)                                                                                  \
-  /* multiplies the scores in place of `scale`; float32 (float64 for float64 inputs), > 0 */                        \
-  OPERAND(void, traced_scale, "b")                                                                                  \
+  /* multiplies the scores in place of `scale`; > 0 */                                                              \
+  PLAIN(void, traced_scale, "b")                                                                                    \
   /* window_left and window_right in place of these, which are absent then; of either sign, 2147483647: no limit */ \
   OPERAND(int, window_bounds, "b2")                                                                                 \
   /* position of query row 0 of a sequence, whose keys begin at position 0; absent means 0 */                       \
-  OPERAND(int, q_offset, "bd")                                                                                      \
+  PLAIN(int, q_offset, "bd")                                                                                        \
   /* rows from these on are padding: never read, results 0, lse as of a row that keeps no key; >= 0 */              \
-  OPERAND(int, q_lengths, "b")                                                                                      \
-  OPERAND(int, kv_lengths, "b")                                                                                     \
+  PLAIN(int, q_lengths, "b")                                                                                        \
+  PLAIN(int, kv_lengths, "b")                                                                                       \
   /* sequence d has rows [cu[d], cu[d + 1]); rows from cu[sequences] on are in none, and are padding */             \
   OPERAND(int, cu_q_lengths, "be")                                                                                  \
   OPERAND(int, cu_kv_lengths, "be")                                                                                 \
@@ -67,13 +71,17 @@
   OPERAND(unsigned, dropout_seeds, "bdn2")                                                                          \
   /* factors that undo the scales of query, key, value and dout, float16 arrays that stand for float32 ones, and */ \
   /* the scale of dS; results are float32 then */                                                                   \
-  OPERAND(float, descale, "bk5")                                                                                    \
-  /* float32 (float64 for float64 inputs): exp(sink) joins the sum of exponentials */                               \
-  OPERAND(void, sinks, "bn")                                                                                        \
-  /* float32 (float64 for float64 inputs): scores become scores - slope * |query position - key position| */        \
+  PLAIN(float, descale, "bk5")                                                                                      \
+  /* exp(sink) joins the sum of exponentials */                                                                     \
+  PLAIN(void, sinks, "bn")                                                                                          \
+  /* scores become scores - slope * |query position - key position| */                                              \
   TRAINABLE(void, alibi_slopes, "bdn")                                                                              \
-  /* * added to the scores; dtype: see wide_bias */                                                                 \
+  /* added to the scores */                                                                                         \
   TRAINABLE(void, bias, "bnts")
+
+// The fields where it does not matter which operands are PLAIN.
+#define JAX_FLASH_OPTIONS(CONSTANT, VALUE, FEATURE, OPERAND, TRAINABLE) \
+  JAX_FLASH_FIELDS(CONSTANT, VALUE, FEATURE, OPERAND, OPERAND, TRAINABLE)
 
 namespace jax_flash {
 

@@ -18,8 +18,8 @@ HEADER = pathlib.Path(__file__).parent.parent / "csrc" / "options.h"
 def entries() -> list[tuple[str, str, str, str]]:
     """(kind, type, name, third argument or nothing) of the field list, in its order."""
     text = HEADER.read_text(encoding="utf-8")
-    body = text[text.index("#define JAX_FLASH_OPTIONS(") :].split("\n\n")[0].split("\n", 1)[1]
-    kinds = "CONSTANT|VALUE|FEATURE|OPERAND|TRAINABLE"
+    body = text[text.index("#define JAX_FLASH_FIELDS(") :].split("\n\n")[0].split("\n", 1)[1]
+    kinds = "CONSTANT|VALUE|FEATURE|OPERAND|PLAIN|TRAINABLE"
     return re.findall(rf'\b({kinds})\((\w+), (\w+)(?:, "?(\w+)"?)?\)', body)
 
 
@@ -27,7 +27,8 @@ def test_the_header_is_read() -> None:
     assert ("CONSTANT", "bool", "causal", "") in entries()
     assert ("VALUE", "double", "scale", "") in entries()
     assert ("FEATURE", "int", "window_left", "2147483647") in entries()
-    assert ("OPERAND", "int", "q_offset", "bd") in entries()
+    assert ("OPERAND", "int", "cu_q_lengths", "be") in entries()
+    assert ("PLAIN", "int", "q_offset", "bd") in entries()
     assert ("TRAINABLE", "void", "bias", "bnts") in entries()
 
 
@@ -45,7 +46,9 @@ def test_absent_features_agree() -> None:
 
 
 def test_operands_agree() -> None:
-    operands = {name: (kind, type_, dims) for kind, type_, name, dims in entries() if kind in ("OPERAND", "TRAINABLE")}
+    operands = {
+        name: (kind, type_, dims) for kind, type_, name, dims in entries() if kind in ("OPERAND", "PLAIN", "TRAINABLE")
+    }
     assert tuple((name, dims) for name, (_, _, dims) in operands.items()) == _core.OPERANDS
     assert tuple(OPERANDS) == tuple(operands), "in one order"
     dtypes = {"int": {"int32"}, "unsigned": {"uint32"}, "bool": {"bool"}}

@@ -1,7 +1,6 @@
 // THE table: which tile row a kernel is compiled with, by family, pass, head_dim and the shared memory there is.
 #pragma once
 
-#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -31,7 +30,7 @@ struct TileRule {
   int max_head_dim;  // serves head dims up to this
   int shared_kb;     // needs so much dynamic shared memory a block
   TileRow row;
-  bool plain = false;  // for calls alone where between product and softmax there is a scale and `causal` at most
+  bool plain = false;  // for plain calls alone: see is_plain()
 };
 
 namespace rules {
@@ -203,11 +202,19 @@ inline int shared_kb_of(int arch) {
   }
 }
 
+// Whether a call has the main loop of one without options: between product and softmax there is a scale and `causal` at
+// most.
 inline bool is_plain(const Options& options) {
-  constexpr int unlimited = std::numeric_limits<int>::max();
-  return options.softcap == 0 && options.window_left == unlimited && options.window_right == unlimited &&
-         options.dropout_rate == 0 && !options.has_bias && !options.has_alibi_slopes && !options.has_mask &&
-         !options.has_q_segment_ids && !options.has_cu_q_lengths && !options.has_window_bounds;
+  bool plain = true;
+#define JAX_FLASH_NOTHING(...)
+#define JAX_FLASH_FEATURE(type, name, absent) plain &= options.name == absent;
+#define JAX_FLASH_OPERAND(type, name, dims) plain &= !options.has_##name;
+  JAX_FLASH_FIELDS(JAX_FLASH_NOTHING, JAX_FLASH_NOTHING, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND, JAX_FLASH_NOTHING,
+                   JAX_FLASH_OPERAND)
+#undef JAX_FLASH_OPERAND
+#undef JAX_FLASH_FEATURE
+#undef JAX_FLASH_NOTHING
+  return plain;
 }
 
 // nullptr where no row serves. `rows` is the block_q that is wanted; 0: any.
