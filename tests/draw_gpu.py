@@ -98,7 +98,7 @@ def draw(family: str, number: int) -> Drawing:
     program = dataclasses.replace(program, options=tuple(sorted(options.items())))
     if options.get("precision") == "highest":
         split_kv = False  # arrays of two limbs have no such kernel
-        if max(program.head_dims) > (128 if family in choice.FLOAT16_FAMILIES else 256):
+        if max(program.head_dims) > (128 if family in _core.FLOAT16_FAMILIES else 256):
             program = dataclasses.replace(program, head_dims=(64, 64))
     return Drawing(program, split_kv)
 

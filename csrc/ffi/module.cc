@@ -166,6 +166,10 @@ NB_MODULE(_core, m) {
 #undef JAX_FLASH_NOTHING
   m.attr("OPERANDS") = nb::tuple(operands);
 
+  nb::list float16_families;
+  for (const std::string& family : cuda::float16_families()) float16_families.append(family);
+  m.attr("FLOAT16_FAMILIES") = nb::tuple(float16_families);
+
   m.def(
       "handlers",
       [](bool records) {

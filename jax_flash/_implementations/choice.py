@@ -47,8 +47,6 @@ class Rule:
 
 CUDA_DTYPES = ("float16", "bfloat16", "float32")
 CUDA_HEAD_DIM = 256
-FLOAT16_FAMILIES = ("sm70", "sm75")
-"""Kernel families of GPUs whose tensor cores take float16 alone. They sum gradients without atomic additions."""
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "cuda": (
@@ -86,7 +84,7 @@ def has_gpu() -> bool:
 def has_old_gpu() -> bool:
     """Whether a CUDA device here is served by a family for float16 alone, which other dtypes are brought to."""
     return bool(_cuda_devices()) and any(
-        device["family"] in FLOAT16_FAMILIES for device in registration.cuda_status()["devices"]
+        device["family"] in _core.FLOAT16_FAMILIES for device in registration.cuda_status()["devices"]
     )
 
 

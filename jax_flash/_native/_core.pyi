@@ -12,6 +12,9 @@ RECORD_API_VERSIONS: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
 OPERANDS: tuple[tuple[str, str], ...]
 """(name, dims) of the options that are arrays, in the order in which the handlers take them."""
 
+FLOAT16_FAMILIES: tuple[str, ...]
+"""Kernel families of GPUs whose tensor cores take float16 alone, to which other dtypes are brought."""
+
 def handlers(*, records: bool) -> dict[str, dict[str, Any]]:
     """Platform -> custom call target -> handler, as ``jax.ffi.register_ffi_target`` takes it; with ``records`` those
     too by which XLA records kernels into CUDA graphs."""

@@ -118,6 +118,9 @@ Status status();
 // less than otherwise on some.
 int largest_head_dim(int arch, bool highest_precision);
 
+// The kernel families whose matrix products take float16 alone.
+std::vector<std::string> float16_families();
+
 // Whether dQ has a pass of its own on an architecture, also where nobody asks for one order of its sums.
 bool separate_dq(int arch, int largest_head_dim);
 

@@ -114,6 +114,14 @@ Choice choose(int arch, Pass pass, int head_dim, const std::string& gpu) {
   return {variant.family, variant.tile, variant.tuned, 1024 * shared_kb_of(arch)};
 }
 
+std::vector<std::string> float16_families() {
+  std::vector<std::string> names;
+  for (const Family& family : kFamilies) {
+    if (family.float16_only) names.push_back(family.name);
+  }
+  return names;
+}
+
 bool separate_dq(int arch, int largest_head_dim) {
   return separate_dq(served_family(arch), Options{}, largest_head_dim);
 }
