@@ -1,5 +1,6 @@
 """attention() and attention_varlen(): they check their arguments, make the option record, and own the derivative."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
@@ -10,7 +11,15 @@ import numpy as np
 
 from jax_flash._call import checks
 from jax_flash._call import dtypes as _dtypes
-from jax_flash._call.options import OPERANDS, UNLIMITED, Implementation, Options, Precision
+from jax_flash._call.options import (
+    OPERANDS,
+    UNLIMITED,
+    Implementation,
+    Options,
+    Precision,
+    positions_matter,
+    segment_ranges,
+)
 from jax_flash._implementations import choice, chunked, dropout, reference, scores, varlen, varying
 from jax_flash._native import private, registration
 
@@ -203,12 +212,10 @@ def attention(
     operands = record.operands
     wide = _dtypes.accumulation_dtype(query.dtype)
     scores_shape = (*leading, q_heads, q_length, kv_length)
-    wide_bias = False
     if bias is not None:
         dtypes = [x for x in _dtypes.INPUTS if np.dtype(jnp.dtype(x)).itemsize <= wide.itemsize]
         bias = checks.scores("bias", bias, scores_shape, dtypes)
-        wide_bias = bias.dtype != query.dtype
-        operands["bias"] = bias.astype(wide) if wide_bias else bias
+        operands["bias"] = bias if bias.dtype == query.dtype else bias.astype(wide)
     if mask is not None:
         operands["mask"] = checks.scores("mask", mask, scores_shape, ["bool"])
     for name, other, ids, length in (
@@ -222,7 +229,7 @@ def attention(
     for name, lengths, limit in (("q_lengths", q_lengths, q_length), ("kv_lengths", kv_lengths, kv_length)):
         if lengths is not None:
             operands[name] = checks.lengths(name, lengths, leading, limit).reshape(-1)
-    options = record.options(wide_bias=wide_bias)
+    options = record.options
     choice.check_implementation(implementation, query, value, options)
 
     if 0 in query.shape or kv_length == 0:
@@ -235,7 +242,7 @@ def attention(
 
     for name in ("q_segment_ids", "kv_segment_ids"):
         if name in operands:
-            operands[name.replace("_ids", "_ranges")] = scores.segment_ranges(operands[name])
+            operands[name.replace("_ids", "_ranges")] = segment_ranges(operands[name])
     batch = math.prod(leading)
     query4, key4, value4 = (x.reshape(batch, *x.shape[-3:]) for x in (record.query, key, value))
     if record.scale is not None:
@@ -383,7 +390,7 @@ def attention_varlen(
     )
     record = _record(arguments, query, (sequences,), q_heads)
     return_lse = checks.boolean("return_lse", return_lse)
-    options = record.options(sequences=sequences)
+    options = dataclasses.replace(record.options, sequences=sequences)
     choice.check_implementation(implementation, query, value, options)
 
     if 0 in query.shape or kv_tokens == 0:
@@ -399,7 +406,6 @@ def attention_varlen(
     packed_query = record.query[None]
     if record.scale is not None:
         packed_query, operands["traced_scale"] = _with_positive_scale(record.scale, packed_query, operands)
-    options = record.options(sequences=sequences)
     out, lse = _run(options, _Static(implementation, limits), packed_query, key[None], value[None], operands)
     return (out[0], lse[0]) if return_lse else out[0]
 
@@ -427,11 +433,8 @@ class _Arguments(NamedTuple):
 class _Record(NamedTuple):
     query: jax.Array  # with the sign of the scale, if that is a number
     scale: jax.Array | None  # a scalar, if it is no number
-    fields: dict[str, Any]  # of Options
+    options: Options
     operands: dict[str, jax.Array]  # of a batch, with one sequence each
-
-    def options(self, **fields: Any) -> Options:
-        return Options(**self.fields, **fields)
 
 
 def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q_heads: int) -> _Record:
@@ -449,33 +452,32 @@ def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q
         bounds = jnp.stack([jnp.asarray(left, jnp.int32), jnp.asarray(right, jnp.int32)])
         operands["window_bounds"] = jnp.broadcast_to(bounds, (math.prod(leading), 2))
         left = right = UNLIMITED
-    fields = {
-        "causal": causal,
-        "softcap": checks.positive_or_none("softcap", arguments.softcap),
-        "window_left": left,
-        "window_right": UNLIMITED if causal else right,  # causal is the narrower
-        "dropout_rate": rate,
-        "deterministic": choice.deterministic_by_default() if deterministic is None else deterministic,
-        "highest_precision": checks.highest_precision(arguments.precision, query.dtype),
-    }
-    in_window = left != UNLIMITED or fields["window_right"] != UNLIMITED or "window_bounds" in operands
-    positions_matter = causal or in_window or arguments.alibi_slopes is not None
-    if offset is not None and positions_matter:
-        operands["q_offset"] = offset.reshape(-1, 1)
+    options = Options(
+        causal=causal,
+        scale=1.0 if isinstance(scale, jax.Array) else abs(scale) or 1.0,  # the query takes the sign
+        softcap=checks.positive_or_none("softcap", arguments.softcap),
+        window_left=left,
+        window_right=UNLIMITED if causal else right,  # causal is the narrower
+        dropout_rate=rate,
+        deterministic=choice.deterministic_by_default() if deterministic is None else deterministic,
+        highest_precision=checks.highest_precision(arguments.precision, query.dtype),
+    )
     if arguments.alibi_slopes is not None:
         slopes = checks.per_head("alibi_slopes", arguments.alibi_slopes, (*leading, q_heads), wide)
         operands["alibi_slopes"] = slopes.reshape(-1, 1, q_heads)
+    if offset is not None and positions_matter(options, operands):
+        operands["q_offset"] = offset.reshape(-1, 1)
     if arguments.sinks is not None:
         operands["sinks"] = checks.per_head("sinks", arguments.sinks, (*leading, q_heads), wide).reshape(-1, q_heads)
     if dropout_key is not None:
         seeds = dropout.seeds(dropout_key, leading, q_heads)
         operands["dropout_seeds"] = seeds.reshape(-1, 1, q_heads, 2)
     if isinstance(scale, jax.Array):
-        return _Record(query, scale, {**fields, "scale": 1.0}, operands)
+        return _Record(query, scale, options, operands)
     if scale <= 0:
         # The kernels take the maximum of the raw scores, which wants a scale > 0. The product has the right derivative.
-        query, scale = query * jnp.asarray(np.sign(scale), query.dtype), abs(scale) or 1.0
-    return _Record(query, None, {**fields, "scale": scale}, operands)
+        query = query * jnp.asarray(np.sign(scale), query.dtype)
+    return _Record(query, None, options, operands)
 
 
 def _with_positive_scale(
@@ -514,8 +516,9 @@ def _run(
         # There jax 0.9 can't sum up over devices inside the primitive: it states shardings in the reduction, which XLA
         # does not take. So nothing trainable is shared by the batch or the heads.
         full = (query.shape[0], query.shape[2])
+        shared = {name for name, x in OPERANDS.items() if x.trainable and x.broadcast}
         operands = {
-            name: jnp.broadcast_to(x, (*full, *x.shape[2:])) if name == "bias" else x for name, x in operands.items()
+            name: jnp.broadcast_to(x, (*full, *x.shape[2:])) if name in shared else x for name, x in operands.items()
         }
     query, key, value, operands = varying.vary_alike((query, key, value, operands))
     # Where the library has no kernels to call, nobody has to ask a primitive, which may not be there.

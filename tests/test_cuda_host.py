@@ -133,7 +133,7 @@ class Call:
             "platform": "cuda",
             "dtype": "bfloat16",
             "options": self.options,
-            "bias_shape": (),
+            "shapes": {},
             **sizes,
         }
         if any_batch:
@@ -205,6 +205,7 @@ class Xla(recording.Xla):
         values = dataclasses.asdict(Options(causal=False, scale=0.125))
         values |= {f"has_{name}": False for name in OPERANDS}
         values |= {f"has_d{name}": False for name, operand in OPERANDS.items() if operand.trainable}
+        values |= {f"wide_{name}": False for name, operand in OPERANDS.items() if operand.may_be_narrow}
         assert set(options) <= set(values)
         values |= options
         kinds = {bool: (PRED, ctypes.c_bool), int: (S32, c_int32), float: (F64, ctypes.c_double)}

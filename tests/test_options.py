@@ -35,6 +35,7 @@ def test_the_header_is_read() -> None:
 def test_fields_agree() -> None:
     types = {bool: "bool", float: "double", int: "int"}
     fields = {field.name: types[field.type] for field in dataclasses.fields(Options)}
+    fields |= {f"wide_{name}": "bool" for name, operand in OPERANDS.items() if operand.may_be_narrow}
     assert fields == {name: type_ for kind, type_, name, _ in entries() if kind in ("CONSTANT", "VALUE", "FEATURE")}
 
 
@@ -51,11 +52,13 @@ def test_operands_agree() -> None:
     }
     assert tuple((name, dims) for name, (_, _, dims) in operands.items()) == _core.OPERANDS
     assert tuple(OPERANDS) == tuple(operands), "in one order"
-    dtypes = {"int": {"int32"}, "unsigned": {"uint32"}, "bool": {"bool"}}
+    dtypes = {"int": "int32", "unsigned": "uint32", "bool": "bool", "float": "float32", "void": "wide"}
+    problem = (HEADER.parent / "problem.h").read_text(encoding="utf-8")
     for name, (kind, type_, dims) in operands.items():
         assert OPERANDS[name].dims == dims
         assert OPERANDS[name].trainable == (kind == "TRAINABLE")
-        assert set(OPERANDS[name].dtypes) == dtypes.get(type_, set(OPERANDS[name].dtypes))
+        assert OPERANDS[name].dtype == dtypes[type_]
+        assert OPERANDS[name].broadcast == (f"Strides {name}_strides;" in problem)
 
 
 def test_segment_blocks_agree() -> None:
@@ -83,5 +86,6 @@ def test_every_field_reaches_the_call() -> None:
         assert fragment in line
     for field in dataclasses.fields(Options):
         assert f"{field.name} = " in line
-    for name, _ in _core.OPERANDS:
+    for name, operand in OPERANDS.items():
         assert f"has_{name} = " in line
+        assert (f"wide_{name} = " in line) == operand.may_be_narrow

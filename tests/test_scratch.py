@@ -53,7 +53,7 @@ def calls() -> Iterator[dict[str, Any]]:
                     "q_length": q_length, "kv_length": kv_length, "q_heads": q_heads, "kv_heads": kv_heads,
                     "head_dim": drawer.choice((16, 40, 64, 128, 256)),
                     "value_head_dim": drawer.choice((16, 64, 72, 128, 256)),
-                    "bias_shape": (batch, heads, rows, columns) if name == "bias" else (),
+                    "shapes": {"bias": (batch, heads, rows, columns)} if name == "bias" else {},
                 }  # fmt: skip
 
 

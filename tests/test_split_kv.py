@@ -29,7 +29,7 @@ def scratch(platform: str, q_length: int, kv_length: int, **options: Any) -> int
         kv_heads=2,
         head_dim=64,
         value_head_dim=128,
-        bias_shape=(),
+        shapes={},
     )
 
 

@@ -19,7 +19,7 @@ def shape(
 
 
 def scratch(call: dict[str, Any]) -> int:
-    return _core.scratch(pass_="backward", platform="cuda", dtype="bfloat16", bias_shape=(), **call)
+    return _core.scratch(pass_="backward", platform="cuda", dtype="bfloat16", shapes={}, **call)
 
 
 @pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.name)

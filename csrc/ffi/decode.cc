@@ -167,24 +167,20 @@ Call decode(Platform platform, Pass pass, const Options& options, ffi::Remaining
     p.dv = on_keys(result(rets, 2), p.value_head_dim, result_type, "dv");
     results = 3;
   }
-  auto strides_of = [&](const std::string& name) {
-    return name == "bias"    ? &p.bias_strides
-           : name == "dbias" ? &p.dbias_strides
-           : name == "mask"  ? &p.mask_strides
-                             : nullptr;
-  };
 #define JAX_FLASH_CONSTANT(type_, name)
 #define JAX_FLASH_FEATURE(type_, name, absent)
-#define JAX_FLASH_OPERAND(type_, name, dims)                                                                         \
-  if (options.has_##name) {                                                                                          \
-    ffi::DataType element = type_of(p.name, type);                                                                   \
-    if (std::string(#name) == "bias" && !options.wide_bias) element = type;                                          \
-    p.name = static_cast<const type_*>(operand(argument(args, next++), p, dims, element, #name, strides_of(#name))); \
+#define JAX_FLASH_OPERAND(type_, name, dims)                                                             \
+  if (options.has_##name) {                                                                              \
+    const bool* const is_wide = JAX_FLASH_FIND(options, wide_##name);                                    \
+    const ffi::DataType element = is_wide && !*is_wide ? type : type_of(p.name, type);                   \
+    Strides* const found = JAX_FLASH_FIND(p, name##_strides);                                            \
+    p.name = static_cast<const type_*>(operand(argument(args, next++), p, dims, element, #name, found)); \
   }
-#define JAX_FLASH_TRAINABLE(type_, name, dims)                                                           \
-  JAX_FLASH_OPERAND(type_, name, dims)                                                                   \
-  if (options.has_d##name) {                                                                             \
-    p.d##name = operand(result(rets, results++), p, dims, wide(type), "d" #name, strides_of("d" #name)); \
+#define JAX_FLASH_TRAINABLE(type_, name, dims)                                           \
+  JAX_FLASH_OPERAND(type_, name, dims)                                                   \
+  if (options.has_d##name) {                                                             \
+    Strides* const found = JAX_FLASH_FIND(p, d##name##_strides);                         \
+    p.d##name = operand(result(rets, results++), p, dims, wide(type), "d" #name, found); \
   }
   JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_CONSTANT, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND, JAX_FLASH_TRAINABLE)
 #undef JAX_FLASH_TRAINABLE

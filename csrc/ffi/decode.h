@@ -27,6 +27,16 @@ int limbs_of(const Options& options);
 // Of a dense [batch, heads, rows, columns] array; 0 where a dimension of size 1 is broadcast.
 Strides strides(const std::vector<int64_t>& sizes);
 
+// Where `record` has the field `name`; nullptr where it has none of that name.
+#define JAX_FLASH_FIND(record, name)      \
+  [](auto& r) {                           \
+    if constexpr (requires { r.name; }) { \
+      return &r.name;                     \
+    } else {                              \
+      return nullptr;                     \
+    }                                     \
+  }(record)
+
 enum class Platform { cpu, cuda };
 
 // forward:  (q, k, v, operands...) -> (out, lse[, scratch])

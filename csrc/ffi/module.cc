@@ -115,14 +115,21 @@ struct Scratch {
 
   Scratch(const std::string& pass_, const std::string& platform, const std::string& dtype_, const nb::dict& options,
           int q_length, int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,
-          const std::vector<int64_t>& bias_shape)
+          const nb::dict& shapes)
       : pass(named_pass(pass_)),
         cuda(platform == "cuda"),
         dtype(named_dtype(dtype_)),
         problem(shape_of(named_options(options), 1, q_length, kv_length, q_heads, kv_heads)) {
     problem.head_dim = head_dim / limbs_of(problem.options);
     problem.value_head_dim = value_head_dim / limbs_of(problem.options);
-    if (!bias_shape.empty()) problem.bias_strides = strides(bias_shape);
+    auto read = [&](const char* name, Strides* found) {
+      if (found && shapes.contains(name)) *found = strides(nb::cast<std::vector<int64_t>>(shapes[name]));
+    };
+#define JAX_FLASH_NOTHING(...)
+#define JAX_FLASH_OPERAND(type, name, dims) read(#name, JAX_FLASH_FIND(problem, name##_strides));
+    JAX_FLASH_OPTIONS(JAX_FLASH_NOTHING, JAX_FLASH_NOTHING, JAX_FLASH_NOTHING, JAX_FLASH_OPERAND, JAX_FLASH_OPERAND)
+#undef JAX_FLASH_OPERAND
+#undef JAX_FLASH_NOTHING
   }
 
   int64_t of_batch(int batch) {
@@ -198,27 +205,27 @@ NB_MODULE(_core, m) {
       "scratch",
       [](const std::string& pass, const std::string& platform, const std::string& dtype, const nb::dict& options,
          int batch, int q_length, int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,
-         const std::vector<int64_t>& bias_shape) -> int64_t {
+         const nb::dict& shapes) -> int64_t {
         return Scratch(pass, platform, dtype, options, q_length, kv_length, q_heads, kv_heads, head_dim, value_head_dim,
-                       bias_shape)
+                       shapes)
             .of_batch(batch);
       },
       nb::kw_only(), nb::arg("pass_"), nb::arg("platform"), nb::arg("dtype"), nb::arg("options"), nb::arg("batch"),
       nb::arg("q_length"), nb::arg("kv_length"), nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
-      nb::arg("value_head_dim"), nb::arg("bias_shape"));
+      nb::arg("value_head_dim"), nb::arg("shapes"));
 
   m.def(
       "scratch_of_any_batch",
       [](const std::string& pass, const std::string& platform, const std::string& dtype, const nb::dict& options,
          int q_length, int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,
-         const std::vector<int64_t>& bias_shape) {
+         const nb::dict& shapes) {
         return Scratch(pass, platform, dtype, options, q_length, kv_length, q_heads, kv_heads, head_dim, value_head_dim,
-                       bias_shape)
+                       shapes)
             .of_any_batch();
       },
       nb::kw_only(), nb::arg("pass_"), nb::arg("platform"), nb::arg("dtype"), nb::arg("options"), nb::arg("q_length"),
       nb::arg("kv_length"), nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_head_dim"),
-      nb::arg("bias_shape"));
+      nb::arg("shapes"));
 
   m.def(
       "plan_split_kv",

@@ -1,10 +1,12 @@
 """The option record of a call; the names are those of csrc/options.h."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 Implementation = Literal["cuda", "cpu", "xla", "reference"]
 """What may serve a call, in the order in which they are tried; the reference is never picked unasked."""
@@ -27,7 +29,6 @@ class Options:
     scale: float  # finite and > 0; 1 with traced_scale
     highest_precision: bool = False  # of float32 products; False for other dtypes
     deterministic: bool = False  # gradients are summed in one order
-    wide_bias: bool = False  # bias has the accumulation dtype, else that of query
     sequences: int = 1  # of a batch entry; 1 unless it is packed
     window_left: int = UNLIMITED
     window_right: int = UNLIMITED
@@ -35,40 +36,79 @@ class Options:
     dropout_rate: float = 0.0  # 0: none, and no dropout_seeds
 
 
+Operands = Mapping[str, jax.Array]
+
+
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """An option that is an array.
+    """An option that is an array: what lowering, vmap and sharding have to know of it, whatever it means.
 
     ``dims`` has a letter for each dimension, as in csrc/options.h: b batch, d sequences, e sequences + 1, n query
     heads, k key heads, t and s lengths, i and j lengths in blocks of `SEGMENT_BLOCK`, 2 a pair, 5 a record of five.
+
+    ``dtype`` is a dtype's name, or "wide" for the accumulation dtype.
+
+    ``of_rows(operands, first_row, rows)`` makes the operand for a device whose ``rows`` rows of query begin with
+    ``first_row``: one that depends on the rows without a dimension t, which is split as they are.
     """
 
     dims: str
-    dtypes: tuple[str, ...]
+    dtype: str
+    may_be_narrow: bool = False  # or it has the dtype of query; the attribute wide_<name> tells the kernels which
     trainable: bool = False  # has a gradient, in the accumulation dtype
     broadcast: bool = False  # any dimension may have size 1
+    positional: bool = False  # what it does to a score depends on the position of the row
+    of_rows: Callable[[Operands, jax.Array, int], jax.Array] | None = None
+
+
+def segment_ranges(ids: jax.Array) -> jax.Array:
+    """[B, blocks, 2]: the smallest and the largest of each block of [B, length]."""
+    batch, length = ids.shape
+    blocks = -(-length // SEGMENT_BLOCK)
+    padded = jnp.pad(ids, ((0, 0), (0, blocks * SEGMENT_BLOCK - length)), mode="edge")
+    grouped = padded.reshape(batch, blocks, SEGMENT_BLOCK)
+    return jnp.stack([grouped.min(axis=-1), grouped.max(axis=-1)], axis=-1)
+
+
+def _offset_of_rows(operands: Operands, first_row: jax.Array, rows: int) -> jax.Array:
+    largest = np.iinfo(np.int32).max  # which positions beyond int32 keep
+    offset = operands["q_offset"]
+    return jnp.where(offset > largest - first_row, largest, offset + first_row)
+
+
+def _lengths_of_rows(operands: Operands, first_row: jax.Array, rows: int) -> jax.Array:
+    return jnp.clip(operands["q_lengths"] - first_row, 0, rows)
+
+
+def _ranges_of_rows(operands: Operands, first_row: jax.Array, rows: int) -> jax.Array:
+    return segment_ranges(operands["q_segment_ids"])  # in blocks that begin with the device's first row
 
 
 OPERANDS: dict[str, Operand] = {
-    "traced_scale": Operand("b", ("float32", "float64")),
-    "window_bounds": Operand("b2", ("int32",)),
-    "q_offset": Operand("bd", ("int32",)),
-    "q_lengths": Operand("b", ("int32",)),
-    "kv_lengths": Operand("b", ("int32",)),
-    "cu_q_lengths": Operand("be", ("int32",)),
-    "cu_kv_lengths": Operand("be", ("int32",)),
-    "q_segment_ids": Operand("bt", ("int32",)),
-    "kv_segment_ids": Operand("bs", ("int32",)),
-    "q_segment_ranges": Operand("bi2", ("int32",)),
-    "kv_segment_ranges": Operand("bj2", ("int32",)),
-    "mask": Operand("bnts", ("bool",), broadcast=True),
-    "dropout_seeds": Operand("bdn2", ("uint32",)),
-    "descale": Operand("bk5", ("float32",)),
-    "sinks": Operand("bn", ("float32", "float64")),
-    "alibi_slopes": Operand("bdn", ("float32", "float64"), trainable=True),
-    "bias": Operand("bnts", ("float16", "bfloat16", "float32", "float64"), trainable=True, broadcast=True),
+    "traced_scale": Operand("b", "wide"),
+    "window_bounds": Operand("b2", "int32", positional=True),
+    "q_offset": Operand("bd", "int32", of_rows=_offset_of_rows),
+    "q_lengths": Operand("b", "int32", of_rows=_lengths_of_rows),
+    "kv_lengths": Operand("b", "int32"),
+    "cu_q_lengths": Operand("be", "int32"),
+    "cu_kv_lengths": Operand("be", "int32"),
+    "q_segment_ids": Operand("bt", "int32"),
+    "kv_segment_ids": Operand("bs", "int32"),
+    "q_segment_ranges": Operand("bi2", "int32", of_rows=_ranges_of_rows),
+    "kv_segment_ranges": Operand("bj2", "int32"),
+    "mask": Operand("bnts", "bool", broadcast=True),
+    "dropout_seeds": Operand("bdn2", "uint32"),
+    "descale": Operand("bk5", "float32"),
+    "sinks": Operand("bn", "wide"),
+    "alibi_slopes": Operand("bdn", "wide", trainable=True, positional=True),
+    "bias": Operand("bnts", "wide", may_be_narrow=True, trainable=True, broadcast=True),
 }
 """Each optional; what each means stands in csrc/options.h. sinks has a gradient too, one that needs no kernel; descale
 is no option of attention() but comes with the float16 form of float32 arrays (_primitive/limbs.py)."""
 
-Operands = Mapping[str, jax.Array]
+
+def positions_matter(options: Options, operands: Collection[str]) -> bool:
+    """Whether a result depends on where the rows of query stand, which q_offset says."""
+    window = (options.window_left, options.window_right)
+    in_window = window != (UNLIMITED, UNLIMITED)
+    return options.causal or in_window or any(OPERANDS[name].positional for name in operands)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash._call.options import SEGMENT_BLOCK, UNLIMITED, Operands, Options
+from jax_flash._call.options import UNLIMITED, Operands, Options
 from jax_flash._implementations import dropout
 
 _INT32 = np.iinfo(np.int32)
@@ -121,15 +121,6 @@ def sink_weights(operands: Operands, lse: jax.Array) -> jax.Array:
     # An lse that is its sink but for rounding is that of a row without keys, whose gradients are 0 and not rounding.
     alone = jnp.abs(sinks - finite) <= 4 * jnp.finfo(lse.dtype).eps * jnp.maximum(1.0, jnp.abs(finite))
     return jnp.where(jnp.isneginf(sinks), 0.0, jnp.where(alone, 1.0, jnp.exp(sinks - finite)))
-
-
-def segment_ranges(ids: jax.Array) -> jax.Array:
-    """[B, blocks, 2]: the smallest and the largest of each block of [B, length]."""
-    batch, length = ids.shape
-    blocks = -(-length // SEGMENT_BLOCK)
-    padded = jnp.pad(ids, ((0, 0), (0, blocks * SEGMENT_BLOCK - length)), mode="edge")
-    grouped = padded.reshape(batch, blocks, SEGMENT_BLOCK)
-    return jnp.stack([grouped.min(axis=-1), grouped.max(axis=-1)], axis=-1)
 
 
 def grouped(x: jax.Array, kv_heads: int) -> jax.Array:

@@ -32,9 +32,11 @@ def scratch(
     kv_heads: int,
     head_dim: int,
     value_head_dim: int,
-    bias_shape: Sequence[int],
+    shapes: Mapping[str, Sequence[int]],
 ) -> int:
     """Elements of float32 (float64 for float64 inputs) that a "forward" or "backward" call wants as an extra result.
+
+    ``shapes`` are those of the operands that may be broadcast, by name.
 
     A function of its arguments alone, but for JAX_FLASH_SPLIT_KV. The handlers take more, and on GPUs less too, or
     no such result: then they split keys and query heads less. What the error "scratch must have at least" names is what
@@ -54,10 +56,10 @@ def scratch_of_any_batch(
     kv_heads: int,
     head_dim: int,
     value_head_dim: int,
-    bias_shape: Sequence[int],
+    shapes: Mapping[str, Sequence[int]],
 ) -> tuple[int, int]:
     """(each, more) with ``scratch(..., batch=B) <= each * B + more`` for every B >= 1: for a batch size that is not
-    known when a call is lowered. A bias that each batch entry has for itself is said by any first dimension above 1."""
+    known when a call is lowered. Of an operand that each batch entry has for itself, any first size above 1 says so."""
 
 def plan_split_kv(
     *, batch: int, q_length: int, kv_length: int, q_heads: int, kv_heads: int, options: Mapping[str, Any]

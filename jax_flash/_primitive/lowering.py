@@ -17,7 +17,7 @@ from jax_flash._implementations import choice
 from jax_flash._native import _core, registration
 from jax_flash._primitive import limbs, plain
 from jax_flash._primitive.derivatives import delta
-from jax_flash._primitive.params import ARGUMENTS, Params, in_order, result_shapes
+from jax_flash._primitive.params import ARGUMENTS, INPUTS, Params, result_shapes
 
 
 class Target(NamedTuple):
@@ -70,18 +70,11 @@ def _half_precision(
     """The custom call for CUDA on float16 arrays, with delta for dlse; its results are float32."""
     _, operands, _ = params.split(pass_, args)
     gradients = (args[3], args[5]) if pass_ == "backward" else ()
-    if "bias" in operands:
-        operands["bias"] = operands["bias"].astype(jnp.float32)
+    operands = {name: x.astype(jnp.float32) if OPERANDS[name].may_be_narrow else x for name, x in operands.items()}
     arrays, operands["descale"] = limbs.scaled(params.options, operands, *args[:3], *gradients)
-    dims = {**dict(params.operands), "descale": OPERANDS["descale"].dims}
-    names = in_order(operands)
-    params = dataclasses.replace(
-        params,
-        options=dataclasses.replace(params.options, wide_bias="bias" in operands),
-        operands=tuple((name, dims[name]) for name in names),
-    )
+    params = params.with_operands(operands)
     fixed = len(ARGUMENTS[pass_])
-    args = (*arrays, *args[len(arrays) : fixed], *(operands[name] for name in names))
+    args = (*arrays, *args[len(arrays) : fixed], *(operands[name] for name in params.names))
     return _custom_call(pass_, "cuda", params, results, *args)
 
 
@@ -89,13 +82,10 @@ def _custom_call(
     pass_: str, platform: str, params: Params, results: Sequence[jax.ShapeDtypeStruct], *args: jax.Array
 ) -> tuple[jax.Array, ...]:
     shapes = tuple(x.shape for x in results)
-    attributes = _attributes(params)
-    if platform == "cuda" and "bias" in params.gradients and dict(params.operands)["bias"][2] == "1":
-        # Of a bias that all rows share, the kernels leave a sum for every batch entry and head.
-        batch, _, q_heads, _ = args[0].shape
-        at = 3 + params.gradients.index("bias")
-        results = list(results)
-        results[at] = jax.ShapeDtypeStruct((batch, q_heads, *shapes[at][2:]), results[at].dtype)
+    attributes = _attributes(pass_, params, *args)
+    if platform == "cuda" and pass_ == "backward":
+        dims, gradients = dict(params.operands), zip(params.gradients, results[len(INPUTS) :], strict=True)
+        results = [*results[: len(INPUTS)], *(_of_cuda(name, dims[name], x, args[0]) for name, x in gradients)]
     scratch = _scratch(pass_, platform, params, attributes, *args)
     if type(scratch) is not int or scratch:
         wide = dtypes.accumulation_dtype(args[0].dtype)
@@ -107,18 +97,33 @@ def _custom_call(
     return tuple(_summed_to(shape, x) for shape, x in zip(shapes, called, strict=False))
 
 
+def _of_cuda(name: str, dims: str, gradient: jax.ShapeDtypeStruct, query: jax.Array) -> jax.ShapeDtypeStruct:
+    """What CUDA's kernels leave of a gradient: where all rows share it, a sum for every batch entry and head."""
+    declared = OPERANDS[name].dims
+    if "t" not in declared or "t" in dims:
+        return gradient
+    sizes = {"b": query.shape[0], "n": query.shape[2]}
+    shape = [sizes.get(dim, n) for dim, n in zip(declared, gradient.shape, strict=True)]
+    return jax.ShapeDtypeStruct(shape, gradient.dtype)
+
+
 def _summed_to(shape: tuple[int, ...], x: jax.Array) -> jax.Array:
     axes = tuple(i for i, (wanted, n) in enumerate(zip(shape, x.shape, strict=True)) if wanted != n)
     return x.sum(axis=axes, keepdims=True) if axes else x
 
 
-def _attributes(params: Params) -> dict[str, Any]:
+def _attributes(pass_: str, params: Params, *args: jax.Array) -> dict[str, Any]:
     """The record by name, as the handlers decode it: int32 for ints."""
     attributes: dict[str, Any] = {
         name: np.int32(x) if type(x) is int else x for name, x in dataclasses.asdict(params.options).items()
     }
-    attributes.update({f"has_{name}": name in params.names for name in OPERANDS})
-    attributes.update({f"has_d{name}": name in params.gradients for name, x in OPERANDS.items() if x.trainable})
+    _, operands, _ = params.split(pass_, args)
+    for name, described in OPERANDS.items():
+        attributes[f"has_{name}"] = name in operands
+        if described.trainable:
+            attributes[f"has_d{name}"] = name in params.gradients
+        if described.may_be_narrow:
+            attributes[f"wide_{name}"] = name in operands and operands[name].dtype != args[0].dtype
     return attributes
 
 
@@ -139,12 +144,15 @@ def _scratch(pass_: str, platform: str, params: Params, attributes: Mapping[str,
         "kv_heads": key.shape[2],
         "head_dim": head_dim,
         "value_head_dim": value.shape[3],
-        "bias_shape": operands["bias"].shape if "bias" in operands else (),
+        # For a symbolic size 2, as any other above 1.
+        "shapes": {
+            name: [n if isinstance(n, int) else 2 for n in x.shape]
+            for name, x in operands.items()
+            if OPERANDS[name].broadcast
+        },
     }
     if isinstance(batch, int):
         return _core.scratch(batch=batch, **of_batch)
-    if of_batch["bias_shape"] and not isinstance(of_batch["bias_shape"][0], int):
-        of_batch["bias_shape"] = (2, *of_batch["bias_shape"][1:])
     each, more = _core.scratch_of_any_batch(**of_batch)
     return each * batch + more if each else more
 

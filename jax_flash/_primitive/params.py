@@ -39,6 +39,12 @@ class Params:
     def names(self) -> list[str]:
         return [name for name, _ in self.operands]
 
+    def with_operands(self, names: Collection[str]) -> Params:
+        """With these operands, of which some may be new, in the library's order."""
+        dims = dict(self.operands)
+        described = tuple((name, dims.get(name, OPERANDS[name].dims)) for name in in_order(names))
+        return dataclasses.replace(self, operands=described)
+
     def argument_dims(self, pass_: str) -> tuple[str, ...]:
         dims = INPUTS | dict(self.operands)
         tangents = (dims[name] for name in self.tangents)

@@ -14,16 +14,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jax_flash._call import dtypes
-from jax_flash._call.options import UNLIMITED
-from jax_flash._implementations import scores
+from jax_flash._call.options import OPERANDS, positions_matter
 from jax_flash._native.private import Primitive, ShapedArray, custom_partitioning, mlir
 from jax_flash._primitive import lowering
-from jax_flash._primitive.params import Params, in_order
+from jax_flash._primitive.params import Params
 
 Axes = Any  # an entry of a PartitionSpec: None, the name of a mesh axis, or several
 Arrays = dict[str, jax.Array]
-
-_INT32_MAX = np.iinfo(np.int32).max
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +147,7 @@ def _of_one_device(
     query = fixed["query"]
     if split.rows is not None:
         first_row = jax.lax.axis_index(split.rows) * np.int32(query.shape[1])
-        params, operands = _from_row(first_row, query.shape[:2], params, operands)
+        params, operands = _of_rows(first_row, query.shape[:2], params, operands)
     key_heads = None
     if split.shares_keys:
         key_heads = _key_heads(split.heads, query.shape[2], kv_heads)
@@ -172,24 +169,14 @@ def _of_one_device(
     return tuple(results)
 
 
-def _from_row(first_row: jax.Array, shape: tuple[int, ...], params: Params, operands: Arrays) -> tuple[Params, Arrays]:
+def _of_rows(first_row: jax.Array, shape: tuple[int, ...], params: Params, operands: Arrays) -> tuple[Params, Arrays]:
     """Parameters and operands of the rows from ``first_row`` on; ``shape`` is that of query, [B, rows]."""
     batch, rows = shape
-    operands, dims = dict(operands), dict(params.operands)
-    options = params.options
-    window = (options.window_left, options.window_right)
-    if options.causal or window != (UNLIMITED, UNLIMITED) or {"window_bounds", "alibi_slopes"} & operands.keys():
-        offset = operands.get("q_offset", jnp.zeros((batch, 1), jnp.int32))
-        # Positions beyond int32 keep what its largest keeps.
-        operands["q_offset"] = jnp.where(offset > _INT32_MAX - first_row, _INT32_MAX, offset + first_row)
-        dims["q_offset"] = "bd"
-    if "q_lengths" in operands:
-        operands["q_lengths"] = jnp.clip(operands["q_lengths"] - first_row, 0, rows)
-    if "q_segment_ranges" in operands:
-        operands["q_segment_ranges"] = scores.segment_ranges(operands["q_segment_ids"])
-    names = in_order(operands)
-    params = dataclasses.replace(params, operands=tuple((name, dims[name]) for name in names))
-    return params, {name: operands[name] for name in names}
+    if positions_matter(params.options, operands):
+        operands = {"q_offset": jnp.zeros((batch, 1), jnp.int32)} | operands
+    params = params.with_operands(operands)
+    of_rows = {name: OPERANDS[name].of_rows for name in params.names}
+    return params, {name: f(operands, first_row, rows) if f else operands[name] for name, f in of_rows.items()}
 
 
 def _key_heads(heads: Axes, q_heads: int, kv_heads: int) -> jax.Array:
