@@ -34,8 +34,9 @@
   CONSTANT(bool, highest_precision)                                                                                 \
   /* bias is float32 (float64 for float64 inputs); else it has the query's dtype */                                 \
   CONSTANT(bool, wide_bias)                                                                                         \
-  /* gradients are summed in one order; false allows it where it costs nothing */                                   \
-  CONSTANT(bool, deterministic)                                                                                     \
+  /* dQ has a pass of its own, and the gradient of a bias that blocks share: every sum has one order. */            \
+  /* false allows that where it costs nothing */                                                                    \
+  CONSTANT(bool, separate_dq)                                                                                       \
   /* multiplies the scores; finite and > 0 (Python folds sign and zero into the query). 1 with traced_scale */      \
   VALUE(double, scale)                                                                                              \
   /* of a batch entry, >= 1 */                                                                                      \

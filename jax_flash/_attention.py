@@ -459,7 +459,7 @@ def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q
         window_left=left,
         window_right=UNLIMITED if causal else right,  # causal is the narrower
         dropout_rate=rate,
-        deterministic=choice.deterministic_by_default() if deterministic is None else deterministic,
+        separate_dq=choice.deterministic_by_default() if deterministic is None else deterministic,
         highest_precision=checks.highest_precision(arguments.precision, query.dtype),
     )
     if arguments.alibi_slopes is not None:

@@ -253,7 +253,7 @@ def build(drawn: Drawing, family: str, folder: pathlib.Path) -> list[str]:
                 kernels(call, ["forward"])
         elif call.forward:
             kernels(call, ["forward"])
-        elif call.options["deterministic"] and call.shares_bias:
+        elif call.options["separate_dq"] and call.shares_bias:
             # Their sums are a pass of their own, of which the others know nothing.
             kernels(call, ["backward", "backward_dq"], has_dbias=False)
             kernels(call, ["backward_bias"])

@@ -159,7 +159,7 @@ TOLERANCE = {"out": 1.5, "lse": 0.02, "dq": 3.0, "dk": 3.0, "dv": 2.0, "dbias": 
 
 OPTIONS = (
     "causal", "window", "arrays", "q_offset", "lengths", "short_rows", "short_keys", "segments", "sequences", "mask",
-    "bias", "bias_of_keys", "alibi", "softcap", "sinks", "dropout", "descale", "deterministic",
+    "bias", "bias_of_keys", "alibi", "softcap", "sinks", "dropout", "descale", "separate_dq",
 )  # fmt: skip
 
 
@@ -207,8 +207,8 @@ class Problem:
                 of[name] = self.arrays[name][0]
             rows &= np.arange(q_length) < of["cu_q_lengths"][-1]
             self.numbers["sequences"] = sequences
-        if "deterministic" in options:
-            self.numbers["deterministic"] = True
+        if "separate_dq" in options:
+            self.numbers["separate_dq"] = True
         if "causal" in options:
             self.numbers["causal"] = of["causal"] = True
         if "window" in options:

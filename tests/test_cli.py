@@ -436,7 +436,7 @@ def build_few(tmp_path_factory):
             out_dir=str(folder),
             dtypes=["float16"],
             head_dims=[(64, 64)],
-            options=[{"causal": True, "deterministic": arch < 80}],
+            options=[{"causal": True, "separate_dq": arch < 80}],
             passes=["forward", "backward"],
         )
         return folder
@@ -508,8 +508,8 @@ def test_the_default_calls_of_an_old_gpu_are_prebuilt(monkeypatch, gpu):
     assert [pass_ for pass_, *_ in asked] == ["forward", "backward"] * 6
 
     def variant(pass_, dtype, record):
-        """What is compiled in; forward has no other way than the deterministic one."""
-        told = {name for name, x in record.items() if x is True and (pass_ == "backward" or name != "deterministic")}
+        """What is compiled in; a forward has no dQ."""
+        told = {name for name, x in record.items() if x is True and (pass_ == "backward" or name != "separate_dq")}
         return pass_, dtype, frozenset(told)
 
     common = _kernels.common(arch)
@@ -542,7 +542,7 @@ _core.configure_cuda(
 print(registration.prebuilt_dirs())
 for pass_ in ("forward", "backward"):
     print(_core.fetch_kernel(arch={arch}, pass_=pass_, dtype="float16", head_dim=64, value_head_dim=64,
-                             options={{"causal": True, "deterministic": {arch < 80}}}))
+                             options={{"causal": True, "separate_dq": {arch < 80}}}))
 """
     environment = {name: x for name, x in os.environ.items() if not name.startswith("JAX_FLASH_")}
     environment |= {"PYTHONPATH": str(package.parent), "JAX_FLASH_CACHE_DIR": str(tmp_path / "cache")}

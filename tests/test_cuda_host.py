@@ -343,7 +343,7 @@ def backwards_of_any_scratch() -> None:
         return {x["kernel"]: x for x in xla.launches()}
 
     # In one order, with sums that have no room in dq.
-    call = Call(lengths=(1024, 1024), heads=(8, 2), head_dim=128, options={"deterministic": True})
+    call = Call(lengths=(1024, 1024), heads=(8, 2), head_dim=128, options={"separate_dq": True})
     wanted = call.wanted("backward")
     xla.is_gpu(90)
     split = launched(call.with_scratch(wanted))

@@ -148,7 +148,7 @@ def test_the_default_follows_xla(flags: str, wanted: bool, monkeypatch: pytest.M
 
         calls = [x for x in jax.make_jaxpr(jax.grad(loss))(query).eqns if x.primitive.name == "jax_flash_backward"]
         (call,) = calls
-        deterministic = call.params["params"].options.deterministic
+        deterministic = call.params["params"].options.separate_dq
         assert isinstance(deterministic, bool)
         return deterministic
 

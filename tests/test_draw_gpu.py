@@ -67,7 +67,7 @@ def test_calls_are_those_that_are_lowered() -> None:
 def test_kernels_of_a_program(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, split_kv: bool, shares: bool, passes: list[list[str]]
 ) -> None:
-    options = {"deterministic": True, "has_dbias": True}
+    options = {"separate_dq": True, "has_dbias": True}
     calls = [KernelCall(forward, "float16", (64, 64), options, shares) for forward in (True, False)]
     asked: list[list[str]] = []
 

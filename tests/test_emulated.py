@@ -33,18 +33,18 @@ CASES = {
     "causal-256": {"head_dim": 256, "options": ["causal"], **ODD},
     "mask-bias-sinks": {"options": ["mask", "bias", "sinks"], **ODD},
     "softcap-dropout-window": {"options": ["softcap", "dropout", "window"], **ODD, **GROUPS},
-    "deterministic-64": {"options": ["deterministic", "lengths"], **ODD},
-    "deterministic-128": {"head_dim": 128, "options": ["deterministic", "causal"], **ODD},
-    "deterministic-alibi": {
-        "options": ["deterministic", "alibi", "bias_of_keys", "causal"],
+    "separate_dq-64": {"options": ["separate_dq", "lengths"], **ODD},
+    "separate_dq-128": {"head_dim": 128, "options": ["separate_dq", "causal"], **ODD},
+    "separate_dq-alibi": {
+        "options": ["separate_dq", "alibi", "bias_of_keys", "causal"],
         "batch": 2,
         **ODD,
         **GROUPS,
     },
     "slopes-256": {"head_dim": 256, "options": ["alibi", "bias_of_keys", "q_offset"], **ODD},
     "split-64": {"options": ["causal", "alibi"], "q_length": 260, "kv_length": 170, "q_heads": 8, "kv_heads": 1},
-    "split-deterministic": {
-        "options": ["causal", "deterministic"],
+    "split-separate_dq": {
+        "options": ["causal", "separate_dq"],
         "q_length": 133,
         "kv_length": 190,
         "q_heads": 8,
@@ -66,7 +66,7 @@ CASES = {
     "short-rows": {"value_head_dim": 192, "options": ["causal", "segments", "short_rows"], **ODD},
     "short-keys": {"q_length": 390, "kv_length": 200, "options": ["window", "segments", "short_keys"]},
     "arrays-64": {"options": ["arrays", "q_offset"], "batch": 4, **ODD},
-    "arrays-deterministic": {"head_dim": 128, "options": ["arrays", "deterministic", "causal"], "batch": 3, **ODD},
+    "arrays-separate_dq": {"head_dim": 128, "options": ["arrays", "separate_dq", "causal"], "batch": 3, **ODD},
     "arrays-256": {
         "head_dim": 256,
         "dtype": "float16",
@@ -105,7 +105,7 @@ def by_turns(names: Iterable[str], always: Collection[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("kernel_pass", ["forward", "backward"])
-@pytest.mark.parametrize("name", by_turns(CASES, ("causal-64", "descale-128", "deterministic-alibi", "segments-alibi")))
+@pytest.mark.parametrize("name", by_turns(CASES, ("causal-64", "descale-128", "separate_dq-alibi", "segments-alibi")))
 def test_values(emulator: ctypes.CDLL, name: str, kernel_pass: str) -> None:
     if (name, kernel_pass) == ("many-heads", "backward"):
         pytest.skip("blocks of 192 rows are the forward's")
@@ -132,15 +132,15 @@ AMPERE = {
     "segments-128": {"head_dim": 128, "options": ["segments", "causal"], **SMALL},
     "short-rows": {"value_head_dim": 192, "options": ["causal", "segments", "short_rows"], **SMALL},
     "short-keys": {"q_length": 260, "kv_length": 200, "options": ["window", "segments", "short_keys"]},
-    "deterministic-64": {"options": ["deterministic"], **SMALL},
-    "deterministic-128": {"head_dim": 128, "options": ["deterministic", "causal"], **SMALL},
-    "deterministic-256": {"head_dim": 256, "options": ["deterministic", "lengths"], **SMALL},
-    "deterministic-bias": {"options": ["deterministic", "bias", "dropout", "lengths"], "batch": 2, **SMALL},
+    "separate_dq-64": {"options": ["separate_dq"], **SMALL},
+    "separate_dq-128": {"head_dim": 128, "options": ["separate_dq", "causal"], **SMALL},
+    "separate_dq-256": {"head_dim": 256, "options": ["separate_dq", "lengths"], **SMALL},
+    "separate_dq-bias": {"options": ["separate_dq", "bias", "dropout", "lengths"], "batch": 2, **SMALL},
     "arrays-64": {"options": ["arrays", "q_offset"], "batch": 4, **SMALL},
-    "arrays-128": {"head_dim": 128, "dtype": "float16", "options": ["arrays", "descale", "deterministic"], **SMALL},
+    "arrays-128": {"head_dim": 128, "dtype": "float16", "options": ["arrays", "descale", "separate_dq"], **SMALL},
     "arrays-sequences": {"options": ["arrays", "sequences", "q_offset", "alibi"], **SMALL},
     "split-64": CASES["split-64"],
-    "split-deterministic": CASES["split-deterministic"],
+    "split-separate_dq": CASES["split-separate_dq"],
     "split-128": CASES["split-128"],
 }
 
@@ -189,7 +189,7 @@ def test_values_of_split_kv(emulator: ctypes.CDLL, name: str, monkeypatch: pytes
 
 def test_values_with_other_scratch(emulator: ctypes.CDLL) -> None:
     """Query heads are split as far as sums of their shares find room, and the results are right whatever there is."""
-    problem = emulated.Problem(**CASES["split-deterministic"])  # type: ignore[arg-type]
+    problem = emulated.Problem(**CASES["split-separate_dq"])  # type: ignore[arg-type]
     call = emulated.Call(emulator, problem, "backward", "sm80")
     assert call.wanted > 0, "else there is no other way"
     different = set()
@@ -203,7 +203,7 @@ def test_values_with_other_scratch(emulator: ctypes.CDLL) -> None:
 
 KERNELS: dict[str, list[tuple[int, list[str]]]] = {
     "forward": [(64, [])],
-    "backward": [(64, []), (64, ["deterministic"]), (256, [])],
+    "backward": [(64, []), (64, ["separate_dq"]), (256, [])],
 }
 """Head dims and options that between them take all kernels of a pass."""
 

@@ -159,8 +159,8 @@ HOPPER_OPTIONS = [
     (64, ["plain", "causal", "descale", "scale", *GROUPED]),
     (128, ["plain", "causal", "descale"]),
     (256, ["plain", "causal", "descale", "bias", "mask", "dropout", "segments"]),
-    (64, ["deterministic"]),
-    (128, ["deterministic"]),
+    (64, ["separate_dq"]),
+    (128, ["separate_dq"]),
     *((head_dim, ["plain"]) for head_dim in (40, 96, 192)),
 ]
 """By head_dim; the options at 128 are those of OPTION_GATE. Beyond 128 dQ always has a pass of its own."""
@@ -171,14 +171,14 @@ def hopper(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Mapping[
     """Kernels of sm90a, each with the name of its option."""
     flags = {"plain": {}, "causal": {"causal": True}, "descale": {"has_descale": True}}
     flags["scale"] = {"has_traced_scale": True, "causal": True}
-    on = flags | {"deterministic": {"deterministic": True}} | ON | GROUPED
+    on = flags | {"separate_dq": {"separate_dq": True}} | ON | GROUPED
     folder = tmp_path_factory.mktemp("hopper")
     found = []
     for head_dim, names in HOPPER_OPTIONS:
         rows = compiled(90, folder, dtypes=["float16"], head_dims=[head_dim], options=[on[name] for name in names])
-        split = head_dim > 128 or names == ["deterministic"]
+        split = head_dim > 128 or names == ["separate_dq"]
         # The forward has blocks of two sizes there.
-        sizes = dict.fromkeys(("plain", "causal", "descale", "scale", "deterministic"), 2) if head_dim <= 64 else {}
+        sizes = dict.fromkeys(("plain", "causal", "descale", "scale", "separate_dq"), 2) if head_dim <= 64 else {}
         forward = [name for name in names for _ in range(sizes.get(name, 1))]
         found += zip([*forward, *names * (2 if split else 1)], rows, strict=True)
     return found
@@ -255,7 +255,7 @@ def test_gates_of_old_gpus(arch: int, nvrtc: str, widths: tuple[int, ...], tmp_p
     }
     of_head_dim = {head_dim: of_head_dim[head_dim] for head_dim in widths}
     path = nvrtc[nvrtc.index("(") + 1 : -1]
-    variants = [(h, [{"deterministic": True, **on} for on in named.values()]) for h, named in of_head_dim.items()]
+    variants = [(h, [{"separate_dq": True, **on} for on in named.values()]) for h, named in of_head_dim.items()]
     argument = json.dumps([path, arch, str(tmp_path), variants, LONG])
     done = subprocess.run([sys.executable, "-c", COMPILE, argument], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -339,7 +339,7 @@ float32 of two limbs. All others spill nothing."""
 @pytest.mark.slow
 @pytest.mark.parametrize(("arch", "dtype"), [(70, "float16"), (75, "float16"), (80, "bfloat16"), (86, "float16")])
 def test_gates_of_shared_bias(arch: int, dtype: str, tmp_path: pathlib.Path) -> None:
-    bias = {"deterministic": True, **ON["bias"]}
+    bias = {"separate_dq": True, **ON["bias"]}
     heavy = {name: ON[name] for name in ("window", "softcap", "dropout", "mask", "segments", "alibi_slopes")}
     variants = {
         64: [bias | on for on in ({}, *heavy.values())],

@@ -58,7 +58,7 @@ def test_the_plainest_version_compiles(
     before = _core.sources_key()
     ladder._select(GPU, family, pass_, head_dim, folder, ladder.row_of(rung, head_dim))
     assert _core.sources_key() != before
-    options = {"causal": True, "deterministic": pass_ == "backward" and family == "sm90a" and head_dim > 128}
+    options = {"causal": True, "separate_dq": pass_ == "backward" and family == "sm90a" and head_dim > 128}
     origin = _core.fetch_kernel(
         arch=ARCH[family], pass_=pass_, dtype="bfloat16", head_dim=head_dim, value_head_dim=head_dim, options=options,
         gpu=GPU,

@@ -194,7 +194,7 @@ def test_no_accumulator_for_a_pass_of_its_own(
     (call,) = (line for line in lowered.splitlines() if "@jax_flash_backward" in line)
     results = call.rsplit("->", 1)[1]
     assert results.count("tensor<") == (3 if separate else 4), call
-    assert f"deterministic = {str(separate).lower()}" in call, call
+    assert f"separate_dq = {str(separate).lower()}" in call, call
 
 
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.implementation != "reference"))

@@ -403,7 +403,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def products_of(kernel: Mapping[str, Any]) -> int:
     """Products of a [block_q, block_kv] tile and head_dim that a step computes."""
-    split = "deterministic" in kernel["name"]
+    split = "separate_dq" in kernel["name"]
     return {"forward": 2, "backward": 4 if split else 5, "backward_dq": 3}[kernel["pass"]]
 
 
@@ -438,7 +438,7 @@ def test_the_main_loop_has_what_a_step_needs(compiled, arch):
         assert loads - statistics <= 4 * walked * kernel["head_dim"] / kernel["threads"], kernel["name"]
         width = 128 if arch >= 90 else 32  # of an addition to dQ
         atomics = counts.get(f"RED.{width}", 0) * width // 32 * kernel["threads"]
-        wanted = kernel["pass"] == "backward" and "deterministic" not in kernel["name"]
+        wanted = kernel["pass"] == "backward" and "separate_dq" not in kernel["name"]
         assert atomics == (kernel["block_q"] * kernel["head_dim"] if wanted else 0), kernel["name"]
         assert counts["BAR"] >= 2
 

@@ -22,10 +22,10 @@ from jax_flash._native import _core
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
-    "deterministic": {"deterministic": True},
-    "deterministic-causal": {"deterministic": True, "causal": True},
+    "separate_dq": {"separate_dq": True},
+    "separate_dq-causal": {"separate_dq": True, "causal": True},
     "slopes": {"has_alibi_slopes": True, "has_dalibi_slopes": True},
-    "deterministic-slopes": {"deterministic": True, "has_alibi_slopes": True, "has_dalibi_slopes": True},
+    "separate_dq-slopes": {"separate_dq": True, "has_alibi_slopes": True, "has_dalibi_slopes": True},
     "bias": {"has_bias": True, "has_dbias": True},
     "sequences": {"sequences": 5, "has_cu_q_lengths": True, "has_cu_kv_lengths": True, "has_dalibi_slopes": True},
     "window": {"window_left": 100, "window_right": 0},

@@ -68,7 +68,7 @@ def test_scratch(kv_heads: int, head_dim: int, causal: bool) -> None:
         sum_ = length * kv_heads * 2 * head_dim
         assert 4 * sum_ <= 2 * elements or _core.group_splits(**call) == 1
         assert scratch(call) == elements
-        call = shape(length, length, 32, kv_heads, head_dim, causal=causal, deterministic=True)
+        call = shape(length, length, 32, kv_heads, head_dim, causal=causal, separate_dq=True)
         sums = _core.group_splits(**call) * length * kv_heads * 2 * head_dim
         in_scratch = _core.group_splits(**call) > 1 and 4 * sums > 2 * elements
         assert scratch(call) == (sums if in_scratch else 0) <= elements

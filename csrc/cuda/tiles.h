@@ -49,7 +49,7 @@ inline constexpr TileRule all[] = {
     {"sm90a", 1, forward, 128, 161, {128, 128, 12, 2, 1}},      // 714; 128x160 711, 128x176 699, 192x80 689
     {"sm90a", 1, forward, 192, 217, {128, 112, 12, 2, 1}},
     {"sm90a", 1, forward, 256, 225, {128, 80, 12, 2, 1}},        // 763; 128x64 761, 128x48 708
-    {"sm90a", 1, backward, 64, 178, {64, 256, 12, 3, 1}, true},  // 520, deterministic 412; 128 keys 499, 399
+    {"sm90a", 1, backward, 64, 178, {64, 256, 12, 3, 1}, true},  // 520, separate dQ 412; 128 keys 499, 399
     {"sm90a", 1, backward, 64, 99, {64, 128, 12, 2, 1}},         // options take registers
     {"sm90a", 1, backward, 128, 164, {64, 128, 12, 2, 1}},       // 611; first: 532, with three stages 3% less
     {"sm90a", 1, backward, 256, 211, {64, 64, 12, 2, 1}},        // 641 without dQ; with it 423, with one stage 340
@@ -86,8 +86,8 @@ inline constexpr TileRule all[] = {
     {"sm80", 1, backward, 128, 161, {64, 128, 8, 2, 1, 2}, true},  // 315
     {"sm80", 1, backward, 128, 146, {64, 128, 8, 2, 1}},           // 286, with one stage 277; first: 270 and 279
     {"sm80", 1, backward, 128, 73, {64, 64, 4, 1, 1}},             // first: 256
-    {"sm80", 1, backward, 256, 209, {64, 64, 8, 2, 1, 2}, true},   // 263, deterministic 225
-    {"sm80", 1, backward, 256, 145, {64, 64, 8, 1, 1, 2}, true},   // 264, deterministic 204: dQ's product covers loads
+    {"sm80", 1, backward, 256, 209, {64, 64, 8, 2, 1, 2}, true},   // 263, separate dQ 225
+    {"sm80", 1, backward, 256, 145, {64, 64, 8, 1, 1, 2}, true},   // 264, separate dQ 204: dQ's product covers loads
     {"sm80", 1, backward, 256, 145, {64, 64, 8, 1, 1}},            // 220; first: 207, two stages 205, 32x64 187
     {"sm80", 1, backward, 256, 70, {32, 32, 4, 1, 1}},             // first: 176
     {"sm80", 1, backward_dq, 64, 50, {128, 48, 4, 2, 2}, true},    // 409; 128x64 with two tiles of K 415, but it spills

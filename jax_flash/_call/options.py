@@ -28,7 +28,7 @@ class Options:
     causal: bool
     scale: float  # finite and > 0; 1 with traced_scale
     highest_precision: bool = False  # of float32 products; False for other dtypes
-    deterministic: bool = False  # gradients are summed in one order
+    separate_dq: bool = False  # on GPUs dquery has a pass of its own: gradients are summed in one order
     sequences: int = 1  # of a batch entry; 1 unless it is packed
     window_left: int = UNLIMITED
     window_right: int = UNLIMITED

@@ -92,7 +92,8 @@ def largest_head_dim(*, arch: int, highest_precision: bool) -> int:
     """Up to which head_dim there are kernels for a compute capability such as 70."""
 
 def separate_dq(*, arch: int, largest_head_dim: int) -> bool:
-    """Whether dquery has a pass of its own on a compute capability such as 90, whatever ``deterministic`` says."""
+    """Whether dquery has a pass of its own on a compute capability such as 90, whatever the option of this name
+    says."""
 
 def cuda_launches() -> tuple[int, int, int]:
     """How many calls this process has launched on GPUs, how many of these went into a CUDA graph, and how many of those

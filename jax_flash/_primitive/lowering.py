@@ -53,14 +53,14 @@ def call(pass_: str, target: Target, params: Params, *args: jax.Array) -> tuple[
 
 
 def _for_local_gpus(pass_: str, params: Params, largest_head_dim: int) -> Params:
-    """The parameters where the GPUs of this process sum gradients in one order whatever is asked for.
+    """The parameters where dquery has a pass of its own on the GPUs of this process whatever is asked for.
 
-    Kernels that add nothing to dq want no accumulator: it is said by an option that every GPU serves.
+    That is asked for then, by an option that every GPU serves: kernels that add nothing to dq want no accumulator.
     """
     if pass_ != "backward":
         return params
     separate = choice.has_old_gpu() or (not params.gradients and choice.separate_dq(largest_head_dim))
-    options = dataclasses.replace(params.options, deterministic=params.options.deterministic or separate)
+    options = dataclasses.replace(params.options, separate_dq=params.options.separate_dq or separate)
     return dataclasses.replace(params, options=options)
 
 

@@ -24,7 +24,7 @@ COMMON_BELOW_80: dict[str, Any] = {
     "dtypes": ("float16",),
     "head_dims": COMMON["head_dims"],
     "options": tuple(
-        {"causal": causal, "has_descale": scaled, "deterministic": True}
+        {"causal": causal, "has_descale": scaled, "separate_dq": True}
         for causal in (False, True)
         for scaled in (False, True)
     ),

@@ -29,7 +29,7 @@ def modelled(arch: int) -> dict[str, Any]:
         "family": "sm80" if arch == 90 else "",
         "dtypes": ("float16",),
         "head_dims": tuple(pair for pair in COMMON["head_dims"] if pair[0] in (64, 128, 256)),
-        "options": ({"causal": False, "deterministic": arch < 80},),
+        "options": ({"causal": False, "separate_dq": arch < 80},),
         "passes": ("forward", "backward", "backward_dq"),
     }
 

@@ -35,7 +35,7 @@ int main(int, char** arguments) {
         for (int head_dim : {16, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256}) {
           Options options{};
           options.highest_precision = options.has_descale = limbs == 2;
-          options.deterministic =
+          options.separate_dq =
               pass == Pass::backward_dq || (pass == Pass::backward && (family == "sm70" || limbs == 2));
           options.has_bias = options.has_dbias = pass == Pass::backward_bias;
           Variant variant{family, arch, pass, DType::f16, head_dim, head_dim, options, {}};

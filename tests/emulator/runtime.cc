@@ -110,7 +110,7 @@ Loaded kernels_of(const Variant& variant, int) {
       file << "extern \"C\" void emulated_sum_splits(const Problem& problem) { jax_flash_sum_splits(problem); }\n";
       file << "extern \"C\" void emulated_sum_slopes(const Problem& problem) { jax_flash_sum_slopes(problem); }\n";
     }
-    if (variant.pass == Pass::backward && !variant.options.deterministic) {
+    if (variant.pass == Pass::backward && !variant.options.separate_dq) {
       file << "extern \"C\" void emulated_convert_dq(const Problem& problem) { jax_flash_convert_dq(problem); }\n";
     }
     file << "}  // namespace jax_flash\n";

@@ -2,7 +2,7 @@
 //
 // A block owns block_kv keys of one key head and walks over the rows of every query head of its group. With
 //   S^T = K Q^T,  P^T = exp(scale S^T - lse),  dP^T = V dO^T,  dS^T = P^T * (dP^T - delta)
-// it accumulates dV += P^T dO and dK += dS^T Q in registers. Unless option_deterministic leaves dQ to a pass of its own
+// it accumulates dV += P^T dO and dK += dS^T Q in registers. Unless option_separate_dq leaves dQ to a pass of its own
 // (backward_dq.cuh), it adds dQ += dS K to a float accumulator in global memory, which jax_flash_convert_dq turns into
 // the result afterwards. Keys run along the rows of the accumulators, so that P^T and dS^T are operands of the next
 // product as they are.
@@ -35,7 +35,7 @@ using OutTile = Tile<block_q, limbs * tile_value_head_dim>;
 using ScoreTile = Mma::Scores<block_kv, block_q>;
 
 static_assert(stages <= 2);
-constexpr bool adds_dq = !option_deterministic;
+constexpr bool adds_dq = !option_separate_dq;
 constexpr bool shares_rows = split > 1 && block_q >= 16 * split;  // of S^T, between warps
 // Accumulators of at most 128 registers a lane, of which one half fits where the rows were.
 constexpr bool sums_rows = shares_rows && split == 2 && key_tiles > 1 &&

@@ -20,7 +20,7 @@ JAX_FLASH_DEVICE int first_dq_tile(const Problem& problem, int batch, int sequen
 // entry and every query head, packed sequences each beginning with a sum of its own.
 JAX_FLASH_DEVICE float* slope_sums(const Problem& problem, int batch, int head) {
   const i64 heads = static_cast<i64>(problem.batch) * problem.q_heads;
-  const i64 dq = option_deterministic ? 0 : dq_elements(heads, dq_tiles(problem), head_dim);
+  const i64 dq = option_separate_dq ? 0 : dq_elements(heads, dq_tiles(problem), head_dim);
   const i64 sums = blocks_of(problem, problem.kv_length, kSlopeKeys);
   return static_cast<float*>(problem.scratch) + dq + (static_cast<i64>(batch) * problem.q_heads + head) * sums;
 }
@@ -121,7 +121,7 @@ JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
 
 // Where the share of a group leaves its sums of dK for a key, and behind these of dV. Beside an accumulator of dQ there
 // is space for one sum, to which all shares of a group add; otherwise each has its own, and their order is always one.
-constexpr bool common_sums = !option_deterministic;
+constexpr bool common_sums = !option_separate_dq;
 using ShareSum = Select<common_sums, CommonSum, float>::type;
 JAX_FLASH_DEVICE int sums_of_group(const Problem& problem) { return common_sums ? 1 : problem.group_splits; }
 JAX_FLASH_DEVICE ShareSum* share_sums(const Problem& problem, int batch, int share, int key) {

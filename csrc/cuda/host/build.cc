@@ -62,7 +62,7 @@ std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std:
         for (const Options& record : options) {
           const int largest = std::max(head_dim, value_head_dim), limbs = record.highest_precision ? 2 : 1;
           if (pass == Pass::backward_dq && !separate_dq(family, record, largest)) continue;
-          if (pass == Pass::backward_bias && !(record.deterministic && record.has_dbias)) continue;
+          if (pass == Pass::backward_bias && !(record.separate_dq && record.has_dbias)) continue;
           auto add = [&](int rows) {
             variants.push_back(variant_of(family, arch, pass, dtype, head_dim, value_head_dim, record, rows));
           };

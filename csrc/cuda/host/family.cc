@@ -45,7 +45,7 @@ const Family& pass_family(const Family& family, int arch, int limbs, Pass pass, 
 }
 
 bool separate_dq(const Family& family, const Options& options, int largest_head_dim) {
-  return options.deterministic || options.highest_precision || largest_head_dim > family.separate_dq_above;
+  return options.separate_dq || options.highest_precision || largest_head_dim > family.separate_dq_above;
 }
 
 Variant variant_of(const Family& device_family, int arch, Pass pass, DType dtype, int head_dim, int value_head_dim,
@@ -74,7 +74,7 @@ Variant variant_of(const Family& device_family, int arch, Pass pass, DType dtype
     if (auto row = tuned_row(gpu, family.name, pass, head_dim)) variant.set_tuned(*row);
   }
   const bool forward = pass == Pass::forward || pass == Pass::forward_split_kv || pass == Pass::forward_single_tile;
-  variant.options.deterministic = !forward && own_dq;
+  variant.options.separate_dq = !forward && own_dq;
   return variant;
 }
 

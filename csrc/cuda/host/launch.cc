@@ -110,7 +110,7 @@ const Found& find(int device, Pass pass, DType dtype, const Problem& problem, co
   const int arch = arch_of(device);
   const Family& family = served_family(arch);
   // In one order, what blocks share is summed up by a pass of its own, and the others know nothing of it.
-  const bool own_bias = pass == Pass::backward && problem.options.deterministic && shares_bias(problem);
+  const bool own_bias = pass == Pass::backward && problem.options.separate_dq && shares_bias(problem);
   auto kernels = [&](Pass of, int rows = 0) {
     Options options = problem.options;
     if (own_bias) options.has_dbias = of == Pass::backward_bias;

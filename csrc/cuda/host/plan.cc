@@ -81,7 +81,7 @@ int64_t slope_scratch(const Problem& p) {
 }
 
 // Whether the call asks for an accumulator of dQ.
-bool accumulates_dq(const Problem& p) { return !(p.options.deterministic || p.options.highest_precision); }
+bool accumulates_dq(const Problem& p) { return !(p.options.separate_dq || p.options.highest_precision); }
 
 // Elements of float that shares of a group's query heads leave for jax_flash_sum_splits (Problem::group_sums).
 int64_t sums_of_splits(const Problem& p, int splits) {

@@ -10,7 +10,7 @@
 
 namespace jax_flash::cuda {
 
-// For calls of one head dim, which query and value share, with no option but `causal` and `deterministic`.
+// For calls of one head dim, which query and value share, with no option but `causal` and `separate_dq`.
 struct TunedRow {
   std::string gpu;  // by the driver's name
   std::string family;

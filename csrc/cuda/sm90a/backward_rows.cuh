@@ -14,8 +14,8 @@ constexpr int threads = 32 * warps;
 constexpr int computing = warps / 4 - 1;  // warpgroups; one more loads the rows
 constexpr int computing_threads = warpgroup * computing;
 static_assert(warps % 4 == 0 && block_q == 64, "64 rows fit the accumulators beside dK and dV");
-constexpr bool adds_dq = !option_deterministic;  // else it is computed by a pass of its own
-constexpr int convert_warps = 4;                 // of jax_flash_convert_dq, a block
+constexpr bool adds_dq = !option_separate_dq;  // else it is computed by a pass of its own
+constexpr int convert_warps = 4;               // of jax_flash_convert_dq, a block
 
 using KSlabs = Slabs<block_kv, head_dim>;
 using VSlabs = Slabs<block_kv, value_head_dim>;

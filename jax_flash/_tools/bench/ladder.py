@@ -213,7 +213,7 @@ def compile_rung(
             try:
                 _core.fetch_kernel(
                     arch=arch, pass_=one, dtype="bfloat16", head_dim=head_dim, value_head_dim=head_dim,
-                    options={"causal": causal, "deterministic": separate}, gpu=gpu,
+                    options={"causal": causal, "separate_dq": separate}, gpu=gpu,
                 )  # fmt: skip
             except (RuntimeError, ValueError):  # told when the call that needs it is made
                 continue

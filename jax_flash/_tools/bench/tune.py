@@ -103,7 +103,7 @@ def compiled(arch: int, pass_: str, head_dim: int, rows: Sequence[Row], most_sha
 def _compiled(arch: int, pass_: str, head_dim: int, most_shared_bytes: int, folder: str, row: Row) -> Candidate:
     candidate = Candidate(row)
     for causal in (False, True):
-        options = {"causal": causal, "deterministic": pass_ == "backward_dq"}
+        options = {"causal": causal, "separate_dq": pass_ == "backward_dq"}
         try:
             kernel = _core.build_row(
                 arch=arch,
