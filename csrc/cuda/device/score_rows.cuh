@@ -62,13 +62,19 @@ struct ScoreRows : HeadScores {
     }
   }
 
-  // Logits of two rows become weights against the rows' lse (backward_lse).
+  // Logits of two rows become weights against the rows' lse (backward_lse). Those of -inf are 0 by themselves; but with
+  // `mask` the assembler spills where it is not told so (dQ, sm_70 and sm_80).
   template <int tiles>
   __device__ __forceinline__ void weigh(FragmentC (&scores)[tiles], const float (&lse_log2)[2]) const {
 #pragma unroll
     for (int n = 0; n < tiles; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) scores[n].x[e] = weight(scores[n].x[e], lse_log2[e / 2]);
+      for (int e = 0; e < 4; ++e) {
+        float& x = scores[n].x[e];
+        const bool kept = !has_mask || x != -JAX_FLASH_INFINITY;
+        x = weight(x, lse_log2[e / 2]);
+        x = kept ? x : 0.f;
+      }
     }
   }
   __device__ __forceinline__ float weight(float logit, float lse_log2) const {
