@@ -12,9 +12,10 @@
 //   TRAINABLE(type, name, dims)  an OPERAND with a gradient: the backward pass adds it to `problem.d<name>`, null when
 //                                nobody asks for it; a CUDA kernel is compiled with `has_d<name>`
 //
-// `dims` has a letter for each dimension: b batch, d sequences, e sequences + 1, n query heads, t and s lengths,
-// i and j lengths in blocks of kSegmentBlock, 2 a pair. Arrays are dense and row-major. Those marked * may have size 1
-// in any dimension, which is then broadcast: their strides stand in Problem.
+// `dims` has a letter for each dimension: b batch, d sequences, e sequences + 1, n query heads, k key heads, t and s
+// lengths, i and j lengths in blocks of kSegmentBlock, h head_dim, v value_head_dim, 2 a pair, 6 a record of six. Arrays
+// are dense and row-major. Those marked * may have size 1 in any dimension, which is then broadcast: their strides stand
+// in Problem.
 //
 // A *sequence* is a range of the packed rows of one batch entry that attends to itself alone (attention_varlen). A
 // batch entry is one sequence unless cu_q_lengths and cu_kv_lengths say otherwise.
@@ -30,6 +31,8 @@
   CONSTANT(bool, highest_precision)                                                                                 \
   /* bias is float32 (float64 for float64 inputs) whatever the query's dtype; else it has that one */               \
   CONSTANT(bool, wide_bias)                                                                                         \
+  /* the originals of float16 arrays are bfloat16 rather than float32: see descale */                               \
+  CONSTANT(bool, original_bfloat16)                                                                                 \
   /* gradients are summed in one order; false allows it where it costs nothing */                                   \
   CONSTANT(bool, deterministic)                                                                                     \
   /* multiplies the scores; finite and > 0 (Python folds sign and zero into the query). 1 with traced_scale */      \
@@ -65,9 +68,14 @@
   OPERAND(bool, mask, "bnts")                                                                                       \
   /* the key of the counter-based generator, one per head; there with dropout_rate */                               \
   OPERAND(unsigned, dropout_seeds, "bdn2")                                                                          \
-  /* factors that undo the scales of query, key, value and dout, float16 arrays that stand for float32 ones, and */ \
-  /* the scale of dS; results are float32 then */                                                                   \
-  OPERAND(float, descale, "bk5")                                                                                    \
+  /* factors that undo the scales of query, key, value and dout, float16 arrays that stand for float32 ones, the */ \
+  /* scale of dS, and whether the rows of the head differ too much for one scale (1, else 0): then it is computed */\
+  /* in float32, from the arrays as they were, which are there with descale; results are float32 */                 \
+  OPERAND(float, descale, "bk6")                                                                                    \
+  OPERAND(void, original_query, "btnh")                                                                             \
+  OPERAND(void, original_key, "bskh")                                                                               \
+  OPERAND(void, original_value, "bskv")                                                                             \
+  OPERAND(void, original_dout, "btnv")                                                                              \
   /* float32 (float64 for float64 inputs): exp(sink) joins the sum of exponentials */                               \
   OPERAND(void, sinks, "bn")                                                                                        \
   /* float32 (float64 for float64 inputs): scores become scores - slope * |query position - key position| */        \

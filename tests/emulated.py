@@ -104,8 +104,10 @@ class Call:
         }  # fmt: skip
         for name, number in numbers.items():
             assert emulator.call_number(self.call, name.encode(), ctypes.c_double(number)), name
-        arrays = {name: getattr(problem, name) for name in "qkv"} | problem.arrays
-        if kernel_pass == "backward":
+        arrays = {name: getattr(problem, name) for name in "qkv"} | problem.arrays | problem.originals
+        if kernel_pass == "forward":
+            arrays.pop("original_dout", None)
+        else:
             arrays |= {"dout": problem.dout, "lse": problem.lse, "delta": problem.delta}
         for name, array in arrays.items():
             self.put(name, array)
@@ -159,7 +161,8 @@ TOLERANCE = {"out": 1.5, "lse": 0.02, "dq": 3.0, "dk": 3.0, "dv": 2.0, "dbias": 
 
 OPTIONS = (
     "causal", "window", "arrays", "q_offset", "lengths", "short_rows", "short_keys", "segments", "sequences", "mask",
-    "bias", "bias_of_keys", "alibi", "softcap", "sinks", "dropout", "descale", "deterministic",
+    "bias", "bias_of_keys", "shared_bias", "alibi", "softcap", "sinks", "dropout", "descale", "in_float32",
+    "originals_in_bfloat16", "deterministic",
 )  # fmt: skip
 
 
@@ -177,7 +180,8 @@ class Problem:
         value_head_dim = value_head_dim or head_dim
 
         def normal(*shape: int) -> np.ndarray:
-            return random.standard_normal(shape).astype(self.dtype)
+            x = random.standard_normal(shape).astype(self.dtype)
+            return x.astype(ml_dtypes.bfloat16).astype(self.dtype) if "originals_in_bfloat16" in options else x
 
         self.q, self.dout = (normal(batch, q_length, q_heads, width) for width in (head_dim, value_head_dim))
         self.k, self.v = (normal(batch, kv_length, kv_heads, width) for width in (head_dim, value_head_dim))
@@ -185,6 +189,7 @@ class Problem:
         true_q, true_k, true_v, true_dout = (x.astype(np.float64) for x in (self.q, self.k, self.v, self.dout))
         self.numbers: dict[str, float] = {}
         self.arrays: dict[str, np.ndarray] = {}
+        self.originals: dict[str, np.ndarray] = {}
         of: dict[str, Any] = {}  # the oracle's options
         self.trainable: list[str] = []
         sequences = 1
@@ -193,7 +198,11 @@ class Problem:
         if "descale" in options:
             assert self.dtype == np.float16
             factors = 2.0 ** random.integers(-3, 4, (batch, kv_heads, 4))
-            self.arrays["descale"] = np.concatenate([factors, np.full_like(factors[..., :1], 64)], -1, dtype=np.float32)
+            # Every other key head is computed in float32, the first not.
+            in_float32 = np.add.outer(np.arange(batch), np.arange(kv_heads)) % 2 == 1
+            in_float32 &= "in_float32" in options
+            ds = np.full((batch, kv_heads, 1), 64)
+            self.arrays["descale"] = np.concatenate([factors, ds, in_float32[..., None]], -1, dtype=np.float32)
             true_k, true_v = (x * factors[:, None, :, i, None] for i, x in ((1, true_k), (2, true_v)))
             by_query = np.repeat(factors, q_heads // kv_heads, axis=1)
             true_q, true_dout = (x * by_query[:, None, :, i, None] for i, x in ((0, true_q), (3, true_dout)))
@@ -253,6 +262,9 @@ class Problem:
         if "bias" in options:
             self.arrays["bias"] = of["bias"] = normal(1, q_heads, q_length, kv_length)
             self.trainable.append("bias")
+        if "shared_bias" in options:
+            self.arrays["bias"] = of["bias"] = normal(1, 1, q_length, kv_length)
+            self.trainable.append("bias")
         if "bias_of_keys" in options:
             self.arrays["bias"] = of["bias"] = normal(batch, q_heads, 1, kv_length)
             self.trainable.append("bias")
@@ -281,18 +293,35 @@ class Problem:
             self.right = {name: x[None] for name, x in right.items() if isinstance(x, np.ndarray)}
         else:
             self.right = oracle.attention(true_q, true_k, true_v, true_dout, dlse, **of)
+        if "descale" in options:
+            self.put_originals(options, (true_q, true_k, true_v, true_dout), in_float32)
         # What nobody may read.
         keys = np.ones((batch, kv_length), bool)
         if "kv_lengths" in of:
             keys &= np.arange(kv_length) < of["kv_lengths"][:, None]
         if "sequences" in options:
             keys &= np.arange(kv_length) < of["cu_kv_lengths"][-1]
-        for x, there in ((self.q, rows), (self.dout, rows), (self.k, keys), (self.v, keys)):
+        sides = {"query": (self.q, rows), "key": (self.k, keys), "value": (self.v, keys), "dout": (self.dout, rows)}
+        for name, (x, there) in sides.items():
             x[~there] = np.nan
+            if "descale" in options:
+                self.originals[f"original_{name}"][~there] = np.nan
         delta = np.moveaxis((true_dout * self.right["out"]).sum(-1), 1, 2) - dlse
         self.delta, self.lse = (
             np.ascontiguousarray(np.where(rows[:, None], x, np.nan), np.float32) for x in (delta, self.right["lse"])
         )
+
+    def put_originals(self, options: Sequence[str], arrays: Sequence[np.ndarray], in_float32: np.ndarray) -> None:
+        """Every head is there once: as it was where it is computed in float32, else as it has been scaled."""
+        narrow = "originals_in_bfloat16" in options
+        self.numbers["original_bfloat16"] = narrow
+        names = ("query", "key", "value", "dout")
+        for name, x, scaled in zip(names, arrays, (self.q, self.k, self.v, self.dout), strict=True):
+            original = x.astype(ml_dtypes.bfloat16 if narrow else np.float32)
+            of_heads = np.repeat(in_float32, x.shape[2] // in_float32.shape[1], axis=1)[:, None, :, None]
+            original[np.broadcast_to(~of_heads, x.shape)] = np.nan
+            scaled[np.broadcast_to(of_heads, x.shape)] = np.nan
+            self.originals[f"original_{name}"] = original
 
     def results(self, kernel_pass: str) -> list[str]:
         if kernel_pass == "forward":

@@ -59,7 +59,9 @@ int64_t extent(char dim, const Problem& p) {
     case 'e': return int64_t{p.options.sequences} + 1;
     case 'n': return p.q_heads;
     case 'k': return p.kv_heads;
-    case '5': return 5;
+    case 'h': return p.head_dim;
+    case 'v': return p.value_head_dim;
+    case '6': return 6;
     case 't': return p.q_length;
     case 's': return p.kv_length;
     case 'i': return blocks(p.q_length);
@@ -88,6 +90,8 @@ ffi::DataType type_of(const unsigned*, ffi::DataType) { return ffi::DataType::U3
 ffi::DataType type_of(const float*, ffi::DataType) { return ffi::DataType::F32; }
 ffi::DataType type_of(const bool*, ffi::DataType) { return ffi::DataType::PRED; }
 ffi::DataType type_of(const void*, ffi::DataType element) { return wide(element); }
+
+bool is_original(const std::string& operand) { return operand.rfind("original_", 0) == 0; }
 
 ffi::AnyBuffer argument(ffi::RemainingArgs args, size_t index) {
   auto value = args.get<ffi::AnyBuffer>(index);
@@ -179,6 +183,7 @@ Call decode(Platform platform, Pass pass, const Options& options, ffi::Remaining
   if (options.has_##name) {                                                                                          \
     ffi::DataType element = type_of(p.name, type);                                                                   \
     if (std::string(#name) == "bias" && !options.wide_bias) element = type;                                          \
+    if (is_original(#name) && options.original_bfloat16) element = ffi::DataType::BF16;                              \
     p.name = static_cast<const type_*>(operand(argument(args, next++), p, dims, element, #name, strides_of(#name))); \
   }
 #define JAX_FLASH_TRAINABLE(type_, name, dims)                                                           \

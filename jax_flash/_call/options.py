@@ -26,6 +26,7 @@ class Options:
     causal: bool
     scale: float  # finite and > 0; 1 with traced_scale
     highest_precision: bool = False  # of float32 products; False for other dtypes
+    original_bfloat16: bool = False  # the originals beside descale are bfloat16, else float32
     deterministic: bool = False  # gradients are summed in one order
     wide_bias: bool = False  # bias has the accumulation dtype, else that of query
     sequences: int = 1  # of a batch entry; 1 unless it is packed
@@ -40,7 +41,8 @@ class Operand:
     """An option that is an array.
 
     ``dims`` has a letter for each dimension, as in csrc/options.h: b batch, d sequences, e sequences + 1, n query
-    heads, k key heads, t and s lengths, i and j lengths in blocks of `SEGMENT_BLOCK`, 2 a pair, 5 a record of five.
+    heads, k key heads, t and s lengths, i and j lengths in blocks of `SEGMENT_BLOCK`, h head_dim, v value_head_dim, 2 a
+    pair, 6 a record of six.
     """
 
     dims: str
@@ -63,12 +65,16 @@ OPERANDS: dict[str, Operand] = {
     "kv_segment_ranges": Operand("bj2", ("int32",)),
     "mask": Operand("bnts", ("bool",), broadcast=True),
     "dropout_seeds": Operand("bdn2", ("uint32",)),
-    "descale": Operand("bk5", ("float32",)),
+    "descale": Operand("bk6", ("float32",)),
+    "original_query": Operand("btnh", ("float32", "bfloat16")),
+    "original_key": Operand("bskh", ("float32", "bfloat16")),
+    "original_value": Operand("bskv", ("float32", "bfloat16")),
+    "original_dout": Operand("btnv", ("float32", "bfloat16")),
     "sinks": Operand("bn", ("float32", "float64")),
     "alibi_slopes": Operand("bdn", ("float32", "float64"), trainable=True),
     "bias": Operand("bnts", ("float16", "bfloat16", "float32", "float64"), trainable=True, broadcast=True),
 }
 """Each optional; what each means stands in csrc/options.h. sinks has a gradient too, one that needs no kernel; descale
-is no option of attention() but comes with the float16 form of float32 arrays (_primitive/limbs.py)."""
+and the originals are no options of attention() but come with the float16 form of float32 arrays (_primitive/limbs.py)."""
 
 Operands = Mapping[str, jax.Array]

@@ -67,19 +67,23 @@ def _for_local_gpus(pass_: str, params: Params, largest_head_dim: int) -> Params
 def _half_precision(
     pass_: str, params: Params, results: Sequence[jax.ShapeDtypeStruct], *args: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The custom call for CUDA on float16 arrays, with delta for dlse; its results are float32."""
+    """The custom call for CUDA on float16 arrays, and on those for which they stand, with delta for dlse; its results
+    are float32."""
     _, operands, _ = params.split(pass_, args)
     gradients = (args[3], args[5]) if pass_ == "backward" else ()
     if "bias" in operands:
         operands["bias"] = operands["bias"].astype(jnp.float32)
-    arrays, operands["descale"] = limbs.scaled(params.options, operands, *args[:3], *gradients)
-    dims = {**dict(params.operands), "descale": OPERANDS["descale"].dims}
+    arrays, descale = limbs.scaled(params.options, operands, *args[:3], *gradients)
+    added = {"descale": descale, "original_query": args[0], "original_key": args[1], "original_value": args[2]}
+    if gradients:
+        added["original_dout"] = gradients[0]
+    operands |= added
+    dims = dict(params.operands) | {name: OPERANDS[name].dims for name in added}
     names = in_order(operands)
-    params = dataclasses.replace(
-        params,
-        options=dataclasses.replace(params.options, wide_bias="bias" in operands),
-        operands=tuple((name, dims[name]) for name in names),
+    options = dataclasses.replace(
+        params.options, wide_bias="bias" in operands, original_bfloat16=args[0].dtype == jnp.bfloat16
     )
+    params = dataclasses.replace(params, options=options, operands=tuple((name, dims[name]) for name in names))
     fixed = len(ARGUMENTS[pass_])
     args = (*arrays, *args[len(arrays) : fixed], *(operands[name] for name in names))
     return _custom_call(pass_, "cuda", params, results, *args)

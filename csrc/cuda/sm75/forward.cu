@@ -7,3 +7,4 @@ using Steps = Forward;
 }
 
 #include "cuda/device/forward.cuh"
+#include "cuda/device/float32_forward.cuh"
