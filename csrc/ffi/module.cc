@@ -82,7 +82,7 @@ nb::dict row_of(const cuda::Kernel& k) {
   row["local_bytes"] = k.local_bytes;
   row["cubin_bytes"] = k.cubin_bytes;
   row["float32_registers"] = k.float32_registers;
-  row["float32_spill_bytes"] = k.float32_spill_bytes;
+  row["float32_local_bytes"] = k.float32_local_bytes;
   row["compiler_warnings"] = k.compiler_warnings;
   return row;
 }

@@ -19,8 +19,6 @@ namespace jax_flash {
 
 constexpr int float32_tile = 64;   // rows, and keys
 constexpr int float32_depth = 32;  // columns that are in shared memory at a time
-// Two blocks a multiprocessor, or where sums take more registers one.
-constexpr int float32_min_blocks = head_dim <= 128 && value_head_dim <= 128 ? 2 : 1;
 
 struct Float32Storage {
   // Rows begin 4 banks apart, so that eight of them are read at once, in fours.

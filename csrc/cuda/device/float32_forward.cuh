@@ -73,7 +73,7 @@ JAX_FLASH_DEVICE void float32_forward_item(const Problem& problem, Float32Storag
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kFloat32Threads, float32_min_blocks)
+extern "C" __global__ void __launch_bounds__(kFloat32Threads)
     jax_flash_float32_forward(const __grid_constant__ Problem problem) {
   if constexpr (has_descale) {
     extern __shared__ __align__(128) char memory[];

@@ -343,8 +343,9 @@ Kernel build(const Variant& variant, const std::string& out_dir) {
   for (const char* beside : {float32_entry(variant), has_float32_bias(variant) ? kFloat32Bias : nullptr}) {
     if (!beside) continue;
     kernel.float32_registers = std::max(kernel.float32_registers, log_number(compiled.log, beside, " registers"));
-    kernel.float32_spill_bytes +=
-        log_number(compiled.log, beside, "bytes spill stores") + log_number(compiled.log, beside, "bytes spill loads");
+    for (const char* what : {"bytes spill stores", "bytes spill loads", "bytes stack frame"}) {
+      kernel.float32_local_bytes += log_number(compiled.log, beside, what);
+    }
   }
 
   const auto path = KernelFolder::trusted(out_dir, true).write(kernel.name, source_key(variant), compiled.cubin);
