@@ -13,9 +13,9 @@
 //                                nobody asks for it; a CUDA kernel is compiled with `has_d<name>`
 //
 // `dims` has a letter for each dimension: b batch, d sequences, e sequences + 1, n query heads, k key heads, t and s
-// lengths, i and j lengths in blocks of kSegmentBlock, h head_dim, v value_head_dim, 2 a pair, 6 a record of six. Arrays
-// are dense and row-major. Those marked * may have size 1 in any dimension, which is then broadcast: their strides stand
-// in Problem.
+// lengths, i and j lengths in blocks of kSegmentBlock, h head_dim, v value_head_dim, 2 a pair, 6 a record of six.
+// Arrays are dense and row-major. Those marked * may have size 1 in any dimension, which is then broadcast: their
+// strides stand in Problem.
 //
 // A *sequence* is a range of the packed rows of one batch entry that attends to itself alone (attention_varlen). A
 // batch entry is one sequence unless cu_q_lengths and cu_kv_lengths say otherwise.
@@ -68,9 +68,9 @@
   OPERAND(bool, mask, "bnts")                                                                                       \
   /* the key of the counter-based generator, one per head; there with dropout_rate */                               \
   OPERAND(unsigned, dropout_seeds, "bdn2")                                                                          \
-  /* factors that undo the scales of query, key, value and dout, float16 arrays that stand for float32 ones, the */ \
-  /* scale of dS, and whether the rows of the head differ too much for one scale (1, else 0): then it is computed */\
-  /* in float32, from the arrays as they were, which are there with descale; results are float32 */                 \
+  /* factors that undo the scales of query, key, value and dout, float16 arrays that stand for float32 ones; the */ \
+  /* scale of dS; and 1 where the rows of the head differ too much for one scale, else 0: then it is computed in */ \
+  /* float32 from the arrays as they were, which are there with descale. Results are float32 */                     \
   OPERAND(float, descale, "bk6")                                                                                    \
   OPERAND(void, original_query, "btnh")                                                                             \
   OPERAND(void, original_key, "bskh")                                                                               \

@@ -350,7 +350,10 @@ class Problem:
         with np.errstate(invalid="ignore"):
             errors = np.abs(got[alive] - want[alive]) / np.maximum(bound[alive], np.finfo(np.float32).tiny)
         worst = float(errors.max())
-        return worst, "" if worst <= 1 else f"{name}: {(~(errors <= 1)).mean():.4f} of the elements up to {worst} bounds off"
+        return (
+            worst,
+            "" if worst <= 1 else f"{name}: {(~(errors <= 1)).mean():.4f} of the elements up to {worst} bounds off",
+        )
 
     def results(self, kernel_pass: str) -> list[str]:
         if kernel_pass == "forward":

@@ -277,10 +277,14 @@ def bounds(
     keep: np.ndarray,
     eps: float,
     scale: float | None = None,
+    exact_lse: bool = True,
 ) -> dict[str, np.ndarray]:
-    """How far results may be from those of `attention` where the score of rows q and k is wrong by a few eps |q| |k|, and
-    every other product and sum by a few eps times the size of its terms: element by element, so that no row may suffer
-    from the size of others. lse has no cotangent."""
+    """How far results may be from those of `attention`, element by element, so that no row may suffer from others.
+
+    The score of rows q and k may be wrong by a few eps |q| |k|, and every other product and sum by a few eps times the
+    size of its terms. lse has no cotangent; with ``exact_lse`` it is the score of the only key that counts, where there
+    is one, else it is rounded apart from scores.
+    """
     (batch, _, q_heads, head_dim), kv_heads = query.shape, key.shape[2]
     group = q_heads // kv_heads
     q, k, v, dout = (np.moveaxis(x.astype(np.float64), 2, 1) for x in (query, key, value, dout))
@@ -300,11 +304,14 @@ def bounds(
     log_p = np.where(alive, scores - np.where(alive, lse, 0), -np.inf)
     p = np.exp(log_p)
     wrong = scale * eps * pairs(q, k) + eps
-    # lse is rounded, but not where it is the score of the only key that counts.
-    wrong = wrong + 2.0**-22 * np.where(alive & (p.max(axis=-1, keepdims=True) < 1 - 1e-9), np.abs(lse), 0)
+    rounded = alive & (not exact_lse or (p.max(axis=-1, keepdims=True) < 1 - 1e-9))
+    wrong = wrong + 2.0 ** (-22 if exact_lse else -20) * np.where(rounded, np.abs(lse), 0)
     # What weights may become, and what the others lose by it.
     grown = np.exp(np.minimum(log_p + wrong + (p * wrong).sum(axis=-1, keepdims=True), 0)) - p
-    wrong_p = grown + np.minimum(p, grown.sum(axis=-1, keepdims=True)) + eps * p
+    if not exact_lse:
+        grown += p * np.minimum(2 * wrong, 1)
+    # Weights below float32 are 0.
+    wrong_p = grown + np.minimum(p, grown.sum(axis=-1, keepdims=True)) + eps * p + 1e-37
     dp, wrong_dp = dout @ v.swapaxes(-1, -2), eps * pairs(dout, v)
     difference = dp - (p * dp).sum(axis=-1, keepdims=True)
     wrong_out = times(wrong_p, v)
@@ -316,9 +323,7 @@ def bounds(
 
     return {
         "out": np.moveaxis(wrong_out, 1, 2),
-        "lse": np.where(
-            alive[..., 0], np.logaddexp.reduce(log_p + wrong, axis=-1) + 2.0**-22 * np.abs(lse[..., 0]), 0
-        ),
+        "lse": np.where(alive[..., 0], np.logaddexp.reduce(log_p + wrong, axis=-1) + 2.0**-22 * np.abs(lse[..., 0]), 0),
         "dq": np.moveaxis(scale * times(wrong_ds, k), 1, 2),
         "dk": of_keys(scale * times(wrong_ds.swapaxes(-1, -2), q)),
         "dv": of_keys(times(wrong_p.swapaxes(-1, -2), dout)),

@@ -75,6 +75,7 @@ OPERANDS: dict[str, Operand] = {
     "bias": Operand("bnts", ("float16", "bfloat16", "float32", "float64"), trainable=True, broadcast=True),
 }
 """Each optional; what each means stands in csrc/options.h. sinks has a gradient too, one that needs no kernel; descale
-and the originals are no options of attention() but come with the float16 form of float32 arrays (_primitive/limbs.py)."""
+and the originals are no options of attention() but come with the float16 form of float32 arrays
+(_primitive/limbs.py)."""
 
 Operands = Mapping[str, jax.Array]

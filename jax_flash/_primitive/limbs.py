@@ -29,8 +29,8 @@ _SPREAD = 20
 keeps what is not below 2^-20 of its own largest value, and all digits of what is not below 2^-9."""
 
 _GRADIENT_SPREAD = 30
-"""The same for the rows of gradients, with one limb. Some rows with small gradients are usual in training; what these
-lose are digits of their own dQ, down to TF32's at 2^-10 of the largest value of such a row."""
+"""The same for the rows of gradients, with one limb: rows with small gradients are usual in training. A row that is
+smaller by as much keeps 10 digits of its largest value, and what these lose concerns its own dQ."""
 
 
 def scaled(
@@ -71,7 +71,7 @@ def scaled(
         if options.dropout_rate:
             dp = dp * dropout.factor(options.dropout_rate)
         descale.append(_power(dp + _largest(delta, rows, kv_heads)))
-        # One scale for dS needs rows of dS that are alike, and delta has the cotangent of lse, which may be large alone.
+        # Rows of dS have one scale too, and in delta is the cotangent of lse, of which one may be large.
         of_values = jnp.repeat(value.shape[-1] * largest[2], query.shape[2] // kv_heads, axis=1)[:, None]
         of_ds = sizes[3] * of_values + _row_sizes(_without(delta, rows))
         differ.append(_differ(_extremes(of_ds, kv_heads), gradient_spread))

@@ -1,6 +1,7 @@
-// What the kernels share that compute heads in float32 arithmetic, without tensor cores: those whose rows differ too much
-// in size to stand as float16 with one scale (Descale, jax_flash/_primitive/limbs.py). The other kernels pass over these
-// heads, and these kernels over all others. There are few such heads, so the code is plain and the same for all families.
+// What the kernels share that compute heads in float32 arithmetic, without tensor cores: those whose rows differ too
+// much in size to stand as float16 with one scale (Descale, jax_flash/_primitive/limbs.py). The other kernels pass over
+// these heads, and these kernels over all others. There are few such heads, so the code is plain and the same for all
+// families.
 //
 // A block owns a tile of rows, or of keys, and walks over tiles of the other side. A thread has 4 x 4 pairs of two
 // tiles, own ty + 16 i and other tx + 16 j, and of a sum over the other side's rows own ty + 16 i and columns
@@ -49,6 +50,14 @@ struct Float32Rows {
         row_stride(scaled.row_stride / limbs),
         length(rows.length),
         columns(columns) {}
+
+  // One of two, member by member: a reference to one of two would put both on the stack.
+  __device__ __forceinline__ Float32Rows(bool is_x, const Float32Rows& x, const Float32Rows& y)
+      : data(is_x ? x.data : y.data),
+        first(is_x ? x.first : y.first),
+        row_stride(is_x ? x.row_stride : y.row_stride),
+        length(is_x ? x.length : y.length),
+        columns(is_x ? x.columns : y.columns) {}
 
   __device__ __forceinline__ float4 four(int row, int column) const {
     if (row >= length || column >= columns) return {};
@@ -194,8 +203,8 @@ struct Float32Scores {
         masks(problem.mask, problem.mask_strides, extent.batch, head),
         dropout(problem, extent, head) {}
 
-  // The score of a product, -inf where the pair is not kept, whatever the product is; and d score / d (scale * product).
-  // A bias of -inf masks: what it hides may be so large that the product is infinite.
+  // The score of a product, -inf where the pair is not kept, whatever the product is; and d score / d (scale *
+  // product). A bias of -inf masks: what it hides may be so large that the product is infinite.
   __device__ __forceinline__ float operator()(float product, int row, int column, float& derivative) const {
     derivative = 1.f;
     // Rounded here: fused with what follows it could differ from pass to pass.
@@ -250,7 +259,8 @@ struct Float32Place {
   int sequence, first;
   Extent extent;
 
-  __device__ __forceinline__ Float32Place(const Problem& problem, bool of_keys, int batch, int tile) : of_keys(of_keys) {
+  __device__ __forceinline__ Float32Place(const Problem& problem, bool of_keys, int batch, int tile)
+      : of_keys(of_keys) {
     const int* cu_lengths = of_keys ? problem.cu_kv_lengths : problem.cu_q_lengths;
     sequence = sequence_of(problem, cu_lengths, batch, float32_tile, tile);
     first = tile * float32_tile;

@@ -49,7 +49,8 @@ JAX_FLASH_DEVICE void float32_backward_item(const Problem& problem, Float32Stora
   Float32Sums<at_least(head_dim, value_head_dim)> sums;
   for (int head = first_head; head < first_head + heads; ++head) {
     const Float32Pairs pairs(problem, shared, place, head);
-    const Float32Rows& others = of == Float32Gradient::dq ? pairs.k : of == Float32Gradient::dk ? pairs.q : pairs.dout;
+    const Float32Rows of_scores{of_keys, pairs.q, pairs.k};
+    const Float32Rows others{of == Float32Gradient::dv, pairs.dout, of_scores};
     float slope = 0.f, keys[4] = {};
     place.walk(problem, [&](int other) {
       pairs.weigh(other, of != Float32Gradient::dv, [&](int i, int j, float ds) {

@@ -33,9 +33,10 @@ struct Float32Pairs {
   // score, and calls `use` before with i, j and dS.
   template <typename Use>
   __device__ __forceinline__ void weigh(int other, bool derives, const Use& use) const {
+    const bool of_keys = place.of_keys;
     float s[4][4], dp[4][4];
-    float32_products(s, shared, place.of_keys ? k : q, place.first, place.of_keys ? q : k, other);
-    if (derives) float32_products(dp, shared, place.of_keys ? v : dout, place.first, place.of_keys ? dout : v, other);
+    float32_products(s, shared, {of_keys, k, q}, place.first, {of_keys, q, k}, other);
+    if (derives) float32_products(dp, shared, {of_keys, v, dout}, place.first, {of_keys, dout, v}, other);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
