@@ -14,11 +14,13 @@
 //                                nobody asks for it; a CUDA kernel is compiled with `has_d<name>`
 //
 // `dims` has a letter for each dimension: b batch, d sequences, e sequences + 1, n query heads, k key heads, t and s
-// lengths, i and j lengths in blocks of kSegmentBlock, 2 a pair, 5 a record of five. Arrays are dense and row-major.
-// One that has `<name>_strides` in Problem may have size 1 in any dimension, which is then broadcast.
+// lengths, i and j lengths in blocks of kSegmentBlock, h head_dim, v value_head_dim, 2 a pair, 6 a record of six.
+// Arrays are dense and row-major. One that has `<name>_strides` in Problem may have size 1 in any dimension, which is
+// then broadcast.
 //
 // A `void` array is float32, or float64 for float64 inputs. One that has a CONSTANT `wide_<name>` is so where that is
-// true, and has the query's dtype where it is false.
+// true, and has the query's dtype where it is false. An `Original` array is float32, or bfloat16 with
+// original_bfloat16.
 //
 // A *sequence* is a range of the packed rows of one batch entry that attends to itself alone (attention_varlen). A
 // batch entry is one sequence unless cu_q_lengths and cu_kv_lengths say otherwise.
@@ -37,6 +39,8 @@
   /* dQ has a pass of its own, and the gradient of a bias that blocks share: every sum has one order. */            \
   /* false allows that where it costs nothing */                                                                    \
   CONSTANT(bool, separate_dq)                                                                                       \
+  /* the originals of float16 arrays are bfloat16 rather than float32: see descale */                               \
+  CONSTANT(bool, original_bfloat16)                                                                                 \
   /* multiplies the scores; finite and > 0 (Python folds sign and zero into the query). 1 with traced_scale */      \
   VALUE(double, scale)                                                                                              \
   /* of a batch entry, >= 1 */                                                                                      \
@@ -70,9 +74,14 @@
   OPERAND(bool, mask, "bnts")                                                                                       \
   /* the key of the counter-based generator, one per head; there with dropout_rate */                               \
   OPERAND(unsigned, dropout_seeds, "bdn2")                                                                          \
-  /* factors that undo the scales of query, key, value and dout, float16 arrays that stand for float32 ones, and */ \
-  /* the scale of dS; results are float32 then */                                                                   \
-  PLAIN(float, descale, "bk5")                                                                                      \
+  /* factors that undo the scales of query, key, value and dout, float16 arrays that stand for float32 ones; the */ \
+  /* scale of dS; and 1 where the rows of the head differ too much for one scale, else 0: then it is computed in */ \
+  /* float32 from the arrays as they were, which are there with descale. Results are float32 */                     \
+  PLAIN(float, descale, "bk6")                                                                                      \
+  PLAIN(Original, original_query, "btnh")                                                                           \
+  PLAIN(Original, original_key, "bskh")                                                                             \
+  PLAIN(Original, original_value, "bskv")                                                                           \
+  PLAIN(Original, original_dout, "btnv")                                                                            \
   /* exp(sink) joins the sum of exponentials */                                                                     \
   PLAIN(void, sinks, "bn")                                                                                          \
   /* scores become scores - slope * |query position - key position| */                                              \
@@ -87,6 +96,7 @@
 namespace jax_flash {
 
 constexpr int kSegmentBlock = 32;
+struct Original;  // an element of an array whose dtype is known where it is read
 
 #define JAX_FLASH_FIELD(type, name) type name;
 #define JAX_FLASH_FEATURE(type, name, absent) type name = absent;

@@ -104,8 +104,10 @@ class Call:
         }  # fmt: skip
         for name, number in numbers.items():
             assert emulator.call_number(self.call, name.encode(), ctypes.c_double(number)), name
-        arrays = {name: getattr(problem, name) for name in "qkv"} | problem.arrays
-        if kernel_pass == "backward":
+        arrays = {name: getattr(problem, name) for name in "qkv"} | problem.arrays | problem.originals
+        if kernel_pass == "forward":
+            arrays.pop("original_dout", None)
+        else:
             arrays |= {"dout": problem.dout, "lse": problem.lse, "delta": problem.delta}
         for name, array in arrays.items():
             self.put(name, array)
@@ -157,9 +159,13 @@ class Call:
 TOLERANCE = {"out": 1.5, "lse": 0.02, "dq": 3.0, "dk": 3.0, "dv": 2.0, "dbias": 1.5, "dalibi_slopes": 1.5}
 """In units of the inputs' epsilon, of the largest and of the L2 error."""
 
+FLOAT32_TOLERANCE = 1e-5
+"""Of the heads that are computed in float32."""
+
 OPTIONS = (
     "causal", "window", "arrays", "q_offset", "lengths", "short_rows", "short_keys", "segments", "sequences", "mask",
-    "bias", "bias_of_keys", "alibi", "softcap", "sinks", "dropout", "descale", "separate_dq",
+    "bias", "bias_of_keys", "shared_bias", "alibi", "softcap", "sinks", "dropout", "descale", "in_float32",
+    "originals_in_bfloat16", "huge_query", "huge_key", "huge_value", "huge_dout", "separate_dq",
 )  # fmt: skip
 
 
@@ -177,7 +183,8 @@ class Problem:
         value_head_dim = value_head_dim or head_dim
 
         def normal(*shape: int) -> np.ndarray:
-            return random.standard_normal(shape).astype(self.dtype)
+            x = random.standard_normal(shape).astype(self.dtype)
+            return x.astype(ml_dtypes.bfloat16).astype(self.dtype) if "originals_in_bfloat16" in options else x
 
         self.q, self.dout = (normal(batch, q_length, q_heads, width) for width in (head_dim, value_head_dim))
         self.k, self.v = (normal(batch, kv_length, kv_heads, width) for width in (head_dim, value_head_dim))
@@ -185,6 +192,9 @@ class Problem:
         true_q, true_k, true_v, true_dout = (x.astype(np.float64) for x in (self.q, self.k, self.v, self.dout))
         self.numbers: dict[str, float] = {}
         self.arrays: dict[str, np.ndarray] = {}
+        self.originals: dict[str, np.ndarray] = {}
+        self.in_float32 = np.zeros((batch, kv_heads), bool)  # which heads are
+        self.bounds: dict[str, np.ndarray] = {}  # of the errors of their elements, where rows differ in size
         of: dict[str, Any] = {}  # the oracle's options
         self.trainable: list[str] = []
         sequences = 1
@@ -193,11 +203,26 @@ class Problem:
         if "descale" in options:
             assert self.dtype == np.float16
             factors = 2.0 ** random.integers(-3, 4, (batch, kv_heads, 4))
-            self.arrays["descale"] = np.concatenate([factors, np.full_like(factors[..., :1], 64)], -1, dtype=np.float32)
+            # Every other key head is computed in float32, the first not.
+            if "in_float32" in options:
+                self.in_float32 = np.add.outer(np.arange(batch), np.arange(kv_heads)) % 2 == 1
+            ds = np.full((batch, kv_heads, 1), 64)
+            self.arrays["descale"] = np.concatenate([factors, ds, self.in_float32[..., None]], -1, dtype=np.float32)
             true_k, true_v = (x * factors[:, None, :, i, None] for i, x in ((1, true_k), (2, true_v)))
             by_query = np.repeat(factors, q_heads // kv_heads, axis=1)
             true_q, true_dout = (x * by_query[:, None, :, i, None] for i, x in ((0, true_q), (3, true_dout)))
             self.numbers["scale"] = of["scale"] = head_dim**-0.5 / 4
+        # Rows that no float16 could stand for, of heads that are computed in float32.
+        true = {"query": true_q, "key": true_k, "value": true_v, "dout": true_dout}
+        for name, x in true.items():
+            if f"huge_{name}" in options:
+                heads = np.repeat(self.in_float32, x.shape[2] // kv_heads, axis=1)
+                powers = 10 ** random.uniform(-15, 15, x.shape[:2])[..., None, None]
+                x[:] = np.float32(np.where(heads[:, None, :, None], x * powers, x))
+        if any(option.startswith("huge") for option in options):
+            keep = oracle.keep_pairs((batch,), q_length, kv_length, causal="causal" in options)
+            self.bounds = oracle.bounds(*true.values(), keep, 2.0**-22, self.numbers["scale"])
+            dlse[:] = 0
         if "sequences" in options:
             sequences = 4
             assert batch == 1
@@ -253,6 +278,9 @@ class Problem:
         if "bias" in options:
             self.arrays["bias"] = of["bias"] = normal(1, q_heads, q_length, kv_length)
             self.trainable.append("bias")
+        if "shared_bias" in options:
+            self.arrays["bias"] = of["bias"] = normal(1, 1, q_length, kv_length)
+            self.trainable.append("bias")
         if "bias_of_keys" in options:
             self.arrays["bias"] = of["bias"] = normal(batch, q_heads, 1, kv_length)
             self.trainable.append("bias")
@@ -281,17 +309,50 @@ class Problem:
             self.right = {name: x[None] for name, x in right.items() if isinstance(x, np.ndarray)}
         else:
             self.right = oracle.attention(true_q, true_k, true_v, true_dout, dlse, **of)
+        if "descale" in options:
+            self.put_originals("originals_in_bfloat16" in options, (true_q, true_k, true_v, true_dout))
         # What nobody may read.
         keys = np.ones((batch, kv_length), bool)
         if "kv_lengths" in of:
             keys &= np.arange(kv_length) < of["kv_lengths"][:, None]
         if "sequences" in options:
             keys &= np.arange(kv_length) < of["cu_kv_lengths"][-1]
-        for x, there in ((self.q, rows), (self.dout, rows), (self.k, keys), (self.v, keys)):
+        sides = {"query": (self.q, rows), "key": (self.k, keys), "value": (self.v, keys), "dout": (self.dout, rows)}
+        for name, (x, there) in sides.items():
             x[~there] = np.nan
+            if "descale" in options:
+                self.originals[f"original_{name}"][~there] = np.nan
         delta = np.moveaxis((true_dout * self.right["out"]).sum(-1), 1, 2) - dlse
         self.delta, self.lse = (
             np.ascontiguousarray(np.where(rows[:, None], x, np.nan), np.float32) for x in (delta, self.right["lse"])
+        )
+
+    def put_originals(self, in_bfloat16: bool, arrays: Sequence[np.ndarray]) -> None:
+        """Every head is there once: as it was where it is computed in float32, else as it has been scaled."""
+        self.numbers["original_bfloat16"] = in_bfloat16
+        scaled = {"query": self.q, "key": self.k, "value": self.v, "dout": self.dout}
+        for (name, x), true in zip(scaled.items(), arrays, strict=True):
+            original = true.astype(ml_dtypes.bfloat16 if in_bfloat16 else np.float32)
+            of_heads = np.repeat(self.in_float32, x.shape[2] // self.in_float32.shape[1], axis=1)[:, None, :, None]
+            original[np.broadcast_to(~of_heads, x.shape)] = np.nan
+            x[np.broadcast_to(of_heads, x.shape)] = np.nan
+            self.originals[f"original_{name}"] = original
+
+    def take_lse(self, results: dict[str, np.ndarray]) -> None:
+        """From a forward, for the backward: a huge score is rounded, and lse as it is."""
+        if self.bounds and "lse" in results:
+            self.lse = results["lse"].copy()
+
+    def beyond_bounds(self, name: str, got: np.ndarray, want: np.ndarray, bound: np.ndarray) -> tuple[float, str]:
+        """The largest error in units of its bound, and whether it is too large."""
+        alive = np.isfinite(want)
+        assert (np.isneginf(got) == ~alive).all(), name
+        with np.errstate(invalid="ignore"):
+            errors = np.abs(got[alive] - want[alive]) / np.maximum(bound[alive], np.finfo(np.float32).tiny)
+        worst = float(errors.max())
+        return (
+            worst,
+            "" if worst <= 1 else f"{name}: {(~(errors <= 1)).mean():.4f} of the elements up to {worst} bounds off",
         )
 
     def results(self, kernel_pass: str) -> list[str]:
@@ -312,6 +373,16 @@ class Problem:
     def wrong(self, name: str, got: np.ndarray) -> tuple[float, str]:
         """The error in units of epsilon, and where it is too large, or nothing."""
         want = self.right[name].reshape(got.shape)
+        if self.in_float32.any():
+            axis = 1 if name == "lse" else 2 if name in ("out", "dq", "dk", "dv") else None
+            if axis is not None:
+                heads = np.repeat(self.in_float32, got.shape[axis] // self.in_float32.shape[1], axis=1)
+                own = [np.moveaxis(x, axis, 1)[heads] for x in (got, want)]
+                if self.bounds:
+                    return self.beyond_bounds(name, *own, np.moveaxis(self.bounds[name], axis, 1)[heads])
+                error = max(errors(*own))
+                if not error < FLOAT32_TOLERANCE:
+                    return error, f"{name}: {error:.1e} of heads that are computed in float32"
         epsilon = float(ml_dtypes.finfo(self.dtype).eps)
         error = max(errors(got, want)) / epsilon
         limit = TOLERANCE[name]
@@ -427,7 +498,9 @@ def main() -> None:
         for seed in range(a.first_seed, a.first_seed + a.seeds):
             began = time.perf_counter()
             try:
-                results = {name: problem.wrong(name, got) for name, got in call.run(seed).items()}
+                made = call.run(seed)
+                results = {name: problem.wrong(name, got) for name, got in made.items()}
+                problem.take_lse(made)
             except AssertionError as error:
                 print(f"{kernel_pass}, seed {seed}: WRONG {error}")
                 failed = True

@@ -269,6 +269,67 @@ def attention(
     return results
 
 
+def bounds(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    dout: np.ndarray,
+    keep: np.ndarray,
+    eps: float,
+    scale: float | None = None,
+    exact_lse: bool = True,
+) -> dict[str, np.ndarray]:
+    """How far results may be from those of `attention`, element by element, so that no row may suffer from others.
+
+    The score of rows q and k may be wrong by a few eps |q| |k|, and every other product and sum by a few eps times the
+    size of its terms. lse has no cotangent; with ``exact_lse`` it is the score of the only key that counts, where there
+    is one, else it is rounded apart from scores.
+    """
+    (batch, _, q_heads, head_dim), kv_heads = query.shape, key.shape[2]
+    group = q_heads // kv_heads
+    q, k, v, dout = (np.moveaxis(x.astype(np.float64), 2, 1) for x in (query, key, value, dout))
+    k, v = (np.repeat(x, group, axis=1) for x in (k, v))
+    scale = head_dim**-0.5 if scale is None else scale
+    eps *= 4
+
+    def pairs(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return np.linalg.norm(x, axis=-1)[..., None] * np.linalg.norm(y, axis=-1)[..., None, :]
+
+    def times(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return x @ np.abs(y)
+
+    scores = np.where(keep, scale * q @ k.swapaxes(-1, -2), -np.inf)
+    lse = np.logaddexp.reduce(scores, axis=-1, keepdims=True)
+    alive = np.isfinite(lse)
+    log_p = np.where(alive, scores - np.where(alive, lse, 0), -np.inf)
+    p = np.exp(log_p)
+    wrong = scale * eps * pairs(q, k) + eps
+    rounded = alive & (not exact_lse or (p.max(axis=-1, keepdims=True) < 1 - 1e-9))
+    wrong = wrong + 2.0 ** (-22 if exact_lse else -20) * np.where(rounded, np.abs(lse), 0)
+    # What weights may become, and what the others lose by it.
+    grown = np.exp(np.minimum(log_p + wrong + (p * wrong).sum(axis=-1, keepdims=True), 0)) - p
+    if not exact_lse:
+        grown += p * np.minimum(2 * wrong, 1)
+    # Weights below float32 are 0.
+    wrong_p = grown + np.minimum(p, grown.sum(axis=-1, keepdims=True)) + eps * p + 1e-37
+    dp, wrong_dp = dout @ v.swapaxes(-1, -2), eps * pairs(dout, v)
+    difference = dp - (p * dp).sum(axis=-1, keepdims=True)
+    wrong_out = times(wrong_p, v)
+    wrong_delta = (np.abs(dout) * (wrong_out + eps * times(p, v))).sum(axis=-1, keepdims=True)
+    wrong_ds = (wrong_p + eps * p) * np.abs(difference) + (wrong_p + p) * (wrong_dp + wrong_delta)
+
+    def of_keys(x: np.ndarray) -> np.ndarray:
+        return np.moveaxis(x.reshape(batch, kv_heads, group, *x.shape[2:]).sum(axis=2), 1, 2)
+
+    return {
+        "out": np.moveaxis(wrong_out, 1, 2),
+        "lse": np.where(alive[..., 0], np.logaddexp.reduce(log_p + wrong, axis=-1) + 2.0**-22 * np.abs(lse[..., 0]), 0),
+        "dq": np.moveaxis(scale * times(wrong_ds, k), 1, 2),
+        "dk": of_keys(scale * times(wrong_ds.swapaxes(-1, -2), q)),
+        "dv": of_keys(times(wrong_p.swapaxes(-1, -2), dout)),
+    }
+
+
 def reduced(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """``x`` summed to what broadcasts to it."""
     x = x.sum(axis=tuple(range(x.ndim - len(shape))))

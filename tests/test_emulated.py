@@ -18,6 +18,26 @@ with stores that products see before their fence."""
 
 GROUPS = {"q_heads": 4, "kv_heads": 2}
 ODD = {"q_length": 197, "kv_length": 333}
+IN_FLOAT32 = {
+    name: {"q_length": 133, "kv_length": 190, "dtype": "float16", **GROUPS, **case}
+    | {"options": ["descale", "in_float32", *case["options"]]}
+    for name, case in {
+        "float32-plain": {"options": ["separate_dq"]},
+        "float32-options": {"batch": 2, "options": ["causal", "lengths", "bias", "dropout", "softcap", "segments"]},
+        "float32-shared-bias": {"batch": 2, "options": ["window", "shared_bias", "mask", "sinks", "separate_dq"]},
+        "float32-added-bias": {"batch": 2, "kv_heads": 1, "options": ["window", "shared_bias", "lengths"]},
+        "float32-sequences": {"options": ["sequences", "alibi", "arrays", "q_offset"]},
+        "float32-bfloat16": {
+            "head_dim": 40,
+            "value_head_dim": 80,
+            "options": ["alibi", "bias_of_keys", "causal", "originals_in_bfloat16"],
+        },
+        "float32-256": {"head_dim": 256, "q_length": 70, "kv_length": 90, "options": ["causal", "segments"]},
+        "float32-split": {"head_dim": 128, "kv_length": 60, "q_heads": 16, "options": ["lengths"]},
+        "float32-one-row": {"q_length": 1, "kv_length": 90, "options": []},
+    }.items()
+}
+"""Of which every other key head is computed in float32."""
 CASES = {
     "full-64": ODD,
     # Blocks of 192 rows: those of the others at head_dim 64 have 128.
@@ -75,6 +95,7 @@ CASES = {
         **ODD,
     },
     "arrays-sequences": {"options": ["arrays", "sequences", "q_offset"], **ODD},
+    **IN_FLOAT32,
 }
 
 UNNOTICED = {
@@ -142,6 +163,7 @@ AMPERE = {
     "split-64": CASES["split-64"],
     "split-separate_dq": CASES["split-separate_dq"],
     "split-128": CASES["split-128"],
+    **IN_FLOAT32,
 }
 
 
@@ -185,6 +207,19 @@ def test_values_of_split_kv(emulator: ctypes.CDLL, name: str, monkeypatch: pytes
     for order in (0, 1, 3):
         wrong = [problem.wrong(of, got)[1] for of, got in call.run(order).items()]
         assert not any(wrong), (order, wrong)
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90a"])
+@pytest.mark.parametrize("name", ["query", "key", "value", "dout"])
+def test_rows_of_any_size(emulator: ctypes.CDLL, name: str, family: str) -> None:
+    """From 1e-15 to 1e15 times as large: no row is less exact for the size of others."""
+    case = IN_FLOAT32["float32-plain"]
+    problem = emulated.Problem(**case | {"options": [*case["options"], "causal", f"huge_{name}"]})  # type: ignore[arg-type]
+    for kernel_pass in ("forward", "backward"):
+        results = emulated.Call(emulator, problem, kernel_pass, family).run(0)
+        wrong = [problem.wrong(of, got)[1] for of, got in results.items()]
+        assert not any(wrong), wrong
+        problem.take_lse(results)
 
 
 def test_values_with_other_scratch(emulator: ctypes.CDLL) -> None:

@@ -84,6 +84,9 @@ GROUPED = {
 """Every option, for kernels that spill nothing: those that take few registers together, in 6 kernels instead of 11."""
 
 
+WITH_FLOAT32 = ("forward", "forward_split_kv", "backward", "backward_bias")
+"""The passes that have kernels for heads that are computed in float32 beside their own."""
+
 LONG = ("forward", "backward", "backward_dq")
 """The passes but for split-KV and single-tile, which have gates of their own."""
 
@@ -132,6 +135,9 @@ def compiled(
         assert kernel["registers"] * kernel["threads"] <= REGISTERS_PER_BLOCK
         assert 0 < kernel["shared_bytes"] <= SHARED_LIMIT[arch]
         assert 0 < kernel["cubin_bytes"] < 1 << 18
+        # The kernels for heads that are computed in float32 are one code for all families, and never the hot one.
+        assert (kernel["float32_registers"] > 0) == ("-descale" in kernel["name"] and kernel["pass"] in WITH_FLOAT32)
+        assert kernel["float32_local_bytes"] == 0, kernel["name"]
     return rows
 
 
@@ -195,6 +201,28 @@ def test_gates_of_hopper(hopper: list[tuple[str, Mapping[str, Any]]]) -> None:
             spilled = f"{kernel['spill_bytes']} bytes spilled, {kernel['local_bytes']} local"
             failed.append(f"{kernel['name']}: {spilled} {kernel['compiler_warnings']}")
     assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("arch", [70, 75, 80, 90])
+def test_gates_of_heads_in_float32(arch: int, tmp_path: pathlib.Path) -> None:
+    """They spill nothing, but with all options at head_dim 256 a few addresses."""
+    names = ("bias", "alibi_slopes", "softcap", "dropout", "mask", "segments", "lengths", "arrays")
+    most = {name: x for option in names for name, x in ON[option].items()}
+    packed = {**ON["sequences"], **ON["alibi_slopes"], "original_bfloat16": True}
+    for head_dim in (64, 256):
+        for kernel in _core.build_kernels(
+            arch=arch,
+            out_dir=str(tmp_path),
+            dtypes=["float16"],
+            head_dims=[(head_dim, head_dim)],
+            options=[{"causal": True, "has_descale": True, "separate_dq": True, **on} for on in ({}, most, packed)],
+            family="",
+            passes=("forward", "backward", "backward_bias"),
+        ):
+            print(kernel["name"], kernel["float32_registers"], kernel["float32_local_bytes"])
+            assert 0 < kernel["float32_registers"] <= 255
+            gate = 96 if head_dim == 256 and "-mask-" in kernel["name"] else 0
+            assert kernel["float32_local_bytes"] <= gate, kernel["name"]
 
 
 @pytest.mark.slow
@@ -274,6 +302,7 @@ def test_gates_of_old_gpus(arch: int, nvrtc: str, widths: tuple[int, ...], tmp_p
         print(
             *(kernel[x] for x in ("name", "registers", "shared_bytes", "threads", "spill_bytes", "local_bytes")), warps
         )
+        spilled += kernel["float32_local_bytes"]
         if spilled or kernel["local_bytes"] or warps < OLD_WARPS[arch].get(key, 8):
             failed.append(f"{kernel['name']}: {spilled} bytes spilled, {kernel['local_bytes']} local, {warps} warps")
         assert kernel["cubin_bytes"] < 1 << 18

@@ -72,6 +72,37 @@ def test_without_masks_all_are_kept() -> None:
 
 
 @pytest.mark.parametrize("highest", [False, True])
+@pytest.mark.parametrize("name", ["query", "key", "value", "dout", "delta", "none"])
+def test_which_heads_are_computed_in_float32(name: str, highest: bool) -> None:
+    """Those with a row that is too small against another, unless it is 0, or hidden, or nothing but its lse counts."""
+    options = dataclasses.replace(DEFAULT, highest_precision=highest)
+    shapes = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, H), "dout": (B, T, N, H)}
+
+    def flags(factor: float, operands: dict[str, jax.Array]) -> list[list[bool]]:
+        arrays = {x: rng.uniform(1, 2, shape).astype(np.float32) for x, shape in shapes.items()}
+        arrays["delta"] = rng.uniform(1, 2, (B, N, T)).astype(np.float32)
+        head = 1 if name in ("key", "value") else N - 1
+        if name == "delta":
+            arrays[name][0, head, 1] *= factor
+        elif name != "none":
+            arrays[name][0, 1, head] *= factor
+        descale = limbs.scaled(options, operands, *map(jnp.asarray, arrays.values()))[1]
+        assert descale.shape == (B, K, 6)
+        return (np.asarray(descale[..., 5]) == 1).tolist()
+
+    nothing, one = [[False] * K] * B, [[False, name != "none"], [False] * K]
+    gradient = name in ("dout", "delta") and not highest
+    small, large = (2.0**-28, 2.0**-32) if gradient else (2.0**-18, 2.0**-22)
+    if name == "delta":  # adds to what dout makes of dS
+        small, large = 1 / small, 2**10 / large
+    assert flags(small, {}) == flags(0.0, {}) == nothing
+    assert flags(large, {}) == one
+    hidden = np.ones((B, 1, T, S), bool)
+    hidden[:, :, 1] = hidden[..., 1] = False
+    assert flags(large, {"mask": jnp.asarray(hidden)}) == nothing
+
+
+@pytest.mark.parametrize("highest", [False, True])
 @pytest.mark.parametrize("name", MASKS)
 def test_hidden_rows_have_no_influence(name: str, highest: bool) -> None:
     options, operands = call_of(MASKS[name])

@@ -59,7 +59,9 @@ int64_t extent(char dim, const Problem& p) {
     case 'e': return int64_t{p.options.sequences} + 1;
     case 'n': return p.q_heads;
     case 'k': return p.kv_heads;
-    case '5': return 5;
+    case 'h': return p.head_dim;
+    case 'v': return p.value_head_dim;
+    case '6': return 6;
     case 't': return p.q_length;
     case 's': return p.kv_length;
     case 'i': return blocks(p.q_length);
@@ -83,11 +85,14 @@ void* operand(const ffi::AnyBuffer& buffer, const Problem& p, const std::string&
   return buffer.untyped_data();
 }
 
-ffi::DataType type_of(const int*, ffi::DataType) { return ffi::DataType::S32; }
-ffi::DataType type_of(const unsigned*, ffi::DataType) { return ffi::DataType::U32; }
-ffi::DataType type_of(const float*, ffi::DataType) { return ffi::DataType::F32; }
-ffi::DataType type_of(const bool*, ffi::DataType) { return ffi::DataType::PRED; }
-ffi::DataType type_of(const void*, ffi::DataType element) { return wide(element); }
+ffi::DataType type_of(const int*, ffi::DataType, const Options&) { return ffi::DataType::S32; }
+ffi::DataType type_of(const unsigned*, ffi::DataType, const Options&) { return ffi::DataType::U32; }
+ffi::DataType type_of(const float*, ffi::DataType, const Options&) { return ffi::DataType::F32; }
+ffi::DataType type_of(const bool*, ffi::DataType, const Options&) { return ffi::DataType::PRED; }
+ffi::DataType type_of(const void*, ffi::DataType element, const Options&) { return wide(element); }
+ffi::DataType type_of(const Original*, ffi::DataType, const Options& options) {
+  return options.original_bfloat16 ? ffi::DataType::BF16 : ffi::DataType::F32;
+}
 
 ffi::AnyBuffer argument(ffi::RemainingArgs args, size_t index) {
   auto value = args.get<ffi::AnyBuffer>(index);
@@ -172,7 +177,7 @@ Call decode(Platform platform, Pass pass, const Options& options, ffi::Remaining
 #define JAX_FLASH_OPERAND(type_, name, dims)                                                             \
   if (options.has_##name) {                                                                              \
     const bool* const is_wide = JAX_FLASH_FIND(options, wide_##name);                                    \
-    const ffi::DataType element = is_wide && !*is_wide ? type : type_of(p.name, type);                   \
+    const ffi::DataType element = is_wide && !*is_wide ? type : type_of(p.name, type, options);          \
     Strides* const found = JAX_FLASH_FIND(p, name##_strides);                                            \
     p.name = static_cast<const type_*>(operand(argument(args, next++), p, dims, element, #name, found)); \
   }

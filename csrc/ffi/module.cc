@@ -81,6 +81,8 @@ nb::dict row_of(const cuda::Kernel& k) {
   row["spill_bytes"] = k.spill_bytes;
   row["local_bytes"] = k.local_bytes;
   row["cubin_bytes"] = k.cubin_bytes;
+  row["float32_registers"] = k.float32_registers;
+  row["float32_local_bytes"] = k.float32_local_bytes;
   row["compiler_warnings"] = k.compiler_warnings;
   return row;
 }

@@ -29,6 +29,7 @@ class Options:
     scale: float  # finite and > 0; 1 with traced_scale
     highest_precision: bool = False  # of float32 products; False for other dtypes
     separate_dq: bool = False  # on GPUs dquery has a pass of its own: gradients are summed in one order
+    original_bfloat16: bool = False  # the originals beside descale are bfloat16, else float32
     sequences: int = 1  # of a batch entry; 1 unless it is packed
     window_left: int = UNLIMITED
     window_right: int = UNLIMITED
@@ -44,9 +45,11 @@ class Operand:
     """An option that is an array: what lowering, vmap and sharding have to know of it, whatever it means.
 
     ``dims`` has a letter for each dimension, as in csrc/options.h: b batch, d sequences, e sequences + 1, n query
-    heads, k key heads, t and s lengths, i and j lengths in blocks of `SEGMENT_BLOCK`, 2 a pair, 5 a record of five.
+    heads, k key heads, t and s lengths, i and j lengths in blocks of `SEGMENT_BLOCK`, h head_dim, v value_head_dim, 2 a
+    pair, 6 a record of six.
 
-    ``dtype`` is a dtype's name, or "wide" for the accumulation dtype.
+    ``dtype`` is a dtype's name, "wide" for the accumulation dtype, or "original" for float32, and bfloat16 where
+    ``Options.original_bfloat16`` says so.
 
     ``of_rows(operands, first_row, rows)`` makes the operand for a device whose ``rows`` rows of query begin with
     ``first_row``: one that depends on the rows without a dimension t, which is split as they are.
@@ -98,13 +101,18 @@ OPERANDS: dict[str, Operand] = {
     "kv_segment_ranges": Operand("bj2", "int32"),
     "mask": Operand("bnts", "bool", broadcast=True),
     "dropout_seeds": Operand("bdn2", "uint32"),
-    "descale": Operand("bk5", "float32"),
+    "descale": Operand("bk6", "float32"),
+    "original_query": Operand("btnh", "original"),
+    "original_key": Operand("bskh", "original"),
+    "original_value": Operand("bskv", "original"),
+    "original_dout": Operand("btnv", "original"),
     "sinks": Operand("bn", "wide"),
     "alibi_slopes": Operand("bdn", "wide", trainable=True, positional=True),
     "bias": Operand("bnts", "wide", may_be_narrow=True, trainable=True, broadcast=True),
 }
 """Each optional; what each means stands in csrc/options.h. sinks has a gradient too, one that needs no kernel; descale
-is no option of attention() but comes with the float16 form of float32 arrays (_primitive/limbs.py)."""
+and the originals are no options of attention() but come with the float16 form of float32 arrays
+(_primitive/limbs.py)."""
 
 
 def positions_matter(options: Options, operands: Collection[str]) -> bool:

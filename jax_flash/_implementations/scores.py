@@ -146,6 +146,8 @@ def _keep(options: Options, operands: Operands, rows: jax.Array, columns: jax.Ar
     conditions = [condition[:, None, None] for condition in conditions]
     if "mask" in operands:
         conditions.append(grouped(operands["mask"], kv_heads))
+    if "bias" in operands:  # what -inf hides may be so large that its score is infinite
+        conditions.append(~jnp.isneginf(grouped(operands["bias"], kv_heads)))
     if not conditions:
         return None
     keep = conditions[0]
@@ -170,9 +172,6 @@ def kept(
         found = _in_band(options, operands, side, rows, columns)
         return None if found is None else found[:, :, None]
     pairs = _keep(options, operands, rows, columns, kv_heads)
-    if "bias" in operands:
-        finite = ~jnp.isneginf(grouped(operands["bias"], kv_heads))
-        pairs = finite if pairs is None else pairs & finite
     assert pairs is not None
     if side == "q":
         of_rows = pairs.any(axis=-1)

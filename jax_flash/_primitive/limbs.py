@@ -7,6 +7,9 @@ near float16's own. Values down to 2^-29 of the largest then have all their digi
 no sum with it would notice in float32, become 0.
 
 For all of float32's accuracy an array comes as two limbs, its float16 rounding and what that leaves: 22 digits.
+
+A row that is much larger than the others of its head would leave these few digits or none. The kernels compute such a
+head in float32, from the arrays as they were (csrc/cuda/device/float32.cuh).
 """
 
 from __future__ import annotations
@@ -21,11 +24,19 @@ from jax_flash._implementations import dropout, scores
 
 _BITS = 15  # the largest value lies in [2^14, 2^15)
 
+_SPREAD = 20
+"""Bits by which the largest values of a head's rows may differ. A row that is smaller by as much than the largest one
+keeps what is not below 2^-20 of its own largest value, and all digits of what is not below 2^-9."""
+
+_GRADIENT_SPREAD = 30
+"""The same for the rows of gradients, with one limb: rows with small gradients are usual in training. A row that is
+smaller by as much keeps 10 digits of its largest value, and what these lose concerns its own dQ."""
+
 
 def scaled(
     options: Options, operands: Operands, query: jax.Array, key: jax.Array, value: jax.Array, *gradients: jax.Array
 ) -> tuple[list[jax.Array], jax.Array]:
-    """query, key, value in float16, with ``gradients`` = (dout, delta) also dout, and ``descale`` [B, K, 5].
+    """query, key, value in float16, with ``gradients`` = (dout, delta) also dout, and ``descale`` [B, K, 6].
 
     With ``highest_precision`` arrays have twice the columns: of the high limb and of the low one. Rows that no pair
     keeps are zeros: they do not count among the largest, by whose scale they might overflow, and 0 * inf is NaN.
@@ -36,7 +47,11 @@ def scaled(
     if gradients:
         arrays.append((gradients[0], rows))
     arrays = [(_without(x.astype(jnp.float32), valid), valid) for x, valid in arrays]
-    largest = [_largest(x, valid, kv_heads) for x, valid in arrays]
+    sizes = [_row_sizes(x) for x, _ in arrays]
+    extremes = [_extremes(x, kv_heads) for x in sizes]
+    largest = [most for most, _ in extremes]
+    gradient_spread = _SPREAD if options.highest_precision else _GRADIENT_SPREAD
+    differ = [_differ(x, spread) for x, spread in zip(extremes, (*[_SPREAD] * 3, gradient_spread), strict=False)]
     scales = [_power(x) for x in largest]
     near = [
         x * jnp.repeat(scale, x.shape[2] // kv_heads, axis=1)[:, None, :, None]
@@ -56,9 +71,14 @@ def scaled(
         if options.dropout_rate:
             dp = dp * dropout.factor(options.dropout_rate)
         descale.append(_power(dp + _largest(delta, rows, kv_heads)))
+        # Rows of dS have one scale too, and in delta is the cotangent of lse, of which one may be large.
+        of_values = jnp.repeat(value.shape[-1] * largest[2], query.shape[2] // kv_heads, axis=1)[:, None]
+        of_ds = sizes[3] * of_values + _row_sizes(_without(delta, rows))
+        differ.append(_differ(_extremes(of_ds, kv_heads), gradient_spread))
     else:
         descale += [jnp.ones_like(descale[0])] * 2
-    return limbs, jnp.stack(descale, axis=-1)
+    in_float32 = functools.reduce(jnp.logical_or, differ)
+    return limbs, jnp.stack([*descale, in_float32.astype(jnp.float32)], axis=-1)
 
 
 def _without(x: jax.Array, valid: jax.Array | None) -> jax.Array:
@@ -71,6 +91,24 @@ def _largest(x: jax.Array, valid: jax.Array | None, kv_heads: int) -> jax.Array:
     keep = jnp.isfinite(x) if valid is None else jnp.isfinite(x) & valid[..., None]
     of_heads = jnp.where(keep, magnitude, 0).max(axis=(1, 3))
     return of_heads.reshape(x.shape[0], kv_heads, -1).max(axis=-1)
+
+
+def _row_sizes(x: jax.Array) -> jax.Array:
+    """The largest finite magnitude of every row of [B, length, heads, columns]."""
+    return jnp.where(jnp.isfinite(x), jnp.abs(x), 0).max(axis=-1)
+
+
+def _extremes(sizes: jax.Array, kv_heads: int) -> tuple[jax.Array, jax.Array]:
+    """The largest of the sizes of rows for each key head, [B, K], and the smallest that is not 0."""
+    of_heads = (sizes.max(axis=1), jnp.where(sizes > 0, sizes, jnp.inf).min(axis=1))
+    largest, smallest = (x.reshape(x.shape[0], kv_heads, -1) for x in of_heads)
+    return largest.max(axis=-1), smallest.min(axis=-1)
+
+
+def _differ(extremes: tuple[jax.Array, jax.Array], bits: int) -> jax.Array:
+    """Whether the largest is more than 2^bits times the smallest."""
+    largest, smallest = extremes
+    return largest * 2.0**-bits > smallest
 
 
 def _two_limbs(x: jax.Array) -> jax.Array:

@@ -67,12 +67,17 @@ def _for_local_gpus(pass_: str, params: Params, largest_head_dim: int) -> Params
 def _half_precision(
     pass_: str, params: Params, results: Sequence[jax.ShapeDtypeStruct], *args: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The custom call for CUDA on float16 arrays, with delta for dlse; its results are float32."""
+    """The custom call for CUDA on float16 arrays, and on those for which they stand, with delta for dlse; its results
+    are float32."""
     _, operands, _ = params.split(pass_, args)
     gradients = (args[3], args[5]) if pass_ == "backward" else ()
     operands = {name: x.astype(jnp.float32) if OPERANDS[name].may_be_narrow else x for name, x in operands.items()}
     arrays, operands["descale"] = limbs.scaled(params.options, operands, *args[:3], *gradients)
-    params = params.with_operands(operands)
+    operands |= {"original_query": args[0], "original_key": args[1], "original_value": args[2]}
+    if gradients:
+        operands["original_dout"] = gradients[0]
+    options = dataclasses.replace(params.options, original_bfloat16=args[0].dtype == jnp.bfloat16)
+    params = dataclasses.replace(params.with_operands(operands), options=options)
     fixed = len(ARGUMENTS[pass_])
     args = (*arrays, *args[len(arrays) : fixed], *(operands[name] for name in params.names))
     return _custom_call(pass_, "cuda", params, results, *args)

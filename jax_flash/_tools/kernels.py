@@ -24,12 +24,12 @@ COMMON_BELOW_80: dict[str, Any] = {
     "dtypes": ("float16",),
     "head_dims": COMMON["head_dims"],
     "options": tuple(
-        {"causal": causal, "has_descale": scaled, "separate_dq": True}
+        {"causal": causal, "has_descale": scaled, "original_bfloat16": bfloat16, "separate_dq": True}
         for causal in (False, True)
-        for scaled in (False, True)
+        for scaled, bfloat16 in ((False, False), (True, False), (True, True))
     ),
 }
-"""The same for Volta and Turing: float16 arrays, also with the factors of those that stand for bfloat16 and float32,
+"""The same for Volta and Turing: float16 arrays, also with the factors of those that stand for float32 and bfloat16,
 and the backward that is the default there."""
 
 

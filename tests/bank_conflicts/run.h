@@ -61,7 +61,8 @@ void run(int tiles) {
   problem.lse = problem.delta = problem.scratch = record::global;
   problem.bias = problem.lse;
   problem.dbias = problem.lse;
-  problem.descale = static_cast<const float*>(problem.lse);
+  static const float descale[] = {1, 1, 1, 1, 1, 0};
+  problem.descale = descale;
   kernel(problem);
 }
 

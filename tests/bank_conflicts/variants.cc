@@ -51,7 +51,8 @@ int main(int, char** arguments) {
           for (std::string suffix : {"", "_traits"}) {
             file << "#define " << entry << suffix << " " << entry << suffix << "_" << index << "\n";
           }
-          for (std::string helper : {"convert_dq", "sum_slopes", "sum_splits"}) {
+          for (std::string helper :
+               {"convert_dq", "sum_slopes", "sum_splits", "float32_forward", "float32_backward", "float32_bias"}) {
             file << "#define jax_flash_" << helper << " jax_flash_" << helper << "_" << index << "\n";
           }
           file << source << "#include \"run.h\"\nRECORD_KERNEL(\"" << name << "\", " << entry << ")\n";

@@ -113,6 +113,12 @@ Loaded kernels_of(const Variant& variant, int) {
     if (variant.pass == Pass::backward && !variant.options.separate_dq) {
       file << "extern \"C\" void emulated_convert_dq(const Problem& problem) { jax_flash_convert_dq(problem); }\n";
     }
+    if (const char* beside = float32_entry(variant)) {
+      file << "extern \"C\" void emulated_float32(const Problem& problem) { " << beside << "(problem); }\n";
+    }
+    if (has_float32_bias(variant)) {
+      file << "extern \"C\" void emulated_float32_bias(const Problem& problem) { " << kFloat32Bias << "(problem); }\n";
+    }
     file << "}  // namespace jax_flash\n";
   }
   const std::string command = compile_command + " " + base + ".cc " + base + ".so";
@@ -133,6 +139,8 @@ Loaded kernels_of(const Variant& variant, int) {
   if (variant.pass == Pass::backward && variant.options.has_dalibi_slopes) {
     loaded.sum_slopes = kernel(nullptr, "emulated_sum_slopes");
   }
+  if (float32_entry(variant)) loaded.float32 = kernel(nullptr, "emulated_float32");
+  if (has_float32_bias(variant)) loaded.float32_bias = kernel(nullptr, "emulated_float32_bias");
   return loaded;
 }
 

@@ -492,6 +492,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
 
   Place place = place_of(problem, blockIdx.x);
   if (packed && place.first_key >= place.extent.kv.stored) return;
+  if (computed_in_float32(problem, place.batch, place.kv_head)) return;
   const Extent& extent = place.extent;
   const int batch = place.batch, kv_head = place.kv_head, first_key = place.first_key;
   const int group = heads_of_share(problem);

@@ -80,6 +80,11 @@ struct BackwardBias {
     ++batch;
     return find_batch();
   }
+  // Passes over heads that float32_bias.cuh adds; `more` says whether there is one at all.
+  __device__ __forceinline__ bool find_head(bool more) {
+    while (more && computed_in_float32(problem, batch, kv_head())) more = advance();
+    return more;
+  }
 
   // Through registers in a loop that is one, or the assembler reads all of it early, and spills.
   template <typename T, int columns>
@@ -143,7 +148,7 @@ struct BackwardBias {
     const bool all_kept = full;
     bool more;
     if constexpr (stages == 2) {
-      more = advance();
+      more = find_head(advance());
       if (more) load_gradients();
     }
     FragmentC p[row_tiles][block_kv / 8] = {};
@@ -156,7 +161,7 @@ struct BackwardBias {
       add<true>(rows, ds, p, lse_log2, deltas, dp_factor);
     }
     if constexpr (stages == 1) {
-      more = advance();
+      more = find_head(advance());
       __syncthreads();  // everybody is done with Q and K, whose place dO and V take
       if (more) load_gradients();
     }
@@ -239,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
 #pragma unroll
     for (FragmentC& c : backward.sum[m]) c = {};
   }
-  bool more = backward.find_batch();
+  bool more = backward.find_head(backward.find_batch());
   if (more) backward.load_gradients();
   while (more) more = backward.step();
   backward.store(static_cast<float*>(problem.dbias) + batch * s.batch + head * s.head);

@@ -20,13 +20,15 @@ extern "C" __global__ void __launch_bounds__(32 * combine_warps)
   const int head = of % problem.q_heads, batch = of / problem.q_heads;
 
   if (!loads_take_registers) wait_for_the_kernel_before();
+  // Of such a head nothing has been left, and what is stored here is not the result yet.
+  const bool skipped = computed_in_float32(problem, batch, head / (problem.q_heads / problem.kv_heads));
   float2 statistics[most];
   float scaled_max = -JAX_FLASH_INFINITY, total = 0.f, weight[most];
 #pragma unroll
   for (int i = 0; i < most; ++i) {
     const int slice = i * 32 + lane;
     statistics[i] = {-JAX_FLASH_INFINITY, 0.f};
-    if (slice < scratch.slices) statistics[i] = *scratch.statistics(slice, index);
+    if (slice < scratch.slices && !skipped) statistics[i] = *scratch.statistics(slice, index);
     scaled_max = fmaxf(scaled_max, statistics[i].x);
   }
 #pragma unroll

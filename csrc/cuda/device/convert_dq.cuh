@@ -15,6 +15,7 @@ extern "C" __global__ void __launch_bounds__(32 * convert_warps)
   const int tile = static_cast<int>(item % tiles);
   const int head = static_cast<int>(item / tiles % problem.q_heads);
   const int batch = static_cast<int>(item / tiles / problem.q_heads);
+  if (computed_in_float32(problem, batch, head / (problem.q_heads / problem.kv_heads))) return;
   int row_tile = tile;
   const Extent extent = extent_of(problem, batch, sequence_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
   const Descale descale = descale_of(problem, batch, head / (problem.q_heads / problem.kv_heads));

@@ -13,6 +13,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
 
   Place place = place_of(problem, blockIdx.x);
   if (packed && place.first_row >= place.extent.q.stored) return;
+  if (computed_in_float32(problem, place.batch, place.kv_head)) return;
   const Extent& extent = place.extent;
   const int head = place.head, batch = place.batch, kv_head = place.kv_head, first_row = place.first_row;
   const int warp = threadIdx.x / 32, lane = Lanes::of(threadIdx.x);

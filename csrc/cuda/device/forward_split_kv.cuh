@@ -398,7 +398,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const Block block = block_of(problem, blockIdx.x);
   const Extent& extent = block.extent;
   const int first_row = block.row_of(0), last_row = block.row_of(block_q - 1);
-  if (packed && first_row >= extent.q.stored) return;  // and so do the others of its cluster
+  if (packed && first_row >= extent.q.stored) return;                    // and so do the others of its cluster
+  if (computed_in_float32(problem, block.batch, block.kv_head)) return;  // likewise
   const int team = threadIdx.x / team_threads, thread = threadIdx.x % team_threads;
   const int lane = Lanes::of(threadIdx.x), warp_row = thread / 32 * 16;
   const int own[2] = {warp_row + lane / 4, warp_row + lane / 4 + 8};

@@ -97,7 +97,7 @@ JAX_FLASH_DEVICE float hyperbolic_tangent(float x) {
   return y;
 }
 
-// The modifications for one head of an extent. Logits are in units of log2, ready for exp2.
+// The modifications for one head of an extent.
 struct Scores {
   const Problem& problem;
   const Extent& extent;
@@ -126,8 +126,8 @@ struct Scores {
     return fabsf(static_cast<float>(row - column) + offset);
   }
 
-  // The logit of a raw score, and d logit / d (scale * score).
-  __device__ __forceinline__ float logit(float score, float bias, int row, int column, float& derivative) const {
+  // A modified score of a raw one, and d modified / d (scale * score).
+  __device__ __forceinline__ float modify(float score, float bias, int row, int column, float& derivative) const {
     float x = score * scale;
     if constexpr (with_softcap) {
       const float t = hyperbolic_tangent(x * inverse_softcap);
@@ -136,7 +136,11 @@ struct Scores {
     }
     if constexpr (has_bias) x += bias;
     if constexpr (has_alibi_slopes) x -= slope * distance(row, column);
-    return x * kLog2e;
+    return x;
+  }
+  // The same in units of log2, ready for exp2.
+  __device__ __forceinline__ float logit(float score, float bias, int row, int column, float& derivative) const {
+    return modify(score, bias, row, column, derivative) * kLog2e;
   }
 };
 

@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(32 * kSplitWarps)
   const int row = item / (columns / 4), column = item % (columns / 4) * 4;
   const int key = row % problem.kv_length, of = row / problem.kv_length;
   const int head = of % problem.kv_heads, batch = of / problem.kv_heads;
-  if (batch >= problem.batch) return;
+  if (batch >= problem.batch || computed_in_float32(problem, batch, head)) return;
   const ShareSum* from = share_sums(problem, batch, head * problem.group_splits, key) + column;
   float4 sum = {};
 #pragma unroll 4

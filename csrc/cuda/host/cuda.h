@@ -139,6 +139,8 @@ struct Kernel {
   int spill_bytes;   // stores plus loads
   int local_bytes;   // stack frame
   int64_t cubin_bytes;
+  int float32_registers;          // of the kernels beside it for heads that are computed in float32, the most; 0: none
+  int float32_local_bytes;        // spill stores, loads and stack frames of all of them
   std::string compiler_warnings;  // lines of the assembler's log that warn of lost speed
 };
 // Compiles these passes of every combination for an architecture such as 80 or 90 into a folder for

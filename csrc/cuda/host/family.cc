@@ -75,6 +75,9 @@ Variant variant_of(const Family& device_family, int arch, Pass pass, DType dtype
   }
   const bool forward = pass == Pass::forward || pass == Pass::forward_split_kv || pass == Pass::forward_single_tile;
   variant.options.separate_dq = !forward && own_dq;
+  // They are there with descale, which is compiled in.
+  Options& o = variant.options;
+  o.has_original_query = o.has_original_key = o.has_original_value = o.has_original_dout = false;
   return variant;
 }
 

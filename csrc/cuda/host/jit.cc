@@ -150,6 +150,8 @@ Loaded load(const Variant& variant) {
   }
   if (loaded.traits.splits_groups) loaded.sum_splits = driver.kernel(library, "jax_flash_sum_splits");
   if (loaded.traits.combine_warps) loaded.combine = driver.kernel(library, kCombine);
+  if (const char* name = float32_entry(variant)) loaded.float32 = driver.kernel(library, name);
+  if (has_float32_bias(variant)) loaded.float32_bias = driver.kernel(library, kFloat32Bias);
   return loaded;
 }
 
@@ -186,6 +188,19 @@ const char* entry_point(Pass pass) {
 #undef JAX_FLASH_PASS
   };
   return kNames[static_cast<int>(pass)];
+}
+const char* float32_entry(const Variant& variant) {
+  if (!variant.options.has_descale) return nullptr;
+  switch (variant.pass) {
+    case Pass::forward:
+    case Pass::forward_split_kv: return kFloat32Forward;
+    case Pass::backward: return kFloat32Backward;
+    default: return nullptr;
+  }
+}
+bool has_float32_bias(const Variant& variant) {
+  return variant.options.has_descale && variant.options.has_dbias &&
+         (variant.pass == Pass::backward || variant.pass == Pass::backward_bias);
 }
 const char* pass_name(Pass pass) { return entry_point(pass) + sizeof("jax_flash_") - 1; }
 
@@ -299,6 +314,8 @@ Loaded kernels_of(const Variant& variant, int device) {
     if (loaded.sum_slopes) driver.ready(loaded.sum_slopes, device, 0);
     if (loaded.sum_splits) driver.ready(loaded.sum_splits, device, 0);
     if (loaded.combine) driver.ready(loaded.combine, device, 0);
+    if (loaded.float32) driver.ready(loaded.float32, device, kFloat32SharedBytes);
+    if (loaded.float32_bias) driver.ready(loaded.float32_bias, device, kFloat32SharedBytes);
     ready.insert({loaded.main, device});  // only now: a call that failed here is tried again
   }
   return loaded;
@@ -323,6 +340,13 @@ Kernel build(const Variant& variant, const std::string& out_dir) {
   kernel.local_bytes = log_number(compiled.log, entry, "bytes stack frame");
   kernel.cubin_bytes = static_cast<int64_t>(compiled.cubin.size());
   kernel.compiler_warnings = compiler_warnings_of(compiled.log);
+  for (const char* beside : {float32_entry(variant), has_float32_bias(variant) ? kFloat32Bias : nullptr}) {
+    if (!beside) continue;
+    kernel.float32_registers = std::max(kernel.float32_registers, log_number(compiled.log, beside, " registers"));
+    for (const char* what : {"bytes spill stores", "bytes spill loads", "bytes stack frame"}) {
+      kernel.float32_local_bytes += log_number(compiled.log, beside, what);
+    }
+  }
 
   const auto path = KernelFolder::trusted(out_dir, true).write(kernel.name, source_key(variant), compiled.cubin);
   if (!path) throw std::runtime_error("can't write kernel " + kernel.name + " into " + out_dir);

@@ -40,6 +40,12 @@ struct Variant {
 };
 
 constexpr char kCombine[] = "jax_flash_combine";
+constexpr char kFloat32Forward[] = "jax_flash_float32_forward", kFloat32Backward[] = "jax_flash_float32_backward";
+constexpr char kFloat32Bias[] = "jax_flash_float32_bias";
+// The kernel beside a variant's own that computes in float32 the heads that this one passes over; nullptr: none. And
+// whether there is one for what such heads add to the gradient of a bias.
+const char* float32_entry(const Variant& variant);
+bool has_float32_bias(const Variant& variant);
 
 struct Loaded {
   KernelTraits traits;
@@ -50,6 +56,9 @@ struct Loaded {
   CuKernel sum_slopes;  // backward with a gradient of alibi_slopes only
   CuKernel sum_splits;  // backward of the families that split groups of query heads only
   CuKernel combine;     // forward_split_kv only
+  // With descale only, for heads that the others pass over: forward, forward_split_kv and backward; and backward and
+  // backward_bias with a gradient of bias.
+  CuKernel float32, float32_bias;
 };
 
 // The cubin of a variant: prebuilt, else cached on disk, else compiled. Needs no driver.

@@ -190,6 +190,9 @@ struct Launch {
   unsigned cluster;
   unsigned shared_bytes;
   bool in_scratch;  // whether its blocks leave their results there, for a second kernel
+
+  // Whether it waits itself for the end of the kernel that it follows.
+  bool starts_ahead() const { return loaded.traits.starts_ahead && kernel != loaded.float32; }
 };
 
 // Of a kernel whose blocks own `length` rows or keys together, of each of `heads` heads.
@@ -255,11 +258,16 @@ Launch combine_launch(const Launch& main) {
   return {main.loaded, main.loaded.combine, problem, {}, false, blocks, static_cast<unsigned>(32 * warps), 1, 0, false};
 }
 
+// What computes the heads in float32 that the other kernels of the pass, which come before it, have passed over.
+Launch float32_launch(int device, const Loaded& loaded, CuKernel kernel, const Problem& problem) {
+  const unsigned blocks = kFloat32Blocks * multiprocessors_of(device);
+  return {loaded, kernel, problem, {}, false, blocks, kFloat32Threads, 1, kFloat32SharedBytes, false};
+}
+
 void run(const Launch& launch, CuStream stream) {
   const Driver& driver = Driver::get();
-  const KernelTraits& traits = launch.loaded.traits;
   const void* const arguments[] = {&launch.problem, &launch.maps};
-  if (traits.starts_ahead) {
+  if (launch.starts_ahead()) {
     driver.launch_small(launch.kernel, launch.blocks, launch.threads, launch.shared_bytes, stream, arguments,
                         launch.cluster);
   } else {
@@ -294,11 +302,14 @@ std::vector<GraphNode> graph_nodes(const Recorded& recorded, const Problem& prob
   const Launch launch = forward_launch(recorded.device, found, recorded.plan, problem);
   std::vector<GraphNode> nodes;
   auto add = [&](const Launch& of, const char* name) {
-    nodes.push_back({name, found.main.cubin, of.blocks, of.cluster, of.threads, of.shared_bytes,
-                     found.main.traits.starts_ahead != 0, of.problem, of.maps, of.has_maps});
+    nodes.push_back({name, found.main.cubin, of.blocks, of.cluster, of.threads, of.shared_bytes, of.starts_ahead(),
+                     of.problem, of.maps, of.has_maps});
   };
   add(launch, found.main.name);
   if (launch.in_scratch) add(combine_launch(launch), kCombine);
+  if (found.main.float32) {
+    add(float32_launch(recorded.device, found.main, found.main.float32, problem), kFloat32Forward);
+  }
   return nodes;
 }
 
@@ -313,6 +324,7 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
     const Launch forward = forward_launch(device, found, plan, of_call);
     run(forward, on);
     if (forward.in_scratch) run(combine_launch(forward), on);
+    if (found.main.float32) run(float32_launch(device, found.main, found.main.float32, of_call), on);
     return;
   }
 
@@ -352,6 +364,10 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
     const int64_t items = int64_t{problem.batch} * problem.q_heads * blocks_of(problem, problem.q_length, 16);
     driver.launch(found.main.convert_dq, grid(ceil_div(items, warps)), 32 * warps, 0, on, arguments);
   }
+  // Behind all that writes results of the heads that are computed here.
+  if (found.main.float32) run(float32_launch(device, found.main, found.main.float32, problem), on);
+  const Loaded& of_bias = found.bias.main ? found.bias : found.main;
+  if (of_bias.float32_bias) run(float32_launch(device, of_bias, of_bias.float32_bias, problem), on);
   if (found.main.sum_slopes) {
     const int64_t items = int64_t{problem.batch} * problem.options.sequences * problem.q_heads;
     driver.launch(found.main.sum_slopes, grid(ceil_div(items, kSlopeWarps)), 32 * kSlopeWarps, 0, on, arguments);

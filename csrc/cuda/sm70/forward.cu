@@ -6,4 +6,5 @@ namespace jax_flash {
 using Steps = Forward;
 }
 
+#include "cuda/device/float32_forward.cuh"
 #include "cuda/device/forward.cuh"

@@ -5,4 +5,6 @@
 #else
 #include "cuda/sm90a/backward.cuh"
 #endif
+#include "cuda/device/float32_backward.cuh"
+#include "cuda/device/float32_bias.cuh"
 #include "cuda/device/sum_splits.cuh"

@@ -286,6 +286,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const Block block(problem);
   const Place& place = block.place;
   if (packed && place.first_row >= place.extent.q.stored) return;
+  if (computed_in_float32(problem, place.batch, place.kv_head)) return;
   const int warp = uniform_warp();
   if (threadIdx.x == 0) {
     barrier_init(shared_address(&shared.q_full), 1);

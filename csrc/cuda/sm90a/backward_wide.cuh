@@ -215,6 +215,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   const Block block(problem);
   if (packed && block.place.first_key >= block.place.extent.kv.stored) return;
+  if (computed_in_float32(problem, block.place.batch, block.place.kv_head)) return;
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
   if (threadIdx.x == 0) {

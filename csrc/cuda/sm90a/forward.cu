@@ -7,6 +7,7 @@
 // walked from the last to the first: the tiles to mask come first, and the loop over full tiles has no test in it.
 #include "cuda/sm90a/mma.cuh"
 //
+#include "cuda/device/float32_forward.cuh"
 #include "cuda/device/place.cuh"
 #include "cuda/device/score_rows.cuh"
 #include "cuda/device/shared_memory.cuh"
@@ -125,11 +126,12 @@ struct Producer {
     item_ring.advance();
   }
 
-  // Publishes an item, unless it has no rows.
+  // Publishes an item, unless it has no rows or is computed in float32.
   __device__ __forceinline__ bool publish_item(int index) {
     Item item;
     const Place& place = item.place = place_of<Grid::persistent>(problem, index);
     if (packed && place.first_row >= place.extent.q.stored) return false;
+    if (computed_in_float32(problem, place.batch, place.kv_head)) return false;
     item.is_last = false;
     item.range = key_tiles_of<block_kv>(band_of(problem, place.extent), place.extent, place.first_row, block_q);
     if constexpr (in_segments) {
