@@ -47,7 +47,9 @@ def test_calls_are_those_that_are_lowered() -> None:
         assert (call.dtype, call.head_dims) == ("float16", (40, 24))
         present = {name for name, value in call.options.items() if name.startswith("has_") and value}
         present -= {"has_dbias"}
-        assert present == {"has_descale", "has_bias", "has_q_lengths"}
+        arrays = ("query", "key", "value") if call is forward else ("query", "key", "value", "dout")
+        originals = {f"has_original_{name}" for name in arrays}
+        assert present == {"has_descale", "has_bias", "has_q_lengths"} | originals
         assert call.options["causal"]
         assert call.options["highest_precision"]
     assert forward.forward

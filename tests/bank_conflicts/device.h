@@ -46,11 +46,14 @@ struct BlockIndex {
   unsigned x;
 };
 inline constexpr BlockIndex blockIdx{0};
+inline constexpr BlockIndex gridDim{1};
 
 inline unsigned long long __cvta_generic_to_shared(const void* p) { return record::address_of(p); }
 inline void __syncthreads() { record::barrier(); }
 inline void __syncwarp() {}
 inline bool __any_sync(unsigned, bool) { return true; }  // so that what depends on it is counted
+inline unsigned __ballot_sync(unsigned, bool x) { return x ? ~0u : 0; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 template <typename T>
 T __shfl_xor_sync(unsigned, T x, int) {
   record::shuffle();
