@@ -53,8 +53,13 @@ def test_operands_agree() -> None:
     assert tuple((name, dims) for name, (_, _, dims) in operands.items()) == _core.OPERANDS
     assert tuple(OPERANDS) == tuple(operands), "in one order"
     dtypes = {
-        "int": "int32", "unsigned": "uint32", "bool": "bool", "float": "float32", "void": "wide", "Original": "original",
-    }  # fmt: skip
+        "int": "int32",
+        "unsigned": "uint32",
+        "bool": "bool",
+        "float": "float32",
+        "void": "wide",
+        "Original": "original",
+    }
     problem = (HEADER.parent / "problem.h").read_text(encoding="utf-8")
     for name, (kind, type_, dims) in operands.items():
         assert OPERANDS[name].dims == dims

@@ -69,10 +69,10 @@ def test_values(target: Target, precision: str, spread: str, name: str, causal: 
         wrong = np.abs(array - want[result]) > most[result]
         places = np.argwhere(wrong)
         assert not wrong.any(), (result, len(places), places[:3], array[wrong][:3], want[result][wrong][:3])
-    if spread == "one":  # the bounds are tight in most places
+    if spread == "one" and not narrow:  # the bounds are tight in most places
         for result in ("out", "dq", "dk", "dv"):
             rows = np.abs(want[result]).max(axis=-1, keepdims=True)
-            assert np.median(most[result] < (1.0 if narrow else 0.1) * rows) == 1, result
+            assert np.median(most[result] < 0.1 * rows) == 1, result
 
 
 HIDDEN: dict[str, dict[str, Any]] = {
@@ -125,7 +125,19 @@ def test_every_family(family: str) -> None:
     capability = registration.cuda_status()["devices"][0]["compute_capability"]
     if capability < CAPABILITIES[family] or (family == "sm90a" and capability != 90):
         pytest.skip(f"compute capability {capability} does not run kernels of {family}")
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", __file__, "-k"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n0",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        __file__,
+        "-k",
+    ]
     done = subprocess.run(
         [*command, "cuda-cuda and (values or hidden)"],
         env=os.environ | {"JAX_FLASH_CUDA_FAMILY": family},

@@ -182,9 +182,15 @@ def kept(
 def _in_band(options: Options, operands: Operands, side: str, rows: jax.Array, columns: jax.Array) -> jax.Array | None:
     """`kept`, [B or 1, length], where nothing but lengths, causal and a window masks."""
     lower, upper = _band(options, operands)
-    if lower is None and upper is None and not {"q_lengths", "kv_lengths"} & operands.keys():
-        return None
     q_length, kv_length = rows.size, columns.size
+    if not {"q_offset", "window_bounds", "q_lengths", "kv_lengths"} & operands.keys():
+        # Known when the call is traced. Mostly all of them are kept, which spares whoever asks a mask.
+        left, right = options.window_left, 0 if options.causal else options.window_right
+        before, behind, own, others = (
+            (left, right, q_length, kv_length) if side == "q" else (right, left, kv_length, q_length)
+        )
+        found = np.maximum(np.arange(own) - before, 0) <= np.minimum(np.arange(own) + behind, others - 1)
+        return None if found.all() else jnp.asarray(found)[None]
     # No difference of positions is beyond these, and sums with them do not wrap around.
     least, most = -q_length, kv_length
     lower = jnp.full(1, least) if lower is None else jnp.clip(lower, least, most)

@@ -46,16 +46,17 @@ def scaled(
     arrays = [(query, rows), (key, keys), (value, keys)]
     if gradients:
         arrays.append((gradients[0], rows))
-    arrays = [(_without(x.astype(jnp.float32), valid), valid) for x, valid in arrays]
-    sizes = [_row_sizes(x) for x, _ in arrays]
+    arrays = [(x.astype(jnp.float32), valid) for x, valid in arrays]
+    sizes = [_row_sizes(x, valid) for x, valid in arrays]
     extremes = [_extremes(x, kv_heads) for x in sizes]
     largest = [most for most, _ in extremes]
     gradient_spread = _SPREAD if options.highest_precision else _GRADIENT_SPREAD
     differ = [_differ(x, spread) for x, spread in zip(extremes, (*[_SPREAD] * 3, gradient_spread), strict=False)]
     scales = [_power(x) for x in largest]
+    # Rows that count for nothing are left out here, and of the sizes: an array without them would be written and read.
     near = [
-        x * jnp.repeat(scale, x.shape[2] // kv_heads, axis=1)[:, None, :, None]
-        for (x, _), scale in zip(arrays, scales, strict=True)
+        _without(x * jnp.repeat(scale, x.shape[2] // kv_heads, axis=1)[:, None, :, None], valid)
+        for (x, valid), scale in zip(arrays, scales, strict=True)
     ]
     limbs = [_two_limbs(x) if options.highest_precision else x.astype(jnp.float16) for x in near]
     descale = [1 / scale for scale in scales]
@@ -64,16 +65,17 @@ def scaled(
         delta = jnp.swapaxes(gradients[1], 1, 2)[..., None]
         if options.highest_precision:
             # Nearer: low limbs of dS have fewer digits the smaller dS is against its bound.
-            norms = (_largest_norm(near[i], arrays[i][1], kv_heads) * descale[i] for i in (2, 3))
+            norms = (_largest_norm(near[i], kv_heads) * descale[i] for i in (2, 3))
             dp = functools.reduce(jnp.multiply, norms)
         else:
             dp = value.shape[-1] * largest[3] * largest[2]
         if options.dropout_rate:
             dp = dp * dropout.factor(options.dropout_rate)
-        descale.append(_power(dp + _largest(delta, rows, kv_heads)))
+        of_delta = _row_sizes(delta, rows)
+        descale.append(_power(dp + _extremes(of_delta, kv_heads)[0]))
         # Rows of dS have one scale too, and in delta is the cotangent of lse, of which one may be large.
         of_values = jnp.repeat(value.shape[-1] * largest[2], query.shape[2] // kv_heads, axis=1)[:, None]
-        of_ds = sizes[3] * of_values + _row_sizes(_without(delta, rows))
+        of_ds = sizes[3] * of_values + of_delta
         differ.append(_differ(_extremes(of_ds, kv_heads), gradient_spread))
     else:
         descale += [jnp.ones_like(descale[0])] * 2
@@ -85,17 +87,10 @@ def _without(x: jax.Array, valid: jax.Array | None) -> jax.Array:
     return x if valid is None else jnp.where(valid[..., None], x, 0)
 
 
-def _largest(x: jax.Array, valid: jax.Array | None, kv_heads: int) -> jax.Array:
-    """The largest finite magnitude in [B, length, heads, columns] for each key head, [B, K]."""
-    magnitude = jnp.abs(x)
-    keep = jnp.isfinite(x) if valid is None else jnp.isfinite(x) & valid[..., None]
-    of_heads = jnp.where(keep, magnitude, 0).max(axis=(1, 3))
-    return of_heads.reshape(x.shape[0], kv_heads, -1).max(axis=-1)
-
-
-def _row_sizes(x: jax.Array) -> jax.Array:
-    """The largest finite magnitude of every row of [B, length, heads, columns]."""
-    return jnp.where(jnp.isfinite(x), jnp.abs(x), 0).max(axis=-1)
+def _row_sizes(x: jax.Array, valid: jax.Array | None = None) -> jax.Array:
+    """The largest finite magnitude of every row of [B, length, heads, columns]; 0 of rows that are not valid."""
+    sizes = jnp.where(jnp.isfinite(x), jnp.abs(x), 0).max(axis=-1)
+    return sizes if valid is None else jnp.where(valid, sizes, 0)
 
 
 def _extremes(sizes: jax.Array, kv_heads: int) -> tuple[jax.Array, jax.Array]:
@@ -119,10 +114,10 @@ def _two_limbs(x: jax.Array) -> jax.Array:
     return jnp.concatenate([high, low], axis=-1).astype(jnp.float16)
 
 
-def _largest_norm(x: jax.Array, valid: jax.Array | None, kv_heads: int) -> jax.Array:
+def _largest_norm(x: jax.Array, kv_heads: int) -> jax.Array:
     """The largest Euclidean norm of a row for each key head, [B, K], of arrays that are scaled."""
-    squares = jnp.square(jnp.where(jnp.isfinite(x), x, 0)).sum(axis=-1, keepdims=True)
-    return jnp.sqrt(_largest(squares, valid, kv_heads))
+    squares = jnp.square(jnp.where(jnp.isfinite(x), x, 0)).sum(axis=-1)
+    return jnp.sqrt(_extremes(squares, kv_heads)[0])
 
 
 def _power(largest: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@
 // rounded on its way there and back.
 #pragma once
 
+#include "cuda/device/cluster.cuh"
 #include "cuda/device/head_scores.cuh"
 #include "cuda/device/tile_walk.cuh"
 

@@ -81,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(kFloat32Threads)
     jax_flash_float32_backward(const __grid_constant__ Problem problem) {
   if constexpr (has_descale) {
     extern __shared__ __align__(128) char memory[];
+    wait_for_the_kernel_before();
     const int group = problem.q_heads / problem.kv_heads;
     const int q_tiles = float32_tiles(problem, problem.q_length), kv_tiles = float32_tiles(problem, problem.kv_length);
     for_float32_items(problem, 2 * kv_tiles + group * q_tiles, [&](int batch, int kv_head, int item) {

@@ -42,6 +42,7 @@ extern "C" __global__ void __launch_bounds__(kFloat32Threads)
     jax_flash_float32_bias(const __grid_constant__ Problem problem) {
   if constexpr (has_descale && has_dbias) {
     extern __shared__ __align__(128) char memory[];
+    wait_for_the_kernel_before();
     const Strides& s = problem.dbias_strides;
     if (s.row == 0) return;  // float32_backward.cuh has it
     bool any = false;

@@ -77,6 +77,7 @@ extern "C" __global__ void __launch_bounds__(kFloat32Threads)
     jax_flash_float32_forward(const __grid_constant__ Problem problem) {
   if constexpr (has_descale) {
     extern __shared__ __align__(128) char memory[];
+    wait_for_the_kernel_before();
     const int items = problem.q_heads / problem.kv_heads * float32_tiles(problem, problem.q_length);
     for_float32_items(problem, items, [&](int batch, int kv_head, int item) {
       float32_forward_item(problem, *reinterpret_cast<Float32Storage*>(memory), batch, kv_head, item);

@@ -189,10 +189,10 @@ struct Launch {
   unsigned threads;
   unsigned cluster;
   unsigned shared_bytes;
-  bool in_scratch;  // whether its blocks leave their results there, for a second kernel
+  bool in_scratch;     // whether its blocks leave their results there, for a second kernel
+  bool waits = false;  // on its own for the end of the kernel before it, which is so of all whose traits start ahead
 
-  // Whether it waits itself for the end of the kernel that it follows.
-  bool starts_ahead() const { return loaded.traits.starts_ahead && kernel != loaded.float32; }
+  bool starts_ahead() const { return loaded.traits.starts_ahead || waits; }
 };
 
 // Of a kernel whose blocks own `length` rows or keys together, of each of `heads` heads.
@@ -261,7 +261,8 @@ Launch combine_launch(const Launch& main) {
 // What computes the heads in float32 that the other kernels of the pass, which come before it, have passed over.
 Launch float32_launch(int device, const Loaded& loaded, CuKernel kernel, const Problem& problem) {
   const unsigned blocks = kFloat32Blocks * multiprocessors_of(device);
-  return {loaded, kernel, problem, {}, false, blocks, kFloat32Threads, 1, kFloat32SharedBytes, false};
+  const bool waits = arch_of(device) >= 90;
+  return {loaded, kernel, problem, {}, false, blocks, kFloat32Threads, 1, kFloat32SharedBytes, false, waits};
 }
 
 void run(const Launch& launch, CuStream stream) {
