@@ -48,10 +48,10 @@ def scaled(
         arrays.append((gradients[0], rows))
     arrays = [(x.astype(jnp.float32), valid) for x, valid in arrays]
     sizes = [_row_sizes(x, valid) for x, valid in arrays]
-    extremes = [_extremes(x, kv_heads) for x in sizes]
-    largest = [most for most, _ in extremes]
+    largest = [_largest(x, kv_heads) for x in sizes]
     gradient_spread = _SPREAD if options.highest_precision else _GRADIENT_SPREAD
-    differ = [_differ(x, spread) for x, spread in zip(extremes, (*[_SPREAD] * 3, gradient_spread), strict=False)]
+    spreads = (*[_SPREAD] * 3, gradient_spread)
+    small = [_small(*x) for x in zip(sizes, largest, spreads, strict=False)]
     scales = [_power(x) for x in largest]
     # Rows that count for nothing are left out here, and of the sizes: an array without them would be written and read.
     near = [
@@ -72,14 +72,14 @@ def scaled(
         if options.dropout_rate:
             dp = dp * dropout.factor(options.dropout_rate)
         of_delta = _row_sizes(delta, rows)
-        descale.append(_power(dp + _extremes(of_delta, kv_heads)[0]))
+        descale.append(_power(dp + _largest(of_delta, kv_heads)))
         # Rows of dS have one scale too, and in delta is the cotangent of lse, of which one may be large.
         of_values = jnp.repeat(value.shape[-1] * largest[2], query.shape[2] // kv_heads, axis=1)[:, None]
         of_ds = sizes[3] * of_values + of_delta
-        differ.append(_differ(_extremes(of_ds, kv_heads), gradient_spread))
+        small.append(_small(of_ds, _largest(of_ds, kv_heads), gradient_spread))
     else:
         descale += [jnp.ones_like(descale[0])] * 2
-    in_float32 = functools.reduce(jnp.logical_or, differ)
+    in_float32 = jnp.concatenate(small, axis=1).any(axis=1)  # of all arrays at once: a kernel the fewer
     return limbs, jnp.stack([*descale, in_float32.astype(jnp.float32)], axis=-1)
 
 
@@ -93,17 +93,18 @@ def _row_sizes(x: jax.Array, valid: jax.Array | None = None) -> jax.Array:
     return sizes if valid is None else jnp.where(valid, sizes, 0)
 
 
-def _extremes(sizes: jax.Array, kv_heads: int) -> tuple[jax.Array, jax.Array]:
-    """The largest of the sizes of rows for each key head, [B, K], and the smallest that is not 0."""
-    of_heads = (sizes.max(axis=1), jnp.where(sizes > 0, sizes, jnp.inf).min(axis=1))
-    largest, smallest = (x.reshape(x.shape[0], kv_heads, -1) for x in of_heads)
-    return largest.max(axis=-1), smallest.min(axis=-1)
+def _largest(sizes: jax.Array, kv_heads: int) -> jax.Array:
+    """The largest of the sizes [B, length, heads] of rows for each key head, [B, K]."""
+    return sizes.reshape(*sizes.shape[:2], kv_heads, -1).max(axis=(1, 3))
 
 
-def _differ(extremes: tuple[jax.Array, jax.Array], bits: int) -> jax.Array:
-    """Whether the largest is more than 2^bits times the smallest."""
-    largest, smallest = extremes
-    return largest * 2.0**-bits > smallest
+def _small(sizes: jax.Array, largest: jax.Array, bits: int) -> jax.Array:
+    """Whether rows of ``sizes`` [B, length, heads] are not 0, but smaller than 2^-bits of the ``largest`` [B, K] of
+    their key head: [B, length x heads / K, K]."""
+    batch, length, heads = sizes.shape
+    grouped = sizes.reshape(batch, length, largest.shape[1], -1)
+    small = (grouped > 0) & (grouped < largest[:, None, :, None] * 2.0**-bits)
+    return jnp.swapaxes(small, 2, 3).reshape(batch, -1, largest.shape[1])
 
 
 def _two_limbs(x: jax.Array) -> jax.Array:
@@ -117,7 +118,7 @@ def _two_limbs(x: jax.Array) -> jax.Array:
 def _largest_norm(x: jax.Array, kv_heads: int) -> jax.Array:
     """The largest Euclidean norm of a row for each key head, [B, K], of arrays that are scaled."""
     squares = jnp.square(jnp.where(jnp.isfinite(x), x, 0)).sum(axis=-1)
-    return jnp.sqrt(_extremes(squares, kv_heads)[0])
+    return jnp.sqrt(_largest(squares, kv_heads))
 
 
 def _power(largest: jax.Array) -> jax.Array:
