@@ -198,7 +198,7 @@ OPTIONS = {
     "dropout_key_shape": (
         {"dropout_rate": 0.1, "dropout_key": np.zeros((3, 2), np.uint32)},
         ValueError,
-        r"dropout_key must be a single key where it is a raw one, got shape \(3, 2\)",
+        r"dropout_key must be a single key if it is a raw one, got shape \(3, 2\)",
     ),
     "dropout_keys_shape": (
         {"dropout_rate": 0.1, "dropout_key": jax.random.split(jax.random.key(0), 3)},

@@ -601,7 +601,7 @@ def test_dropout_rng(broadcast: bool) -> None:
 
 def test_dropout_rng_is_missing() -> None:
     x = normal(0, T, N, H)
-    with pytest.raises(ValueError, match=r"dropout_rng must be a JAX key where dropout_rate is 0.5, got None"):
+    with pytest.raises(ValueError, match=r"dropout_rng must be a JAX key if dropout_rate is 0.5, got None"):
         attention_fn(x, x, x, dropout_rate=0.5)
     attention_fn(x, x, x, dropout_rate=0.5, deterministic=True)
 
