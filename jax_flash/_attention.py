@@ -133,8 +133,8 @@ def attention(
     Integers are int32 arrays, or others and lists whose values are known when the call is traced and which int32 holds.
 
     Args:
-      query: ``[..., T, N, H]``, typically ``[B, T, N, H]``; any number of leading batch dimensions, or none.
-        float16, bfloat16, float32 or float64.
+      query: ``[..., T, N, H]``, typically ``[B, T, N, H]``; any number of leading batch dimensions, or none. float16,
+        bfloat16, float32 or float64.
       key: ``[..., S, K, H]``, same leading dimensions and dtype as ``query``; N is a multiple of K, and query head n
         attends to key head ``n // (N // K)`` (grouped-query attention; K = 1 is multi-query attention).
       value: ``[..., S, K, V]``, same dtype; V may differ from H.
@@ -147,10 +147,10 @@ def attention(
         FlashAttention). It may be traced, for decoding with a cache. Only ``causal``, ``window`` and ``alibi_slopes``
         depend on it.
       window: (left, right): keep keys with p - left <= s <= p + right, p = t + ``q_offset``; None on a side is no
-      limit, a single value is both sides. Work is proportional to the window. A side is an int of at least 0, or an
-      int32 scalar array, which may be traced and negative: a window of (-1, r) begins after p, one of (l, -1) ends
-      before it, and sides that cross keep no key. In an array 2^31 - 1 is no limit. scale: multiplies the scores; a
-      number, or a floating scalar array, which may be traced and has a gradient; of
+        limit, a single value is both sides. Work is proportional to the window. A side is an int of at least 0, or an
+        int32 scalar array, which may be traced and negative: a window of (-1, r) begins after p, one of (l, -1) ends
+        before it, and sides that cross keep no key. In an array 2^31 - 1 is no limit.
+      scale: multiplies the scores; a number, or a floating scalar array, which may be traced and has a gradient; of
         either sign, or 0. None means ``1 / sqrt(H)``.
       softcap: positive; scores become ``softcap * tanh(scores / softcap)`` (Gemma 2, https://arxiv.org/abs/2408.00118).
       alibi_slopes: floats ``[N]`` or ``[..., N]``; subtracts ``slope * |t + q_offset - s|`` from the scores (Press et
@@ -165,15 +165,16 @@ def attention(
         Blocks that hold no such pair are skipped, which skips as many as possible if the ids ascend.
       kv_segment_ids: integers ``[..., S]``.
       q_lengths: integers that broadcast to the leading dimensions: rows from these on are padding, which is never read;
-      their results are those of a row that keeps no key. Clipped to [0, T]. kv_lengths: the same for keys, clipped to
-      [0, S]. precision: accuracy of float32 products on GPUs: "default" and "high" mean TF32's, "highest" float32's
-      own; None follows ``jax.default_matmul_precision``. Other dtypes and CPUs always have their full accuracy.
+        their results are those of a row that keeps no key. Clipped to [0, T].
+      kv_lengths: the same for keys, clipped to [0, S].
+      precision: accuracy of float32 products on GPUs: "default" and "high" mean TF32's, "highest" float32's own; None
+        follows ``jax.default_matmul_precision``. Other dtypes and CPUs always have their full accuracy.
       deterministic_backward: True: the backward pass on GPUs sums in a fixed order, and its results are bit for bit
-      reproducible. False: it may use atomic additions, which is faster from compute capability 8.0 on. None takes the
-      faster one, but means True if ``XLA_FLAGS`` has ``--xla_gpu_deterministic_ops`` or
-      ``--xla_gpu_exclude_nondeterministic_ops``. Other implementations are always deterministic. return_lse: also
-      return lse. implementation: None picks the best one that serves the call on its platform (``jax_flash.explain``
-      says which);
+        reproducible. False: it may use atomic additions, which is faster from compute capability 8.0 on. None takes the
+        faster one, but means True if ``XLA_FLAGS`` has ``--xla_gpu_deterministic_ops`` or
+        ``--xla_gpu_exclude_nondeterministic_ops``. Other implementations are always deterministic.
+      return_lse: also return lse.
+      implementation: None picks the best one that serves the call on its platform (``jax_flash.explain`` says which);
         or "cpu", "cuda" (the kernels of this package), "xla" (plain JAX in chunks, O(T + S) memory, any platform) or
         "reference" (plain quadratic attention).
 
@@ -333,11 +334,18 @@ def attention_varlen(
         empty. Values that are traced can't be checked: they are clipped and made to ascend.
       cu_kv_lengths: the same for keys.
       max_q_length: no sequence has more query rows; None means ``tokens``. It changes no result, and the kernels don't
-      need it; plain JAX pads every sequence to it, and if that serves the call, a longer sequence makes all results
-      NaN. max_kv_length: no sequence has more keys; None means ``key tokens``. causal: see `attention`, as the other
-      keywords. q_offset: integers ``[]`` or ``[D]``. window: see `attention`. scale: see `attention`. softcap: see
-      `attention`. alibi_slopes: ``[N]`` or ``[D, N]``. sinks: ``[N]``. dropout_rate: see `attention`. dropout_key: the
-      mask is ``dropout_mask(dropout_key, dropout_rate, (D, N, max_q_length, max_kv_length))``, whose
+        need it; plain JAX pads every sequence to it, and if that serves the call, a longer sequence makes all results
+        NaN.
+      max_kv_length: no sequence has more keys; None means ``key tokens``.
+      causal: see `attention`, as the other keywords.
+      q_offset: integers ``[]`` or ``[D]``.
+      window: see `attention`.
+      scale: see `attention`.
+      softcap: see `attention`.
+      alibi_slopes: ``[N]`` or ``[D, N]``.
+      sinks: ``[N]``.
+      dropout_rate: see `attention`.
+      dropout_key: the mask is ``dropout_mask(dropout_key, dropout_rate, (D, N, max_q_length, max_kv_length))``, whose
         bits don't depend on the maxima.
       precision: see `attention`.
       deterministic_backward: see `attention`.
@@ -450,7 +458,7 @@ def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q
         scale=1.0 if isinstance(scale, jax.Array) else abs(scale) or 1.0,  # the query takes the sign
         softcap=checks.positive_or_none("softcap", arguments.softcap),
         window_left=left,
-        window_right=UNLIMITED if causal else right,  # causal implies right = 0
+        window_right=UNLIMITED if causal else right,  # causal is at least as narrow
         dropout_rate=rate,
         separate_dq=choice.deterministic_by_default() if deterministic is None else deterministic,
         highest_precision=checks.highest_precision(arguments.precision, query.dtype),

@@ -71,8 +71,8 @@ def dot_product_attention(
     - A row that keeps no key, also one from ``query_seq_lengths`` on, gives zeros with a residual of -inf. ``jax.nn``
       gives the mean of ``value`` (zeros from ``query_seq_lengths`` on) and a residual of about -2e38.
     - Memory grows with T + S, unless ``bias`` or ``mask`` is itself [T, S].
-    - The contents of padding, NaN included, reach no result and no gradient. - A side of the window that is an int is
-    not negative (one that is an array may be), and a wrong dtype raises
+    - The contents of padding, NaN included, reach no result and no gradient.
+    - A side of the window that is an int is not negative (one that is an array may be), and a wrong dtype raises
       TypeError rather than ValueError.
 
     Args:
@@ -90,9 +90,9 @@ def dot_product_attention(
       local_window_size: ``(left, right)``: keep keys t - left <= s <= t + right only; an int stands for both sides.
         Sides may be int32 scalar arrays, also traced ones.
       implementation: as for `attention`: None, "cpu", "cuda", "xla" or "reference". Code written for ``jax.nn`` keeps
-      its meaning: "xla" is plain JAX, here in chunks, and "cudnn" means "cuda", fused kernels on an NVIDIA GPU or an
-      exception; the kernels are this package's, never cuDNN's. return_residual: also return the residual, rounded to
-      the dtype of ``key`` and without a gradient, as ``jax.nn``
+        its meaning: "xla" is plain JAX, here in chunks, and "cudnn" means "cuda", fused kernels on an NVIDIA GPU or an
+        exception; the kernels are this package's, never cuDNN's.
+      return_residual: also return the residual, rounded to the dtype of ``key`` and without a gradient, as ``jax.nn``
         does. ``attention(return_lse=True)`` has the exact one, in float32 or wider and differentiable.
 
     Returns:

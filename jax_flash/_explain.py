@@ -25,10 +25,11 @@ class Explanation:
 
     Attributes:
       implementation: the name of the one that serves it.
-      platform: the platform that the answer is for. obstacles: for every implementation that can't serve it, the
-      reason. tuned: tile rows of ``bench tune --store`` for this GPU and head_dim: calls with no option but ``causal``
-      and ``deterministic_backward`` use them instead of the table's. split: if the query is sharded over devices, which
-      of its shardings the kernels keep and what is gathered.
+      platform: the platform that the answer is for.
+      obstacles: for every implementation that can't serve it, the reason.
+      tuned: tile rows of ``bench tune --store`` for this GPU and head_dim: calls with no option but ``causal`` and
+        ``deterministic_backward`` use them instead of the table's.
+      split: if the query is sharded over devices, which of its shardings the kernels keep and what is gathered.
     """
 
     implementation: str

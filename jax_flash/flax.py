@@ -100,8 +100,8 @@ def attention_fn(
     Complex numbers and other dtypes that `attention` doesn't take, a ``jax.lax.DotAlgorithm`` and einsums of one's own
     go to Flax's function: nnx's, or Linen's where a keyword is given that only Linen has.
 
-    A module passes its own value for every keyword of Flax's, whatever was bound beforehand. Bind only names that Flax
-    doesn't have, ``causal`` and ``options``: no module overrides these.
+    A module passes its own value for every keyword of Flax's, whatever was bound beforehand. An option that has to hold
+    in every call is therefore bound by a name that Flax doesn't have: ``causal``, or one of ``options``.
 
     Args:
       query: ``[..., T, N, H]``, any number of leading batch dimensions, also none; any dtype that can be cast to
@@ -111,20 +111,20 @@ def attention_fn(
       bias: added to the scaled scores; broadcastable to ``[..., N, T, S]``.
       mask: pairs where it is True, or not 0, are kept; broadcastable to ``[..., N, T, S]``, of any dtype.
       broadcast_dropout: drop the same pairs of query and key in every batch entry and head.
-      dropout_rng: a JAX key; required if dropout acts. dropout_rate: 0 <= rate < 1, the probability with which dropout
-      sets a weight to zero; the others are divided by
+      dropout_rng: a JAX key; required if dropout acts.
+      dropout_rate: 0 <= rate < 1, the probability with which dropout sets a weight to zero; the others are divided by
         1 - rate.
-      deterministic: no dropout. Unrelated to ``deterministic_backward``, which is an option of `attention`. dtype:
-      ``query``, ``key`` and ``value`` are converted to it; None promotes them to a common float dtype. precision:
-      accuracy of float32 products on GPUs, as for JAX's own products: a ``jax.lax.Precision``, a
+      deterministic: no dropout. Unrelated to ``deterministic_backward``, which is an option of `attention`.
+      dtype: ``query``, ``key`` and ``value`` are converted to it; None promotes them to a common float dtype.
+      precision: accuracy of float32 products on GPUs, as for JAX's own products: a ``jax.lax.Precision``, a
         ``jax.lax.DotAlgorithmPreset``, the name of one, or a pair, of which the more accurate one counts. Never less
         accurate than asked for: TF32, or all of float32. See ``precision`` of `attention`.
       module: sow the attention weights ``[..., N, T, S]``, before dropout, into this module as "attention_weights"
         (``sow_weights=True`` in Flax). They are computed by "reference", in O(T * S) memory; the result is not.
       is_causal: keep keys s <= t only. nnx's module passes its own, False unless it is called with ``is_causal=True``;
         one that was bound beforehand raises there.
-      force_fp32_for_softmax: the result is at least float32, and so are weights that are sown.
-        The softmax is float32 in any case.
+      force_fp32_for_softmax: the result is at least float32, and so are weights that are sown. The softmax is float32
+        in any case.
       qk_attn_weights_einsum: see Linen's function, which serves such a call.
       attn_weights_value_einsum: likewise.
       causal: keep keys s <= t only, whatever ``is_causal`` is: bound beforehand, it makes a model causal.
@@ -139,7 +139,7 @@ def attention_fn(
       ValueError: an argument has the wrong shape or value, dropout acts and ``dropout_rng`` is None, or ``is_causal``
         was bound beforehand and a module of nnx passes False.
       NotImplementedError: Flax's own function would serve the call, but is not installed or lacks one of ``options``;
-      or the named ``implementation`` does not serve this call here.
+        or the named ``implementation`` does not serve this call here.
     """
     causal = checks.boolean("causal", causal) | checks.boolean("is_causal", is_causal)
     for name, instead in (("dropout_key", "dropout_rng"), ("return_lse", "jax_flash.attention for lse")):
