@@ -204,7 +204,7 @@ class BackwardItem {
  private:
   static int tile_depth(int head_dim) { return round_up((head_dim + 1) / 2, kTilePairs); }
 
-  // kQueries rows of q and dout, with zeros behind the last one: pairs along head_dim [row][depth], and along the
+  // kQueries rows of q and dout, with zeros after the last one: pairs along head_dim [row][depth], and along the
   // queries [kQueries / 2][head_dim], or transposed.
   struct Record {
     Pair *q_rows, *q_columns, *dout_rows, *dout_columns;

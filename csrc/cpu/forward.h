@@ -14,7 +14,7 @@
 
 namespace jax_flash::cpu::JAX_FLASH_ISA {
 
-// Elements of a row in our buffers: whole vectors, and whole row groups where head_dim stands in the rows of A.
+// Elements of a row in our buffers: whole vectors, and whole row groups if head_dim is along the rows of A.
 template <typename T>
 int padded_head_dim(int head_dim) {
   return round_up(head_dim, std::max(kWidth<T>, kRowPadding));
