@@ -89,7 +89,7 @@ def units(name: str, dtype: Any) -> int:
 
 
 def epsilon(name: str, dtype: Any) -> float:
-    """The epsilon that applies: that of the inputs' dtype for gradients, which all depend on its rounding."""
+    """That of ``dtype``, the inputs', whose rounding affects every gradient; lse is float32 or wider."""
     dtype = jnp.dtype(dtype)
     return float(jnp.finfo(jnp.float32 if name == "lse" and dtype.itemsize < 4 else dtype).eps)
 
@@ -181,7 +181,7 @@ class Problem:
         return self._yardsticks[platform]
 
     def slack(self, name: str, epsilons: float) -> Errors:
-        """The units of epsilon times the magnitude of the exact result.
+        """``epsilons`` times the magnitude of the exact result.
 
         An option's gradient is a sum of many terms that may cancel, so it is only known up to their rounding: its
         magnitude is the root of the sum of their squares.
@@ -206,7 +206,7 @@ class Problem:
         return x.dtype
 
     def narrowest(self, name: str) -> np.dtype[Any]:
-        """The larger epsilon of the dtypes of the inputs and of a gradient, for a bias with its own dtype."""
+        """The narrower dtype of the inputs and of a gradient, which differ for a bias with its own dtype."""
         return min((self.query.dtype, self.dtype_of(name)), key=lambda dtype: dtype.itemsize)
 
     def epsilon(self, name: str) -> float:

@@ -117,7 +117,7 @@ def test_values(target: Target, dtype: str, case: Case | PackedCase) -> None:
     plain = second_order(functools.partial(problem.plain, **problem.options), problem)
     for name, want in right.items():
         epsilon = cases.epsilon("lse" if name == "lse" else "out", problem.query.dtype)
-        # In float64 there is no yardstick but what is right. Gradients of options are sums whose terms cancel.
+        # In float64 plain JAX is no measure, only the exact result. Gradients of options are sums whose terms cancel.
         few = {"float64": 64, "float32": 32}.get(dtype, 8)
         epsilons = epsilon * (512 if dtype not in cases.NARROW and name in problem.trainable else few)
         size, norm = np.abs(want).max(), np.linalg.norm(want)

@@ -20,14 +20,14 @@ class Chip:
     name: str
     multiprocessors: int
     clocks: Mapping[str, float]
-    """Clocks in GHz, by name."""
+    """GHz, by the kind of clock."""
     bandwidth: float
     """Memory bandwidth, GB/s."""
     registers: int = 65536
     shared_kb: int = 0
-    """Shared memory of all blocks of a multiprocessor, bytes."""
+    """Shared memory of a multiprocessor, for all its blocks, KB."""
     reserved: int = 1024
-    """Bytes of it that are reserved for each block in addition."""
+    """Bytes of it that are reserved for each block in addition to its own."""
     warps: int = 64
     """Most resident warps."""
 
@@ -56,7 +56,7 @@ class Chip:
     red: float = 9
     """Cycles of a multiprocessor for 128 bytes of atomic additions, which L2 does."""
     red_wavefronts: float = 2
-    """The same of its memory pipe."""
+    """Wavefronts of the memory pipe for the same."""
     barrier_latency: float = 20
     taken_branch: float = 10
     """Cycles that a warp loses."""
@@ -148,7 +148,7 @@ class Cost:
     busy: float
     """Cycles of the unit."""
     latency: float
-    """Cycles from the end of `busy` until its barriers are free; for memory instructions, which queue for the pipe."""
+    """Cycles from the end of `busy`, for memory instructions in the pipe, until its barriers are free."""
     l2: float = 0
     """Cycles of the way to L2."""
 
@@ -289,7 +289,7 @@ class Prediction:
     cycles: float
     """Cycles that a round of all resident blocks takes."""
     rounds: float
-    """Cycles of the multiprocessor with the most work."""
+    """Rounds of the multiprocessor with the most work."""
     moved: float
     """Bytes that passes around the kernel read and write: zeros under dQ, and its conversion."""
 

@@ -168,7 +168,7 @@ def _search(gpu: jax.Device, device: Mapping[str, Any], pass_: str, head_dim: in
     family, own = choice["family"], choice["row"]
     rows = [own, *(row for row in candidates(family, pass_, head_dim) if row != own)]
     known = compiled(arch, pass_, head_dim, rows, choice["most_shared_bytes"])
-    known[0].fault = ""  # the table's row always runs, e.g. despite spills
+    known[0].fault = ""  # the table's row is timed even if it spills
     place = functools.partial(TunedRow, name, family, pass_, head_dim)
     for candidate in known:
         if not candidate.fault:
