@@ -7,9 +7,9 @@
 namespace jax_flash {
 
 enum class DType { f16, bf16, f32, f64 };
-// What kernels are for: backward_dq and backward_bias are parts of backward; forward_split_kv is a forward whose keys
-// are split over blocks, forward_single_tile one for a single tile of keys and columns. The kernel of a pass is
-// jax_flash_<pass>, in <family>/<pass>.cu.
+// The passes. backward_dq and backward_bias are parts of backward; forward_split_kv is a forward whose keys are split
+// over blocks, forward_single_tile one for a single tile of keys and columns. The kernel of a pass is jax_flash_<pass>,
+// in <family>/<pass>.cu.
 #define JAX_FLASH_PASSES(PASS) \
   PASS(forward) PASS(backward) PASS(backward_dq) PASS(backward_bias) PASS(forward_split_kv) PASS(forward_single_tile)
 enum class Pass {
@@ -18,7 +18,7 @@ enum class Pass {
 #undef JAX_FLASH_PASS
 };
 
-// Into so many slices the keys of a head are split at most.
+// The most slices into which the keys of a head are split.
 constexpr int kMostSlices = 64;
 
 // A [batch, length, heads, head_dim] array whose head_dim is contiguous. Strides are in elements.
@@ -45,7 +45,7 @@ struct Problem {
   int kv_length;       // S >= 1
   int q_heads;         // N, a multiple of kv_heads
   int kv_heads;        // K >= 1
-  int kv_slices;       // forward_split_kv only: into so many slices the keys are split, 1 to kMostSlices
+  int kv_slices;       // forward_split_kv only: slices of the keys, 1 to kMostSlices
   int head_dim;        // H >= 1, of query and key
   int value_head_dim;  // V >= 1, of value and out
 
@@ -62,13 +62,14 @@ struct Problem {
   Tensor dq;      // [B, T, N, H], backward only
   Tensor dk;      // [B, S, K, H], backward only
   Tensor dv;      // [B, S, K, V], backward only
-  void* scratch;  // see the kernel that uses it; null when it asks for none
+  void* scratch;  // see the kernel that uses it; null if it needs none
 
   Strides bias_strides;
-  Strides dbias_strides;  // dbias may have batch and heads where bias has them broadcast: the caller sums over them
+  Strides dbias_strides;  // dbias may have batch and heads that bias broadcasts: the caller sums over them
   Strides mask_strides;
 
-  // The operands, and the gradients of the trainable ones: float, or double for float64 inputs, to be zeroed first.
+  // The operands, null if absent, and the gradients of the trainable ones: float, or double for float64 inputs. The
+  // pass adds to these, so they are zeroed before it.
 #define JAX_FLASH_CONSTANT(type, name)
 #define JAX_FLASH_FEATURE(type, name, absent)
 #define JAX_FLASH_POINTER(type, name, dims) const type* name;
@@ -81,9 +82,10 @@ struct Problem {
 #undef JAX_FLASH_FEATURE
 #undef JAX_FLASH_CONSTANT
 
-  // backward on GPUs only: into so many shares the query heads of a key head are split, a divisor of their number, each
-  // with blocks of its own. Of several, each leaves its sums of dK and dV in group_sums, and jax_flash_sum_splits adds
-  // these up; or they all add to one sum there, which is zeroed first, where they add to dQ as well.
+  // backward on GPUs only: the shares into which the query heads of a key head are split, a divisor of their number;
+  // each share has blocks of its own. With more than one, each leaves its sums of dK and dV in group_sums, and
+  // jax_flash_sum_splits adds these up. In a pass that adds to dQ atomically all shares add to one sum there instead,
+  // which is zeroed first.
   int group_splits;  // >= 1
   void* group_sums;  // float [B, K, group_splits or 1, S, H + V]; null where group_splits is 1
 

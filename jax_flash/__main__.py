@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the exit code is 0 when all is well, 1 when the command failed, 2 for bad arguments."""
     args = _parser().parse_args(arguments)
     if args.command != "kernels":
-        # By default JAX takes most of a GPU's memory when it starts, which fails where another job runs.
+        # By default JAX preallocates most of a GPU's memory, which fails if another job uses the GPU.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if args.command in ("doctor", "report"):
         return 0 if (doctor.examine() if args.command == "doctor" else _report.write(args.quick)) else 1
@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser(
         "doctor",
-        help="say what is here, and whether it works",
+        help="show versions and devices, and whether the kernels work",
         description="Shows versions, devices and which implementation serves each dtype, then runs a small forward "
         "and backward on every device and compares them with the reference. The last line is the verdict; the exit "
         "code is 0 when all is well, else 1.",
@@ -50,13 +50,13 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser(
         "report",
         help="a self-test and a benchmark, to paste into an issue",
-        description="Prints what is here, a self-test (forward and backward against the reference) and a benchmark "
-        "(against jax.nn.dot_product_attention) as one block of text. The exit code is 0 when the self-test passed, "
-        "else 1.",
+        description="Prints versions and devices, a self-test (forward and backward against the reference) and a "
+        "benchmark (against jax.nn.dot_product_attention) as one block of text. The exit code is 0 when the self-test "
+        "passed, else 1.",
     )
     report.add_argument("--quick", action="store_true", help="fewer cases: about a minute")
 
-    grid.add_arguments(commands.add_parser("bench", help="measure its kernels, beside those of others"))
+    grid.add_arguments(commands.add_parser("bench", help="measure the kernels against other implementations"))
 
     kernels = commands.add_parser("kernels", help="compile CUDA kernels ahead of time, or show what they use")
     actions = kernels.add_subparsers(dest="action", required=True, metavar="ACTION")

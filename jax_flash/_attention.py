@@ -1,4 +1,4 @@
-"""attention() and attention_varlen(): they check their arguments, make the option record, and own the derivative."""
+"""attention() and attention_varlen(): they check their arguments and make the option record of the call."""
 
 import dataclasses
 import math
@@ -121,8 +121,8 @@ def attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Exact attention, ``softmax(scale * query @ key.T) @ value``, in O(T + S) memory, forward and backward.
 
-    Query row t stands at position t + ``q_offset``, key s at position s. The order of operations on the scores is
-    scale, softcap, bias and ALiBi, masks, softmax, dropout; docs/options.md has every formula. The algorithm is
+    Query row t is at position t + ``q_offset``, key s at position s. The order of operations on the scores is scale,
+    softcap, bias and ALiBi, masks, softmax, dropout; docs/options.md has every formula. The algorithm is
     FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691, algorithms 1 and 2): tiles with an online softmax
     forward, recomputation from lse backward. Differentiable in query, key, value, bias, alibi_slopes, sinks and a scale
     that is an array, through both results, to any order and in both modes: the kernels serve the first derivative in
@@ -133,8 +133,8 @@ def attention(
     Integers are int32 arrays, or others and lists whose values are known when the call is traced and which int32 holds.
 
     Args:
-      query: ``[..., T, N, H]``, typically ``[B, T, N, H]``; any number of leading batch dimensions, also none.
-        float16, bfloat16, float32 or float64.
+      query: ``[..., T, N, H]``, typically ``[B, T, N, H]``; any number of leading batch dimensions, or none. float16,
+        bfloat16, float32 or float64.
       key: ``[..., S, K, H]``, same leading dimensions and dtype as ``query``; N is a multiple of K, and query head n
         attends to key head ``n // (N // K)`` (grouped-query attention; K = 1 is multi-query attention).
       value: ``[..., S, K, V]``, same dtype; V may differ from H.
@@ -144,12 +144,12 @@ def attention(
       causal: keep only keys with position s <= t + ``q_offset``.
       q_offset: position of query row 0; integers that broadcast to the leading dimensions. 0 aligns
         the first query with the first key (as ``jax.nn.dot_product_attention``), S - T the last with the last (as
-        FlashAttention). It may be traced, as decoding with a cache wants. Of use to ``causal``, ``window`` and
-        ``alibi_slopes``; without them no result depends on it.
+        FlashAttention). It may be traced, for decoding with a cache. Only ``causal``, ``window`` and ``alibi_slopes``
+        depend on it.
       window: (left, right): keep keys with p - left <= s <= p + right, p = t + ``q_offset``; None on a side is no
-        limit, one side stands for both. Work is proportional to the window. A side is an int, which is not negative, or
-        an int32 scalar array, which may be traced, is no limit where it is 2^31 - 1, and may be negative: a window of
-        (-1, r) begins behind p, one of (l, -1) ends before it, and where the sides cross no key is kept.
+        limit, a single value is both sides. Work is proportional to the window. A side is an int of at least 0, or an
+        int32 scalar array, which may be traced and negative: a window of (-1, r) begins after p, one of (l, -1) ends
+        before it, and sides that cross keep no key. In an array 2^31 - 1 is no limit.
       scale: multiplies the scores; a number, or a floating scalar array, which may be traced and has a gradient; of
         either sign, or 0. None means ``1 / sqrt(H)``.
       softcap: positive; scores become ``softcap * tanh(scores / softcap)`` (Gemma 2, https://arxiv.org/abs/2408.00118).
@@ -162,19 +162,19 @@ def attention(
       dropout_key: a key of jax.random; needed when ``dropout_rate`` is not 0. Keys that broadcast to ``[..., N]`` are
         one for each head: with equal ones, as ``key[None]`` is, heads drop the same weights.
       q_segment_ids: integers ``[..., T]``; with ``kv_segment_ids``. A query attends to keys of its own segment only.
-        Blocks that hold no such pair are skipped, which for ids in ascending order are all that can be.
+        Blocks that hold no such pair are skipped, which skips as many as possible if the ids ascend.
       kv_segment_ids: integers ``[..., S]``.
       q_lengths: integers that broadcast to the leading dimensions: rows from these on are padding, which is never read;
-        they get zeros, lse as of a row that keeps no key, and zero gradients. Clipped to [0, T].
+        their results are those of a row that keeps no key. Clipped to [0, T].
       kv_lengths: the same for keys, clipped to [0, S].
-      precision: of float32 products on GPUs: "default" and "high" are TF32's accuracy, "highest" float32's own; None
-        follows ``jax.default_matmul_precision``. Other dtypes and CPUs have their full accuracy always.
-      deterministic_backward: whether the backward pass on GPUs sums in one order, so that its results are the same bits
-        every time, or by atomic additions, which is faster from compute capability 8.0 on. None takes what is faster,
-        and means True where ``XLA_FLAGS`` has ``--xla_gpu_deterministic_ops`` or
-        ``--xla_gpu_exclude_nondeterministic_ops``. Other implementations are deterministic always.
+      precision: accuracy of float32 products on GPUs: "default" and "high" mean TF32's, "highest" float32's own; None
+        follows ``jax.default_matmul_precision``. Other dtypes and CPUs always have their full accuracy.
+      deterministic_backward: True: the backward pass on GPUs sums in a fixed order, and its results are bit for bit
+        reproducible. False: it may use atomic additions, which is faster from compute capability 8.0 on. None takes the
+        faster one, but means True if ``XLA_FLAGS`` has ``--xla_gpu_deterministic_ops`` or
+        ``--xla_gpu_exclude_nondeterministic_ops``. Other implementations are always deterministic.
       return_lse: also return lse.
-      implementation: None picks the best one that serves the call where it runs (``jax_flash.explain`` says which);
+      implementation: None picks the best one that serves the call on its platform (``jax_flash.explain`` says which);
         or "cpu", "cuda" (the kernels of this package), "xla" (plain JAX in chunks, O(T + S) memory, any platform) or
         "reference" (plain quadratic attention).
 
@@ -233,7 +233,7 @@ def attention(
     choice.check_implementation(implementation, query, value, options)
 
     if 0 in query.shape or kv_length == 0:
-        # Nothing to attend from or to: every row keeps no key.
+        # There are no queries or no keys: every row keeps no key.
         out = jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype)
         lse = jnp.full((*leading, q_heads, q_length), -jnp.inf, wide)
         if sinks is not None:
@@ -320,11 +320,11 @@ def attention_varlen(
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention inside each of D sequences that lie packed behind each other, without padding.
+    """Attention within each of D sequences that are packed one after another, without padding.
 
     Sequence d has the query rows ``[cu_q_lengths[d], cu_q_lengths[d + 1])`` and the keys likewise; positions,
     ``causal``, ``window``, ALiBi and dropout count from its first row and key. The work is that of the sequences alone.
-    Rows behind the last sequence are padding: never read, out = 0, lse = -inf (or their sink), zero gradients.
+    Rows after the last sequence are padding: never read, out = 0, lse = -inf (or their sink), zero gradients.
 
     Args:
       query: ``[tokens, N, H]``; float16, bfloat16, float32 or float64.
@@ -334,7 +334,8 @@ def attention_varlen(
         empty. Values that are traced can't be checked: they are clipped and made to ascend.
       cu_kv_lengths: the same for keys.
       max_q_length: no sequence has more query rows; None means ``tokens``. It changes no result, and the kernels don't
-        need it; plain JAX pads every sequence to it, and where it serves the call a longer one makes all results NaN.
+        need it; plain JAX pads every sequence to it, and if that serves the call, a longer sequence makes all results
+        NaN.
       max_kv_length: no sequence has more keys; None means ``key tokens``.
       causal: see `attention`, as the other keywords.
       q_offset: integers ``[]`` or ``[D]``.
@@ -400,7 +401,7 @@ def attention_varlen(
             lse = jnp.broadcast_to(record.operands["sinks"][0][:, None], lse.shape)
         return (out, lse) if return_lse else out
 
-    # Made for a batch of sequences; here the sequences share one batch entry.
+    # The record has one batch entry for each sequence; here the sequences share one batch entry.
     operands = {name: _of_sequences(name, x) for name, x in record.operands.items()}
     operands |= {"cu_q_lengths": cu_q[None], "cu_kv_lengths": cu_kv[None]}
     packed_query = record.query[None]
@@ -415,7 +416,7 @@ def _of_sequences(name: str, x: jax.Array) -> jax.Array:
 
 
 class _Arguments(NamedTuple):
-    """What both functions take, as it was given."""
+    """The arguments that both functions take, unchecked."""
 
     causal: object
     window: object
@@ -431,8 +432,8 @@ class _Arguments(NamedTuple):
 
 
 class _Record(NamedTuple):
-    query: jax.Array  # with the sign of the scale, if that is a number
-    scale: jax.Array | None  # a scalar, if it is no number
+    query: jax.Array  # multiplied by the sign of the scale, if that is a number
+    scale: jax.Array | None  # the scale if it is a scalar array, else None
     options: Options
     operands: dict[str, jax.Array]  # of a batch, with one sequence each
 
@@ -457,7 +458,7 @@ def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q
         scale=1.0 if isinstance(scale, jax.Array) else abs(scale) or 1.0,  # the query takes the sign
         softcap=checks.positive_or_none("softcap", arguments.softcap),
         window_left=left,
-        window_right=UNLIMITED if causal else right,  # causal is the narrower
+        window_right=UNLIMITED if causal else right,  # causal is at least as narrow
         dropout_rate=rate,
         separate_dq=choice.deterministic_by_default() if deterministic is None else deterministic,
         highest_precision=checks.highest_precision(arguments.precision, query.dtype),
@@ -475,7 +476,7 @@ def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q
     if isinstance(scale, jax.Array):
         return _Record(query, scale, options, operands)
     if scale <= 0:
-        # The kernels take the maximum of the raw scores, which wants a scale > 0. The product has the right derivative.
+        # The kernels take the maximum of the raw scores, which is right only for scale > 0; so query gets the sign.
         query = query * jnp.asarray(np.sign(scale), query.dtype)
     return _Record(query, None, options, operands)
 
@@ -483,24 +484,24 @@ def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q
 def _with_positive_scale(
     scale: jax.Array, query: jax.Array, operands: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """``query`` [B, T, N, H] with the sign of a scalar ``scale``, 0 too, and the positive rest of it, [B].
+    """``query`` [B, T, N, H] times the sign of a scalar ``scale``, or 0, and the magnitude of the scale, [B].
 
-    Nothing but the product of the two matters, (query * scale / rest) * rest, whatever the rest is. So that counts as a
-    constant, and derivatives by the scale, of any order and at 0 too, are those that come by the query.
+    Only the product of the two matters, (query * scale / rest) * rest, for any constant rest. So rest has no gradient,
+    and derivatives by the scale, of any order and at 0 too, flow through the query.
     """
-    # 1 also where the reciprocal would overflow, for which the query takes all of the scale.
+    # If the reciprocal would overflow rest is 1, and query is multiplied by the whole scale.
     tiny = jnp.finfo(scale.dtype).tiny
     rest = jax.lax.stop_gradient(jnp.where(jnp.abs(scale) < tiny, 1, jnp.abs(scale)))
     rows = scores.rows_within(operands, "q", query.shape[1])
-    if rows is not None:  # of padding nothing reaches the gradient
+    if rows is not None:  # padding must not reach the gradient of the scale
         query = jnp.where(rows[:, :, None, None], query, 0)
-    # By 1, -1 or 0, so that nothing is rounded. In the dtype of the scale, in which its gradient is summed.
+    # The factor is 1, -1 or 0, so nothing is rounded. In the dtype of the scale, in which its gradient is summed.
     signed = (query.astype(scale.dtype) * (scale / rest)).astype(query.dtype)
     return signed, jnp.broadcast_to(rest, query.shape[:1])
 
 
 class _Static(NamedTuple):
-    """What is known of a call when it is traced, besides the record."""
+    """What is known of a call when it is traced, in addition to the record."""
 
     implementation: Implementation | None
     limits: tuple[int, int] | None  # longest query and key sequence of a packed call
@@ -513,15 +514,15 @@ def _run(
     options: Options, static: _Static, query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands
 ) -> tuple[jax.Array, jax.Array]:
     if jax.__version_info__ < (0, 10) and jax.sharding.AxisType.Explicit in jax.typeof(query).sharding.mesh.axis_types:
-        # There jax 0.9 can't sum up over devices inside the primitive: it states shardings in the reduction, which XLA
-        # does not take. So nothing trainable is shared by the batch or the heads.
+        # jax 0.9 cannot reduce a shared-bias gradient on explicit meshes: it puts shardings into the reduction that XLA
+        # rejects. So broadcast the bias first.
         full = (query.shape[0], query.shape[2])
         shared = {name for name, x in OPERANDS.items() if x.trainable and x.broadcast}
         operands = {
             name: jnp.broadcast_to(x, (*full, *x.shape[2:])) if name in shared else x for name, x in operands.items()
         }
     query, key, value, operands = varying.vary_alike((query, key, value, operands))
-    # Where the library has no kernels to call, nobody has to ask a primitive, which may not be there.
+    # Without kernels to call, bypass the primitives: they may not exist in this version of jax.
     implementation = static.implementation or ("xla" if registration.UNAVAILABLE else None)
     plain = {"reference": reference.attention, "xla": chunked.attention}.get(implementation or "")
     if plain is None:

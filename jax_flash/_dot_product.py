@@ -1,4 +1,4 @@
-"""dot_product_attention(): `attention` by the arguments of jax.nn.dot_product_attention."""
+"""dot_product_attention(): `attention` with the arguments of jax.nn.dot_product_attention."""
 
 from typing import Any, Literal, overload
 
@@ -10,7 +10,7 @@ from jax_flash._call import checks, dtypes
 from jax_flash._call.options import Implementation
 
 _IMPLEMENTATIONS = {"cudnn": "cuda"}
-"""What jax.nn calls otherwise. Its "cudnn" asks for fused kernels on an NVIDIA GPU, or an exception: so does "cuda"."""
+"""jax.nn's other names. Its "cudnn" means fused kernels on an NVIDIA GPU or an exception, and so does "cuda"."""
 
 
 @overload
@@ -64,14 +64,14 @@ def dot_product_attention(
     implementation: Implementation | Literal["cudnn"] | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`attention` by the arguments of ``jax.nn.dot_product_attention``, so that an import is all that changes.
+    """`attention` with the arguments of ``jax.nn.dot_product_attention``: a drop-in replacement.
 
-    What differs from ``jax.nn`` (its "xla" implementation, which is the one it picks):
+    Differences from ``jax.nn`` (its "xla" implementation, which it picks by default):
 
     - A row that keeps no key, also one from ``query_seq_lengths`` on, gives zeros with a residual of -inf. ``jax.nn``
       gives the mean of ``value`` (zeros from ``query_seq_lengths`` on) and a residual of about -2e38.
     - Memory grows with T + S, unless ``bias`` or ``mask`` is itself [T, S].
-    - What lies in padding, also NaN, reaches no result and no gradient.
+    - The contents of padding, NaN included, reach no result and no gradient.
     - A side of the window that is an int is not negative (one that is an array may be), and a wrong dtype raises
       TypeError rather than ValueError.
 
@@ -90,8 +90,8 @@ def dot_product_attention(
       local_window_size: ``(left, right)``: keep keys t - left <= s <= t + right only; an int stands for both sides.
         Sides may be int32 scalar arrays, also traced ones.
       implementation: as for `attention`: None, "cpu", "cuda", "xla" or "reference". Code written for ``jax.nn`` keeps
-        its meaning: "xla" is plain JAX, here in chunks, and "cudnn" means "cuda", because what it asks for is fused
-        kernels on an NVIDIA GPU, or an exception; here they are this package's, never cuDNN's.
+        its meaning: "xla" is plain JAX, here in chunks, and "cudnn" means "cuda", fused kernels on an NVIDIA GPU or an
+        exception; the kernels are this package's, never cuDNN's.
       return_residual: also return the residual, rounded to the dtype of ``key`` and without a gradient, as ``jax.nn``
         does. ``attention(return_lse=True)`` has the exact one, in float32 or wider and differentiable.
 
@@ -150,7 +150,7 @@ def _pairs(name: str, array: jax.typing.ArrayLike) -> jax.Array:
 
 
 def takeable_bias(bias: jax.typing.ArrayLike, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """``bias``, made floats that `attention` takes with inputs of ``dtype`` where it is integers or wider ones."""
+    """``bias`` in a dtype that `attention` takes for inputs of ``dtype``: integers and wider floats are converted."""
     bias, wide = jnp.asarray(bias), dtypes.accumulation_dtype(dtype)
     is_wider = jnp.issubdtype(bias.dtype, jnp.floating) and bias.dtype.itemsize > wide.itemsize
     return bias.astype(wide) if is_wider or jnp.issubdtype(bias.dtype, jnp.integer) else bias

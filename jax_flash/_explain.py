@@ -1,4 +1,4 @@
-"""`explain`: which implementation serves a call, told to a person."""
+"""`explain`: which implementation serves a call, in a form to read."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from jax_flash._native import registration
 from jax_flash._native import tuned as _tuned
 
 PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
-"""What `explain` is asked of; JAX has more by way of plugins, where its default device may be."""
+"""The values of explain()'s ``platform``. Plugins add other platforms to JAX, which its default device may be on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Explanation:
 
     Attributes:
       implementation: the name of the one that serves it.
-      platform: where the call was taken to run.
+      platform: the platform that the answer is for.
       obstacles: for every implementation that can't serve it, the reason.
-      tuned: tile rows of ``bench tune --store`` for this GPU and head_dim: kernels of calls without options but
-        ``causal`` and ``deterministic_backward`` have them in place of the table's.
-      split: where the query is split over devices, what of that the kernels keep and what is gathered.
+      tuned: tile rows of ``bench tune --store`` for this GPU and head_dim: calls with no option but ``causal`` and
+        ``deterministic_backward`` use them instead of the table's.
+      split: if the query is sharded over devices, which of its shardings the kernels keep and what is gathered.
     """
 
     implementation: str
@@ -85,7 +85,8 @@ def explain(
     attend = functools.partial(attention, implementation=implementation, precision=precision, **options)
     jax.eval_shape(attend, *shapes)
     if platform is None:
-        # A device, the name of a platform, or None; set by name at run time, so unknown to type checkers.
+        # A device, the name of a platform, or None; JAX defines this setting at run time, so type checkers don't know
+        # it.
         device = jax.config.jax_default_device  # type: ignore[attr-defined]
         platform = getattr(device, "platform", device) or jax.default_backend()
     elif platform not in PLATFORMS:
@@ -107,6 +108,6 @@ def _split(query: Any, key: Any, options: Mapping[str, Any]) -> tuple[str, ...]:
     sharding = getattr(query, "sharding", None)
     if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.mesh.size == 1 or query.ndim < 4:
         return ()
-    from jax_flash._primitive import partitioning  # here, since jax may lack the names it needs
+    from jax_flash._primitive import partitioning  # imported here, since jax may lack the names it needs
 
     return partitioning.described(sharding, query.shape, key.shape[-2], dropout=bool(options.get("dropout_rate")))

@@ -1,13 +1,13 @@
-"""attention_fn(): `attention` as the hook of Flax's multi-head attention, by one argument.
+"""attention_fn(): `attention` as the ``attention_fn`` of Flax's multi-head attention.
 
     nnx.MultiHeadAttention(..., attention_fn=jax_flash.flax.attention_fn)
     linen.MultiHeadDotProductAttention(..., attention_fn=jax_flash.flax.attention_fn)
 
-What Flax has no word for is bound beforehand, also for these modules:
+Options that Flax lacks are bound beforehand:
 
     attention_fn=functools.partial(jax_flash.flax.attention_fn, causal=True, window=(255, 0))
 
-Flax is imported where its own function serves a call, and not before.
+Flax is imported only when its own function has to serve a call.
 """
 
 import functools
@@ -41,11 +41,11 @@ _PASSED_BY_NNX = (
 
 
 def _sees_what_was_bound(function: _Function) -> _Function:
-    """Raises where ``is_causal=True`` may have been bound and nnx's module passes False, as it does unless told.
+    """Wraps ``function`` to raise if ``is_causal=True`` may have been bound and nnx's module passes False, its default.
 
-    functools.partial has put the module's value in the place of the bound one, but in that one's place too: among the
-    keywords of the call is_causal then stands in front of what the module passes before it. Only a function that takes
-    its keywords as a dictionary sees their order.
+    functools.partial lets the module's value replace the bound one, but keeps the bound one's place in the order of
+    keywords: is_causal then precedes keywords that the module passes before it. Only a function that takes its keywords
+    as a dictionary sees their order.
     """
 
     @functools.wraps(function)
@@ -100,8 +100,8 @@ def attention_fn(
     Complex numbers and other dtypes that `attention` doesn't take, a ``jax.lax.DotAlgorithm`` and einsums of one's own
     go to Flax's function: nnx's, or Linen's where a keyword is given that only Linen has.
 
-    A module passes its own value for every keyword of Flax's, whatever was bound beforehand. What is to hold in any
-    case is bound by a name that Flax doesn't have: ``causal`` and ``options``.
+    A module passes its own value for every keyword of Flax's, whatever was bound beforehand. An option that has to hold
+    in every call is therefore bound by a name that Flax doesn't have: ``causal``, or one of ``options``.
 
     Args:
       query: ``[..., T, N, H]``, any number of leading batch dimensions, also none; any dtype that can be cast to
@@ -111,24 +111,24 @@ def attention_fn(
       bias: added to the scaled scores; broadcastable to ``[..., N, T, S]``.
       mask: pairs where it is True, or not 0, are kept; broadcastable to ``[..., N, T, S]``, of any dtype.
       broadcast_dropout: drop the same pairs of query and key in every batch entry and head.
-      dropout_rng: a JAX key; wanted where dropout acts.
-      dropout_rate: 0 <= rate < 1, the part of the weights that dropout sets to zero; the others are divided by
+      dropout_rng: a JAX key; required if dropout acts.
+      dropout_rate: 0 <= rate < 1, the probability with which dropout sets a weight to zero; the others are divided by
         1 - rate.
-      deterministic: no dropout. Of no concern to ``deterministic_backward``, which is an option of `attention`.
-      dtype: what ``query``, ``key`` and ``value`` are made; None promotes them to a common float dtype.
-      precision: of float32 products on GPUs, as for JAX's own products: a ``jax.lax.Precision``, a
+      deterministic: no dropout. Unrelated to ``deterministic_backward``, which is an option of `attention`.
+      dtype: ``query``, ``key`` and ``value`` are converted to it; None promotes them to a common float dtype.
+      precision: accuracy of float32 products on GPUs, as for JAX's own products: a ``jax.lax.Precision``, a
         ``jax.lax.DotAlgorithmPreset``, the name of one, or a pair, of which the more accurate one counts. Never less
         accurate than asked for: TF32, or all of float32. See ``precision`` of `attention`.
       module: sow the attention weights ``[..., N, T, S]``, before dropout, into this module as "attention_weights"
-        (``sow_weights=True`` in Flax). They are made by the "reference", in O(T * S) memory; the result is not.
+        (``sow_weights=True`` in Flax). They are computed by "reference", in O(T * S) memory; the result is not.
       is_causal: keep keys s <= t only. nnx's module passes its own, False unless it is called with ``is_causal=True``;
         one that was bound beforehand raises there.
-      force_fp32_for_softmax: the result is float32 where it would have fewer bits, and so are weights that are sown.
-        The softmax is float32 in any case.
+      force_fp32_for_softmax: the result is at least float32, and so are weights that are sown. The softmax is float32
+        in any case.
       qk_attn_weights_einsum: see Linen's function, which serves such a call.
       attn_weights_value_einsum: likewise.
       causal: keep keys s <= t only, whatever ``is_causal`` is: bound beforehand, it makes a model causal.
-      **options: the other options of `attention` that Flax has no word for: ``window``, ``alibi_slopes``,
+      **options: the other options of `attention` that Flax lacks: ``window``, ``alibi_slopes``,
         ``deterministic_backward``, ``implementation``, ...
 
     Returns:
@@ -138,8 +138,8 @@ def attention_fn(
       TypeError: an argument has the wrong type or dtype, or is unknown.
       ValueError: an argument has the wrong shape or value, dropout acts and ``dropout_rng`` is None, or ``is_causal``
         was bound beforehand and a module of nnx passes False.
-      NotImplementedError: Flax's own function would serve the call, but is not there or doesn't have one of
-        ``options``; or the named ``implementation`` does not serve this call here.
+      NotImplementedError: Flax's own function would serve the call, but is not installed or lacks one of ``options``;
+        or the named ``implementation`` does not serve this call here.
     """
     causal = checks.boolean("causal", causal) | checks.boolean("is_causal", is_causal)
     for name, instead in (("dropout_key", "dropout_rng"), ("return_lse", "jax_flash.attention for lse")):
@@ -180,10 +180,10 @@ def attention_fn(
     if module is not None:
         weights = _weights(query, key, given, options)
         weights = weights.astype(wide) if force_fp32_for_softmax else weights
-        module.sow("intermediates", "attention_weights", weights)  # the name of nnx.Intermediate, too
+        module.sow("intermediates", "attention_weights", weights)  # also the collection of nnx.Intermediate
     if not deterministic and dropout_rate != 0:
         if dropout_rng is None:
-            raise ValueError(f"dropout_rng must be a JAX key where dropout_rate is {dropout_rate}, got None")
+            raise ValueError(f"dropout_rng must be a JAX key if dropout_rate is {dropout_rate}, got None")
         given["dropout_rate"] = dropout_rate
         given["dropout_key"] = _of_all_heads(dropout_rng) if broadcast_dropout else dropout_rng
     out: jax.Array = attention(query, key, value, **given, **options)
@@ -199,7 +199,7 @@ def _promoted(*arrays: jax.typing.ArrayLike, dtype: jax.typing.DTypeLike | None)
 
 
 def _not_ours(query: jax.Array, precision: Any, einsums: dict[str, Any]) -> str | None:
-    """What about a call `attention` has no way to serve; None where there is nothing."""
+    """The reason why `attention` can't serve a call; None if it can."""
     if query.dtype.name not in dtypes.INPUTS:
         return f"query of dtype {query.dtype.name}"
     for name, einsum in einsums.items():
@@ -209,7 +209,7 @@ def _not_ours(query: jax.Array, precision: Any, einsums: dict[str, Any]) -> str 
 
 
 def _flax_function(linen: bool, reason: str, options: dict[str, Any]) -> Callable[..., jax.Array]:
-    """Flax's own, which has none of ``options``."""
+    """Flax's own function; raises if it is not installed, or if ``options`` are given, which it lacks."""
     for name, x in options.items():
         if x is not None:
             raise NotImplementedError(f"{name} must not be given with {reason}, which Flax's own function serves")
@@ -223,13 +223,13 @@ def _flax_function(linen: bool, reason: str, options: dict[str, Any]) -> Callabl
 
 
 def _and_causal(mask: jax.typing.ArrayLike | None, q_length: int, kv_length: int) -> jax.Array:
-    """As a mask, for Linen's function has no is_causal, and nnx's no masks that are broadcast with it."""
+    """``mask`` and causal as one mask: Linen's function has no is_causal, nnx's takes no broadcast mask with it."""
     causal = jnp.tril(jnp.ones((q_length, kv_length), bool))
     return causal if mask is None else jnp.asarray(mask).astype(bool) & causal
 
 
 def _precision(precision: Any) -> str | None:
-    """The least accurate of `attention`'s that is not less accurate than ``precision``, which is one of JAX's."""
+    """The least accurate precision of `attention` that is at least as accurate as JAX's ``precision``."""
     if precision is None:
         return None
     if isinstance(precision, (tuple, list)):
@@ -245,12 +245,12 @@ def _precision(precision: Any) -> str | None:
             "precision must be None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset, the name of one, or a pair, "
             f"got {precision!r}"
         ) from None
-    # On GPUs, "high" is TF32 to JAX.
+    # On GPUs JAX takes "high" as TF32.
     return "highest" if precision is jax.lax.Precision.HIGHEST else "default"
 
 
 def _weights(query: jax.Array, key: jax.Array, given: dict[str, Any], options: dict[str, Any]) -> jax.Array:
-    """The attention weights [..., N, T, S] without dropout, as what attends to the rows of the unit matrix."""
+    """The attention weights [..., N, T, S] without dropout: attention to the rows of the unit matrix as values."""
     *leading, kv_length, kv_heads, _ = key.shape
     unit = jnp.broadcast_to(jnp.eye(kv_length, dtype=query.dtype)[:, None], (*leading, kv_length, kv_heads, kv_length))
     weights: jax.Array = attention(query, key, unit, **given, **{**options, "implementation": "reference"})
@@ -258,6 +258,6 @@ def _weights(query: jax.Array, key: jax.Array, given: dict[str, Any], options: d
 
 
 def _of_all_heads(dropout_rng: jax.Array) -> jax.Array:
-    """The key by which `attention` drops the same pairs in every batch entry and head."""
+    """A key with which `attention` drops the same pairs in every batch entry and head."""
     is_typed = jnp.issubdtype(dropout_rng.dtype, jax.dtypes.prng_key)
     return (dropout_rng if is_typed else jax.random.wrap_key_data(dropout_rng))[None]

@@ -23,7 +23,7 @@ targets = pytest.mark.parametrize("target", [cases.CPU, cases.XLA], ids=lambda t
 
 
 def test_nothing_is_configured() -> None:
-    """Or the rest of this file would be the other tests once more."""
+    """The configuration is really that of users; otherwise this file would repeat the other tests."""
     assert not jax.config.jax_enable_x64
     assert jax.config.jax_numpy_dtype_promotion == "standard"
     assert not jax.config.read("jax_disable_most_optimizations")
@@ -40,7 +40,7 @@ def drawn(*shape: int, dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
 
 
 def close(got: Any, want: Any, epsilons: int = 100, least: float = 0) -> None:
-    """Two ways to compute the same in float32: trees of arrays, each by the magnitude of what is wanted."""
+    """Compares two trees of arrays that were computed in float32, each relative to its expected magnitude."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert g.dtype == w.dtype
@@ -57,7 +57,7 @@ CASES = (
     Case("several_tiles", 150, 290, 4, 2, 64, (1,), causal=True, q_offset=140),
 )
 OF_XLA = (("odd", "float32"), ("odd", "bfloat16"), ("odd", "float16"), ("everything", "float32"))
-"""What "xla" is asked to compute: XLA takes its time to compile options."""
+"""The cases that "xla" runs: XLA compiles options slowly."""
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_without_jit(target: Target) -> None:
     problem.check("cpu", dict(zip(names, (out, lse, *gradients), strict=True)))
 
 
-# What users hand in
+# Arguments as users pass them
 
 Q = drawn(2, 20, 4, 8)
 K, V = drawn(2, 20, 2, 8, seed=1), drawn(2, 20, 2, 8, seed=2)
@@ -122,7 +122,7 @@ def test_mixed_with_python_scalars(target: Target) -> None:
 
 @targets
 def test_weak_types(target: Target) -> None:
-    """Arrays that JAX made of Python's numbers count as what they hold."""
+    """Arrays that JAX made of Python's numbers (weak types) have their own dtype."""
     q = jnp.broadcast_to(0.5, Q.shape)
     bias = jnp.broadcast_to(-1.0, (20, 20))
     assert q.weak_type
@@ -138,7 +138,7 @@ def test_weak_types(target: Target) -> None:
 
 @targets
 def test_integers_of_the_default_dtype(target: Target) -> None:
-    """Which is int32 without x64: what jnp makes of lists is taken as it comes."""
+    """Integers are int32 without x64: jnp arrays of lists are accepted as they are."""
     lengths = jnp.array([20, 13])
     segments = jnp.arange(20) // 7 + jnp.zeros((2, 1), int)
     assert lengths.dtype == segments.dtype == jnp.int32
@@ -161,7 +161,7 @@ def test_integers_of_the_default_dtype(target: Target) -> None:
 
 @targets
 def test_integers_of_python_and_numpy(target: Target) -> None:
-    """Lists, and int64, which is NumPy's own: taken as int32 arrays are."""
+    """Lists, and int64, NumPy's default, are accepted like int32 arrays."""
     want = attend(target, Q, K, V, kv_lengths=np.array([20, 13], np.int32))
     for lengths in ([20, 13], np.array([20, 13])):
         np.testing.assert_array_equal(attend(target, Q, K, V, kv_lengths=lengths), want)
@@ -185,7 +185,7 @@ def test_integers_of_python_and_numpy(target: Target) -> None:
     ids=["query", "key", "value", "bias", "alibi_slopes"],
 )
 def test_dtypes_that_are_refused(target: Target, arguments: dict[str, Any], message: str) -> None:
-    """NumPy's float64, which JAX would round to float32 without a word, and mixed dtypes."""
+    """NumPy's float64, which JAX would round to float32 silently, and mixed dtypes."""
     with pytest.raises(TypeError, match=message):
         attend(target, **{"query": Q, "key": K, "value": V, **arguments})
 
@@ -244,7 +244,7 @@ def test_layers_by_scan(target: Target, remat: bool) -> None:
 
 @targets
 def test_vmap(target: Target) -> None:
-    """Over a model's ensemble, whose members have queries and offsets of their own and share keys."""
+    """vmap over an ensemble of models, whose members have queries and offsets of their own and share keys."""
     q, offsets = drawn(3, 2, 20, 4, 8, seed=5), jnp.array([0, -4, 7])
 
     def value_and_gradients(q: jax.Array, k: jax.Array, offset: jax.Array) -> Any:

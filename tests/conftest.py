@@ -7,12 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-# Before NumPy and XLA read them. What runs in processes of its own inherits them.
+# Set before NumPy and XLA read them; subprocesses inherit them.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share a GPU
-# What is XLA's own is not under test. On GPUs its products need not be the fastest of tens that it would compile and
-# time. On CPUs its older way to compile fusions, and a program in one part, take a third of the time (which is most of
-# that of the tests): 34 of test_gradients.py 5 s of CPU instead of 15. XLA takes no notice of extra options that it
-# does not know (any more).
+# XLA's own code is not under test, so it should compile fast. On GPUs autotuning is off. On CPUs the older emitters of
+# fusions, and a program in one part, take a third of the time, which is most of that of the tests: 34 of
+# test_gradients.py take 5 s of CPU instead of 15. XLA ignores extra options that it does not know.
 _xla_flags = [
     "--xla_gpu_autotune_level=0",
     "--xla_gpu_enable_triton_gemm=false",
@@ -20,7 +19,7 @@ _xla_flags = [
     "--xla_cpu_parallel_codegen_split_count=1",
 ]
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # The processes are as many as the cores are worth. OpenBLAS waits for its threads by spinning: 32 of them on two
+    # pytest-xdist already has a process for each core. OpenBLAS spins while it waits for its threads: 32 of them on two
     # cores took the oracle from 14 s to 49 s. XLA would split a program, compile its parts and link them.
     for _name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(_name, "1")
@@ -37,7 +36,7 @@ jax.config.update("jax_num_cpu_devices", 4)  # for the sharding tests
 def _no_gpu() -> str | None:
     try:
         jax.devices("cuda")
-    except RuntimeError as error:  # JAX's word for a backend that is not there
+    except RuntimeError as error:  # raised by JAX if there is no such backend
         return f"JAX has no CUDA device here: {str(error).splitlines()[0]}"
     return None
 
@@ -64,7 +63,7 @@ def _keep_turn(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _keep_turn(config, items)
-    # First, lest at the end one process is left with them while the others have nothing to do.
+    # The long tests first, so that no process is left with one at the end while the others are idle.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
@@ -76,13 +75,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _default_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests marked gpu run on the first CUDA device; all others on the CPU, also where there is a GPU.
+    """Tests marked gpu run on the first CUDA device; all others on the CPU, even if there is a GPU.
 
-    Plain JAX on a GPU takes TF32 for float32 products unless it is told otherwise.
+    Plain JAX on a GPU uses TF32 for float32 products unless configured otherwise.
     """
     platform = "cuda" if request.node.get_closest_marker("gpu") else "cpu"
-    # The tests mostly compile, which takes two thirds of the time this way, in processes of their own too. GPUs are
-    # tested as users run them.
+    # The tests mostly compile, which takes two thirds of the time with fewer optimisations. GPUs are tested as users
+    # run them.
     jax.config.update("jax_disable_most_optimizations", platform == "cpu")
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(platform == "cpu"))
     with jax.default_device(jax.devices(platform)[0]), jax.default_matmul_precision("highest"):

@@ -9,8 +9,8 @@ Hypothesis.
 
 Each kernel family has PROGRAMS programs, the same every time. A seed gives the program, the shape and the data of a
 case, so that ranges of seeds add up over runs; CASES_OF_SHAPE seeds in a row share program and shape, which are
-compiled once. The folder of kernels has to be of the same sources: what is not in it is compiled where it runs, and
-counted. It compresses to a seventh (`tar cJf kernels.tar.xz DIR`).
+compiled once. The folder of kernels has to be of the same sources: kernels that are not in it are compiled when they
+are needed, and counted. It compresses to a seventh (`tar cJf kernels.tar.xz DIR`).
 """
 
 import argparse
@@ -57,10 +57,10 @@ MOST_KERNELS = 150  # that serve these
 CASES_OF_SHAPE = 5
 MARK = "draw_gpu: "  # of the lines of workers
 SECONDS = 300
-"""For which a case is waited for; compiling its program and kernels is a part of it. A kernel may wait for ever."""
+"""Timeout of a case, compilation included, since a kernel may hang."""
 
 
-# What is drawn
+# Drawing
 
 
 class Drawn:
@@ -86,18 +86,18 @@ class Drawing:
 
 
 def draw(family: str, number: int) -> Drawing:
-    """The program of that number."""
+    """The program with this number."""
     choose = Drawn(FAMILIES.index(family), number)
     split_kv = choose.one((False, False, True))
     program = drawing.program(choose, ("float16", "bfloat16", "bfloat16", "float32"), large=True)
     options = dict(program.options)
     if program.dtype != "float32":
-        options.pop("precision", None)  # means nothing there
+        options.pop("precision", None)  # has no effect there
     elif "precision" not in options:
         options["precision"] = choose.one(("default", "highest"))
     program = dataclasses.replace(program, options=tuple(sorted(options.items())))
     if options.get("precision") == "highest":
-        split_kv = False  # arrays of two limbs have no such kernel
+        split_kv = False  # there is no such kernel for arrays of two limbs
         if max(program.head_dims) > (128 if family in _core.FLOAT16_FAMILIES else 256):
             program = dataclasses.replace(program, head_dims=(64, 64))
     return Drawing(program, split_kv)
@@ -154,7 +154,7 @@ def environment(**values: str) -> Iterator[None]:
 
 
 def queries(*, split_kv: bool) -> contextlib.AbstractContextManager[None]:
-    """Within, short queries are served by the kernels for them, or by those for many."""
+    """A context in which short queries are served by the split-KV kernels, or by the others."""
     return environment(JAX_FLASH_SPLIT_KV=str(int(split_kv)))
 
 
@@ -179,7 +179,7 @@ class KernelCall:
         shares = False
         if options["has_dbias"]:
             results = [tuple(ir.RankedTensorType(x.type).shape) for x in op.results]
-            (dbias,) = (shape for shape in results[3:] if len(shape) == 4)  # behind dq, dk and dv
+            (dbias,) = (shape for shape in results[3:] if len(shape) == 4)  # after dq, dk and dv
             batch, _, heads, _ = shapes[0]
             shares = dbias[2] > 1 and dbias[3] > 1 and (dbias[0] < batch or dbias[1] < heads)
         element = str(ir.RankedTensorType(op.operands[0].type).element_type)
@@ -228,7 +228,7 @@ def calls_of(drawn: Drawing, shape: Shape) -> list[KernelCall]:
 
 
 def build(drawn: Drawing, family: str, folder: pathlib.Path) -> list[str]:
-    """Compiles the kernels that the program asks for on any shape; their files."""
+    """Compiles the kernels that the program needs for any shape; returns their files."""
     made: list[str] = []
 
     def kernels(call: KernelCall, passes: Sequence[str], **changes: bool) -> int:
@@ -246,7 +246,7 @@ def build(drawn: Drawing, family: str, folder: pathlib.Path) -> list[str]:
 
     for call in calls_of(drawn, (7, 200)):
         if call.forward and drawn.split_kv:
-            # Blocks of 16 rows and of 64. Where one is missing, the kernel for many serves.
+            # Blocks of 16 rows and of 64. If one has no row, the ordinary forward serves.
             count = kernels(call, ["forward_split_kv"])
             kernels(call, ["forward_single_tile"])
             if count < 2:
@@ -254,7 +254,7 @@ def build(drawn: Drawing, family: str, folder: pathlib.Path) -> list[str]:
         elif call.forward:
             kernels(call, ["forward"])
         elif call.options["separate_dq"] and call.shares_bias:
-            # Their sums are a pass of their own, of which the others know nothing.
+            # Their sums have a separate pass, which does not affect the others.
             kernels(call, ["backward", "backward_dq"], has_dbias=False)
             kernels(call, ["backward_bias"])
         else:
@@ -284,11 +284,11 @@ def compile_(families: Sequence[str], folder: pathlib.Path) -> None:
     print(f"{len(sizes)} kernels, {sum(sizes) / 2**20:.1f} MiB, in {folder}")
 
 
-# A worker: a process that runs cases, since a kernel that fails takes the process's GPU with it
+# A worker: a process that runs cases, since a failing kernel makes the GPU unusable for its process
 
 
 def work(family: str, platform: str) -> None:
-    """Runs the cases whose seeds it reads, a line for those of one shape, and says of each how it went."""
+    """Reads seeds, a line for those of one shape, runs their cases and reports the result of each."""
     target = {"cuda": cases.CUDA, "cpu": cases.CPU}[platform]
     for line in sys.stdin:
         seeds = json.loads(line)
@@ -296,13 +296,13 @@ def work(family: str, platform: str) -> None:
         compiled = None
         with queries(split_kv=drawn.split_kv):
             for seed in seeds:
-                with jax.default_device(jax.devices("cpu")[0]):  # which compiles what draws keys in no time
+                with jax.default_device(jax.devices("cpu")[0]):  # compiles the drawing of keys quickly
                     problem = drawing.problem_of(drawn.program, shape, seed)
                 error, fatal = None, False
                 try:
                     compiled = compiled or drawing.Compiled(target, drawn.program, problem)
                     results = compiled(problem)
-                except Exception as raised:  # whatever it is: this process may have lost its GPU
+                except Exception as raised:  # after any error this process may have lost its GPU
                     error, fatal = f"{type(raised).__name__}: {raised}", True
                 else:
                     try:
@@ -315,11 +315,11 @@ def work(family: str, platform: str) -> None:
                     os._exit(1)  # without waiting for a GPU that may never answer
 
 
-# Who starts the workers
+# The process that starts the workers
 
 
 class Family:
-    """The cases of a family, and what became of them."""
+    """The cases of a family, and their results."""
 
     def __init__(self, name: str, a: argparse.Namespace, scratch: pathlib.Path) -> None:
         self.name, self.a, self.scratch = name, a, scratch
@@ -381,7 +381,7 @@ class Worker:
                 if self.process is None:
                     self.process = self.start()
                 assert self.process.stdin
-                with contextlib.suppress(BrokenPipeError):  # it has ended, as is heard soon
+                with contextlib.suppress(BrokenPipeError):  # it has ended, which the reader will notice
                     self.process.stdin.write(json.dumps(seeds) + "\n")
                     self.process.stdin.flush()
                 seeds = self.listen(self.process, seeds)
@@ -408,7 +408,7 @@ class Worker:
             )
 
     def listen(self, process: subprocess.Popen[str], seeds: list[int]) -> list[int]:
-        """Notes what is said of ``seeds``, and returns those that are left when the process has ended."""
+        """Records the results of ``seeds``, and returns those without one when the process has ended."""
         assert process.stdout
         left, late = list(seeds), threading.Event()
 
@@ -440,7 +440,7 @@ class Worker:
 
 
 def memory_errors(scratch: pathlib.Path) -> list[str]:
-    """What compute-sanitizer has reported, and where it has not come to an end."""
+    """The errors that compute-sanitizer has reported, and unfinished reports."""
     found = []
     for log in scratch.glob("*.memcheck"):
         text = log.read_text(encoding="utf-8", errors="replace")

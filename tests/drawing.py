@@ -40,9 +40,9 @@ SHARED_OPTIONS: dict[str, tuple[Any, ...]] = {
     "dropout_rate": (0.1, 0.5, 0.9),
     "precision": ("default", "highest"),
     "offsets": (True,),
-    "arrays": (True,),  # scale and window are arrays, and drawn from the seed
+    "arrays": (True,),  # scale and window are arrays, drawn from the seed
     "deterministic": (True,),
-    "untrained": (True,),  # nobody asks for gradients of bias, slopes and sinks
+    "untrained": (True,),  # no gradients of bias, slopes and sinks
 }
 OPTIONS_OF_BATCHES: dict[str, tuple[Any, ...]] = {
     **SHARED_OPTIONS,
@@ -59,7 +59,7 @@ OPTIONS_OF_SEQUENCES: dict[str, tuple[Any, ...]] = {**SHARED_OPTIONS, "alibi": (
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What is compiled, for each shape."""
+    """What is compiled once for each shape."""
 
     packed: bool
     dtype: str
@@ -75,14 +75,14 @@ class Program:
 
 
 class Chooser(Protocol):
-    """Where choices come from: Hypothesis, or a generator of random numbers."""
+    """The source of random choices: Hypothesis, or a generator of random numbers."""
 
     def one(self, values: Sequence[T]) -> T: ...
     def some(self, values: Sequence[T]) -> list[T]: ...
 
 
 def program(choose: Chooser, dtypes: Sequence[str], *, large: bool = False) -> Program:
-    """``large``: of many heads and wide ones."""
+    """Draws a program; ``large``: with many heads and large head dims."""
     packed = choose.one((False, False, False, True))
     values = {**(OPTIONS_OF_SEQUENCES if packed else OPTIONS_OF_BATCHES), "window": LARGE_LIMITS if large else LIMITS}
     names = choose.some(sorted(values))
@@ -101,7 +101,7 @@ def program(choose: Chooser, dtypes: Sequence[str], *, large: bool = False) -> P
 
 
 def problem_of(program: Program, shape: Shape, seed: int) -> cases.Problem:
-    """Arrays, offsets, lengths and segments by the seed."""
+    """A problem whose arrays, offsets, lengths and segments are determined by the seed."""
     rng = np.random.default_rng(seed)
     options: dict[str, Any] = dict(program.options)
     for name in ("deterministic", "untrained"):  # the program's alone
@@ -123,7 +123,7 @@ def problem_of(program: Program, shape: Shape, seed: int) -> cases.Problem:
         "causal": program.causal,
         "q_offset": q_offset,
     }
-    # Not by the caches of `cases`: nobody asks for a problem twice, and thousands of them take room.
+    # Not through the caches of `cases`: no problem is used twice, and thousands of them would fill memory.
     if program.packed:
         lengths, tails = [], []
         for length in shape:
@@ -137,7 +137,7 @@ def problem_of(program: Program, shape: Shape, seed: int) -> cases.Problem:
         return dataclasses.replace(problem, max_q_length=q_length, max_kv_length=kv_length)
     for name, length in (("q_lengths", q_length), ("kv_lengths", kv_length)):
         if name in options:
-            # Half of them far below: whole tiles of the other side keep nothing then.
+            # Half of them much shorter than T or S: then whole tiles of the other side keep nothing.
             most = length // 6 if rng.integers(2) else length
             options[name] = tuple(int(x) for x in rng.integers(0, most + 1, count))
     case = Case(
@@ -189,13 +189,13 @@ class Compiled:
         return problem.inputs, trained, others, (problem.dout, problem.dlse)
 
     def __call__(self, problem: cases.Problem) -> dict[str, np.ndarray]:
-        # Contexts belong to threads.
+        # Contexts are thread-local.
         with jax.default_device(self.target.device), jax.default_matmul_precision("highest"):
             return cases.named(*jax.tree.map(np.asarray, self.jitted(*self.arguments(problem))))
 
 
 def check(target: Target, problem: cases.Problem, results: dict[str, np.ndarray]) -> None:
-    """A wrong mask, sum or factor is wrong by much more than this, and no yardstick has to be compiled."""
+    """Checks errors against fixed bounds, which mistakes in a mask, sum or factor exceed by far."""
     single = np.finfo(np.float64 if problem.query.dtype == np.float64 else np.float32).eps
     tf32 = 2.0**-10 if target.platform == "cuda" and problem.precision == "default" else 0.0
     for name, result in results.items():

@@ -1,6 +1,6 @@
-"""Kernels of Hopper and Ampere without one: compiled for the host and run in tests/emulator, below the real launch.cc.
+"""Hopper's and Ampere's kernels without a GPU: compiled for the host, run in tests/emulator below the real launch.cc.
 
-`python tests/emulated.py --help` runs shapes of one's own.
+As a script it runs any shape: see `python tests/emulated.py --help`.
 """
 
 import argparse
@@ -30,12 +30,12 @@ KERNEL = ["-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-fno-exceptions", "
 warnings would be of #pragma unroll and of results that inline PTX no longer sets."""
 
 ENVIRONMENT = {"JAX_FLASH_SPLIT_KV": "0"}
-"""For the process, unless the split-KV forward is wanted, which would serve most of these problems."""
+"""Set for the process unless a test is of the split-KV forward, which would otherwise serve most of these problems."""
 
 
 def build(folder: pathlib.Path, sources: pathlib.Path = ROOT / "csrc") -> ctypes.CDLL:
-    """The emulator, with the runtime's own host code, whose way to the device it takes the place of."""
-    includes = ["-I", HOST, "-I", sources]  # in this order: the host's files take the place of the device's
+    """Builds the emulator with the library's own host code, whose driver layer it replaces."""
+    includes = ["-I", HOST, "-I", sources]  # in this order: the emulator's files shadow the device's
     parts = {
         HOST / "emulator.cc": ["-O3", "-U_FORTIFY_SOURCE"],  # which forbids jumps to other stacks
         HOST / "runtime.cc": ["-O0"],
@@ -73,7 +73,7 @@ def run(*command: Any) -> None:
 
 
 GUARD = 64
-"""Elements around every array, which nobody may touch."""
+"""Elements of the guards around every array, which must stay untouched."""
 
 
 class Guarded:
@@ -132,19 +132,19 @@ class Call:
         assert self.emulator.call_array(self.call, name.encode(), pointer, four), name
 
     def give_scratch(self, elements: int) -> None:
-        """Of the size that the call wants, or of another one; 0: none."""
+        """Allocates scratch of the size that the call wants, or of another one; 0: none."""
         self.emulator.call_scratch_elements(self.call, ctypes.c_longlong(elements))
         if elements:
             self.scratch = Guarded((elements,), np.float32)
             self.put("scratch", self.scratch.array)
 
     def prepare(self) -> None:
-        """Compiles the kernels; may run beside others."""
+        """Compiles the kernels; may run concurrently."""
         error = self.emulator.call_prepare(self.call, int(self.kernel_pass == "backward")).decode()
         assert not error, error
 
     def run(self, seed: int) -> dict[str, np.ndarray]:
-        """The results with an order of threads and of what runs behind their backs that ``seed`` gives."""
+        """The results for the order of threads and of asynchronous operations that ``seed`` determines."""
         for output in self.outputs.values():
             output.all[:] = np.nan
         error = self.emulator.call_run(self.call, int(self.kernel_pass == "backward"), seed).decode()
@@ -154,7 +154,7 @@ class Call:
         return {name: output.check(name) for name, output in self.outputs.items()}
 
 
-# Problems, and what is right
+# Problems and their exact results
 
 TOLERANCE = {"out": 1.5, "lse": 0.02, "dq": 3.0, "dk": 3.0, "dv": 2.0, "dbias": 1.5, "dalibi_slopes": 1.5}
 """In units of the inputs' epsilon, of the largest and of the L2 error."""
@@ -198,7 +198,7 @@ class Problem:
         of: dict[str, Any] = {}  # the oracle's options
         self.trainable: list[str] = []
         sequences = 1
-        rows = np.ones((batch, q_length), bool)  # which are no padding
+        rows = np.ones((batch, q_length), bool)  # rows that are not padding
 
         if "descale" in options:
             assert self.dtype == np.float16
@@ -242,7 +242,7 @@ class Problem:
             if of["window"][1] is not None:
                 self.numbers["window_right"] = of["window"][1]
         if "arrays" in options:
-            # Keys before the row alone, sides that cross, no limits, and keys behind the row.
+            # Only keys before the row, sides that cross, no limits, and keys after the row.
             far, near = kv_length // 3, -(kv_length // 16)
             bounds = np.array([(far, near), (5, -6), (oracle.UNLIMITED,) * 2, (near, far)][:batch], np.int32)
             self.arrays["window_bounds"] = bounds
@@ -258,7 +258,7 @@ class Problem:
                 limits = random.integers(length // 3, length, batch, endpoint=True)
                 limits[-1] = max(1, length // 2 + 1)
                 self.arrays[name] = of[name] = limits.astype(np.int32)
-        # Far below T and S: with causal or a window whole tiles of the other side keep nothing.
+        # Much less than T and S: with causal or a window whole tiles of the other side keep nothing.
         for option, name, length in (
             ("short_rows", "q_lengths", q_length),
             ("short_keys", "kv_lengths", kv_length),
@@ -311,7 +311,7 @@ class Problem:
             self.right = oracle.attention(true_q, true_k, true_v, true_dout, dlse, **of)
         if "descale" in options:
             self.put_originals("originals_in_bfloat16" in options, (true_q, true_k, true_v, true_dout))
-        # What nobody may read.
+        # Elements that must not be read are NaN.
         keys = np.ones((batch, kv_length), bool)
         if "kv_lengths" in of:
             keys &= np.arange(kv_length) < of["kv_lengths"][:, None]
@@ -371,7 +371,7 @@ class Problem:
         return Guarded(self.arrays[name[1:]].shape, np.float32)
 
     def wrong(self, name: str, got: np.ndarray) -> tuple[float, str]:
-        """The error in units of epsilon, and where it is too large, or nothing."""
+        """The error in units of epsilon, and if it is too large a description of where, else an empty string."""
         want = self.right[name].reshape(got.shape)
         if self.in_float32.any():
             axis = 1 if name == "lse" else 2 if name in ("out", "dq", "dk", "dv") else None
@@ -419,7 +419,7 @@ def where_wrong(got: np.ndarray, want: np.ndarray, limit: float) -> str:
 
 
 def omissions(call: Call, seeds: int, but: Collection[str] = ()) -> dict[str, str]:
-    """What goes wrong without each of the waits, ``but`` some, in the first of so many orders in which any does."""
+    """For each wait except ``but``: what goes wrong without it in the first of so many orders that shows it."""
     emulator, problem = call.emulator, call.problem
     emulator.emulator_forget()
     for seed in range(4):
@@ -444,10 +444,10 @@ def omissions(call: Call, seeds: int, but: Collection[str] = ()) -> dict[str, st
 
 
 def in_a_child(run: Callable[[], str]) -> str:
-    """What ``run`` returns in a process of its own, or what ended that: without a wait a kernel may run wild."""
+    """The result of ``run`` in a process of its own, or how that ended: without a wait a kernel may crash."""
     read, write = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of other threads, which the child has no use for
+        warnings.simplefilter("ignore")  # about other threads, which the child does not need
         child = os.fork()
     if child == 0:
         faulthandler.disable()

@@ -1,4 +1,4 @@
-// Loaded before the C library (LD_PRELOAD): what a system does at the worst moment, when the environment asks for it.
+// Loaded before the C library (LD_PRELOAD): injects faults of the system that environment variables select.
 //
 //   FAULT_LISTING=folder  the listing of that folder fails after its first entry
 //   FAULT_LINK=file       whoever makes a file finds a link to that one where it is to be

@@ -1,8 +1,8 @@
-"""What is right, and what one would get without this package: neither knows anything of it.
+"""The expected results, and those of plain JAX; both are independent of this package.
 
-`attention` is the oracle, NumPy in float64. `plain` is the yardstick of the tolerance rule: attention as one writes it
-first in JAX, in the dtype under test and on the same platform. Both take the options of `jax_flash.attention`, and both
-have a variant for packed sequences, made by a loop over them.
+`attention` is the oracle, NumPy in float64. `plain` is what the tolerance rule compares with: the obvious attention in
+JAX, in the dtype under test and on the same platform. Both take the options of `jax_flash.attention`, and both have a
+variant for packed sequences, made by a loop over them.
 """
 
 import functools
@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 TRAINABLE = ("bias", "alibi_slopes", "sinks", "scale")
-"""Options that have a gradient; the scale where it is an array."""
+"""Options that have a gradient; the scale only if it is an array."""
 
 WindowSide = int | np.ndarray | None
 Window = tuple[WindowSide, WindowSide]
 
 UNLIMITED = 2**31 - 1
-"""A side of the window that has no limit."""
+"""A side of the window without a limit."""
 
 
 # Dropout
@@ -54,9 +54,9 @@ def threshold(rate: float) -> int:
 
 
 def factors_of_key(key: jax.Array, rate: float, shape: Sequence[int]) -> np.ndarray:
-    """What dropout multiplies the weights by, float64 of shape (*leading, N, T, S)."""
+    """The factors by which dropout multiplies the weights, float64 of shape (*leading, N, T, S)."""
     *heads, q_length, kv_length = shape
-    with jax.ensure_compile_time_eval():  # the yardstick asks while it is traced
+    with jax.ensure_compile_time_eval():  # `plain` calls this while it is traced
         seeds = np.asarray(jax.random.bits(key, (*heads, 2), jnp.uint32))
     return dropout_keep(seeds, rate, q_length, kv_length) * (65536 / (65536 - threshold(rate)))
 
@@ -141,7 +141,7 @@ def attention(
     precision: str | None = None,
     dropout_factors: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """out, lse and all gradients in float64, and what says how well they can be known.
+    """out, lse and all gradients in float64, and figures for how accurately they can be known.
 
     ``scale`` and the sides of ``window`` may be arrays that broadcast to the leading dimensions.
 
@@ -155,7 +155,7 @@ def attention(
     of_scale = np.shape(scale) if isinstance(scale, np.ndarray) else None
     scale = np.asarray(1 / np.sqrt(head_dim) if scale is None else scale, np.float64)[..., None, None, None]
 
-    # Padding is not there, whatever it holds.
+    # Padding has no influence, with any contents.
     rows, keys = within(q_length, q_lengths, leading), within(kv_length, kv_lengths, leading)
     q, dout = (np.where(rows[..., None, None], x, 0) for x in (q, dout))
     k, v = (np.where(keys[..., None, None], x, 0) for x in (k, v))
@@ -231,7 +231,7 @@ def attention(
         ),
         "largest_score": np.abs(scores[attended]).max(initial=0.0),
     }
-    # Each with what its terms were before they cancelled: p * (dp - delta) where one key has all the weight.
+    # Each with the size of its terms before they cancel: p * (dp - delta) if one key has all the weight.
     rounding = p * (np.abs(dp) + np.abs(delta))
     squares = (scale * slope_of_cap * rounding) ** 2
     results["squares"] = {
@@ -247,7 +247,7 @@ def attention(
         derivative = slope_of_cap * products
         terms["dscale"] = ds * derivative, rounding * np.abs(derivative), of_scale, 3
     if sinks is not None:
-        # The lse of padding is its sink, but no result.
+        # The lse of padding is its sink, but does not count as a result.
         dsink = np.where(rows[..., None, :, None], -p_of_sink * delta, 0)
         rounding = np.where(
             rows[..., None, :, None], p_of_sink * (np.abs(delta + dlse[..., None]) + np.abs(dlse[..., None])), 0
@@ -331,12 +331,12 @@ def bounds(
 
 
 def reduced(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """``x`` summed to what broadcasts to it."""
+    """``x`` summed over the dimensions in which ``shape`` was broadcast."""
     x = x.sum(axis=tuple(range(x.ndim - len(shape))))
     return x.sum(axis=tuple(i for i, size in enumerate(shape) if size != x.shape[i]), keepdims=True)
 
 
-# The yardstick
+# Plain JAX
 
 
 def plain(

@@ -1,4 +1,4 @@
-"""tests/as_users.py, in processes that nothing of conftest.py reaches."""
+"""Runs tests/as_users.py in processes without conftest.py's configuration."""
 
 import os
 import pathlib
@@ -15,7 +15,7 @@ TESTS = pathlib.Path(__file__).with_name("as_users.py")
 def test_as_users_run(others: str) -> None:
     """In two halves, for two workers: the tests of each implementation, and those of none twice."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "PYTEST_"))}
-    # By its own choice, JAX would take a GPU that is here.
+    # By default JAX would use a GPU if there is one.
     command = [sys.executable, "-m", "pytest", "--noconftest", "-p", "no:xdist", "-p", "no:cacheprovider", "-q"]
     done = subprocess.run(
         [*command, "-k", f"not {others}", TESTS],

@@ -1,4 +1,4 @@
-"""``bench``: the grid counts right, a peer that is not there is said so, and errors are errors."""
+"""``bench``: the grid computes its figures right, missing peers are named, and errors are errors."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ CELL = race.Cell("float32", 16, 64, True, 1, 2)
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What main() sets is restored."""
+    """Restores the environment that main() sets."""
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     monkeypatch.setenv("JAX_FLASH_CUDA_FAMILY", "")
 
@@ -101,7 +101,7 @@ def test_rounds_begin_with_another_one() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_exact_results(causal: bool) -> None:
-    """In chunks as the reference in one piece."""
+    """The reference in chunks equals the one in one piece."""
     cell = dataclasses.replace(CELL, causal=causal, dtype="float64")
     arrays = cell.draw()
 
@@ -121,7 +121,7 @@ def test_relative_error() -> None:
 def test_numerics(
     small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], noise: float
 ) -> None:
-    """Ours may have no larger errors than cuDNN, whose part ours has here."""
+    """Our errors may not exceed cuDNN's, as which our own kernels stand in here."""
     ours = _peers.attend
     monkeypatch.setattr(_peers, "attend_nn", lambda _, *args: ours(*args))
     monkeypatch.setattr(_peers, "attend", lambda *args: ours(*args) * (1 + noise))

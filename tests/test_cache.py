@@ -35,8 +35,8 @@ print(_core.fetch_kernel(**{KERNEL!r}))
 def fetching(
     sources: pathlib.Path = registration.SOURCES, kernel: dict[str, Any] = KERNEL, prebuilt: tuple[str, ...] = ()
 ) -> str:
-    """The same by the compiled library alone, told what the package tells it: without the import of JAX, which takes
-    longer than the compiler."""
+    """The same with the compiled library alone, configured as by the package: importing JAX takes longer than
+    compiling."""
     settings = {"prebuilt_dirs": list(prebuilt), "nvrtc_paths": registration.nvrtc_paths()}
     return f"""
 import importlib.util
@@ -138,7 +138,7 @@ def test_read_only_folder(tmp_path: pathlib.Path) -> None:
 
 
 def test_read_only_mount() -> None:
-    """The kernel's own folder takes no file from anybody, root included."""
+    """No user can create a file in the kernel's own folder (/proc), not even root."""
     assert fetch("/proc/self") == "compiled"
 
 
@@ -172,7 +172,7 @@ def test_prebuilt_comes_first(tmp_path: pathlib.Path) -> None:
 
 
 def test_changed_source_is_another_kernel(tmp_path: pathlib.Path) -> None:
-    """And an error of the compiler comes with its log and the variant's name."""
+    """An error of the compiler includes its log and the variant's name."""
     changed = tmp_path / "kernels"
     shutil.copytree(registration.SOURCES, changed)
     elsewhere = fetching(changed)
@@ -252,7 +252,7 @@ def test_stored_rows_make_the_same_folder(tmp_path: pathlib.Path, monkeypatch: p
 
 
 def refused(folder: pathlib.Path, reason: str) -> None:
-    """The folder is not used, a warning says so once, and so does doctor; unless the environment says it may be."""
+    """The folder is not used, one warning and doctor say so; unless the environment allows it."""
     before = entries(folder), mode(folder)
     (folder / tuned.FILE).write_text("{}")
     said = start(folder, WHOLE.replace("import jax_flash", "import warnings; warnings.simplefilter('always')\n"
@@ -302,7 +302,7 @@ def test_a_folder_of_another_user_is_not_used(tmp_path: pathlib.Path) -> None:
 
 @needs_root
 def test_files_of_others_are_not_read(tmp_path: pathlib.Path) -> None:
-    """Those that this user, root or the folder's owner have made are, and what is refused is made again."""
+    """Files of this user, root or the folder's owner are read; refused ones are compiled again."""
     assert fetch(tmp_path) == "compiled"
     (entry,) = entries(tmp_path)
     os.chown(entry, STRANGER, STRANGER)

@@ -1,4 +1,4 @@
-"""The command line: doctor says what is here and whether it works, kernels takes and refuses arguments."""
+"""The command line: doctor's report and verdict, and the arguments that kernels accepts and refuses."""
 
 import functools
 import itertools
@@ -218,7 +218,7 @@ def test_doctor_says_how_calls_get_into_graphs(ffi, record, said, monkeypatch):
     assert ["CUDA graphs", "calls captured"] in _doctor.versions([])
 
 
-# GPUs that are not here
+# Simulated GPUs
 
 
 VENV = "/home/me/venv/lib/python3.12/site-packages"

@@ -1,4 +1,4 @@
-"""``bench compare``: what counts as slower, on timings made up here, and on builds that are."""
+"""``bench compare``: what counts as slower, with made-up timings and with real builds."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ TASKS = [Task(CELL, "forward"), Task(CELL, "backward")]
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What main() sets is restored."""
+    """Restores the environment that main() sets."""
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     monkeypatch.setenv("JAX_FLASH_CUDA_FAMILY", "")
 
@@ -99,7 +99,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable[..., compare.Result]:
 
 
 def noisy(draw: np.random.Generator, factor: float, process: float = 0.003, a_round: float = 0.01) -> np.ndarray:
-    """Three processes, each with luck of its own, and ten rounds that other work makes longer."""
+    """Three processes, each with a random speed, and ten rounds that other load makes longer."""
     luck = 1 + process * np.abs(draw.standard_normal((3, 1)))
     return 1e-3 * factor * (luck + draw.exponential(a_round, (3, 10)))
 
@@ -144,7 +144,7 @@ def test_slower_once_is_not_slower(made_up: Any, capsys: pytest.CaptureFixture[s
 
 
 def test_what_a_loud_machine_hides(made_up: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """No verdict where A differs from itself by more; and that is said."""
+    """If A differs from itself by more than the limit there is no verdict, and the output says so."""
     result = made_up(lambda _, x, __, draw: noisy(draw, 1.05 if x == "B" else 1, process=0.2))
     assert compare.show(result, 0.02, 0.005)
     assert "A differs from itself by more than 2.0% in 2 of 2 cells: too much to tell" in capsys.readouterr().out
@@ -165,7 +165,7 @@ def test_the_geometric_mean(made_up: Any, capsys: pytest.CaptureFixture[str]) ->
 
 
 class FakeWorker:
-    """Answers with seconds of a chain of calls, and keeps what it was asked."""
+    """Answers with seconds of a chain of calls, and records the requests."""
 
     def __init__(self, name: str, seconds: float, asked: list[tuple[str, int]]) -> None:
         self.build = compare.Build(name, pathlib.Path(), pathlib.Path())
@@ -356,7 +356,7 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str],
 
 
 def test_an_editable_installation_does_not_come_first(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its finder knows jax_flash elsewhere; those of others stay."""
+    """The finder of an editable install, which has another jax_flash, is bypassed; other finders stay."""
 
     class Finder:
         def __init__(self, name: str) -> None:

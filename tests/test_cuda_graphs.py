@@ -53,7 +53,7 @@ def replays(head_dim: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_a_process(call: str, **variables: str) -> dict[str, Any]:
-    """What a function of this file returns in a process of its own, in which XLA is told which kernels to record."""
+    """The result of a function of this file in a process of its own, with recording switched on."""
     done = subprocess.run(
         [sys.executable, "-c", f"import json, test_cuda_graphs as t; print(json.dumps(t.{call}))"],
         cwd=os.path.dirname(__file__),
@@ -87,7 +87,7 @@ def test_captured_and_replayed(
     assert captured > 0, f"launched {all_} calls, none into a graph: {launches.tolist()}"
     # Forward and backward are two calls; a graph that is replayed launches none of them.
     assert all_ < 2 * STEPS, f"launched {all_} calls in {STEPS} steps of two: {launches.tolist()}"
-    # Forward calls are XLA's own nodes where the jaxlib has an interface for them that the library knows.
+    # Forward calls are recorded if the library knows the version of jaxlib's interface.
     monkeypatch.setenv("JAX_FLASH_RECORD_GRAPHS", "1")
     known = registration.records_kernels()
     assert (recorded > 0) == known, f"{recorded} of {captured} calls were recorded: {launches.tolist()}"

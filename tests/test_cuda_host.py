@@ -1,6 +1,6 @@
-"""The host's side of the CUDA kernels above a driver that launches nothing (fake_cuda/libcuda.cc): which kernels a call
-takes, how it is planned within the scratch that it gets, and what an update of a CUDA graph says. Kernels are compiled,
-so NVRTC is needed, but no GPU.
+"""The host code of the CUDA kernels with a driver that launches nothing (fake_cuda/libcuda.cc): which kernels a call
+takes, how it is planned within its scratch, and how a CUDA graph is updated. Kernels are compiled, so NVRTC is needed,
+but no GPU.
 
 Each test is a process of its own, for a process has one driver. There the handlers are called as XLA calls them, by the
 structs of test_recording.py.
@@ -56,7 +56,7 @@ def in_a_process(test: Callable[[], None], folder: pathlib.Path, **environment: 
     assert done.returncode == 0, done.stderr
 
 
-# What XLA hands over
+# XLA's structs
 
 
 class Buffer(Structure):
@@ -103,7 +103,7 @@ INITIALIZE = 2
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A kernel of a graph, as XLA was told of it."""
+    """A kernel node of a graph, as it was recorded."""
 
     name: str
     cubin: bytes
@@ -168,11 +168,11 @@ class Xla(recording.Xla):
         self.driver.fake_set(capability, multiprocessors, int(throws))
 
     def launches(self) -> list[dict[str, Any]]:
-        """Since the last time."""
+        """The launches since the last call of this."""
         return [json.loads(line) for line in self.driver.fake_launches().decode().splitlines()]
 
     def run(self, handler: int, pass_: str, call: Call, stage: int = recording.EXECUTE) -> int | None:
-        """What the handler answers."""
+        """The handler's result."""
         (t, s), (n, k), b, h = call.lengths, call.heads, call.batch, call.head_dim
         query, key, statistic = (b, t, n, h), (b, s, k, h), (b, n, t)
         arguments, results = [(BF16, query), (BF16, key), (BF16, key)], [(BF16, query), (F32, statistic)]
@@ -272,7 +272,7 @@ def good(xla: Xla, error: int | None) -> None:
     assert error is None, xla.message
 
 
-# Plans within the scratch that there is
+# Plans within the available scratch
 
 SHORT = Call(lengths=(1, 8192), heads=(8, 8))
 
@@ -452,7 +452,7 @@ def exceptions_of_any_type() -> None:
 
 
 def test_exceptions_of_any_type(folder: pathlib.Path) -> None:
-    """XLA, which is compiled without exceptions, gets none: not even one that is no std::exception."""
+    """No exception reaches XLA, which is compiled without them: not even one that is no std::exception."""
     in_a_process(exceptions_of_any_type, folder)
 
 
@@ -494,7 +494,7 @@ def nvrtcs_that_fail() -> None:
 
 @pytest.mark.skipif(not registration.nvrtc_paths(), reason="needs NVRTC's wheel")
 def test_nvrtcs_that_fail(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """A library whose functions fail is none."""
+    """A library whose functions fail is ignored."""
     broken = {}
     functions = ("nvrtcVersion", "nvrtcGetNumSupportedArchs")
     for i, function in enumerate(functions):

@@ -37,13 +37,13 @@ SMALL_OPTIONS = dataclasses.replace(SMALL_EVERYTHING, name="small_options", bias
 def test_check_grads(target: Target, case: Case | PackedCase) -> None:
     """Both modes, and each of them over each of them."""
     problem = cases.problem_of(case, "float64")
-    # Differences see what is in padding, where NaN is right to make no difference.
+    # Finite differences would read padding, whose NaN must not matter.
     arguments = jax.tree.map(np.nan_to_num, (problem.inputs, problem.trainable))
     results = functools.partial(_finite_results, jax.jit(cases.call(target, problem)), np.isnan(problem.dlse))
     check_grads(results, arguments, order=2, modes=["fwd", "rev"], atol=1e-6, rtol=1e-6)
 
 
-# In every dtype, beside plain JAX
+# In every dtype, compared with plain JAX
 
 
 TILES = Case("derivatives_tiles", 70, 300, q_heads=4, kv_heads=2, head_dim=24, causal=True, q_offset=230)
@@ -117,7 +117,7 @@ def test_values(target: Target, dtype: str, case: Case | PackedCase) -> None:
     plain = second_order(functools.partial(problem.plain, **problem.options), problem)
     for name, want in right.items():
         epsilon = cases.epsilon("lse" if name == "lse" else "out", problem.query.dtype)
-        # In float64 there is no yardstick but what is right. Gradients of options are sums whose terms cancel.
+        # In float64 plain JAX is no measure, only the exact result. Gradients of options are sums whose terms cancel.
         few = {"float64": 64, "float32": 32}.get(dtype, 8)
         epsilons = epsilon * (512 if dtype not in cases.NARROW and name in problem.trainable else few)
         size, norm = np.abs(want).max(), np.linalg.norm(want)
@@ -238,7 +238,7 @@ def test_no_nan_in_second_derivatives(target: Target, order: str) -> None:
 
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
 def test_first_order_is_two_kernels(target: Target) -> None:
-    """Nobody evaluates a tangent in reverse mode, and no chunk of plain JAX is lowered."""
+    """Reverse mode evaluates no tangent, and lowers no chunk of plain JAX."""
     problem = cases.problem(TRANSFORMED, target.dtypes[0])
     attend = cases.call(target, problem)
 

@@ -15,7 +15,7 @@ from jax_flash._native import _core, registration
 
 
 def test_ranges_of_seeds_add_up() -> None:
-    """A seed means one case, whoever asks; seeds in a row share program and shape."""
+    """A seed always means the same case; consecutive seeds share program and shape."""
     drawn = [draw_gpu.drawn_case("sm80", seed) for seed in range(60)]
     assert drawn == [draw_gpu.drawn_case("sm80", seed) for seed in range(60)]
     for first in range(0, 60, draw_gpu.CASES_OF_SHAPE):

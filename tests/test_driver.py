@@ -1,7 +1,7 @@
 """The CPU kernels without JAX: any options on any shape, under sanitizers, on a processor that is emulated; exp2.
 
 tests/cpu/driver.cc draws problems and compares the kernels with a plain computation, and several threads with one.
-JAX_FLASH_DRIVER_SECONDS is for how long each build of it runs, 4 unless it says otherwise.
+JAX_FLASH_DRIVER_SECONDS is how long each build of it runs, 4 by default.
 """
 
 import os
@@ -18,8 +18,8 @@ SOURCE = pathlib.Path(__file__).parent / "cpu"
 SECONDS = os.environ.get("JAX_FLASH_DRIVER_SECONDS", "4")
 X86 = platform.machine() in ("x86_64", "AMD64")
 
-# Checks of every access to memory are calls, and the stack goes without: the kernels' hundreds of vectors there make
-# g++ take minutes instead of seconds.
+# Checks of memory accesses are calls, and the stack is not checked: otherwise the kernels' hundreds of vectors make g++
+# take minutes instead of seconds.
 ADDRESS = (
     "-fsanitize=address",
     "--param=asan-instrumentation-with-call-threshold=0",
@@ -37,7 +37,7 @@ EMULATED_PAIRS = f"-DJAX_FLASH_EMULATED_PAIRS={SOURCE / 'pairs.h'}"
 
 
 def tool(name: str) -> str:
-    """Beside this Python, where ``./run`` puts it, or on the path."""
+    """The program next to this Python, where ``./run`` installs it, or on the path."""
     found = shutil.which(name, path=str(pathlib.Path(sys.executable).parent)) or shutil.which(name)
     if not found:
         pytest.skip(f"there is no {name} here")
@@ -72,7 +72,7 @@ def run(*command: object, **environment: str) -> str:
 
 
 def drive(command: Sequence[object], isa: str, *arguments: object) -> None:
-    """A case a second: fewer would be a driver that does not do its work."""
+    """Runs the driver; it must manage at least a case a second."""
     name, cases = run(*command, SECONDS, *arguments, JAX_FLASH_CPU_ISA=isa).split(": ")
     assert name == isa
     assert int(cases.split()[0]) >= float(SECONDS)

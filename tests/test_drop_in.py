@@ -20,7 +20,7 @@ from cases import CPU, CUDA, FACTORS, REFERENCE, XLA, Errors, _errors, epsilon, 
 import jax_flash
 
 QUICK = {"xla_backend_optimization_level": 0}
-"""To compile in a third of the time what runs once; the kernels are compiled already."""
+"""Fewer optimisations compile in a third of the time; the kernels are compiled already."""
 
 # Functions
 
@@ -34,7 +34,7 @@ class Function:
     platform: str = "cpu"
     empty_rows_give_zeros: bool = True  # rows that keep no key, with a residual of -inf; else the mean of value
     promotion: str = "strict"  # what it needs of jax.numpy_dtype_promotion
-    kernel: bool = False  # quick to compile, so that it runs the cases that are not core, too
+    kernel: bool = False  # compiles fast, so it also runs the cases that are not core
 
 
 FUNCTIONS = {
@@ -155,7 +155,7 @@ class Case:
     mask: tuple[int, ...] | None = None  # its shape
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     empty_rows: bool = False  # some rows keep no key
-    core: bool = False  # also for what is slow to compile
+    core: bool = False  # also run where compiling is slow
 
 
 def lengths(*values: int) -> np.ndarray:
@@ -282,7 +282,7 @@ def differentiate(
 
 
 def check(function: Function, name: str, dtype: str) -> None:
-    """Asserts the tolerance rule; the yardstick is jax.nn's own function, in the same dtype."""
+    """Asserts the tolerance rule, relative to jax.nn's own function in the same dtype."""
     arrays, options, dout, dlse = problem(name, dtype)
     got = differentiate(function, arrays, options, dout, dlse)
     right = oracle(function, arrays, dout, **options)
@@ -300,7 +300,7 @@ def check(function: Function, name: str, dtype: str) -> None:
         size = magnitude(key, want)
         allowed = Errors(slack * size, slack)
         if (errors.maximum > allowed.maximum or errors.l2 > allowed.l2) and dtype in ("float32", "bfloat16"):
-            # The yardstick takes its time to compile and can only widen the bound.
+            # jax.nn's function is slow to compile and can only widen the bound.
             if not yardstick:
                 yardstick = differentiate(FUNCTIONS["jax.nn"], arrays, options, dout, dlse)
                 exact = oracle(FUNCTIONS["jax.nn"], arrays, dout, **options)

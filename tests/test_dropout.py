@@ -58,7 +58,7 @@ def test_mask_does_not_depend_on_lengths() -> None:
 
 
 def _deviations(counts: np.ndarray, trials: int, probability: float) -> np.ndarray:
-    """By how many standard deviations binomial counts are off."""
+    """The deviation of binomial counts from their mean, in standard deviations."""
     return np.abs(counts - trials * probability) / np.sqrt(trials * probability * (1 - probability))
 
 

@@ -1,5 +1,5 @@
-"""Kernels of Hopper and Ampere, run without one (emulated.py): right values, in whatever order threads run and the
-hardware does what it does behind their backs, and no wait that could be left off. Needs no GPU, but a C++ compiler.
+"""Hopper's and Ampere's kernels in the emulator (emulated.py): right values in every order of threads and of
+asynchronous operations, and no redundant waits. Needs no GPU, but a C++ compiler.
 """
 
 import ctypes
@@ -13,8 +13,8 @@ import pytest
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None or sys.platform != "linux", reason="needs g++ on Linux")
 
 ORDERS = 8
-"""Copies and products as late as waiting for them allows, early copies, early products, and a mix; then these once more
-with stores that products see before their fence."""
+"""Copies and MMAs as late as waiting for them allows, early copies, early MMAs, and a mix; then these once more with
+stores that MMAs see before their fence."""
 
 GROUPS = {"q_heads": 4, "kv_heads": 2}
 ODD = {"q_length": 197, "kv_length": 333}
@@ -104,7 +104,7 @@ UNNOTICED = {
     "numbered barrier in wait_for_keys": "each warpgroup zeroes for itself what lies beyond the end",
     "wait for products in take_back": "the registers of operands are given away on a GPU alone",
 }
-"""What a kernel can do without as it stands, or so much that no order goes wrong, and why."""
+"""Waits whose absence no order detects, and why."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -223,7 +223,7 @@ def test_rows_of_any_size(emulator: ctypes.CDLL, name: str, family: str) -> None
 
 
 def test_values_with_other_scratch(emulator: ctypes.CDLL) -> None:
-    """Query heads are split as far as sums of their shares find room, and the results are right whatever there is."""
+    """Query heads are split as far as the scratch allows, and the results are right with any scratch."""
     problem = emulated.Problem(**CASES["split-separate_dq"])  # type: ignore[arg-type]
     call = emulated.Call(emulator, problem, "backward", "sm80")
     assert call.wanted > 0, "else there is no other way"
@@ -246,7 +246,7 @@ KERNELS: dict[str, list[tuple[int, list[str]]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel_pass", KERNELS)
 def test_no_wait_can_be_left_off(emulator: ctypes.CDLL, kernel_pass: str) -> None:
-    """Neither do kernels wait in vain, nor does the emulator overlook that one does not wait."""
+    """Every wait is necessary, and the emulator notices when one is left out."""
     noticed: set[str] = set()
     unnoticed: set[str] = set()
     for head_dim, options in KERNELS[kernel_pass]:

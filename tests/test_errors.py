@@ -1,4 +1,4 @@
-"""Every bad input raises, when the call is traced, an error with the argument, the expectation and the value."""
+"""Every bad input raises, when the call is traced, an error that names the argument, the expectation and the value."""
 
 import functools
 import os
@@ -198,7 +198,7 @@ OPTIONS = {
     "dropout_key_shape": (
         {"dropout_rate": 0.1, "dropout_key": np.zeros((3, 2), np.uint32)},
         ValueError,
-        r"dropout_key must be a single key where it is a raw one, got shape \(3, 2\)",
+        r"dropout_key must be a single key if it is a raw one, got shape \(3, 2\)",
     ),
     "dropout_keys_shape": (
         {"dropout_rate": 0.1, "dropout_key": jax.random.split(jax.random.key(0), 3)},
@@ -492,7 +492,7 @@ def test_cuda_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernel_of_another_platform() -> None:
-    """What only the lowering knows is said there, by the same exception."""
+    """Errors that only the lowering can detect are raised there, with the same exception."""
     arrays = [array(shape, jnp.float16) for shape in GOOD.values()]
     traced = jax.jit(functools.partial(jax_flash.attention, implementation="cpu")).trace(*arrays)
     with pytest.raises(NotImplementedError, match=r"implementation='cpu'.*'cpu'.*'cuda'"):

@@ -1,4 +1,4 @@
-"""explain() tells who serves a call, and why not the others."""
+"""explain() says which implementation serves a call, and why not the others."""
 
 import typing
 from typing import Any

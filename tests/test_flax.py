@@ -102,7 +102,7 @@ def _promotion() -> Iterator[None]:
 
 
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-"""To compile in a third of the time what runs once; the kernels are compiled already."""
+"""Fewer optimisations compile in a third of the time; the kernels are compiled already."""
 
 
 def normal(seed: int, *shape: int, dtype: Any = np.float32) -> np.ndarray:
@@ -139,7 +139,7 @@ def run(
 
 
 def assert_close(got: Any, want: Any, tolerance: float = 1e-5) -> None:
-    """Every array of two trees, by the magnitude of what is right."""
+    """Compares every array of two trees, relative to the expected magnitude."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for (path, g), w in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         assert g.dtype == w.dtype, path
@@ -193,7 +193,7 @@ def test_every_argument_is_named_and_tested() -> None:
 
 @pytest.mark.skipif(not NNX_IS_CAUSAL, reason=f"the module of flax {flax.__version__} has no is_causal")
 def test_the_order_that_nnx_passes() -> None:
-    """By which the hook sees that is_causal was bound: mask comes before it, and Linen passes none."""
+    """The hook detects a bound is_causal by this order: mask comes before it, and Linen passes no is_causal."""
     order = list(passed(Nnx))
     assert order.index("mask") < order.index("is_causal")
     assert set(order) == {*jax_flash.flax._PASSED_BY_NNX, "is_causal"}
@@ -219,7 +219,7 @@ def test_flax_is_not_imported() -> None:
     assert done.returncode == 0, done.stderr
 
 
-# mask, and bias which Flax leaves to those who bind it
+# mask, and bias, which Flax's modules never pass
 
 
 def keep(*shape: int) -> np.ndarray:
@@ -373,7 +373,7 @@ def test_causal_and_other_options_that_are_bound() -> None:
 
 
 def test_is_causal_that_is_bound_in_linen() -> None:
-    """Whose modules have no such argument, and so override none."""
+    """Linen's modules have no such argument, and so override none."""
     hook = functools.partial(attention_fn, is_causal=True)
     assert_close(run(Linen(), [hook], inputs()), run(Linen(), [None], inputs(), mask=CAUSAL))
     full = functools.partial(attention_fn, is_causal=False)
@@ -402,7 +402,7 @@ def test_is_causal_that_is_bound_in_nnx(bind: Any) -> None:
 
 
 def test_is_causal_that_is_not_bound_is_taken() -> None:
-    """In any order, by those who call the hook themselves."""
+    """Direct calls of the hook may pass it in any order."""
     x = normal(0, T, N, H)
     mask = keep(T, T)
     np.testing.assert_array_equal(attention_fn(x, x, x, is_causal=False, mask=mask), attention_fn(x, x, x, mask=mask))
@@ -460,7 +460,7 @@ PRECISIONS = {
 
 @pytest.mark.parametrize(("precision", "ours"), PRECISIONS.items(), ids=map(str, PRECISIONS))
 def test_precision_of_the_function(precision: Any, ours: str) -> None:
-    """It reaches attention() as the least accurate one that is not less accurate."""
+    """It reaches attention() as the least accurate precision that is at least as accurate."""
 
     def jaxpr(function: Any, precision: Any) -> str:
         x = jax.ShapeDtypeStruct((4, 2, 8), jnp.float32)
@@ -601,7 +601,7 @@ def test_dropout_rng(broadcast: bool) -> None:
 
 def test_dropout_rng_is_missing() -> None:
     x = normal(0, T, N, H)
-    with pytest.raises(ValueError, match=r"dropout_rng must be a JAX key where dropout_rate is 0.5, got None"):
+    with pytest.raises(ValueError, match=r"dropout_rng must be a JAX key if dropout_rate is 0.5, got None"):
         attention_fn(x, x, x, dropout_rate=0.5)
     attention_fn(x, x, x, dropout_rate=0.5, deterministic=True)
 
@@ -620,7 +620,7 @@ def test_dropout_rng_of_the_old_kind() -> None:
 
 @modules
 def test_deterministic(module: Any) -> None:
-    """No dropout, and no key wanted."""
+    """No dropout, and no key needed."""
     got = run(module(dropout_rate=0.5, deterministic=True), [attention_fn], inputs())
     assert_close(got, run(module(), [attention_fn], inputs()))
 
@@ -668,7 +668,7 @@ def test_gradients_with_dropout(broadcast: bool) -> None:
 
 
 def rounded(equation: str, *arrays: jax.Array) -> jax.Array:
-    """An einsum that no other gives."""
+    """A custom einsum."""
     return jnp.einsum(equation, *(x.astype(jnp.float16).astype(x.dtype) for x in arrays))
 
 

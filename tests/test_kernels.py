@@ -394,7 +394,7 @@ def test_what_kernels_are_not_for_is_refused(tmp_path: pathlib.Path) -> None:
     def build(arch: int, dtype: str, **options: bool) -> None:
         _core.build_kernels(arch=arch, out_dir=str(tmp_path), dtypes=[dtype], head_dims=[(64, 64)], options=[options])
 
-    with pytest.raises(ValueError, match="float32 comes as float16 with descale"):
+    with pytest.raises(ValueError, match="float32 is passed as float16 with descale"):
         build(80, "float32")
     with pytest.raises(ValueError, match="kernels of sm75 are for float16"):
         build(75, "bfloat16")

@@ -1,4 +1,4 @@
-"""The ladder: every step can be undone in the kernels as they are, and the versions without it compile."""
+"""The ladder: every step can be undone in the current kernels, and the versions without it compile."""
 
 import dataclasses
 import itertools

@@ -23,7 +23,7 @@ def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 
 
 def of_length(length: int) -> dict[str, Any]:
-    """All options at once that have no more than a length."""
+    """All options at once whose arrays have at most one length."""
     return {
         "bias": shape(1, 2, 1, length),
         "mask": shape(1, 1, 1, length, dtype=bool),
@@ -73,7 +73,7 @@ def test_linear(target: Target, options: Callable[[int], dict[str, Any]], backwa
     small, large = (temporary_bytes(target, length, backward, options(length)) for length in LENGTHS)
     # A [T, S] array of one head in one byte an element would already be more.
     assert large < LENGTHS[1] ** 2
-    # Four times the length, at most four times the memory, and some for what does not grow.
+    # Four times the length takes at most four times the memory, plus a constant.
     assert large <= 4.2 * small + 4096
 
 
@@ -152,7 +152,7 @@ def forget() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_kernels_of_gpus(family: str, head_dim: int) -> None:
-    """Forward: nothing but lse, which nobody asked for. Backward: delta, and one accumulator where dq is added up."""
+    """Forward: only lse, which the caller did not request. Backward: delta, and an accumulator if dq is accumulated."""
     batch, length, heads = 2, 4096, 4
     x = shape(batch, length, heads, head_dim, dtype=jnp.float16)
     statistics = floats(batch, heads, length)
@@ -176,7 +176,7 @@ def test_kernels_of_gpus(family: str, head_dim: int) -> None:
 def test_no_accumulator_for_a_pass_of_its_own(
     monkeypatch: pytest.MonkeyPatch, capability: int, forced: str, head_dim: int, separate: bool
 ) -> None:
-    """What is lowered for a GPU that is here asks for what this one's kernels use."""
+    """A call that is lowered for this machine's GPU requests the memory that its kernels use."""
     if forced:
         monkeypatch.setenv("JAX_FLASH_CUDA_FAMILY", forced)
     gpu = {"name": "a GPU", "compute_capability": capability, "family": "sm80"}
@@ -199,7 +199,7 @@ def test_no_accumulator_for_a_pass_of_its_own(
 
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.implementation != "reference"))
 def test_gradient_of_bias_is_as_large_as_bias(target: Target) -> None:
-    """Summed where it is made: there is no array [N, T, S] for a bias [1, T, S]."""
+    """The gradient is summed in the kernel: there is no array [N, T, S] for a bias [1, T, S]."""
     length, q_heads = 1024, 16
     bias = {"bias": shape(1, 1, length, length)}
     with_bias = temporary_bytes(target, length, True, bias, q_heads=q_heads)
@@ -208,7 +208,7 @@ def test_gradient_of_bias_is_as_large_as_bias(target: Target) -> None:
 
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
 def test_bias_without_gradient(target: Target) -> None:
-    """No array for a gradient that nobody asks for."""
+    """No array for a gradient that is not requested."""
     length, dtype = 2048, target.dtypes[0]
     x = shape(1, length, 2, 16, dtype=dtype)
     attend = cases.call(target, cases.Problem(*[None] * 5, causal=True), return_lse=False)

@@ -1,6 +1,6 @@
 """Options that are arrays keep their meaning under vmap, when split over devices, and inside shard_map.
 
-What is right is a loop over the mapped calls, or the call on one device.
+The expected results are a loop over the mapped calls, or the call on one device.
 """
 
 import functools
@@ -245,7 +245,7 @@ def test_explicit_sharding(target: Target, name: str) -> None:
 @pytest.mark.parametrize("wanted", [True, False])
 @pytest.mark.parametrize("argument", ["bias", "alibi_slopes"])
 def test_gradients_that_nobody_asks_for(argument: str, wanted: bool) -> None:
-    """Cost nothing: the backward call is not told to make them."""
+    """Unused gradients cost nothing: the backward call does not compute them."""
     arrays = [jnp.asarray(x) for x in inputs(np.random.default_rng(0), "float32")[:3]]
     option = values(np.random.default_rng(1), argument, ARRAYS[argument][1], "float32")
 

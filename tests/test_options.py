@@ -40,7 +40,7 @@ def test_fields_agree() -> None:
 
 
 def test_absent_features_agree() -> None:
-    """What a kernel takes as absent is what the record has by default."""
+    """The values that kernels take as absent are the defaults of the record."""
     defaults = {field.name: field.default for field in dataclasses.fields(Options)}
     features = {name: float(absent) for kind, _, name, absent in entries() if kind == "FEATURE"}
     assert features == {name: defaults[name] for name in features}

@@ -1,4 +1,4 @@
-"""Names of JAX that are not public: where they stand, and who serves a call where one of them is missing."""
+"""Non-public names of JAX: which file uses them, and what serves a call if one of them is missing."""
 
 import ast
 import json
@@ -44,7 +44,7 @@ MISSING = {
     "lower_fun": "without(jax.interpreters.mlir, 'lower_fun')",
     "c_api.h": "mock.patch.object(jax.ffi, 'include_dir', lambda: '/nowhere')",
 }
-"""What the reason names: what takes it away while jax_flash is imported. JAX itself needs some of it later."""
+"""Name in the reason -> code that removes it while jax_flash is imported. JAX itself needs some of them later."""
 
 IMPORT = """
 import contextlib, json, sys

@@ -1,8 +1,8 @@
-"""XLA is told which kernels to put into its CUDA graphs where it is asked for and the library knows how
-(csrc/ffi/recording.h), and only there.
+"""Kernels are recorded into XLA's CUDA graphs if requested and if the library knows the interface's version
+(csrc/ffi/recording.h), and only then.
 
-Tests without a GPU play XLA: what they hand the library lies in memory as jaxlib 0.11.2 has it, said here once more and
-apart from the library's own account. tests/test_cuda_graphs.py has the graphs themselves.
+Tests without a GPU play XLA's part: they pass the library structs with the layout of jaxlib 0.11.2, declared here
+independently of the library's own declarations. tests/test_cuda_graphs.py has the graphs themselves.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from jax_flash._native import _core, registration
 
 
 def headers(folder: pathlib.Path, ffi: tuple[int, int], record: tuple[int, int] | str | None) -> pathlib.Path:
-    """What those of a jaxlib of these versions say of them."""
+    """Writes headers as of a jaxlib with these versions."""
     path = folder / "xla/ffi/api"
     path.mkdir(parents=True)
     text = f"#define XLA_FFI_API_MAJOR {ffi[0]}\n#define XLA_FFI_API_MINOR {ffi[1]}\n"
@@ -58,7 +58,7 @@ def test_version_of_the_interface(tmp_path: pathlib.Path) -> None:
 def test_kernels_are_recorded_by_what_is_known(
     ffi: tuple[int, int], record: Any, records: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the running jaxlib's versions, whatever headers the library was built with."""
+    """The running jaxlib's versions decide, not the headers that the library was built with."""
     folder = headers(tmp_path, ffi, record)
     monkeypatch.delenv("JAX_FLASH_RECORD_GRAPHS", raising=False)
     assert not registration.records_kernels(folder), "nobody asked for it"
@@ -80,7 +80,7 @@ def test_handlers_of_either_way() -> None:
     assert set(recorded) == {"jax_flash_register_forward", "jax_flash_backward"}
 
 
-# What they are handed
+# XLA's structs
 
 
 class Version(Structure):
@@ -214,7 +214,7 @@ OUR_ERROR, ITS_ERROR, CONTEXT = 0x1110, 0x2220, 0x3330
 
 
 class Xla:
-    """Its functions, and what they were asked; as handlers get them."""
+    """XLA's functions as handlers get them, with a record of their calls."""
 
     def __init__(self, version: tuple[int, int], extension: RecordExtension | None = None, failure: int | None = None):
         self.extension, self.failure = extension, failure
@@ -252,7 +252,7 @@ class Xla:
         return self.failure
 
     def call(self, handler: int, stage: int, extension: MetadataExtension | None = None) -> int | None:
-        """What the handler answers to a call without operands and attributes."""
+        """The handler's result for a call without operands and attributes."""
         operands = Operands(ctypes.sizeof(Operands))
         attributes = Attributes(ctypes.sizeof(Attributes))
         frame = CallFrame(
@@ -263,7 +263,7 @@ class Xla:
         return HANDLER(handler)(byref(frame))
 
     def asks(self, handler: int) -> tuple[int | None, Metadata]:
-        """What the handler answers when it is asked what it can do."""
+        """The handler's answer to a query of its metadata."""
         metadata = Metadata(ctypes.sizeof(Metadata))
         extension = MetadataExtension(ctypes.sizeof(MetadataExtension), METADATA, None, ctypes.pointer(metadata))
         return self.call(handler, EXECUTE, extension), metadata
@@ -304,7 +304,7 @@ def test_an_xla_that_refuses(registering: int) -> None:
 
 @pytest.mark.parametrize("version", [(0, 3), (0, 6), (1, 4)])
 def test_a_plugin_that_is_not_the_jaxlibs(registering: int, version: tuple[int, int]) -> None:
-    """Its struct of a target's handlers may be another."""
+    """With unknown versions the struct of a target's handlers may differ."""
     xla = Xla(version)
     assert xla.asks(registering)[0] == OUR_ERROR
     assert f"plugin for CUDA has XLA FFI API {version[0]}.{version[1]}" in xla.message
@@ -322,7 +322,7 @@ def test_a_plugin_that_is_not_the_jaxlibs(registering: int, version: tuple[int, 
     ],
 )
 def test_what_a_call_is_recorded_with(registering: int, versions: tuple[int, int] | None, message: str) -> None:
-    """The frame is found by its number, and looked into when its version is known; then comes the call itself."""
+    """The frame is found by its number, and read only if its version is known; then the call is decoded."""
     extension = None
     if versions is not None:
         frame = RecordFrame(capacity=8)

@@ -1,4 +1,4 @@
-"""What is refused is refused by rule, and nothing else is."""
+"""Exactly the calls that choice.RULES names are refused."""
 
 import re
 from typing import Any
@@ -35,7 +35,7 @@ def test_every_rule_has_a_call() -> None:
 
 @pytest.mark.parametrize(("implementation", "what"), REFUSED)
 def test_rules_apply(implementation: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name: NotImplementedError with the reason; unasked: the next in line, and explain() has the reason."""
+    """Named: NotImplementedError with the reason; by default: the next implementation, and explain() has the reason."""
     monkeypatch.setattr(choice, "_cuda_devices", lambda: ("a device",))
     monkeypatch.setattr(choice, "_cuda_unavailable", lambda: None)
     shapes = arrays(**REFUSED[implementation, what])

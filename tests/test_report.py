@@ -1,4 +1,4 @@
-"""``report``: its self-test finds what is wrong, its benchmark counts right, and nothing that fails stops it."""
+"""``report``: its self-test finds errors, its benchmark computes its figures right, and no failure stops it."""
 
 import re
 import subprocess
@@ -158,7 +158,7 @@ def test_the_self_test_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def test_a_cell_that_fails_is_a_note(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ours at once, the other one in the middle of its rounds."""
+    """Ours fails at once, the other one in the middle of its rounds."""
     made = _report.contestant
 
     def contestant(name: str, cell: Any, pass_: str) -> Any:
@@ -286,7 +286,7 @@ def test_accuracy_rule() -> None:
 
 @pytest.mark.slow
 def test_report_as_a_command() -> None:
-    """The real thing, which must end, and well; of its eight shapes the first and the last."""
+    """The real report, which must succeed, with the first and the last of its eight shapes."""
     code = """
 from jax_flash import __main__
 from jax_flash._tools import report as _report

@@ -81,7 +81,7 @@ FAMILIES = ("sm80", "sm90a")
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of a process whose programs and kernels are compiled already: what is looked at is what runs."""
+    """Of a process whose programs and kernels are compiled already, so that the tool sees only their execution."""
     if not shutil.which("compute-sanitizer"):
         pytest.skip("there is no compute-sanitizer here")
     capability = registration.cuda_status()["devices"][0]["compute_capability"]

@@ -1,4 +1,4 @@
-"""float32 arrays as float16 ones: rows that no pair keeps have no influence on what the others are scaled by."""
+"""float32 arrays as float16 ones: rows of which no pair is kept do not influence the scale of the others."""
 
 import dataclasses
 from typing import Any

@@ -1,5 +1,5 @@
-"""Scratch is stated when a call is lowered: by dtype, shape and options, for one batch size or all, wherever it will
-run. What handlers on GPUs make of it stands in test_cuda_host.py.
+"""The size of scratch is fixed when a call is lowered: by dtype, shape and options, for one batch size or all, for any
+machine. How handlers on GPUs use it is tested in test_cuda_host.py.
 """
 
 import itertools
@@ -38,7 +38,7 @@ BATCHES = (*range(1, 34), 63, 64, 65, 100, 131, 132, 133, 263, 264, 265, 500, 10
 
 
 def calls() -> Iterator[dict[str, Any]]:
-    """Of every platform, pass and set of options, shapes drawn at random."""
+    """Random shapes for every platform, pass and set of options."""
     drawer = random.Random(7)
     platforms = (("cpu", ("float32", "bfloat16", "float64")), ("cuda", ("bfloat16", "float16")))
     for (platform, dtypes), pass_, name in itertools.product(platforms, ("forward", "backward"), OPTIONS):

@@ -1,4 +1,4 @@
-"""Batch and heads are split over devices without communication; whatever else is split, results stay right."""
+"""Batch and heads are split over devices without communication; with any other sharding results stay right."""
 
 import re
 from typing import Any
@@ -159,7 +159,7 @@ def test_rows_of_query(target: Target, case: Case, kind: str) -> None:
 
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
 def test_rows_and_keys_of_one_axis(target: Target) -> None:
-    """Sequence parallelism with nothing more said: K and V are gathered, the query is not."""
+    """Sequence parallelism without annotations: K and V are gathered, the query is not."""
     problem = cases.problem(Case("rows_and_keys", 16, 24, 4, 2, 8, causal=True, q_offset=8), target.dtypes[0])
     many = 4 if target.platform == "cpu" else 2
     grid = mesh(target, (many,), ("x",))
@@ -307,7 +307,7 @@ def test_explicit_sharding(target: Target) -> None:
 @pytest.mark.parametrize("bias", ["ts", "bs", "nt", "n", "s"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_gradients_of_what_devices_share(target: Target, bias: str, kind: str) -> None:
-    """The sum over the batch entries and heads of all devices, whoever adds it up."""
+    """The gradient is the sum over the batch entries and heads of all devices."""
     case = Case(f"shared_{bias}", 19, 24, 4, 4, 8, bias=bias, alibi="n", sinks=True, q_lengths=(19, 7))
     problem = cases.problem(case, target.dtypes[0])
     devices = mesh(target, (2, 1), ("x", "y")).devices
@@ -328,7 +328,7 @@ def test_gradients_of_what_devices_share(target: Target, bias: str, kind: str) -
 
 
 def test_the_part_of_a_device_knows_no_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From jax 0.11 on, explicit axes would put shardings behind its operations, which nobody runs any more."""
+    """From jax 0.11 on, explicit axes would annotate its operations with shardings that nothing lowers any more."""
     target = next(target for target in cases.TARGETS if target.platform == "cpu" and target.kernel)
     problem = cases.problem(Case("mesh", 9, 12, 4, 4, 8, bias="ts"), "float32")
     devices = mesh(target, (2, 1), ("x", "y")).devices

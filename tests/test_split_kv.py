@@ -65,7 +65,7 @@ def test_a_switch_leaves_them_to_the_other_kernels(monkeypatch: pytest.MonkeyPat
 
 
 def test_single_tile_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of few blocks, each of which has all keys at once."""
+    """Single-tile calls: few blocks, each of which has all keys at once."""
 
     def single_tile(q_length: int, kv_length: int, heads: int = 1, batch: int = 1) -> bool:
         answer: bool = _core.is_single_tile(
@@ -109,7 +109,7 @@ def test_results_are_the_same_in_every_run(target: Target, name: str) -> None:
 def test_the_other_kernels_have_the_same_values(
     target: Target, name: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Most cases of the conformance tests have few queries, which split-KV serves: here the other kernels do."""
+    """Most conformance cases are short queries, which split-KV serves: here the other kernels serve them."""
     monkeypatch.setenv("JAX_FLASH_SPLIT_KV", "0")
     request.addfinalizer(jax.clear_caches)
     jax.clear_caches()  # a call that was traced with the other plan has scratch that this one does not take

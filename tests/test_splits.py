@@ -24,7 +24,7 @@ def scratch(call: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.name)
 def test_cases_are_split(case: Case | PackedCase) -> None:
-    """Else they would show nothing."""
+    """The cases really are split; otherwise they would test nothing."""
     heads = case.q_heads, case.kv_heads, max(case.head_dim, case.value_head_dim or 0)
     if isinstance(case, PackedCase):
         lengths = sum(case.q_lengths) + case.tails[0], sum(case.kv_lengths) + case.tails[1]

@@ -1,6 +1,6 @@
 """A scale and a window that are arrays: traced, mapped, scanned over, and of the scale every derivative.
 
-Their values are in the conformance cases (cases.py, "array_..."); here is what their being arrays is good for.
+Their values are tested by the conformance cases (cases.py, "array_..."); here is tracing, mapping and scanning.
 """
 
 import functools
@@ -88,7 +88,7 @@ def test_the_gradient_has_the_dtype_of_the_scale(dtype: str) -> None:
 @pytest.mark.parametrize("mapped", ["scale", "window", "both", "all"])
 @pytest.mark.parametrize("target", cases.targets())
 def test_vmap(target: Target, mapped: str) -> None:
-    """Each of the mapped calls has its own: what is right has them as numbers, one call after the other."""
+    """Each of the mapped calls has its own; compared with calls one by one that have them as numbers."""
     size = len(WINDOWS)
     rng = np.random.default_rng(1)
     dtype = target.dtypes[0]
@@ -190,7 +190,7 @@ def test_tiny_scales(scale: float) -> None:
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_numbers_take_no_operand(platform: str) -> None:
-    """A kernel reads arrays only where there are any: calls with numbers are what they were."""
+    """A kernel reads arrays only if the call has some: calls with numbers have the kernels without."""
     query, key, value = cases.problem(CASE, "float32").inputs
 
     def gradients(scale: Any, left: Any) -> Any:

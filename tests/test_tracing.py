@@ -1,4 +1,4 @@
-"""What the compiler sees: one trace, our custom calls, programs that can be exported, residuals that remat keeps."""
+"""The traced programs: one trace, our custom calls, programs that can be exported, residuals that remat keeps."""
 
 import dataclasses
 import functools
@@ -80,7 +80,7 @@ def test_without_jit(target: Target) -> None:
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_lowered_module_holds_our_calls(platform: str, dtype: str) -> None:
-    """Without a GPU too: the lowering for CUDA asks nothing of one."""
+    """Without a GPU too: the lowering for CUDA needs none."""
     problem = cases.problem(CASE, dtype)
     attend = functools.partial(jax_flash.attention, causal=True, q_offset=problem.q_offset, return_lse=True)
     forward = jax.jit(attend).trace(*problem.inputs).lower(lowering_platforms=(platform,)).as_text()
@@ -198,7 +198,7 @@ def test_export_of_any_batch(tmp_path: pathlib.Path, platforms: tuple[str, ...])
     "options", [{}, {"bias": ("b", 4, 9, 12)}, {"alibi_slopes": (4,)}, {"mask": (1, 1, 9, 12)}], ids=str
 )
 def test_export_of_any_batch_for_gpus(options: dict[str, Any], dtype: str) -> None:
-    """Lowered without a GPU; the kernels take the scratch that the module has for the batch that comes."""
+    """Lowered without a GPU; the kernels use the scratch that the module allocates for the actual batch."""
     problem = cases.problem(CASE, dtype)
     query, key, value = symbolic(problem)
     arrays = {

@@ -98,7 +98,7 @@ def test_what_is_compiled(cache: pathlib.Path) -> None:
     ],
 )
 def test_refused(cache: pathlib.Path, content: Any, message: str) -> None:
-    """What is not ours, or of other kernels, is said and not used."""
+    """A file that is invalid, or was tuned for other kernels, causes a warning and is not used."""
     file = _tuned.store([TUNED])
     if isinstance(content, (str, bytes)):
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -119,7 +119,7 @@ def test_refused(cache: pathlib.Path, content: Any, message: str) -> None:
 
 @pytest.mark.slow
 def test_at_import() -> None:
-    """A process takes what is stored; a stale file is a warning, and no more."""
+    """A process uses the stored rows; a stale file only causes a warning."""
     code = "from jax_flash._native import _core as c"
     code += f"; print(c.tile_row(arch=90, pass_='forward', head_dim=64, gpu={GPU!r})['tuned'])"
 
@@ -210,7 +210,7 @@ def test_what_the_compiler_refuses() -> None:
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Rows by block_kv: TFLOP/s as told; one is wrong. Nothing is compiled."""
+    """Rows by block_kv: the given TFLOP/s; one is wrong. Nothing is compiled."""
     rates = {16: 100.0, 64: 200.0, 128: 300.0}
     table = _core.tile_row(arch=90, pass_="forward", head_dim=64)["row"]
 
@@ -290,7 +290,7 @@ def test_bad_head_dim(text: str, code: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_tune_on_a_gpu(cache: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The real search, of one pass; whatever it finds, calls are right with it."""
+    """The real search, of one pass; calls are right with the row that it finds."""
     with warnings.catch_warnings():
         assert main(["bench", "tune", "--head-dim", "64", "--pass", "forward", "--rounds", "2", "--store"]) == 0
     text = capsys.readouterr().out

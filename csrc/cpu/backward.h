@@ -1,23 +1,22 @@
 // The backward pass of one item: a block of keys of a key head, or a chunk of the blocks, against all queries of its
 // group.
+// Keys are in the SIMD lanes of S, P, dP and dS; a block's dK and dV stay in the cache until all queries have been
+// seen. dQ is summed in a fixed order, so no result depends on the threads. If there are enough rows, all blocks of a
+// head add to one sum, tile by tile in their order, and the last block writes dQ: a block of keys is then an item,
+// which waits only where it would overtake the block before it. Otherwise each chunk of blocks has a sum of its own,
+// and these sums are added up at the end. Either way the pass has 5 matrix products and runs at 83 to 88% of the
+// processor's peak (AVX-512, head_dim 64, 128), the sums of dQ included. Separate passes for dQ and for dK, dV would
+// need no scratch, but 7 products, and would be slower even at the peak.
 //
-// Keys stand in the lanes of S, P, dP and dS; a block's dK and dV stay in the cache until all queries have been seen.
-// dQ is summed in a fixed order, so no result depends on the threads. Where there are rows enough, all blocks of a head
-// add to one sum, tile by tile in turn, and the last one writes dQ: a block of keys is an item, which waits only where
-// it would overtake the one before. Else a chunk has a sum of its own, and these are added up at the end. That is 5
-// products, and runs at 83 to 88% of the processor's peak (AVX-512, head_dim 64, 128) with the sums of dQ included;
-// passes apart for dQ and for dK, dV need no scratch but 7 products, and would be slower even at the peak.
-//
-// Every block of keys reads all of q and dout, whose rows lie as far apart as a head's do in memory. Where there are
-// many blocks both are copied into the scratch first, head by head, and converted there once. The same pass makes
-// delta (XLA's own sums over the last axis took 0.3 to 0.5 ms of 15 for (1, 1024, 16, 64), causal) and lse in units of
-// log2, which each block of keys made again of every row.
+// Every block of keys reads all of q and dout, whose rows lie as far apart as a head's do in memory. If there are many
+// blocks, a preparing pass copies both into the scratch first, head by head, and converts them there once. The same
+// pass computes delta (XLA's own sums over the last axis took 0.3 to 0.5 ms of 15 for (1, 1024, 16, 64), causal) and
+// lse in units of log2, so that no block of keys has to.
 //
 // Heads, batch entries and chunks that share elements of dbias are one item, so its sums need no scratch.
-//
-// bfloat16 goes by products of pairs where there are instructions for them, as in the forward: weights and the scores'
-// gradients are rounded to bfloat16, sums and all else stay in float. 1.7 times as fast as in float with AVX512-BF16
-// (Zen 4).
+// bfloat16 is multiplied in pairs where the processor has instructions for that, as in the forward: weights and the
+// scores' gradients are rounded to bfloat16, sums and all else stay in float. That is 1.7 times as fast as converting
+// to float (AVX512-BF16, Zen 4).
 #pragma once
 
 #include <algorithm>
@@ -29,19 +28,19 @@
 namespace jax_flash::cpu::JAX_FLASH_ISA {
 
 constexpr int kQueries = kReduceRows;     // of a tile
-constexpr int kKeys = kMostBackwardKeys;  // of a block at most; a row of a tile has room for them
-constexpr int kTileKeys = 96;             // of products of pairs in one go, which the first-level cache has room for
+constexpr int kKeys = kMostBackwardKeys;  // of a block at most: the length of a tile's row
+constexpr int kTileKeys = 96;             // that a product of pairs takes in one go: they fit in the L1 cache
 static_assert(kKeys % kTileKeys == 0);
 template <typename E>
 constexpr bool kPairedBackward = kPaired<Factor<E>>;
-// In AMX's sums of dk and dv keys stand in the lanes: it takes q and dout by columns, and leaves columns.
+// AMX computes dk and dv transposed, with keys in the lanes: it reads columns of q and dout, and leaves columns.
 template <typename E>
 constexpr bool kColumns = kTiled<Factor<E>>;
-// Queries and keys are padded to this multiple: there are sums over pairs of both, and AMX's tiles have 32.
+// Queries and keys are padded to this multiple: products sum over pairs of both, and AMX's tiles have 32.
 template <typename E>
 constexpr int kTilePadding = kPairedBackward<E> ? kPairedRows : kRowPadding;
 static_assert(kPairedRows == 2 * kTilePairs);
-// Exponentials are made between the steps of the next product, where there are registers for both: 1.01 of the
+// Exponentials are interleaved with the steps of the next product if there are registers for both: 1.01 times the
 // backward's rate.
 #if defined(__AVX512F__)
 constexpr bool kInterleaved = true;
@@ -49,8 +48,8 @@ constexpr bool kInterleaved = true;
 constexpr bool kInterleaved = false;
 #endif
 
-// Heads whose blocks of keys follow each other when in turn: one block of each head, then the next one of each. With
-// one head two threads pass the cache lines of its sums to and fro: 0.97 of the rate of 2, 4 or 8.
+// With plan.in_turn, so many heads take turns: one block of keys of each head, then the next block of each. With one
+// head the cache lines of its sums bounce between two threads: 0.97 times the rate of 2, 4 or 8 heads.
 constexpr int kHeadsTogether = 4;
 static_assert(kBackwardKeys % kPanel<float> == 0 && kBackwardKeys % kPanel<double> == 0 && kKeys % kBackwardKeys == 0);
 static_assert(kBackwardKeys % kDropoutKeys == 0 && kBackwardKeys % kSegmentBlock == 0);
@@ -58,9 +57,9 @@ static_assert(kBackwardKeys % kDropoutKeys == 0 && kBackwardKeys % kSegmentBlock
 // What becomes of the sums of a tile's first two products.
 enum class Finish {
   full,    // weights and dscores
-  ended,   // the same, weights cleared from the end of the band on: half the comparisons of
+  ended,   // the same, weights cleared from the end of the band on: half the comparisons of `masked`
   masked,  // the same, weights cleared on both sides of the band
-  later,   // apply_options() makes them of scores and dweights
+  later,   // scores and dweights: apply_options() computes weights and dscores from them
 };
 
 template <typename E>
@@ -117,7 +116,7 @@ class BackwardItem {
 
   size_t workspace() const { return workspace_; }
 
-  // Elements of a Record; 0 without. largest_record() in cpu.cc, a bound whatever the machine, counts with these.
+  // Elements of a Record; 0 if there are none. largest_record() in cpu.cc, a bound for every machine, relies on these.
   static_assert(kTilePairs == 16 && kRowPadding <= 16 && kWidth<float> <= 16 && sizeof(Pair) == sizeof(float));
   static int64_t record_size(const Problem& p) {
     if constexpr (!kPairedBackward<E>) return 0;
@@ -139,7 +138,7 @@ class BackwardItem {
     }
   }
 
-  // In memory's order, all heads of a row.
+  // In the order of memory: all heads of a row.
   void prepare(int64_t item) {
     int64_t size = plan_.prepared_rows, parts = (p_.q_length + size - 1) / size, first = item % parts * size;
     batch_ = item / parts;
@@ -157,7 +156,8 @@ class BackwardItem {
           copy_row(dout, p_.value_head_dim, v_stride_, dout_copy(t));
         }
         T sum = dot(dout, row_of<const E>(p_.out, batch_, t, head_), p_.value_head_dim);
-        // A row that keeps no key has weights exp2(-inf) = 0 whatever its gradients are; what is finite stays so.
+        // A row that keeps no key gets lse = +inf, hence weights exp2(-inf) = 0 whatever its gradients are; a finite
+        // lse stays finite.
         double lse = *statistic(p_.lse, t);
         bool none = lse == -kInfinity<double>;
         constexpr double kLargest = std::numeric_limits<T>::max();
@@ -175,7 +175,7 @@ class BackwardItem {
     if (block == 0 && p_.dalibi_slopes) reduce_slopes(head);
     int64_t index = is_packed(p_) ? sequence_of_block(p_, batch_, block, 1, kReduceRows) : 0;
     go_to_sequence(index);
-    // The chunks that have sums of these rows, in their order.
+    // The sums of the chunks that touched these rows, in the order of the chunks.
     const T* parts[kMaxChunks];
     int count = 0;
     int64_t t = (block - first_block_) * kReduceRows, stride = plan_.padded_head_dim;
@@ -204,7 +204,7 @@ class BackwardItem {
  private:
   static int tile_depth(int head_dim) { return round_up((head_dim + 1) / 2, kTilePairs); }
 
-  // kQueries rows of q and dout, with zeros behind the last one: pairs along head_dim [row][depth], and along the
+  // kQueries rows of q and dout, with zeros after the last one: pairs along head_dim [row][depth], and along the
   // queries [kQueries / 2][head_dim], or transposed.
   struct Record {
     Pair *q_rows, *q_columns, *dout_rows, *dout_columns;
@@ -221,7 +221,7 @@ class BackwardItem {
   struct Share {
     int64_t begin, end;
   };
-  // One of `all`, or all of them when they are one item.
+  // One of `all`, or all of them if they are one item.
   static Share share(int64_t item, int64_t items, int64_t all) {
     return items == all ? Share{item % items, item % items + 1} : Share{0, all};
   }
@@ -232,17 +232,17 @@ class BackwardItem {
     band_ = Band(p_, batch_);
     scale_ = scale_of<T>(p_, batch_);
     first_block_ = is_packed(p_) ? first_block(p_, batch_, index, 1, kReduceRows) : 0;
-    // Whole groups of rows: a tile may end in rows of zeros behind the sequence's.
+    // Sums are padded to whole groups of rows: a tile may end in rows of zeros after those of the sequence.
     first_sum_ = round_up(sequence_.first_row, int64_t{kTilePadding<E>}) + kTilePadding<E> * index;
   }
 
-  // Of row t of the batch entry, and of the head at hand, in an array [batch][q_heads][q_length].
+  // The element of `array`, [batch][q_heads][q_length], for row t of the batch entry and the current head.
   T* statistic(void* array, int64_t t) const {
     return static_cast<T*>(array) + (batch_ * p_.q_heads + head_) * p_.q_length + t;
   }
 
-  // Parts of the scratch, of the chunk at hand: the sums of dq of a head from row t of the sequence on; for each
-  // block of rows, whether they are there; the head's sums of the slopes' gradients.
+  // Where the scratch has what: dq() the current chunk's sums of dq of a head from row t of the sequence on, touched()
+  // for each block of rows whether the chunk has sums of it, dslope() the gradient of a head's slope.
   T* dq(int64_t head, int64_t t) const {
     int64_t row = ((chunk_ * p_.batch + batch_) * p_.q_heads + head) * plan_.padded_q_length + first_sum_ + t;
     return static_cast<T*>(p_.scratch) + row * plan_.padded_head_dim;
@@ -250,10 +250,10 @@ class BackwardItem {
   T* delta(int64_t t) const { return statistic(static_cast<T*>(p_.scratch) + plan_.delta, t); }
   // In units of log2, and +inf where the row keeps no key.
   T* row_lse(int64_t t) const { return statistic(static_cast<T*>(p_.scratch) + plan_.row_lse, t); }
-  // Row t, of the batch entry, in the copies of the head at hand.
+  // Row t of the batch entry in the copies of the current head.
   T* q_copy(int64_t t) const { return row_of_copy(plan_.q_copy, head_, t, k_stride_); }
   T* dout_copy(int64_t t) const { return row_of_copy(plan_.dout_copy, head_, t, v_stride_); }
-  // Of the kQueries rows that row t, of the batch entry, is one of: the copies where products are of pairs.
+  // If products are of pairs: the copies of the kQueries rows that contain row t of the batch entry.
   Pair* record(int64_t head, int64_t t) const {
     int64_t records = (p_.q_length + kQueries - 1) / kQueries;
     int64_t at = plan_.q_copy + ((batch_ * p_.q_heads + head) * records + t / kQueries) * plan_.record;
@@ -270,7 +270,7 @@ class BackwardItem {
     int64_t at = ((chunk * p_.batch + batch_) * p_.q_heads + head) * p_.options.sequences + sequence;
     return static_cast<T*>(p_.scratch)[plan_.dslopes + at];
   }
-  // Of row t of the batch entry: the sum of its dscores, and that of its weights times their distances.
+  // For row t of the batch entry: the sum of its dscores, and that of its weights times their distances.
   struct SlopeSums {
     T dscores, distances;
   };
@@ -279,9 +279,9 @@ class BackwardItem {
     return reinterpret_cast<SlopeSums*>(static_cast<T*>(p_.scratch) + plan_.slope_sums) + at;
   }
 
-  // delta is as wrong as out, which is rounded and may be made of rounded weights; distances multiply that, while
-  // what is right cancels: a relative error of 0.1 was seen. But a row's dscores add up to what is known, so they
-  // say how wrong its delta was.
+  // Corrects the gradient of slopes for the error of delta, which is that of out: rounded, and perhaps computed from
+  // rounded weights. Distances multiply this error while the exact terms cancel, so that relative errors reached 0.1.
+  // The exact sum of a row's dscores is known, so the computed one tells how wrong its delta was.
   void reduce_slopes(int64_t head);
 
   void attend_chunk() {
@@ -293,15 +293,15 @@ class BackwardItem {
         std::memset(slope_sums(chunk_, head, 0), 0, sizeof(SlopeSums) * p_.q_length);
       }
     }
-    // Counted with padding: batch entries that share dbias must give the same keys to the same chunk.
+    // Padding counts too: batch entries that share dbias must give the same keys to the same chunk.
     int64_t sequences = sequence_count(p_), blocks = 0;
     for (int64_t index = 0; index < sequences; ++index) {
       blocks += (sequence(p_, batch_, index).all_keys + plan_.keys - 1) / plan_.keys;
     }
     int64_t run = (blocks + plan_.chunks - 1) / plan_.chunks;
-    // Where a key block meets some rows only, chunks of blocks in a row share few rows, and few sums of dq. Else
-    // every chunk takes every chunks-th block: that shares a causal triangle out evenly. Of batch entries with bands of
-    // their own the first one decides, for they may share dbias.
+    // If a key block meets some rows only, each chunk takes consecutive blocks: then chunks share few rows, and few
+    // sums of dq. Otherwise each chunk takes every chunks-th block, which divides a causal triangle evenly. If batch
+    // entries have bands of their own the first entry decides, for they may share dbias.
     bool in_a_row = is_packed(p_) || options_.has_segments || Band(p_, 0).limited_on_both_sides();
     int64_t block = 0;
     for (int64_t index = 0; index < sequences; ++index) {
@@ -330,12 +330,12 @@ class BackwardItem {
     if (block * plan_.keys >= sequence_.keys) return;
     turn_ = head * blocks + block;
     attend_block(block * plan_.keys);
-    // Later blocks wait for this one alone: it has passed nothing that one before it has not.
+    // Later blocks wait for this one alone, so it passes only after all blocks before it have.
     if (block > 0) turns_->wait(turn_ - 1, Turns::kAll - 1);
     turns_->pass(turn_, Turns::kAll);
   }
 
-  // Rows that keep no key, which no block writes.
+  // Zeros the rows that keep no key, which no block writes.
   void clear_rows() const {
     for (int member = 0; member < group(); ++member) {
       for (int64_t t = 0; t < sequence_.all_rows; ++t) {
@@ -345,7 +345,7 @@ class BackwardItem {
     }
   }
 
-  // Writes dq of those rows whose last block of keys this is.
+  // Writes dq of the rows for which this is the last block of keys.
   void finish_rows(int64_t t, int rows) const {
     for (int i = 0; i < rows; ++i) {
       int64_t end = band_.end(sequence_, t + i);
@@ -408,7 +408,7 @@ class BackwardItem {
     }
   }
 
-  // The chunk's sums begin with zeros where the first tile comes.
+  // Zeros the chunk's sums of a block of rows before their first tile.
   void touch(int64_t t) {
     T& flag = touched()[first_block_ + t / kQueries];
     if (flag != 0) return;
@@ -432,7 +432,7 @@ class BackwardItem {
       std::memset(kColumns<E> ? dk_columns_ : dk_, 0, sizeof(T) * plan_.keys * k_stride_);
       std::memset(kColumns<E> ? dv_columns_ : dv_, 0, sizeof(T) * plan_.keys * v_stride_);
     } else {
-      // dv_ is free until the block's first product.
+      // dv_ is unused until the block's first product.
       copy_rows(v, p_.v.row_stride, count_, p_.value_head_dim, lanes, v_stride_, dv_);
       transpose_to_panels(dv_, v_stride_, lanes, p_.value_head_dim, v_panels_);
       copy_rows(k, p_.k.row_stride, count_, p_.head_dim, lanes, k_stride_, k_);
@@ -452,12 +452,11 @@ class BackwardItem {
   // Rows t, t + 1, ... of the batch entry and head_.
   void fill(const Record& to, int64_t t, int rows);
 
-  // Rows t, t + 1, ... of head_: as they lie in the copies where they fill the tile, else rows `at`, ... of our
-  // buffers.
+  // Rows t, t + 1, ... of head_: in place in the copies if they fill the tile, else rows `at`, ... of our buffers.
   void load_queries(int64_t t, int rows, int at = 0);
 
   bool finishes_later() const { return options_.any() || dropout_.active() || compare_segments_; }
-  // body(std::integral_constant<Finish, finish>) for the tile at hand.
+  // body(std::integral_constant<Finish, finish>) for the current tile.
   template <typename Body>
   JAX_FLASH_INLINE void with_finish(Body body) const {
     if (finishes_later()) return body(std::integral_constant<Finish, Finish::later>{});
@@ -466,7 +465,7 @@ class BackwardItem {
     body(std::integral_constant<Finish, Finish::masked>{});
   }
 
-  // The weights of row i of the tile and the keys from `lane` on, of scores in units of log2.
+  // The weights of row i of the tile and the keys from `lane` on, from scores in units of log2.
   template <Finish finish>
   JAX_FLASH_INLINE Vec<T> weight_of(const Vec<T>& score, int i, int lane) const {
     Vec<T> weight = exp2(score - tile_lse_[i]);
@@ -482,25 +481,25 @@ class BackwardItem {
   // tile() by products of pairs, kTileKeys keys at a time.
   void tile_of_pairs(int64_t t, int rows, int64_t next);
 
-  // The first products of the rows with NV vectors of keys from `lane` on; zeros where the rows keep none of these.
+  // The first products of the rows with NV vectors of keys from `lane` on; zeros if the rows keep none of these.
   template <int NV>
   void multiply_rows(int rows, int lane, int columns, const Pair* a, int depth, const Pair* b, T* to);
 
-  // Makes weights and dscores of scores and dweights, unless they are made, and pairs of them: of both along the
-  // queries, of dscores along the keys too. For `lanes` keys from `first` on.
+  // Computes weights and dscores from scores and dweights, unless that is done, and packs them as pairs: both along the
+  // queries, dscores along the keys too. For `lanes` keys from `first` on.
   template <Finish finish>
   void pair_tile(int rows, int first, int lanes);
 
   // One tile of `rows` queries and the first `most_` keys of the block.
   void tile(int64_t t, int rows, int64_t next);
 
-  // In parts of so many keys, so that the sums are the same bit for bit in blocks of any length.
+  // Sums go by pieces of so many keys, so that they are the same bit for bit in blocks of any length.
   template <typename Factors>
   void add_to_dq(int rows, int columns, const Factors* dscores, ptrdiff_t stride, const Factors* k, T* to);
 
-  // What the tile after the one at hand reads in the copies, and the rows of the results that follow this one: of dq
-  // when it finishes some, of dk and dv when it is the block's last. They lie far apart, and storing them took 1.5% of
-  // a causal call's time.
+  // Prefetches what the next tile reads in the copies, and the rows of results that are written after this tile: those
+  // of dq that it finishes, and dk and dv after the block's last tile. These rows lie far apart in memory, and storing
+  // them without a prefetch took 1.5% of a causal call's time.
   void ask_ahead(int64_t t, int rows, int64_t next, int64_t steps, int64_t later_steps) {
     next_q_ = next_dout_ = next_record_ = {};
     dq_rows_ = dk_rows_ = dv_rows_ = {};
@@ -519,7 +518,7 @@ class BackwardItem {
       dv_rows_ = RowsAhead(row_of<E>(p_.dv, batch_, s, kv_head_), p_.dv.row_stride, count_, p_.value_head_dim,
                            later_steps, Access::write);
     }
-    // An item in turn is followed by one of another head.
+    // With plan.in_turn the next item is one of another head.
     if (!plan_.copies || (last && plan_.in_turn)) return;
     int64_t head = !last_of_head ? head_ : last ? kv_head_ * group() : head_ + 1, row = sequence_.first_row + next;
     if constexpr (kPairedBackward<E>) {
@@ -538,13 +537,14 @@ class BackwardItem {
     dv_rows_.step();
   }
 
-  // What the band keeps of a tile, 8 rows with 8 keys at a time: the rest is left out of all five products, which is
-  // half of the tiles on the diagonal.
+  // What the band keeps of a tile, 8 rows with 8 keys at a time: the rest, half of a tile on the diagonal, is left out
+  // of all five products.
   void find_kept(int rows, int keys);
 
-  // Few queries, as in decoding, of calls without options: as in the forward (decoding.h), head_dim stands in the
-  // lanes, and K and V are read as they lie in memory. All rows of a key's gradients are here, so they are written
-  // once. For 8 rows of one head it would be 0.8 times as fast in float32; for 8 rows of several, a tile each, it is 2.
+  // Decoding: at most kDecodingRows queries, in calls without options. As in the forward (decoding.h), head_dim is in
+  // the lanes, and K and V are read in place. All rows that a key's gradients depend on are in one item, so these are
+  // written once. Against the tiles this is twice as fast for 8 rows of several heads, a tile each, but 0.8 times as
+  // fast in float32 for 8 rows of one head.
   bool decodes() const {
     int64_t rows = group() * sequence_.rows;
     return !plan_.in_turn && rows > 0 && rows <= (group() > 1 ? kDecodingRows : kDecodingRows / 2) && !is_packed(p_) &&
@@ -554,11 +554,11 @@ class BackwardItem {
 
   void decode();
 
-  // R rows, of which `rows` are not padding.
+  // R rows, of which the first `rows` are not padding.
   template <int R>
   void decode_rows(int rows);
 
-  // body(h, std::integral_constant<int, vectors>): as many vectors of R rows together as registers hold.
+  // body(h, std::integral_constant<int, vectors>) for as many vectors of R rows at a time as registers hold.
   template <int R, typename Body>
   JAX_FLASH_INLINE void for_columns(int columns, Body body);
 
@@ -577,7 +577,7 @@ class BackwardItem {
   template <int NV, Finish finish>
   JAX_FLASH_INLINE void scores_of_rows(int i, int lane);
 
-  // Makes weights and dscores of scores and dweights, and adds to the gradients of bias and slopes.
+  // Computes weights and dscores from scores and dweights, and adds to the gradients of bias and slopes.
   __attribute__((noinline)) void apply_options(int64_t t, int rows, int lanes);
 
   T* dbias_at(int64_t t, int64_t s) const {
@@ -614,7 +614,7 @@ class BackwardItem {
   T* dv_;               // [keys][v_stride_]
   T* q_;                // [kQueries][k_stride_]
   T* dout_;             // [kQueries][v_stride_]
-  const T* tile_q_;     // [rows][k_stride_] of the tile at hand: q_, or in the copies
+  const T* tile_q_;     // [rows][k_stride_] of the current tile: q_, or in the copies
   const T* tile_dout_;  // [rows][v_stride_]
   const T* tile_lse_;   // [rows] likewise
   const T* tile_delta_;
@@ -628,7 +628,7 @@ class BackwardItem {
   Pair* k_tiles_;          // [kKeys / kTileKeys][k_depth_][kTileKeys]
   Pair* v_tiles_;          // [kKeys / kTileKeys][v_depth_][kTileKeys]
   Pair* k_pairs_;          // [kKeys / 2][k_stride_]
-  Pair* pairs_;            // on their way into another order
+  Pair* pairs_;            // temporary of a transposition
   Pair* record_;
   Record tile_;
   LinesAhead next_record_;
@@ -643,7 +643,7 @@ class BackwardItem {
   size_t workspace_;
 
   const Turns* turns_;
-  int64_t turn_;  // the block at hand, of all heads'
+  int64_t turn_;  // the current block, counted over all heads
   LinesAhead next_dq_, next_q_, next_dout_;
   RowsAhead dq_rows_, dk_rows_, dv_rows_;  // to be written
   bool asks_for_rows_;
@@ -655,9 +655,9 @@ class BackwardItem {
   int64_t first_sum_;                            // row of the sums of dq
   int64_t first_;                                // key of the block
   int count_;                                    // keys of the block
-  Depths keys_of_rows_[kQueries / kRowPadding];  // what the band keeps: of 8 rows each, of 8 keys each
+  Depths keys_of_rows_[kQueries / kRowPadding];  // what the band keeps, by 8 rows and 8 keys
   Depths rows_of_keys_[kKeys / kRowPadding];
-  int most_;     // of which some row of the tile keeps one of these first
+  int most_;     // the rows of the tile keep none of the block's keys from this one on
   bool masked_;  // whether the band clears some weight of the tile
   bool compare_segments_;
   T slope_;

@@ -1,4 +1,4 @@
-// The backward of few queries, as in decoding.
+// The backward of at most kDecodingRows queries, as in decoding.
 #pragma once
 
 #include "backward.h"
@@ -28,7 +28,7 @@ inline void BackwardItem<E>::decode_rows(int rows) {
   constexpr int W = kWidth<T>;
   Rows<const E> k{row_of<const E>(p_.k, batch_, first_, kv_head_), p_.k.row_stride, p_.head_dim};
   Rows<const E> v{row_of<const E>(p_.v, batch_, first_, kv_head_), p_.v.row_stride, p_.value_head_dim};
-  // The products of each row with W keys. Behind the last key it stands again; its weights are cleared.
+  // The products of a row with W keys. Past the last key they repeat it; those weights are cleared.
   auto dots = [&](const Rows<const E>& keys, int j, const T* row) __attribute__((always_inline)) {
     Vec<T> products[W];
     const E* from[W];
@@ -61,7 +61,7 @@ inline void BackwardItem<E>::decode_rows(int rows) {
   T* dq_rows[R];
   int rows_of_head = rows / group();
   for (int r = 0; r < R; ++r) {
-    // Padding adds zeros to a buffer that is free here.
+    // Padding rows add zeros to a buffer that is unused here.
     dq_rows[r] = r < rows ? dq(kv_head_ * group() + r / rows_of_head, r % rows_of_head) : k_;
   }
   for_columns<R>(p_.value_head_dim, [&](int h, auto vectors) __attribute__((always_inline)) {

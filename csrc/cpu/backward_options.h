@@ -1,5 +1,5 @@
-// Weights and gradients of scores in the backward where there is more than a scale and a band: modified
-// scores (scores.h), mask, segments and dropout, and the gradients of bias and slopes.
+// The backward's weights and gradients of scores for calls with more than a scale and a band: modified scores
+// (scores.h), mask, segments and dropout, and the gradients of bias and slopes.
 #pragma once
 
 #include "backward.h"
@@ -38,7 +38,7 @@ __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int row
         put_where<T>(IntVec<T>(segments_ + lane, stdx::element_aligned) != segment, score, -kInfinity<T>);
       }
       stdx::where(key < kept_begin_[i] || key >= kept_end_[i], score) = -kInfinity<T>;
-      // Rounding may lift a score above lse, by much where a bias is huge.
+      // Rounding may lift a score above lse, by much if a bias is huge.
       stdx::where(score > T(0), score) = T(0);
       Vec<T> weight = exp2(score), used = weight, dweight = load(dscores);
       if (bits) {
@@ -108,7 +108,7 @@ inline void BackwardItem<E>::reduce_slopes(int64_t head) {
         distances += sums.distances;
       }
       if (distances == 0) continue;
-      // The weights are 1 without the sink's. All of them times dweight - delta is dlse.
+      // With the sink's, the weights add up to 1, and the sum of weight * (dweight - delta) over keys and sink is dlse.
       double of_sink = __builtin_exp2(sink - *row_lse(t)) * *delta(t);
       sum += (*statistic(p_.dlse, t) + of_sink - dscores) * distances;
     }

@@ -1,4 +1,4 @@
-// The backward's tiles by products of pairs of bfloat16, with AVX512-BF16 and AMX.
+// The backward's tiles with products of pairs of bfloat16: AVX512-BF16 and AMX.
 #pragma once
 
 #include "backward.h"
@@ -49,7 +49,7 @@ inline void BackwardItem<E>::tile_of_pairs(int64_t t, int rows, int64_t next) {
   [[maybe_unused]] int k_columns = round_up(p_.head_dim, kWidth<T>);
   [[maybe_unused]] int v_columns = round_up(p_.value_head_dim, kWidth<T>);
   bool later = finishes_later();
-  // Vectors that are multiplied together: 3, and of the last 4 those for which registers have room.
+  // Vectors are multiplied 3 at once, the last 4 as 2 + 2, or with AMX's registers as 4.
   auto for_vectors = [](int lanes, auto body) __attribute__((always_inline)) {
     constexpr int W = kWidth<T>, kFour = kColumns<E> ? 4 : 2;
     int lane = 0;

@@ -1,4 +1,4 @@
-// The backward's tiles by panels of K and V: fused multiply-adds, keys in the lanes.
+// The backward's tiles with panels of K and V: fused multiply-adds, keys in the lanes.
 #pragma once
 
 #include "backward.h"
@@ -51,7 +51,7 @@ inline void BackwardItem<E>::load_queries(int64_t t, int rows, int at) {
     kept_end_[at + i] = static_cast<T>(end);
     most_ = std::max(most_, end);
   }
-  // Rows of padding do as the last one does.
+  // Padding rows repeat the last row.
   std::fill_n(kept_begin_ + at + rows, padded - rows, kept_begin_[at + rows - 1]);
   std::fill_n(kept_end_ + at + rows, padded - rows, kept_end_[at + rows - 1]);
 }
@@ -78,7 +78,7 @@ template <typename E>
 inline void BackwardItem<E>::tile(int64_t t, int rows, int64_t next) {
   int padded = round_up(rows, kRowPadding), key_rows = round_up(most_, kRowPadding);
   int k_columns = round_up(p_.head_dim, kWidth<T>), v_columns = round_up(p_.value_head_dim, kWidth<T>);
-  // The last product's sums are asked for while the first ones are made.
+  // Prefetches the sums of the last product during the first ones.
   int steps = (key_rows + kPanel<T> - 1) / kPanel<T> * (padded / kRows);
   next_dq_ = LinesAhead(dq(head_, t), padded * plan_.padded_head_dim * sizeof(T), steps);
   int later_steps = register_tiles<T>(key_rows, k_columns) + register_tiles<T>(key_rows, v_columns);
@@ -133,7 +133,7 @@ inline void BackwardItem<E>::scores(int rows, int lane) {
     next_dq_.template step<Access::write>();
     next_q_.template step<Access::read>();
     next_dout_.template step<Access::read>();
-    // Of the panel's vectors those up to the last key that the rows keep.
+    // The panel's vectors up to the last key that the rows keep.
     Depths kept = keys_of_rows_[i / kRowPadding];
     int vectors = kept.begin < lane + NV * W ? std::clamp((kept.end - lane + W - 1) / W, 0, NV) : 0;
     if (finish == Finish::full || vectors == NV) {

@@ -1,7 +1,6 @@
 // Which instruction sets serve a process: a pure function of the processor and of what may be used there.
-//
-// The choice for bfloat16 is a table of processors, not a measurement at run time: a process must compute what the
-// process before it did on the same machine, whatever else runs there.
+// The choice for bfloat16 is a table of processors, not a measurement at run time: on one machine every process must
+// compute the same bits, no matter what else runs there.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +15,7 @@
 
 namespace jax_flash::cpu {
 
-// As CPUID has it: the vendor's 12 letters, and family and model with their extensions. Empty and 0 elsewhere.
+// From CPUID: the vendor's 12 letters, and family and model with their extensions. Empty and 0 on other architectures.
 struct Processor {
   std::string vendor;
   int family = 0, model = 0;
@@ -40,10 +39,10 @@ inline Processor this_processor() {
 
 struct InstructionSet {
   std::string_view name;
-  bool bf16_only;  // other dtypes take the next one
+  bool bf16_only;  // other dtypes are served by the next set
 };
 
-// Best first, but for what fast_pairs() says.
+// Best first, except that fast_pairs() may put avx512 before avx512_bf16.
 constexpr std::array<InstructionSet, 6> kInstructionSets = {{{"amx_bf16", true},
                                                              {"avx512_bf16", true},
                                                              {"avx512", false},
@@ -52,7 +51,8 @@ constexpr std::array<InstructionSet, 6> kInstructionSets = {{{"amx_bf16", true},
                                                              {"baseline", false}}};
 
 // Whether AVX512-BF16, products of pairs, is faster than AVX-512, products of floats, for bfloat16. A processor in no
-// row is taken to be slow: where that is wrong bfloat16 has the rate of float32, the other way maybe half of that.
+// row counts as slow: if that is wrong, bfloat16 runs at the rate of float32, while the opposite error may cost half of
+// it.
 inline bool fast_pairs(const Processor& processor) {
   struct Row {
     std::string_view vendor;
@@ -79,13 +79,13 @@ inline bool fast_pairs(const Processor& processor) {
   return false;
 }
 
-// Names of sets: for bfloat16, and for the other dtypes. Empty where there is none.
+// Names of sets: for bfloat16, and for the other dtypes. Empty if there is none.
 struct Choice {
   std::string_view bf16, others;
 };
 
-// The sets for a processor that may use those in `usable`: the best ones, or where `wanted` is not empty that one, and
-// for dtypes that it does not serve the best of those after it.
+// The sets for a processor that may use those in `usable`: the best ones. If `wanted` is not empty, that one, and for
+// dtypes that it does not serve the best of those after it.
 inline Choice choose(const Processor& processor, const std::vector<std::string_view>& usable,
                      std::string_view wanted = {}) {
   Choice choice;

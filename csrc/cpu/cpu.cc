@@ -26,8 +26,8 @@ namespace jax_flash::cpu {
 namespace {
 
 #if defined(JAX_FLASH_HAS_amx_bf16)
-// Linux gives the tile registers to a process that asks for them. It refuses where a thread's stack for signals has no
-// room for them.
+// Linux gives AMX's tile registers only to a process that requests them, and refuses if the signal stack of a thread is
+// too small to save them.
 bool may_use_tiles() {
 #if defined(JAX_FLASH_EMULATED_TILES)
   return true;
@@ -41,7 +41,7 @@ bool may_use_tiles() {
 }
 #endif
 
-// Of the sets that the build has, those that the processor and the system let this process use; best first.
+// The instruction sets of this build that the processor and the system let this process use, best first.
 std::vector<const Kernels*> usable_kernels() {
   std::vector<const Kernels*> all;
 #if defined(__x86_64__)
@@ -76,7 +76,7 @@ std::vector<const Kernels*> usable_kernels() {
   return all;
 }
 
-// What serves bfloat16, and what serves the other dtypes.
+// The kernels for bfloat16, and those for the other dtypes.
 struct Chosen {
   const Kernels *bf16, *others;
   bool named;  // by the user
@@ -109,14 +109,14 @@ const Chosen& chosen() {
 
 const Kernels& kernels(DType dtype) { return dtype == DType::bf16 ? *chosen().bf16 : *chosen().others; }
 
-// Memory that begins with a cache line.
+// Memory aligned to a cache line.
 struct Free {
   void operator()(char* p) const { ::operator delete[](p, std::align_val_t{64}); }
 };
 using Buffer = std::unique_ptr<char[], Free>;
 Buffer allocate(size_t bytes) { return Buffer(static_cast<char*>(::operator new[](bytes, std::align_val_t{64}))); }
 
-// A buffer of the calling thread, kept for its next item: at most a megabyte or two, whatever the lengths.
+// A buffer of the calling thread, kept for its next item: at most a megabyte or two, for any lengths.
 void* workspace(size_t bytes) {
   thread_local Buffer buffer;
   thread_local size_t size = 0;
@@ -132,23 +132,22 @@ void* workspace(size_t bytes) {
 int64_t size_of(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
 int64_t computed_size_of(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
 
-// Of K and V.
+// Bytes of K and V.
 int64_t key_bytes(DType dtype, const Problem& p) {
   return int64_t{p.batch} * p.kv_length * p.kv_heads * (int64_t{p.head_dim} + p.value_head_dim) * size_of(dtype);
 }
 
-// Asks for pages of 2 MB. glibc's malloc, which XLA's buffers come from, keeps no memory of more than 32 MB for the
-// next call, and less in some processes only: then it is new every time. A fault took 2.5 us of a virtual machine, and
-// twice as long where two threads meet the same page, which a row of all heads fills: of (1, 1024, 16, 64), causal,
-// 7000 faults of 4 KB took a quarter of forward and backward. The ends of a buffer keep small pages, for malloc has
-// written its own word there.
+// Requests pages of 2 MB. glibc's malloc, which XLA's buffers come from, returns blocks of more than 32 MB to the
+// system when they are freed, and in some processes smaller ones too, so that every call faults all pages in anew. Such
+// faults of 4 KB took a quarter of forward and backward of (1, 1024, 16, 64), causal, on a virtual machine. The ends of
+// a buffer keep small pages, for malloc has written its header there.
 void ask_for_large_pages([[maybe_unused]] void* p, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr int64_t kWorthwhile = 4 << 20, kPage = 2 << 20;
   if (bytes < kWorthwhile) return;
   uintptr_t begin = (reinterpret_cast<uintptr_t>(p) + kPage - 1) / kPage * kPage;
   uintptr_t end = (reinterpret_cast<uintptr_t>(p) + bytes) / kPage * kPage;
-  // Advice: what comes of it changes no result.
+  // Only advice: results do not depend on whether it succeeds.
   madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #endif
 }
@@ -158,7 +157,7 @@ void ask_for_large_pages(const Tensor& x, int batch, DType dtype) {
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Bytes of a core's second-level cache, taken for 512 KB where it has less or the system does not say.
+// Bytes of a core's L2 cache; 512 KB if it has less or the system does not say.
 int64_t second_level_cache() {
   constexpr long kLeast = 512 << 10;
 #if defined(__linux__) && defined(_SC_LEVEL2_CACHE_SIZE)
@@ -172,22 +171,21 @@ int64_t second_level_cache() {
 // Enough items that some tens of threads find work and a causal triangle's unequal items even out.
 constexpr int64_t kEnoughItems = 32;
 
-// Sequences of a batch entry share its rows and keys as the arrays say, which a plan does not know: it reckons with
-// sequences of equal lengths.
+// The lengths of packed sequences are in arrays that a plan does not read: it assumes equal lengths.
 bool is_packed(const Problem& p) { return p.options.has_cu_q_lengths; }
 int64_t average_length(const Problem& p, int length) {
   return divide_up(length, is_packed(p) ? p.options.sequences : 1);
 }
 
-// In the backward of pairs rows and keys are padded to 32: of 16 each its rate is 0.54 of that of floats, of 32 1.2
-// times (Zen 4, AVX512-BF16).
+// The backward by pairs pads rows and keys to 32: with 16 of each it runs at 0.54 times the rate of the one by floats,
+// with 32 at 1.2 times (Zen 4, AVX512-BF16).
 const Kernels& backward_kernels(DType dtype, const Problem& p) {
   constexpr int kWorthwhile = 32;
   bool worthwhile = std::min(average_length(p, p.q_length), average_length(p, p.kv_length)) >= kWorthwhile;
   return worthwhile || chosen().named ? kernels(dtype) : *chosen().others;
 }
 
-// Blocks of a head of `rows` rows. See first_block() in ranges.h for the bound when packed.
+// Blocks of a head of `rows` rows; if packed an upper bound, see first_block() in ranges.h.
 int64_t block_count(const Problem& p, int64_t rows, int64_t block_rows) {
   return is_packed(p) ? rows / block_rows + p.options.sequences + 1 : divide_up(rows, block_rows);
 }
@@ -196,27 +194,27 @@ ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
   ForwardPlan plan{};
   plan.key_bytes = key_bytes(dtype, p);
   int group = p.q_heads / p.kv_heads;
-  // Blocks of 48 fill whole panels with every instruction set. Longer ones read K and V less often: 384 rows instead of
-  // 192 make 1.02 of the rate with head_dim 128 and 1.04 with 64, 1024 instead of 384 1.01 to 1.04 from 2048 keys on.
-  // With 1024 keys 1.00 to 1.03, but 0.97 to 1.01 causal. Beyond 192 their queries and sums have to stay in the
-  // second-level cache.
+  // Blocks of 48 rows fill whole panels with every instruction set. Longer ones read K and V less often: 384 rows
+  // instead of 192 give 1.02 times the rate with head_dim 128 and 1.04 with 64, 1024 instead of 384 give 1.01 to 1.04
+  // from 2048 keys on. With 1024 keys they give 1.00 to 1.03, but causal 0.97 to 1.01. Beyond 192 rows the queries and
+  // sums of a block have to stay in L2.
   constexpr int kShort = 48, kLong = 192, kLonger = 384, kLongest = 1024;
   const int longest_keys = p.options.causal ? 2048 : 1024;
   constexpr int64_t kLongerBytes = 384 << 10;
   int64_t rows = average_length(p, p.q_length);
-  // Not with dropout, whose bits are made for rows of one head.
+  // Heads are not folded with dropout, whose bits are drawn for rows of one head.
   plan.fold = rows < kShort && p.options.dropout_rate == 0 ? group : 1;
   rows *= plan.fold;
   int64_t heads = int64_t{p.batch} * (p.q_heads / plan.fold);
   int64_t sequences = heads * (is_packed(p) ? p.options.sequences : 1);
   plan.block_rows = kShort;
   int64_t row = (int64_t{p.head_dim} + p.value_head_dim) * computed_size_of(dtype);
-  // At most `longest` rows, so that there are `items` blocks, or the fewest.
+  // The most rows, up to `longest`, for which there are `items` blocks; else kShort.
   auto block_rows = [&](int64_t items, int longest) {
     for (int longer : {kLongest, 768, 512, kLonger, 288, kLong, 96}) {
       int64_t blocks = divide_up(rows, longer), bytes = longer > kLonger ? second_level_cache() : kLongerBytes;
       if (longer > longest || sequences * blocks < items || (longer > kLong && longer * row > bytes)) continue;
-      // Even shares: a rest of a few rows would read all keys for them.
+      // Blocks of equal length: a short last one would read all keys for a few rows.
       return longer > kLong ? divide_up(divide_up(rows, blocks), 16) * 16 : int64_t{longer};
     }
     return int64_t{kShort};
@@ -227,11 +225,11 @@ ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
     plan.blocks_in_all = heads * plan.blocks;
   };
   cut(block_rows(kEnoughItems, kLonger));
-  // Few blocks and many keys, as in decoding: parts of at least 512 keys.
+  // With few blocks and many keys, as in decoding, the keys are split into at least 512 each.
   plan.splits = static_cast<int>(
       std::max<int64_t>(1, std::min<int64_t>(kEnoughItems / plan.blocks_in_all, average_length(p, p.kv_length) / 512)));
-  // Few threads need fewer items. A row comes out the same whichever block it stands in, as long as all blocks begin
-  // with key 0, see all keys, and have more than few rows.
+  // Fewer threads need fewer items. The number of threads may decide the block only where a row's result does not
+  // depend on its block: all blocks begin with key 0, see all keys, and have more than kDecodingRows rows.
   constexpr int64_t kItemsOfThread = 8;
   bool same_rows = plan.splits == 1 && plan.fold == 1 && !is_packed(p) && !p.q_lengths && !p.q_segment_ids &&
                    p.options.window_left == 2147483647 && !p.options.has_window_bounds;
@@ -246,8 +244,8 @@ ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
   plan.items = blocks * plan.splits;
   if (!plan.together) return plan;
   plan.block_rows = static_cast<int>(std::bit_ceil(static_cast<uint64_t>(rows)));
-  // Memory is the bound here: items of enough keys that a start in the middle of memory, where no item asked ahead, and
-  // the sum of the parts cost little. With 32 keys instead of 128 (1, 1024, 16, 64) takes 1.16 times as long in float32
+  // Decoding is bound by memory: items have so many keys that an item's first reads, which nothing prefetches, and the
+  // merge of the splits cost little. With 32 keys instead of 128 (1, 1024, 16, 64) takes 1.16 times as long in float32
   // and 1.29 in bfloat16.
   constexpr int64_t kBytes = 64 << 10, kKeys = 128;
   int64_t most = std::min(divide_up(p.kv_length, kKeys), plan.key_bytes / p.batch / kBytes);
@@ -256,16 +254,16 @@ ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
   return plan;
 }
 
-// Keys of a row from which on q and dout are copied.
-#if defined(JAX_FLASH_COPY_KEYS)  // of the tests, whose problems are short
+// q and dout are copied if a row keeps so many keys or more.
+#if defined(JAX_FLASH_COPY_KEYS)  // set by tests, whose problems are short
 constexpr int64_t kCopyKeys = JAX_FLASH_COPY_KEYS;
 constexpr int64_t kTurnRows = 1, kTurnHeads = 1, kBlocksOfThread = 1;
 #else
 constexpr int64_t kCopyKeys = 480;
-// From which on blocks of keys take turns: with fewer rows they would wait for each other, with fewer heads the cache
-// lines of a head's sums go to and fro between the threads (one head of 8192 keys 0.97 to 0.99).
+// BackwardPlan::in_turn needs so many rows and heads: with fewer rows blocks would wait for each other, with fewer
+// heads the cache lines of a head's sums bounce between threads (one head of 8192 keys: 0.97 to 0.99 times the rate).
 constexpr int64_t kTurnRows = 512, kTurnHeads = 4;
-// From so many on blocks are longer ones.
+// Blocks of keys are longer if every thread has so many of them.
 constexpr int64_t kBlocksOfThread = 12;
 #endif
 
@@ -276,7 +274,7 @@ BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads, int64
   plan.batch_items = shares_bias(p.bias_strides.batch) ? 1 : p.batch;
   plan.head_items = shares_bias(p.bias_strides.head) ? 1 : p.kv_heads;
   int64_t heads = int64_t{plan.batch_items} * plan.head_items;
-  // Not too many chunks, for each costs a sum of dq, and at least 192 keys in each.
+  // Each chunk costs a sum of dq, so there are at most kMaxChunks, of at least 192 keys.
   plan.chunks = static_cast<int>(
       std::clamp<int64_t>(std::min(divide_up(kEnoughItems, heads), int64_t{p.kv_length} / 192), 1, kMaxChunks));
   plan.chunk_items = shares_bias(p.bias_strides.column) ? 1 : plan.chunks;
@@ -286,21 +284,20 @@ BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads, int64
   plan.padded_head_dim = divide_up(p.head_dim, 16) * 16;
   plan.row_blocks = static_cast<int>(block_count(p, p.q_length, kReduceRows));
   plan.reduce_items = int64_t{p.batch} * p.q_heads * plan.row_blocks;
-  // For each block of keys a row costs 7% of its products to read where it lies, 13% when q and dout of a head do not
-  // stay in the caches. Its copy costs 2 to 4% of the products of kCopyKeys keys.
+  // To read a row in place costs 7% of its products with a block of keys, or 13% if q and dout of a head do not stay in
+  // the caches. To copy it costs 2 to 4% of its products with kCopyKeys keys.
   int64_t keys = average_length(p, p.kv_length);
   if (p.options.causal) keys /= 2;
   for (int64_t side : {p.options.window_left, p.options.window_right}) keys = std::min(keys, 2 * side);
   plan.copies = keys >= kCopyKeys && average_length(p, p.q_length) >= kReduceRows;
-  // Records begin at multiples of kReduceRows rows, where those of a sequence's tiles do not.
+  // Records begin at multiples of kReduceRows rows of the array; the tiles of a packed sequence do not.
   if (record != 0 && is_packed(p)) plan.copies = false;
   plan.record = plan.copies ? record : 0;
   bool alone = heads == int64_t{p.batch} * p.kv_heads && !shares_bias(p.bias_strides.column);
   plan.in_turn = plan.copies && p.q_length >= kTurnRows && heads >= kTurnHeads && alone && !is_packed(p) &&
                  !p.options.has_dalibi_slopes;
-  // Longer blocks of keys read q and dout less often: 1.02 to 1.04 of the rate of 96 keys with head_dim 128, 1.00
-  // to 1.01 with 64, and 0.9 with 3 blocks a thread. Not with segments: what a shorter block leaves out would be zeros
-  // here.
+  // Longer blocks of keys read q and dout less often: 1.02 to 1.04 times the rate of 96 keys with head_dim 128, 1.00 to
+  // 1.01 with 64, but 0.9 with 3 blocks a thread. Not with segments, where shorter blocks skip more.
   plan.keys = kBackwardKeys;
   int64_t tiles = kMostBackwardKeys * (int64_t{3} * p.head_dim + 2 * p.value_head_dim) * computed_size_of(dtype);
   if (plan.in_turn && !p.q_segment_ids && tiles <= second_level_cache() / 2 &&
@@ -328,15 +325,15 @@ BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads, int64
   return plan;
 }
 
-// The most elements of a record, whichever instruction set has pairs.
+// Elements of a record at most: a bound over the instruction sets that multiply pairs.
 int64_t largest_record(const Problem& p) {
   int64_t columns = divide_up(p.head_dim, 16) * 16 + divide_up(p.value_head_dim, 16) * 16;
   int64_t pairs = divide_up(p.head_dim, 32) * 16 + divide_up(p.value_head_dim, 32) * 16;
   return kReduceRows * pairs + kReduceRows / 2 * columns;
 }
 
-// How many threads a pass is worth, each of which is to have some 30 microseconds of work: to wake one and to wait for
-// it may take as long. (1, 64, 1, 16) took 18 us on two threads and 4 on one, (1, 64, 4, 64) 59 and 25.
+// How many threads a pass is worth. Each should have some 30 microseconds of work, since waking a thread and waiting
+// for it may take as long: (1, 64, 1, 16) took 18 us on two threads and 4 on one, (1, 64, 4, 64) 59 and 25.
 constexpr double kBytesOfThread = 6e5;
 int64_t worthwhile_threads(DType dtype, const Problem& p, double flops_of_pair) {
   double columns = p.head_dim + p.value_head_dim;
@@ -347,13 +344,13 @@ int64_t worthwhile_threads(DType dtype, const Problem& p, double flops_of_pair) 
   return static_cast<int64_t>(std::clamp(std::max(flops / kFlops, bytes / kBytesOfThread), 1.0, 1e6));
 }
 
-// To read out and dout.
+// How many threads the preparing pass is worth, which reads out and dout.
 int64_t threads_to_read(DType dtype, const Problem& p) {
   double elements = 2.0 * p.batch * p.q_length * p.q_heads * p.value_head_dim;
   return 1 + static_cast<int64_t>(elements * static_cast<double>(size_of(dtype)) / kBytesOfThread);
 }
 
-// The gradient of bias is summed from zero on.
+// Zeros the gradient of bias, which the items add to.
 void clear_dbias(DType dtype, const Problem& p, const ParallelFor& parallel_for) {
   if (!p.dbias) return;
   const Strides& s = p.bias_strides;
@@ -393,7 +390,7 @@ void forward(DType dtype, const Problem& problem, int64_t threads, const Paralle
   const Kernels& k = kernels(dtype);
   ForwardPlan plan = plan_forward(dtype, problem, threads);
   size_t bytes = k.forward_workspace(dtype, problem, plan);
-  // Bounded: there are at most kEnoughItems splits in all, of at most 48 rows, or of kDecodingRows a head.
+  // Bounded: at most kEnoughItems splits in all, of at most 48 rows, or of kDecodingRows a head.
   size_t partial_bytes = 0;
   Buffer partials;
   if (plan.splits > 1 || plan.together) {

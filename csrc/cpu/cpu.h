@@ -10,16 +10,16 @@
 namespace jax_flash::cpu {
 
 // Calls body(item) once for every item in [0, items), from any thread, and returns when all are done. Items are begun
-// in their order, for one may wait for those before it. More than `threads` of them would wait for each other longer
-// than they work.
+// in their order, for one may wait for those before it. More than `threads` threads would lose more by waking and
+// waiting than they save.
 using ParallelFor = std::function<void(int64_t items, int64_t threads, const std::function<void(int64_t)>& body)>;
 
 // Elements of float (double for f64) that backward needs in Problem::scratch at least. It depends on dtype, shape and
-// options alone, never on the machine, whose instruction set may need less: the lowering asks for it when a call is
-// traced, maybe on another machine.
+// options alone: the lowering reads it when a call is traced, maybe on another machine. The instruction set in use may
+// need less.
 int64_t backward_scratch(DType dtype, const Problem& problem);
 
-// `threads`: how many there are for parallel_for. Nothing that is computed depends on it.
+// `threads`: how many parallel_for has. Results do not depend on it.
 void forward(DType dtype, const Problem& problem, int64_t threads, const ParallelFor& parallel_for);
 void backward(DType dtype, const Problem& problem, int64_t threads, const ParallelFor& parallel_for);
 

@@ -1,5 +1,5 @@
-// Few queries against many keys, as in decoding: head_dim stands in the lanes and K and V are read once, as they lie in
-// memory. With queries in the lanes most lanes would be idle, and a copy of K and V would serve few products.
+// Decoding, at most kDecodingRows queries against many keys: head_dim is in the SIMD lanes, and K and V are read once,
+// in place. With queries in the lanes most lanes would be idle, and a copy of K and V would serve few products.
 #pragma once
 
 #include <algorithm>
@@ -37,8 +37,8 @@ JAX_FLASH_INLINE void load_apart(const BFloat16* p, Vec<float>& even, Vec<float>
   odd = bits_as<Vec<float>>(x & 0xffff0000);
 }
 
-// Lane i of the result is the sum of x[i]. First within parts of 16 bytes, whose shuffles cost processors half of what
-// others do, then across them. A recursion of templates, because arrays in a loop of halves go to memory.
+// Lane i of the result is the sum of x[i]. Sums first within groups of 16 bytes, whose shuffles cost half of what
+// others do, then across them. Recursive templates, because compilers put the arrays of a loop into memory.
 template <typename T, int count = kWidth<T>>
 JAX_FLASH_INLINE Vec<T> sums(Vec<T> (&x)[kWidth<T>]) {
   constexpr int W = kWidth<T>, kPart = 16 / sizeof(T);
@@ -53,7 +53,7 @@ JAX_FLASH_INLINE Vec<T> sums(Vec<T> (&x)[kWidth<T>]) {
   return x[0];
 }
 
-// Memory that will be read later, asked for in its order, as much as is read now. Null for none.
+// Prefetches memory in its order, as many bytes as are read meanwhile; nothing if null.
 struct Ahead {
   const char* next;
 
@@ -65,8 +65,8 @@ struct Ahead {
   }
 };
 
-// A vector of sums is made at a time, of some rows with kFewStep keys: across lanes each costs two
-// shuffles so, a lone one four; and 4 x 4 need half a load for each product.
+// Sums are made a vector at a time, for up to kSide rows and kFewStep keys: then a sum across lanes costs two shuffles,
+// alone it would cost four; and 4 x 4 sums need half a load for each product.
 template <typename T>
 constexpr int kSide = kWidth<T> >= 16  ? 4
                       : kWidth<T> >= 4 ? 2
@@ -102,7 +102,7 @@ void score_decoding(int keys, Rows<const K> k, Rows<const F> q, T scale, T* scor
             products[row * kKeys + i] = multiply_add(x, query[row], products[row * kKeys + i]);
           }
           key += k.stride;
-          asm("" : "+r"(key));  // or g++ keeps kKeys addresses, most of them in memory
+          asm("" : "+r"(key));  // else g++ keeps kKeys addresses, most of them spilled
         }
       }
       Vec<T> sum = sums<T>(products) * scale;
@@ -125,12 +125,12 @@ void score_decoding(int keys, Rows<const K> k, Rows<const F> q, T scale, T* scor
   }
 }
 
-// Whether weights stand in pairs of keys, as V's rows are paired.
+// Whether weights are stored as pairs of keys, to match pairs of V's rows.
 template <typename V>
 constexpr bool kPairsKeys = kPaired<Factor<V>>;
 
 #if defined(JAX_FLASH_PAIRS)
-// Weights of a row become pairs in their place, with zeros behind the last one.
+// Turns the weights of a row into pairs in place, with zeros after the last one.
 inline void pair_row(int keys, float* s) {
   constexpr int W = kWidth<float>;
   for (int j = 0; j < keys; j += 2 * W) {
@@ -158,10 +158,9 @@ JAX_FLASH_INLINE U32 load_pairs(const BFloat16* row, ptrdiff_t stride) {
 }
 #endif
 
-// Brings the running softmax of R rows up to date with scores[R][score_stride] of `keys` keys, which become weights,
-// and scales their output. `finish(row, scores)` gives the scores of a row their last form, -inf up to the next
-// multiple of kWidth included, and `drop(row, weights)` clears weights that have been counted in the sum but are not
-// used.
+// Updates the running softmax of R rows with scores[R][score_stride] of `keys` keys, which become weights, and scales
+// their output. `finish(row, scores)` gives the scores of a row their last form, -inf up to the next multiple of kWidth
+// included, and `drop(row, weights)` clears weights that have been counted in the sum but are not used.
 template <int R, typename V, typename T, typename Finish, typename Drop>
 void softmax_decoding(int keys, T* scores, ptrdiff_t score_stride, T* maximum, T* sum, Rows<T> out, Finish finish,
                       Drop drop) {
@@ -197,9 +196,9 @@ template <int R, typename V, typename T>
 void add_values_decoding(int first, int keys, Rows<const V> v, const T* weights, ptrdiff_t weight_stride, Rows<T> out,
                          Ahead ahead) {
   constexpr int W = kWidth<T>;
-  // Several vectors of a row of V at once: whole cache lines, and enough independent sums when R = 1. Of 16-bit
-  // elements the vectors of two stand apart, as one or two instructions widen them: the even and the odd columns, or of
-  // pairs of keys every second 4.
+  // Takes several vectors of a row of V at once: whole cache lines, and enough independent sums if R = 1. Elements of
+  // 16 bits are widened into two vectors by the cheapest instructions: the even and the odd columns, or for pairs of
+  // keys every second 4 columns.
   constexpr int kTogether = R * 4 <= kRows * kVecs ? 4 : R * 2 <= kRows * kVecs ? 2 : 1;
   auto add = [&](int h, auto vectors) __attribute__((always_inline)) {
     constexpr int NV = vectors.value;

@@ -1,8 +1,8 @@
 // Which weights dropout keeps: bits of a counter-based generator, Philox 4x32 with 7 rounds.
 //
-// A call of the generator serves rows t and t + 8 and keys s, s + 8, s + 16, s + 24. Counters stand in 64-bit lanes,
-// where one multiplication gives both halves of the product. The result is one bit a pair, which kernels of any shape
-// read: 64 calls make the bits of 16 rows and 32 keys.
+// A call of the generator serves rows t and t + 8 and keys s, s + 8, s + 16, s + 24. Counters are in 64-bit lanes,
+// where one multiplication gives both halves of the product. The result is one bit for each pair, which kernels of any
+// shape read: 64 calls make the bits of 16 rows and 32 keys.
 #pragma once
 
 #include <algorithm>
@@ -37,8 +37,8 @@ class Dropout {
     }
   }
 
-  // Bit t of bits[s] for rows first_row + t and keys first_key + s, where 0 <= s < kDropoutKeys and bits[s] stands at
-  // bits + s * stride. first_row is a multiple of kDropoutRows, first_key one of kDropoutKeys.
+  // Writes bit t of bits[s] for rows first_row + t and keys first_key + s, where 0 <= s < kDropoutKeys and bits[s] is
+  // at bits + s * stride. first_row is a multiple of kDropoutRows, first_key one of kDropoutKeys.
   void bits_of_rows(int64_t first_row, int64_t first_key, uint16_t* bits, int64_t stride) const {
     for (int j = 0; j < 8; ++j) {
       uint8_t kept[4][2];
@@ -49,8 +49,8 @@ class Dropout {
     }
   }
 
-  // Bit s of bits[t] for the rows t and t + 8, where bits[t] stands at bits + t * stride; first_row, which is
-  // t less its remainder, and first_key as above.
+  // Writes bit s of bits[t] for the rows t and t + 8, where bits[t] is at bits + t * stride; first_row, which is t
+  // rounded down to a multiple of kDropoutRows, and first_key as above.
   void bits_of_keys(int64_t first_row, int64_t first_key, int t, uint32_t* bits, int64_t stride) const {
     uint8_t kept[4][2];
     eight<false>(static_cast<uint32_t>(first_row / 2) + t, static_cast<uint32_t>(first_key / 4), kept);
@@ -99,7 +99,7 @@ class Dropout {
     for (int first = 0; first < 8; first += kPhiloxLanes) {
       U64 lanes;
       for (int lane = 0; lane < kPhiloxLanes; ++lane) lanes[lane] = first + lane;
-      // The upper halves of the lanes are of no meaning: a carry into them does no harm.
+      // The upper halves of the lanes are not used, so a carry into them does no harm.
       U64 c[4] = {along_rows ? lanes + i : U64{} + i, along_rows ? U64{} + j : lanes + j, U64{}, U64{}};
 #pragma GCC unroll 7
       for (uint32_t round = 0; round < kPhiloxRounds; ++round) {

@@ -1,7 +1,7 @@
 // The forward pass of one item: a block of queries against a part of the keys.
-//
-// Queries stand in the lanes. So the softmax needs no reduction across lanes, K and V are read as they lie in memory,
-// one factor at a time, and only the block of queries is transposed, once. Few queries take another way: decoding.h.
+// Queries are in the SIMD lanes. So the softmax needs no reduction across lanes, K and V are read as they lie in
+// memory, one factor at a time, and only the block of queries is transposed, once. At most kDecodingRows queries are
+// served otherwise: see decoding.h.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace jax_flash::cpu::JAX_FLASH_ISA {
 
-// Elements of a row in our buffers: whole vectors, and whole row groups where head_dim stands in the rows of A.
+// Elements of a row in our buffers: whole vectors, and whole row groups if head_dim is along the rows of A.
 template <typename T>
 int padded_head_dim(int head_dim) {
   return round_up(head_dim, std::max(kWidth<T>, kRowPadding));
@@ -29,22 +29,22 @@ int factors(int elements) {
 template <typename F>
 constexpr int kKeyPadding = kTiled<F> ? kElements<F> * kTilePairs : kRowPadding;
 
-// K, V and the panels' own tiles have to stay in the second-level cache together, a panel's weights and the columns of
-// V that they meet in the first-level one: 256 keys at head_dim 64 make 0.98 to 1.00 of the rate, causal 0.96 to 0.99,
-// 192 at 128 0.98. All are multiples of kSegmentBlock and of kDropoutKeys.
+// K, V and the panels' own tiles have to stay in the L2 cache together, a panel's weights and the columns of V that
+// they multiply in L1: 256 keys at head_dim 64 run at 0.98 to 1.00 times the rate, causal 0.96 to 0.99, 192 keys at
+// head_dim 128 at 0.98. All are multiples of kSegmentBlock and of kDropoutKeys.
 constexpr int key_block(int head_dim) { return head_dim <= 64 ? 192 : head_dim <= 256 ? 128 : 64; }
 
-// Few rows: keys of a block. 64 keys take 1.0 to 1.07 times as long, for each block of a head costs a softmax.
+// Decoding: keys of a block. 64 keys take 1.0 to 1.07 times as long, for each block of a head costs a softmax.
 constexpr int kFewKeys = 128;
-// Bytes of K or V that all heads see before the next ones: with what is asked for meanwhile they are to stay in the
-// first-level cache. Twice as many take up to 1.1 times as long. And how far ahead that is at most: 8 KB take 1.16 to
-// 1.5 times as long out of memory, 32 KB 1.03 times out of the third-level cache.
+// Decoding: bytes of K or V that all heads read before the next ones. Together with what is prefetched meanwhile they
+// have to stay in L1; twice as many take up to 1.1 times as long. And the largest prefetch distance: 8 KB take 1.16 to
+// 1.5 times as long out of memory, 32 KB 1.03 times out of L3.
 constexpr int64_t kFewBytes = 16 << 10, kFewAhead = 24 << 10;
-// Bytes of K and V up to which one row a head asks for nothing: they may stay in the third-level cache, out of which
-// asking takes 1.05 (Zen 5) to 1.17 times as long (Zen 4), and out of memory so few make no difference (0.95 to 1.06).
+// Decoding with one row a head: up to so many bytes of K and V nothing is prefetched. They may be in L3, where the
+// prefetches cost 5% (Zen 5) to 17% (Zen 4); if they are in memory, so few bytes take 0.95 to 1.06 times as long.
 constexpr int64_t kFewCached = 4 << 20;
 
-constexpr int kQueriesAhead = 8;  // rows
+constexpr int kQueriesAhead = 8;  // rows of the prefetch distance
 
 template <typename E>
 class ForwardItem {
@@ -52,7 +52,7 @@ class ForwardItem {
   using F = Factor<E>;
 
  public:
-  // With a null workspace the object is good for workspace() only.
+  // With a null workspace only workspace() may be called.
   ForwardItem(const Problem& p, const ForwardPlan& plan, void* workspace)
       : p_(p),
         plan_(plan),
@@ -110,7 +110,7 @@ class ForwardItem {
     if (plan_.splits == 1) store_padding();
   }
 
-  // Adds up what the splits of a block left.
+  // Merges the partial softmax states of a block's splits.
   void combine(int64_t block_item, const void* partials) {
     go_to(block_item);
     auto part = [&](int split) { return record(const_cast<void*>(partials), block_item, split); };
@@ -136,11 +136,12 @@ class ForwardItem {
     store_padding();
   }
 
-  // Elements of what a split of a block leaves to combine().
+  // Elements of the partial softmax state that a split of a block leaves to combine().
   int64_t record_size() const { return record_rows() + static_cast<int64_t>(plan_.block_rows) * v_stride_; }
 
  private:
-  // What some rows keep: keys [begin, end) some of them, [full_begin, full_end) all of them.
+  // The keys that a range of rows keeps: some row keeps those in [begin, end), every row those in [full_begin,
+  // full_end).
   struct Kept {
     int64_t begin, end, full_begin, full_end;
     SegmentRange segments;
@@ -150,13 +151,13 @@ class ForwardItem {
     Kept kept;
   };
 
-  // The state of a block's rows after a split of the keys.
+  // The partial softmax state of a block's rows after a split of the keys.
   struct Record {
     T *maximum, *sum;  // [block_rows]
     T* out;            // [block_rows][v_stride_] not normalised
   };
   Record record(void* partials, int64_t block_item, int64_t split) const {
-    // An item's records side by side: with those of other threads between them the caches would pass lines to and fro.
+    // An item's records are adjacent: were other threads' records between them, cache lines would bounce.
     int64_t side_by_side = plan_.together ? heads() : 1;
     int64_t index = (block_item / side_by_side * plan_.splits + split) * side_by_side + block_item % side_by_side;
     T* p = static_cast<T*>(partials) + index * record_size();
@@ -165,7 +166,7 @@ class ForwardItem {
   // Whole cache lines, so that no vector of `out` lies in two.
   int64_t record_rows() const { return round_up(2 * plan_.block_rows, static_cast<int>(kCacheLine / sizeof(T))); }
 
-  // All heads in step through the keys, so that memory is read in its order, once.
+  // All heads go through the keys in step, so that memory is read in its order, once.
   void run_together(int64_t item, void* partials) {
     int64_t split = item % plan_.splits, first_item = item / plan_.splits * heads();
     go_to(first_item);
@@ -186,13 +187,13 @@ class ForwardItem {
     for (int head = 0; head < heads(); ++head) combine(first_item + head, partials);
   }
 
-  // Rows of a head, with those that are padding.
+  // Rows of a head, including padding.
   int decoding_rows() const { return static_cast<int>(std::bit_ceil(static_cast<unsigned>(rows_))); }
 
-  // Of a batch entry.
+  // Folded heads of a batch entry.
   int heads() const { return p_.q_heads / plan_.fold; }
 
-  // Few rows have no buffers of their own for what they keep from key to key.
+  // Decoding has no buffers of its own for the state of its rows: it updates the record in place.
   void bind(const Record& record) {
     maximum_ = record.maximum;
     sum_ = record.sum;
@@ -236,7 +237,7 @@ class ForwardItem {
   void load_queries() {
     int lanes = round_up(rows_, decodes() ? kDecodingRows : kWidth<T>);
     F* rows = decodes() ? queries_ : reinterpret_cast<F*>(out_);
-    // Queries that become lanes pass through out_, which is free until the first product.
+    // Queries are transposed into lanes through out_, which is unused until the first product.
     RowsAhead ahead;
     if (!decodes() && plan_.fold == 1 && rows_ > kQueriesAhead) {
       const E* next = row_of<const E>(p_.q, batch_, sequence_.first_row + first_row_ + kQueriesAhead, first_head_);
@@ -249,7 +250,7 @@ class ForwardItem {
       copy_row(row_of<const E>(p_.q, batch_, sequence_.first_row + at.t, at.head), p_.head_dim, k_stride_,
                rows + row * k_stride_);
     }
-    // Lanes without a row do as the last one does.
+    // Lanes without a row repeat the last row.
     std::fill(position_ + rows_, position_ + lanes, position_[rows_ - 1]);
     std::memset(rows + rows_ * k_stride_, 0, sizeof(F) * (lanes - rows_) * k_stride_);
     if (!decodes()) {
@@ -262,7 +263,7 @@ class ForwardItem {
     load_options(lanes);
   }
 
-  // Even shares: 4 vectors as 2 + 2, because a lone vector makes 0.86 of the micro-kernel's rate.
+  // Vectors are shared evenly, 4 as 2 + 2, because a panel of one vector runs at 0.86 times the micro-kernel's rate.
   void share_lanes() {
     int vectors = (rows_ + kWidth<T> - 1) / kWidth<T>;
     panel_count_ = (vectors + kVecs - 1) / kVecs;
@@ -272,7 +273,7 @@ class ForwardItem {
     }
   }
 
-  // What the options say of the rows.
+  // Loads what the options have for each row: position, slope, segment, limits.
   void load_options(int lanes);
 
   void clear() {
@@ -282,7 +283,7 @@ class ForwardItem {
     std::memset(sum_, 0, sizeof(T) * lanes);
   }
 
-  // What `rows` rows from `row` on keep.
+  // The keys that `rows` rows from `row` on keep.
   Kept kept_by(int row, int rows) const {
     int64_t first = first_row_ + row, last = first + rows - 1;
     if (plan_.fold > 1) {
@@ -306,7 +307,7 @@ class ForwardItem {
     return kept;
   }
 
-  // body(first, count) for the blocks of at most `size` keys that the split has to look at.
+  // body(first, count) for the blocks of at most `size` keys that the split has to visit.
   template <typename Body>
   void for_each_block(int64_t split, int size, Body body) {
     if (!decodes()) {
@@ -321,7 +322,7 @@ class ForwardItem {
     while (begin < end) {
       KeyRange block{begin, std::min<int64_t>(end, begin + size)};
       if (options_.has_segments) {
-        // What holds no pair in the middle of the range is skipped here, block by block.
+        // Blocks in the middle of the range that hold no kept pair are skipped here, one by one.
         block = trim(p_, batch_, all.segments, {begin, end});
         end = block.end;
         block.end = std::min(end, block.begin + size);
@@ -332,7 +333,7 @@ class ForwardItem {
     }
   }
 
-  // Those that have a row.
+  // The lanes that have a row.
   int lanes_of(const Panel& panel) const { return std::min(panel.vectors * kWidth<T>, rows_ - panel.row); }
 
   // `first` is a multiple of kSegmentBlock.
@@ -371,14 +372,14 @@ class ForwardItem {
     }
   }
 
-  // Of a block's `count` keys those that a panel looks at, counted from the first.
+  // Which of a block's `count` keys a panel visits, counted from the first.
   KeyRange keys_of_panel(int panel, int64_t first, int count) const {
     const Kept& kept = panel_[panel].kept;
     int64_t begin = round_down(std::clamp<int64_t>(kept.begin - first, 0, count), kKeyPadding<F>);
     return {begin, std::clamp<int64_t>(kept.end - first, begin, count)};
   }
 
-  // Steps of a block's products, one for each tile of registers, but AMX makes a panel's products in one go.
+  // Steps of a block's products: one for each tile of registers, or with AMX one for all products of a panel.
   struct Steps {
     int64_t k, v;
   };
@@ -393,7 +394,8 @@ class ForwardItem {
     return steps;
   }
 
-  // K and V of the next `count` keys, in the steps of the block at hand; behind the last ones the rows of out.
+  // Prefetches K and V of the next `count` keys during the steps of the current block, and after the last keys the rows
+  // of out.
   void ask_ahead(const E* k, const E* v, int64_t count, const Steps& steps) {
     next_k_ = next_v_ = {};
     if (steps.k == 0) return;
@@ -411,8 +413,8 @@ class ForwardItem {
   template <int NV>
   void attend(int panel, int64_t block, int begin, int keys);
 
-  // How many of `keys` keys from key `first` on the rows of each vector of a panel keep: beyond is the other side of a
-  // causal triangle. Leaving that out of both products makes 1.01 to 1.02 of the rate at S 1024.
+  // How many of `keys` keys from key `first` on the rows of each vector of a panel keep: those beyond are masked by
+  // causal. Leaving them out of both products gives 1.01 to 1.02 times the rate at S 1024.
   template <int NV>
   void count_kept_keys(int row, int64_t first, int keys, int (&kept)[NV]) const;
 
@@ -438,7 +440,7 @@ class ForwardItem {
     }
   }
 
-  // The distance of position row `row` from key `first`, as position_ counts.
+  // Key `first` in the units of position_, which counts from first_position_.
   int64_t relative(int64_t first) const { return first - sequence_.offset - first_position_; }
 
   template <int NV>
@@ -492,11 +494,11 @@ class ForwardItem {
     }
   }
 
-  // Bias and mask lie with keys in the lanes; here queries do.
+  // Transposes: bias and mask have keys in the lanes, scores have queries there.
   template <int NV>
   void fill_addends(int row, int64_t first, int keys);
 
-  // lane_bits_[j][row / 16], of the keys that the rows may keep.
+  // Fills lane_bits_[j][row / 16] for the keys that the rows may keep.
   void fill_lane_bits(int64_t first, int count);
 
   template <int NV>
@@ -508,16 +510,15 @@ class ForwardItem {
     });
   }
 
-  // A block for R rows a head, of one head or of all that go together: the products with K of all heads, their softmax,
-  // and the products with V.
+  // A block for R rows a head, of one head or with plan_.together of all: the products with K of all heads, their
+  // softmax, and the products with V.
   template <int R>
   void decode(int64_t first, int count);
 
-  // body(head, j, keys, rows, ahead) for all heads and the rows of K or V of `keys` keys from key first + j on: as they
-  // lie in memory where whole vectors fit, else from a copy.
-  //
-  // Several heads see a part of the rows after each other, so that memory is read nearly in its order: what processors
-  // bring with the cache lines of one head is there for the next ones.
+  // body(head, j, keys, rows, ahead) for all heads and the rows of K or V of `keys` keys from key first + j on: in
+  // place if a row is whole vectors, else from a copy.
+  // Several heads read a piece of the rows one after another, so that memory is read nearly in its order: the lines
+  // that hardware prefetches with those of one head serve the next heads.
   template <int R, typename Body>
   JAX_FLASH_INLINE void with_rows(const Tensor& x, int columns, int padded, E* copy, int64_t first, int count,
                                   int heads, Body body);
@@ -535,7 +536,7 @@ class ForwardItem {
       return;
     }
     constexpr int W = kWidth<T>;
-    T* rows = reinterpret_cast<T*>(v_);  // free again
+    T* rows = reinterpret_cast<T*>(v_);  // unused by then
     for (int i = 0; i < panel_count_; ++i) {
       for (int lane = 0; lane < lanes_of(panel_[i]); lane += W) {
         transpose_from_panel(out_ + int64_t{i} * kPanel<T> * v_stride_ + lane, v_stride_, v_stride_, rows);
@@ -557,11 +558,11 @@ class ForwardItem {
     });
   }
 
-  // `sums` are the weights' products with V, the weights being exp2(score - highest), their sum `total`. A row that
-  // keeps no key has total = 0.
+  // `sums` is the product of the weights exp2(score - highest) with V, `total` the sum of the weights: 0 in a row that
+  // keeps no key.
   void store_result(int row, const T* sums, double highest, double total) {
     Place at = place(row);
-    double share = 1;  // of the unsunk weights when a sink raises `highest`
+    double share = 1;  // what the weights are multiplied by if a sink raises `highest`
     if (p_.sinks) {
       double sink = options_.sink(batch_, at.head) * kLog2E;
       if (total == 0) highest = -kInfinity<double>;
@@ -576,12 +577,12 @@ class ForwardItem {
     int64_t t = sequence_.first_row + at.t;
     store_row(sums, p_.value_head_dim, static_cast<T>(factor), row_of<E>(p_.out, batch_, t, at.head));
     double lse = total == 0 ? -kInfinity<double> : (highest + __builtin_log2(total)) * kLn2;
-    // A row of biases that are all the lowest number, which stayed that in units of log2: see Scores::addend().
+    // If all biases of a row are the lowest number, they stayed that in units of log2: see Scores::addend().
     if (highest == -std::numeric_limits<T>::max()) lse = highest;
     lse_of(t, at.head) = static_cast<T>(lse);
   }
 
-  // Rows that are padding are numbered as rows that are not.
+  // Padding rows are numbered as other rows are: head by head where heads are folded.
   void store_padding() {
     int64_t padding = sequence_.all_rows - sequence_.rows;
     for (int64_t r = padding_begin_; r < padding_end_; ++r) {
@@ -602,14 +603,14 @@ class ForwardItem {
   int v_stride_;     // of a row of v_; rows of a panel of out_
   int keys_;         // of a block
   int panels_;       // at most
-  int panel_count_;  // of the rows at hand
+  int panel_count_;  // of the current rows
   int bit_rows_;     // groups of kDropoutRows rows
-  F* queries_;       // [panel][depth_][kPanel]; [head][row][k_stride_] when decoding
-  T* out_;           // [panel][v_stride_][kPanel], not normalised; [row][v_stride_] when decoding
+  F* queries_;       // [panel][depth_][kPanel]; [head][row][k_stride_] if decoding
+  T* out_;           // [panel][v_stride_][kPanel], not normalised; [row][v_stride_] if decoding
   F* k_;             // [keys_][k_stride_]
   F* v_;             // [keys_ / kElements][v_stride_]
   F* pairs_;         // [keys_ / kElements][v_stride_] with tiles
-  T* scores_;        // [keys_][kPanel], and weights as factors in their place; [head][row][key] when decoding
+  T* scores_;        // [keys_][kPanel], then the weights as factors; [head][row][key] if decoding
   T* maximum_;       // of the rows, and so on
   T* sum_;
   T* position_;  // of the lanes' queries, less first_position_
@@ -623,7 +624,7 @@ class ForwardItem {
   uint32_t* key_bits_;   // [kDropoutRows][keys_ / kDropoutKeys]
   size_t workspace_;
 
-  RowsAhead next_k_, next_v_;  // of the block of keys after the one at hand
+  RowsAhead next_k_, next_v_;  // of the next block of keys
   int64_t keys_end_;           // of the split
   int64_t block_item_, batch_, first_head_, sequence_index_, first_row_, first_position_, padding_begin_, padding_end_;
   Sequence sequence_;

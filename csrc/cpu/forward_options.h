@@ -1,4 +1,4 @@
-// Scores in the forward where there is more than a scale and a band: modified scores (scores.h), mask, segments and
+// The forward's scores for calls with more than a scale and a band: modified scores (scores.h), mask, segments and
 // dropout.
 #pragma once
 
@@ -43,7 +43,7 @@ inline void ForwardItem<E>::load_options(int lanes) {
       if (options_.has_segments) segments_[row] = p_.q_segment_ids[batch_ * p_.q_length + at.t];
     }
   }
-  // The head's, for rows are folded only without dropout.
+  // One seed for all rows: heads are folded only without dropout.
   if (dropout_.active()) dropout_.seed(options_.seed(batch_, sequence_index_, first_head_));
 }
 

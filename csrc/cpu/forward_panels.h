@@ -1,4 +1,4 @@
-// The forward's panels: scores of a panel of queries, which stand in the lanes, with a block of keys, and their
+// The forward's panels: scores of a panel of queries, which are in the lanes, with a block of keys, and the weights'
 // products with V.
 #pragma once
 
@@ -18,7 +18,8 @@ inline void ForwardItem<E>::attend(int panel, int64_t block, int begin, int keys
   T* scores = scores_;
   int kept_keys[NV];
   count_kept_keys(row, block + begin, keys, kept_keys);
-  // Not folded into the queries: products of 16-bit numbers are exact, those of scaled ones are not.
+  // The scale is not multiplied into the queries: products of 16-bit numbers are exact in float, those of scaled ones
+  // are not.
   Vec<T> scale = static_cast<T>(scale_ * kLog2E);
   if constexpr (kTiled<F>) {
     next_k_.step();
@@ -28,7 +29,7 @@ inline void ForwardItem<E>::attend(int panel, int64_t block, int begin, int keys
     for (int j = 0, dropped = 0; j < keys; j += kRows) {
       next_k_.step();
       while (dropped < NV - 1 && kept_keys[dropped] <= j) ++dropped;
-      // What is left out here, the mask clears.
+      // Scores that are left out here are masked below.
       int at = dropped * kWidth<T>;
       if (dropped == 0) {
         make_scores<NV>(k + j * k_stride_, queries, scale, scores + j * kPanel<T>);
@@ -85,7 +86,7 @@ template <int NV>
 inline void ForwardItem<E>::count_kept_keys(int row, int64_t first, int keys, int (&kept)[NV]) const {
   for (int v = 0; v < NV; ++v) {
     int64_t last = first_row_ + row + (v + 1) * kWidth<T> - 1;
-    // Folded rows do not stand in the order of their positions.
+    // Folded rows are not in the order of their positions.
     int64_t end = plan_.fold == 1 ? band_.end(sequence_, last) - first : keys;
     kept[v] = static_cast<int>(std::clamp<int64_t>(end, 0, keys));
   }

@@ -1,9 +1,8 @@
 // The register-blocked micro-kernel: C[kRows][NV * kWidth] += A * B, B and C in vectors, A one element at a time.
-//
-// Every product of attention is put into this form, so that no operand is ever transposed in the inner loops:
-//   forward   S^T[key][query] = K Q^T      A = K, B = Q^T packed once a block of queries
-//             O^T[h][query]  += V^T P^T    A = V, B = P^T, the tile that the softmax left
-//   backward  S[query][key] = Q K^T, dP = dO V^T      B = K^T, V^T packed once a block of keys
+// Every product of attention has this form, so that no operand is transposed in the inner loops:
+//   forward   S^T[key][query] = K Q^T      A = K, B = Q^T packed once per block of queries
+//             O^T[h][query]  += V^T P^T    A = V, B = P^T, the tile that the softmax wrote
+//   backward  S[query][key] = Q K^T, dP = dO V^T      B = K^T, V^T packed once per block of keys
 //             dV[key][h] += P^T dO, dK[key][h] += dS^T Q, dQ[query][h] += dS K      B as it lies in memory
 #pragma once
 
@@ -23,11 +22,11 @@ constexpr int kVecs = 3;
 constexpr int kRows = 4;
 constexpr int kVecs = 3;
 #else
-// The product of a separate multiplication needs a register too.
+// Without fused multiply-add the product needs a register too.
 constexpr int kRows = 4;
 constexpr int kVecs = 2;
 #endif
-// Rows of A are padded to this multiple in all our buffers, so that no kernel for a rest of rows is needed.
+// Rows of A are padded to this multiple in all our buffers, so that no kernel for remaining rows is needed.
 constexpr int kRowPadding = 8;
 static_assert(kRowPadding % kRows == 0);
 
@@ -92,7 +91,8 @@ JAX_FLASH_INLINE void micro_kernel(int depth, const F* a, ptrdiff_t a_stride, co
   tile.end(finish);
 }
 
-// The same for column-major A where vector v of B and C has depths[v] steps only, no fewer than the vector before it.
+// The same for column-major A under a causal diagonal: vector v of B and C has depths[v] steps only, no fewer than the
+// vector before it.
 template <int NV, typename F, typename Finish>
 JAX_FLASH_INLINE void stair_kernel(const int (&depths)[NV], const F* a, ptrdiff_t a_stride, const F* b,
                                    ptrdiff_t b_stride, Finish finish) {
@@ -136,9 +136,9 @@ JAX_FLASH_INLINE void interleaved_kernel(int depth, const F* a, ptrdiff_t a_stri
   tile.end(finish);
 }
 
-// Sums over head_dim are cut into even parts of at most this depth (in factors), which are added up: at 128 the root
-// mean square of the rounding errors is that of XLA's own product, which is one running sum, at 192 and 256 0.72 of it.
-// Parts of 64 made 0.72 of it at 128 too, but 0.99 of the rate.
+// Sums over head_dim are cut into equal pieces of at most this depth (in factors), which are added up. Relative to
+// XLA's own product, one running sum, the root mean square of the rounding errors is then 1 at head_dim 128, and 0.72
+// at 192 and 256. Pieces of 64 give 0.72 at 128 too, but run at 0.99 times the rate.
 constexpr int kSumDepth = 128;
 
 // The micro-kernel for sums over head_dim.
@@ -189,8 +189,8 @@ int register_tiles(int rows, int columns) {
   return (columns / kWidth<T> + kVecs - 1) / kVecs * (rows / kRows);
 }
 
-// C[rows][columns] += A * B for `rows` a multiple of kRows and `columns` one of kWidth, all row-major but A. Rows of C
-// from i on take A's and B's depths[i / kRowPadding]: beyond them A has zeros. before() is called before each tile of
+// C[rows][columns] += A * B for `rows` a multiple of kRows and `columns` one of kWidth, all row-major but A. For row i
+// of C the sum goes over depths[i / kRowPadding] only: outside it A has zeros. before() is called before each tile of
 // registers, register_tiles() times.
 template <Layout layout, typename F, typename Before>
 JAX_FLASH_INLINE void accumulate(int rows, int columns, const Depths* depths, const F* a, ptrdiff_t a_stride,
@@ -200,7 +200,7 @@ JAX_FLASH_INLINE void accumulate(int rows, int columns, const Depths* depths, co
   int vectors = columns / W;
   int panels = (vectors + kVecs - 1) / kVecs;
   for (int panel = 0, first = 0; panel < panels; ++panel) {
-    // Even shares: 4 vectors as 2 + 2, because a lone vector is bound by the latency of its few accumulators.
+    // Vectors are shared evenly, 4 as 2 + 2, because one vector alone is bound by the latency of its few accumulators.
     int n = (vectors - first + panels - panel - 1) / (panels - panel);
     with_vectors(n, [&](auto nv) __attribute__((always_inline)) {
       for (int i = 0; i < rows; i += kRows) {

@@ -1,9 +1,9 @@
 // The kernels of one instruction set. Compiled once per set, with its flags and with JAX_FLASH_ISA its name.
 //
 // Code compiled for AVX-512 must never run on a processor without it. Inline functions and template instances of the
-// standard library would be the way: they are weak symbols of one name in every object, and the linker keeps any one
-// of them. So these objects are compiled with -fno-weak, which makes such functions local to the object; what is left
-// global is the one table below. The build checks that (check_symbols.cmake).
+// standard library could make that happen: they are weak symbols of one name in every object, of which the linker keeps
+// any one. So these objects are compiled with -fno-weak, which makes such functions local to the object, and only the
+// one table below is global. The build checks that (check_symbols.cmake).
 #include <type_traits>
 
 #include "backward.h"

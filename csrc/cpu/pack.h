@@ -1,4 +1,4 @@
-// Copies between the caller's arrays and the tiles: converted to what is computed in, padded, transposed.
+// Copies between the caller's arrays and the tiles: converted to the type of the computation, padded, transposed.
 #pragma once
 
 #include <utility>
@@ -7,16 +7,16 @@
 
 namespace jax_flash::cpu::JAX_FLASH_ISA {
 
-// Rows that will be read or written next, asked for a few cache lines at a time between the products before. Only rows
-// far apart, as those of one head of many: 1.02 to 1.05 of the forward's rate where they begin 3 KB apart or more, 1.00
-// to 1.01 at 2 KB, but 0.98 at 1 KB, which processors foresee by themselves. Into the first-level cache, though it
-// holds only some of them: 1.02 to 1.06 of the rate with the second-level cache alone.
+// Prefetches the rows that will be read or written next, a few cache lines at a time between the current products. Only
+// rows far apart, as those of one head of many: that gives 1.02 to 1.05 times the forward's rate if they begin 3 KB
+// apart or more, 1.00 to 1.01 at 2 KB, but 0.98 at 1 KB, where hardware prefetching suffices. Into L1, though it holds
+// only some of them: 1.02 to 1.06 times the rate of prefetching into L2 alone.
 constexpr int64_t kCacheLine = 64, kFarApart = 2048;  // bytes
 enum class Access { read, write };
 class RowsAhead {
  public:
   RowsAhead() = default;
-  // They have been asked for when step() has been called `steps` times.
+  // All rows are prefetched once step() has been called `steps` times.
   template <typename E>
   RowsAhead(const E* rows, int64_t stride, int64_t count, int64_t columns, int64_t steps, Access access = Access::read)
       : row_(reinterpret_cast<const char*>(rows)),
@@ -49,14 +49,14 @@ class RowsAhead {
   Access access_ = Access::read;
 };
 
-// Likewise for what lies in one piece.
+// Likewise for contiguous memory.
 class LinesAhead {
  public:
   LinesAhead() = default;
   LinesAhead(const void* begin, int64_t bytes, int64_t steps)
       : at_(static_cast<const char*>(begin)), bytes_((bytes / steps + kCacheLine - 1) / kCacheLine * kCacheLine) {}
 
-  // Into the cache of the level 4 - locality and those below.
+  // Into the cache of level 4 - locality and those further from the core.
   template <Access access, int locality = 3>
   JAX_FLASH_INLINE void step() {
     for (int64_t byte = 0; byte < bytes_; byte += kCacheLine) {
@@ -161,7 +161,7 @@ inline void copy_pairs_of_rows(const BFloat16* from, ptrdiff_t stride, int rows,
 }
 #endif
 
-// The first halves of a and b interleaved, or the second ones, `run` lanes at a time.
+// Interleaves the first halves of a and b, or the second ones, `run` lanes at a time.
 template <typename T, bool second, int run = 1>
 JAX_FLASH_INLINE Vec<T> interleave(const Vec<T>& a, const Vec<T>& b) {
   constexpr int W = kWidth<T>;
@@ -173,8 +173,8 @@ JAX_FLASH_INLINE Vec<T> interleave(const Vec<T>& a, const Vec<T>& b) {
   return bits_as<Vec<T>>(__builtin_shuffle(bits_as<V>(a), bits_as<V>(b), picks(std::make_integer_sequence<int, W>{})));
 }
 
-// The other way, in each part of the lanes: every second `run` lanes of a and then of b, from the first or the second
-// ones on.
+// The inverse, within each group of lanes: every second `run` lanes of a and then of b, beginning with the first or the
+// second ones.
 template <typename T, bool second, int part = kWidth<T>, int run = 1>
 JAX_FLASH_INLINE Vec<T> every_second(const Vec<T>& a, const Vec<T>& b) {
   constexpr int W = kWidth<T>, kHalf = part / 2;
@@ -203,7 +203,7 @@ JAX_FLASH_INLINE void transpose(Vec<T> (&x)[kWidth<T>]) {
   }
 }
 
-// to[panel][column][kPanel] = from[row][column]: rows (a multiple of kWidth) become lanes. Rows have room for whole
+// to[panel][column][kPanel] = from[row][column]: rows (a multiple of kWidth) become lanes. Rows are padded to whole
 // vectors. By vectors, because moving elements took a quarter of a call of 64 rows and keys.
 template <typename T>
 void transpose_to_panels(const T* from, ptrdiff_t stride, int rows, int columns, T* to) {
@@ -247,7 +247,7 @@ void transpose_rows(const T* from, ptrdiff_t stride, int rows, int columns, ptrd
   }
 }
 
-// The other way, for one vector of lanes: to[lane][column] = from[column][kPanel], columns a multiple of kWidth.
+// The inverse, for one vector of lanes: to[lane][column] = from[column][kPanel], columns a multiple of kWidth.
 template <typename T>
 void transpose_from_panel(const T* from, int columns, ptrdiff_t stride, T* to) {
   constexpr int N = kPanel<T>, W = kWidth<T>;
@@ -270,7 +270,7 @@ JAX_FLASH_INLINE void store_row(const Compute<E>* from, int columns, Compute<E> 
   if (c < columns) store_some<E>(to + c, load(from + c) * factor, columns - c);
 }
 
-// Hands out consecutive aligned parts of a workspace; with a null base it only counts, and hands out nulls.
+// Allocates consecutive aligned pieces of a workspace; with a null base it only counts, and returns nulls.
 class Arena {
  public:
   explicit Arena(void* base) : base_(static_cast<char*>(base)) {}

@@ -1,4 +1,4 @@
-// Which pairs of rows and keys there are to look at: sequences and padding, the band of causal and window, segments.
+// Which pairs of rows and keys the kernels visit: sequences and padding, the band of causal and window, segments.
 //
 // Rows t and keys s count from the start of their sequence, and all comparisons are made in 64 bits.
 #pragma once
@@ -12,16 +12,16 @@ namespace jax_flash::cpu::JAX_FLASH_ISA {
 
 constexpr int64_t round_down(int64_t value, int64_t multiple) { return value - value % multiple; }
 
-// Rows and keys that attend to each other: a batch entry, or a part of it.
+// A sequence, whose rows attend to its keys: a batch entry, or one sequence of a packed one.
 struct Sequence {
-  int64_t first_row, rows, all_rows;  // from `rows` to `all_rows` they are padding
+  int64_t first_row, rows, all_rows;  // rows from `rows` to `all_rows` are padding
   int64_t first_key, keys, all_keys;
   int64_t offset;  // position of row 0
 };
 
 inline bool is_packed(const Problem& p) { return p.cu_q_lengths; }
 
-// Sequences of a batch entry. When packed there is one more: what is in no sequence, all padding.
+// Sequences of a batch entry. If packed, plus one of all rows and keys that are in no sequence, which is all padding.
 inline int64_t sequence_count(const Problem& p) { return is_packed(p) ? int64_t{p.options.sequences} + 1 : 1; }
 
 inline Sequence sequence(const Problem& p, int64_t batch, int64_t index) {
@@ -33,7 +33,7 @@ inline Sequence sequence(const Problem& p, int64_t batch, int64_t index) {
             p.kv_length, p.q_offset ? p.q_offset[batch] : 0};
   }
   int64_t sequences = p.options.sequences;
-  // Whatever stands in the arrays, no index leaves the tensors.
+  // Clamped so that no content of these arrays leads to an index outside the tensors.
   auto at = [&](const int* starts, int64_t i, int64_t all) -> int64_t {
     return i > sequences ? all : std::clamp<int64_t>(starts[batch * (sequences + 1) + i], 0, all);
   };
@@ -44,16 +44,16 @@ inline Sequence sequence(const Problem& p, int64_t batch, int64_t index) {
   return {row, rows, rows, key, keys, keys, p.q_offset ? p.q_offset[batch * sequences + index] : 0};
 }
 
-// Blocks of `size` rows are numbered through the sequences of a batch entry, those of a sequence from here on. The
-// bound leaves room for every sequence's ragged last block: floor(b / size) - floor(a / size) + 1 blocks of size
-// `size` hold b - a rows. `scale` is the number of rows that stand for one of the array.
+// The number of a sequence's first block, where blocks of `size` rows are counted over all sequences of a batch entry.
+// The count is an upper bound that includes every sequence's ragged last block: b - a rows fit in floor(b / size) -
+// floor(a / size) + 1 blocks. `scale` is how many folded rows one row of the array has.
 inline int64_t first_block(const Problem& p, int64_t batch, int64_t index, int64_t scale, int64_t size) {
   if (index == 0) return 0;
   int64_t start = p.cu_q_lengths[batch * (p.options.sequences + int64_t{1}) + index];
   return scale * std::clamp<int64_t>(start, 0, p.q_length) / size + index;
 }
 
-// The sequence that block belongs to.
+// The sequence to which the block belongs.
 inline int64_t sequence_of_block(const Problem& p, int64_t batch, int64_t block, int64_t scale, int64_t size) {
   int64_t low = 0, high = sequence_count(p);
   while (high - low > 1) {
@@ -75,7 +75,8 @@ struct Band {
     if (first != kAbsent) left = first;
     if (last != kAbsent) right = last;
     if (p.options.causal) right = std::min<int64_t>(right, 0);
-    // Sides that cross keep nothing: the same as a right side before every key, with which begin() <= end().
+    // Sides that cross keep nothing. That is expressed as a right side before every key, so that begin() <= end()
+    // holds.
     if (left + right < 0) left = kUnlimited, right = -kUnlimited;
   }
 
@@ -95,7 +96,7 @@ struct Band {
   int64_t left = kUnlimited, right = kUnlimited;
 };
 
-// Segments that stand in some rows, or some keys.
+// The segment ids that occur in a range of rows, or of keys.
 struct SegmentRange {
   int low, high;
 
@@ -125,7 +126,7 @@ struct KeyRange {
   int64_t begin, end;
 };
 
-// Without the blocks at both ends that hold none of the segments.
+// The range without the blocks at both ends that hold none of the segments.
 inline KeyRange trim(const Problem& p, int64_t batch, const SegmentRange& segments, KeyRange keys) {
   auto meets = [&](int64_t begin, int64_t end) { return segments.meets(key_segments(p, batch, begin, end)); };
   while (keys.begin < keys.end && !meets(keys.begin, keys.begin + 1)) keys.begin += kSegmentBlock;

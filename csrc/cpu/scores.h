@@ -18,13 +18,13 @@ JAX_FLASH_INLINE E* row_of(const Tensor& x, int64_t batch, int64_t row, int64_t 
   return static_cast<E*>(x.data) + batch * x.batch_stride + row * x.row_stride + head * x.head_stride;
 }
 
-// What multiplies the scores of a batch entry.
+// The factor of the scores of a batch entry.
 template <typename T>
 double scale_of(const Problem& p, int64_t batch) {
   return p.traced_scale ? static_cast<const T*>(p.traced_scale)[batch] : p.options.scale;
 }
 
-// The options of one call that act on scores whichever way the tile lies.
+// The options of one call that change scores, for either orientation of the tile.
 template <typename E>
 class Scores {
   using T = Compute<E>;
@@ -39,7 +39,7 @@ class Scores {
         cap_(static_cast<T>(p.options.softcap * kLog2E)),
         cap_rate_(static_cast<T>(has_cap ? 2 / p.options.softcap : 0)) {}
 
-  // Whether anything happens to scores besides the band and segments.
+  // Whether any option but the band and segments changes scores.
   bool any() const { return has_cap || has_addend || has_slope; }
 
   // The capped score, and the derivative there.
@@ -70,7 +70,7 @@ class Scores {
   }
 
   // What bias and mask add to the scores of a row's keys s, s + 1, ...: -inf where the mask drops the pair. Nothing
-  // behind the row's last key is read; the lanes there are of no meaning.
+  // past the row's last key is read; the lanes there are undefined.
   JAX_FLASH_INLINE Vec<T> addend(const Row& row, int64_t s) const {
     Vec<T> sum = T(0);
     int64_t count = p_.kv_length - s;
@@ -79,7 +79,7 @@ class Scores {
       Vec<T> bias = p_.options.wide_bias ? elements(reinterpret_cast<const T*>(row.bias), s, count)
                                          : elements(reinterpret_cast<const E*>(row.bias), s, count);
       constexpr T kLargest = std::numeric_limits<T>::max();
-      // What is finite stays so: a bias of the lowest float, which people use as a mask, is not -inf.
+      // A finite bias stays finite: the lowest float, which is often used as a mask, must not become -inf.
       sum = bias * static_cast<T>(kLog2E);
       stdx::where(sum > kLargest && bias <= kLargest, sum) = kLargest;
       stdx::where(sum < -kLargest && bias >= -kLargest, sum) = -kLargest;
@@ -91,7 +91,7 @@ class Scores {
     }
     return sum;
   }
-  // The mask is a select, not a sum: whatever stood there, be it NaN, is gone.
+  // The mask is a select, not a sum, so that it removes NaN too.
   static JAX_FLASH_INLINE Vec<T> add(const Vec<T>& x, const Vec<T>& addend) {
     Vec<T> sum = x + addend;
     stdx::where(addend == -kInfinity<T>, sum) = -kInfinity<T>;

@@ -13,7 +13,7 @@
 #include <arm_neon.h>
 #endif
 
-// Instructions that multiply pairs of bfloat16: the processor's, or for the tests functions in their place.
+// Instructions that multiply pairs of bfloat16: the processor's, or in tests functions that emulate them.
 #if defined(__AVX512BF16__) || defined(JAX_FLASH_EMULATED_PAIRS)
 #define JAX_FLASH_PAIRS
 #endif
@@ -33,7 +33,7 @@ constexpr int kWidth = static_cast<int>(Vec<T>::size());
 template <typename T>
 using IntVec = stdx::rebind_simd_t<Int<T>, Vec<T>>;
 
-// The compiler's own vectors, for what std::experimental::simd has no words for, or makes poor code of.
+// The compiler's own vectors, for what std::experimental::simd lacks or compiles poorly.
 template <typename T, int lanes>
 struct NativeVector {
   typedef T type __attribute__((vector_size(lanes * sizeof(T))));
@@ -93,7 +93,7 @@ using U16 = Native<uint16_t, kWidth<float>>;
 using U32 = Native<uint32_t, kWidth<float>>;
 using F32 = Native<float, kWidth<float>>;
 
-// __builtin_convertvector(x, U32), for which g++ 12 takes the halves apart and puts them together again.
+// __builtin_convertvector(x, U32), for which g++ 12 splits and rejoins the halves.
 JAX_FLASH_INLINE U32 widen_bits(U16 x) {
 #if defined(__AVX512F__)
   // Masked by ones, because g++ 12 warns of an uninitialised value inside the plain intrinsic.
@@ -140,7 +140,8 @@ JAX_FLASH_INLINE U16 narrow(F32 x, Half) { return bits_as<U16>(vcvt_f16_f32(bits
 #else
 JAX_FLASH_INLINE F32 widen(U16 x, Half) {
   U32 u = __builtin_convertvector(x, U32);
-  // Exponent and mantissa in place, then 2^112 corrects the bias; that serves subnormals too.
+  // Puts exponent and mantissa in place, then multiplies by 2^112 to correct the exponent's bias; right for subnormals
+  // too.
   F32 magnitude = bits_as<F32>((u & 0x7fff) << 13) * 0x1p112f;
   U32 is_special = bits_as<U32>((u & 0x7c00) == 0x7c00);
   return bits_as<F32>(bits_as<U32>(magnitude) | (is_special & 0x7f800000) | ((u & 0x8000) << 16));
@@ -182,7 +183,7 @@ JAX_FLASH_INLINE void store_as(E* p, const Vec<Compute<E>>& v) {
   }
 }
 
-// The first `count` < kWidth elements, the others zero, without touching what lies behind them.
+// The first `count` < kWidth elements, the others zero, without reading past them.
 template <typename E>
 JAX_FLASH_INLINE Vec<Compute<E>> load_some(const E* p, int count) {
   alignas(64) E buffer[kWidth<Compute<E>>] = {};
@@ -210,8 +211,8 @@ JAX_FLASH_INLINE IntVec<T> load_bools(const bool* p, int64_t count) {
   return bits_as<IntVec<T>>(__builtin_convertvector(bytes, Native<Int<T>, W>));
 }
 
-// A factor of a product of matrices: what one lane of one instruction reads of each operand. That is an element, or
-// where there is an instruction for it (twice as many products a cycle) two neighbours along the sum.
+// A factor of a matrix product: what one lane of one instruction reads of each operand. That is an element, or with
+// instructions for pairs (twice as many products per cycle) two neighbours along the sum.
 struct Pair {
   uint32_t bits;  // two BFloat16, the first one in the low half
 };
@@ -253,11 +254,11 @@ JAX_FLASH_INLINE Vec<float> multiply_add(const U32& a, const U32& b, const Vec<f
   return bits_as<Vec<float>>(_mm512_dpbf16_ps(bits_as<__m512>(c), bits_as<__m512bh>(a), bits_as<__m512bh>(b)));
 }
 
-// Lanes of a, rounded, then those of b: pairs along a row.
+// The rounded lanes of a, then those of b: pairs along a row.
 JAX_FLASH_INLINE U32 round_row(const Vec<float>& a, const Vec<float>& b) {
   return bits_as<U32>(_mm512_cvtne2ps_pbh(bits_as<__m512>(b), bits_as<__m512>(a)));
 }
-// The same side by side: pairs of two rows.
+// The same interleaved: pairs of two rows.
 JAX_FLASH_INLINE U32 pair_up(const Vec<float>& a, const Vec<float>& b) {
   auto rounded = bits_as<Native<uint16_t, 32>>(round_row(a, b));
   constexpr Native<uint16_t, 32> kPicks = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
@@ -265,7 +266,7 @@ JAX_FLASH_INLINE U32 pair_up(const Vec<float>& a, const Vec<float>& b) {
   return bits_as<U32>(__builtin_shuffle(rounded, kPicks));
 }
 
-// In each 16 bytes the first 4 elements of 16 bits of both side by side, or the last 4.
+// In each 16 bytes interleaves the first 4 elements of 16 bits of both, or the last 4.
 template <bool last>
 JAX_FLASH_INLINE U32 interleave_quarters(const U32& a, const U32& b) {
   if constexpr (last) return bits_as<U32>(_mm512_unpackhi_epi16(bits_as<__m512i>(a), bits_as<__m512i>(b)));
@@ -279,18 +280,17 @@ JAX_FLASH_INLINE Vec<float> multiply_add(const U32& a, Pair b, const Vec<float>&
 #endif
 
 // 2^x for x in [-inf, 127.5) (float) or [-inf, 1023.5) (double); NaN gives NaN. Below -126 (-1022) the result is 0:
-// there are no subnormal results. Above the range the result is meaningless.
+// there are no subnormal results. Above the range the result is undefined.
 //
 // x = n + f, n the nearest integer: adding 1.5 * 2^23 leaves it in the low bits, and another 127 there makes them the
-// exponent of 2^n. 2^f by a polynomial on [-0.5, 0.5] (minimax in the relative error, but that the float's coefficient
-// of f^2 is 6 units in its last place higher, for the sake of its rounding). 2^n is a factor, for adding n to the
-// exponent turned NaNs of some payloads into numbers. The error, over every float of the range, is at most 0.870 units
-// in the last place with fused multiply-adds, 1.132 without; over samples of doubles 1.04 and 1.31.
-//
-// With AVX-512 the floats' x = n + j / 16 + f, and 2^(j / 16) comes out of a register: the multipliers, which the
-// products around it are bound by, have 4 instructions of it instead of 7. Backward of head_dim 64 1.01 (Zen 4) to 1.04
-// (Emerald Rapids), of 128 1.00 to 1.04, forward 1.00. The error is at most 0.988 units in the last place. f by
-// vreduceps and zeros by a masked instruction are two instructions less: forward 1.01 (Zen 4) to 1.02 (Emerald Rapids).
+// exponent of 2^n. 2^f by a polynomial on [-0.5, 0.5] (minimax in the relative error, except that the float's
+// coefficient of f^2 is 6 units in its last place higher, which rounds better). 2^n is multiplied, because adding n to
+// the exponent would turn NaNs of some payloads into numbers. The error, over every float of the range, is at most
+// 0.870 units in the last place with fused multiply-adds, 1.132 without; over samples of doubles 1.04 and 1.31.
+// With AVX-512 floats take x = n + j / 16 + f, and 2^(j / 16) is looked up in a register: 4 instructions on the
+// multipliers, by which the surrounding products are bound, instead of 7. That gives 1.00 to 1.04 times the backward's
+// rate. The error is at most 0.988 units in the last place. vreduceps for f and a masked instruction for zeros save two
+// more: 1.01 to 1.02 times the forward's rate (docs/ledger/cpu-emerald-rapids.md).
 #if defined(__AVX512F__)
 JAX_FLASH_INLINE Vec<float> exp2(const Vec<float>& x) {
   // The bits of 2^(j / 16) less j at the place where the shift below leaves it.
@@ -301,7 +301,7 @@ JAX_FLASH_INLINE Vec<float> exp2(const Vec<float>& x) {
   U32 bits = bits_as<U32>(Vec<float>(x + kShift));
   Vec<float> power = bits_as<Vec<float>>(__builtin_shuffle(kPowers, bits) + (bits << 19));
   __m512 all = bits_as<__m512>(x);
-  // What is left of the nearest multiple of 2^-4, ties to even as in the sum above. Masked as in widen_bits().
+  // x less the nearest multiple of 2^-4, ties to even as in the sum above. Masked as in widen_bits().
   Vec<float> f = bits_as<Vec<float>>(_mm512_maskz_reduce_ps(0xffff, all, 4 << 4 | _MM_FROUND_TO_NEAREST_INT));
   Vec<float> y = 0x1.c6b3f8p-5f;
   y = y * f + 0x1.ebfffap-3f;

@@ -8,9 +8,9 @@ namespace jax_flash::cpu::JAX_FLASH_ISA {
 template <typename T>
 constexpr T kInfinity = static_cast<T>(__builtin_inf());
 
-// Turns s[keys][kPanel] into exp2(s - max), and brings the running maximum and sum of the lanes up to date. `decay`
-// is what earlier sums and outputs have to be multiplied by. The weights take the place of the scores as factors F of
-// the next product: pairs as pair_weights() leaves them.
+// Turns s[keys][kPanel] into exp2(s - max), and updates the running maximum and sum of the lanes. `decay` is the factor
+// for earlier sums and outputs. The weights overwrite the scores as factors F of the next product: pairs are laid out
+// as by pair_weights().
 template <int NV, typename F, typename T>
 void online_softmax(int keys, T* s, T* maximum, T* sum, T* decay) {
   constexpr int W = kWidth<T>;
@@ -60,7 +60,7 @@ void online_softmax(int keys, T* s, T* maximum, T* sum, T* decay) {
   for (int v = 0; v < NV; ++v) store(sum + v * W, total[v]);
 }
 
-// Weights[keys][kPanel] become pairs of keys[(keys + 1) / 2][kPanel] in their place.
+// Turns weights[keys][kPanel] into pairs of keys [(keys + 1) / 2][kPanel] in place.
 template <int NV, typename F, typename T>
 void pair_weights(int keys, T* s) {
   if constexpr (kPaired<F>) {

@@ -1,7 +1,6 @@
 // Products by AMX: tile registers of 16 rows of 64 bytes, and an instruction that multiplies two of them.
-//
-// Its operands lie as those of the micro-kernel in gemm.h do: A has rows of pairs along the sum, B has a row of lanes
-// for each pair. What has rows along the sum and lies there otherwise is transposed: V, in the backward q and dout.
+// Its operands are laid out as those of the micro-kernel in gemm.h: A has rows of pairs along the sum, B has a row of
+// lanes for each pair. Arrays in another order are transposed: V, and in the backward q and dout.
 #pragma once
 
 #include "simd.h"
@@ -23,8 +22,8 @@ constexpr int kTileRows = 16;   // of A and of C
 constexpr int kTilePairs = 16;  // of a row of A; rows of B
 
 #if defined(__AMX_BF16__)
-// The tiles of this thread in their largest shape. They are given back at the end, for a thread that has some makes
-// every switch to another one save 8 KB.
+// Configures this thread's tiles in their largest shape. The destructor releases them, because the kernel saves 8 KB at
+// every context switch of a thread that holds tiles.
 class Tiles {
  public:
   Tiles() {

@@ -18,22 +18,23 @@ struct KernelTraits {
   int threads = 0;        // per block; forward_single_tile: at most
   int block_rows = 0;     // rows of query or, in backward, of key of an item of work
   int shared_bytes = 0;   // dynamic shared memory
-  int convert_warps = 0;  // per block of jax_flash_convert_dq; 0 where there is no such kernel
+  int convert_warps = 0;  // per block of jax_flash_convert_dq; 0 if there is no such kernel
 
-  // Blocks per multiprocessor of a grid that stays, whose blocks walk over the items of work; 0: a block for each item.
+  // Persistent kernels: blocks per multiprocessor, which walk over the items of work; 0: a block for each item.
   int persistent = 0;
   // Rows that a TMA load reads, at most 256; 0: no such map. With any, TensorMaps is the second parameter.
   int q_box_rows = 0;
   int k_box_rows = 0;
   int v_box_rows = 0;
   int dout_box_rows = 0;
-  int combine_warps = 0;  // per block of jax_flash_combine; 0 where there is no such kernel
+  int combine_warps = 0;  // per block of jax_flash_combine; 0 if there is no such kernel
   int block_keys = 0;     // backward_bias: keys of an item of work, which is a tile of the result there
   int starts_ahead =
-      0;  // forward_split_kv, forward_single_tile: 1 where it waits itself for the end of the kernel that it follows
-  int most_cluster = 1;   // forward_split_kv: into so many slices keys are split within a cluster, a power of two
-  int cluster_bytes = 0;  // of dynamic shared memory that a block of a cluster has beside
-  int splits_groups = 0;  // backward: 1 where there is jax_flash_sum_splits
+      0;  // forward_split_kv, forward_single_tile: 1 if it waits itself for the kernel before it (programmatic launch)
+  int most_cluster =
+      1;  // forward_split_kv: the most blocks of a cluster, one for each slice of the keys; a power of two
+  int cluster_bytes = 0;  // dynamic shared memory that a block of a cluster has in addition to shared_bytes
+  int splits_groups = 0;  // backward: 1 if the cubin has jax_flash_sum_splits
 };
 
 }  // namespace jax_flash

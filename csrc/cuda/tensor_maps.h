@@ -1,5 +1,5 @@
-// The tensor maps that a kernel which loads by TMA takes beside Problem. The host compiler and NVRTC both compile this
-// header, so it includes nothing.
+// The tensor maps that a kernel with TMA loads takes in addition to Problem. The host compiler and NVRTC both compile
+// this header, so it includes nothing.
 #pragma once
 
 namespace jax_flash {
@@ -11,7 +11,7 @@ struct TensorMap {
 
 // Of [batch, length, heads, head_dim] arrays of 16-bit elements. Coordinates are {column, row, head, batch}. A load
 // reads a box of kBoxColumns columns and of as many rows of one head as the kernel's KernelTraits say, with the
-// 128-byte swizzle; what lies outside the array comes as zeros, and counts among the bytes that arrive.
+// 128-byte swizzle; elements outside the array are read as zeros, and count among the bytes that the mbarrier expects.
 struct TensorMaps {
   TensorMap q, k, v, dout;  // dout in backward only
 };

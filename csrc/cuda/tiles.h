@@ -1,4 +1,4 @@
-// THE table: which tile row a kernel is compiled with, by family, pass, head_dim and the shared memory there is.
+// THE table: which tile row a kernel is compiled with, by family, pass, head_dim and available shared memory.
 #pragma once
 
 #include <stdexcept>
@@ -30,7 +30,7 @@ struct TileRule {
   int max_head_dim;  // serves head dims up to this
   int shared_kb;     // needs so much dynamic shared memory a block
   TileRow row;
-  bool plain = false;  // for plain calls alone: see is_plain()
+  bool plain = false;  // only for plain calls: see is_plain()
 };
 
 namespace rules {
@@ -39,9 +39,9 @@ constexpr Pass forward = Pass::forward, backward = Pass::backward, backward_dq =
                backward_bias = Pass::backward_bias, forward_split_kv = Pass::forward_split_kv,
                forward_single_tile = Pass::forward_single_tile;
 
-// The first rule that fits is taken. Beside each the forward or backward rate that put it there: full, B4 S4096,
-// N * H = 2048, on an H200, in TFLOP/s, of bf16 for one limb; and behind "first:" those of the first working version,
-// where others lost. Rules that an H200 has no need of were timed on one all the same.
+// The first rule that fits is taken. The comment of each has the forward or backward rate that put it there: TFLOP/s on
+// an H200 without mask, B4 S4096, N * H = 2048, bfloat16 for one limb. Rates after "first:" are those of the first
+// working version. Rules for GPUs with less shared memory were timed on an H200 too.
 inline constexpr TileRule all[] = {
     // family, limbs, pass, head_dim, shared KB, {block_q, block_kv, warps, stages, min_blocks, key_tiles}
     {"sm90a", 1, forward, 64, 89, {192, 128, 16, 2, 1}, true},  // 557; with other options it spills; 192x96 523
@@ -50,10 +50,10 @@ inline constexpr TileRule all[] = {
     {"sm90a", 1, forward, 192, 217, {128, 112, 12, 2, 1}},
     {"sm90a", 1, forward, 256, 225, {128, 80, 12, 2, 1}},        // 763; 128x64 761, 128x48 708
     {"sm90a", 1, backward, 64, 178, {64, 256, 12, 3, 1}, true},  // 520, separate dQ 412; 128 keys 499, 399
-    {"sm90a", 1, backward, 64, 99, {64, 128, 12, 2, 1}},         // options take registers
+    {"sm90a", 1, backward, 64, 99, {64, 128, 12, 2, 1}},         // with options, which take registers
     {"sm90a", 1, backward, 128, 164, {64, 128, 12, 2, 1}},       // 611; first: 532, with three stages 3% less
     {"sm90a", 1, backward, 256, 211, {64, 64, 12, 2, 1}},        // 641 without dQ; with it 423, with one stage 340
-    // The pass for dQ alone, by its own three products.
+    // The separate pass for dQ, which has three products.
     {"sm90a", 1, backward_dq, 64, 97, {128, 128, 12, 2, 1}},    // 667; 192x64 620, 128x64 548
     {"sm90a", 1, backward_dq, 128, 193, {128, 128, 12, 2, 1}},  // 794; 128x96 733, 128x64 718
     {"sm90a", 1, backward_dq, 256, 225, {128, 64, 12, 2, 1}},   // 786; 128x32 with three stages 643
@@ -64,8 +64,8 @@ inline constexpr TileRule all[] = {
     {"sm80", 1, forward, 256, 194, {64, 64, 4, 1, 2}},          // 366; 64x80 361, 64x32 366; two blocks fit
     {"sm80", 1, forward, 256, 128, {128, 64, 8, 1, 1}},         // 366; first: 287
     {"sm80", 1, forward, 256, 96, {128, 32, 8, 1, 1}},          // first: 267, 64x64 with 4 warps 222
-    // The split-KV forward has rows for each block_q of kSplitKvRows, and a team of warps for every block_q rows of
-    // them.
+    // The split-KV forward has a rule for each block_q of kSplitKvRows. Its warps form teams, each of which has all
+    // block_q rows and a share of the keys.
     {"sm80", 1, forward_split_kv, 64, 67, {16, 64, 4, 1, 2}},
     {"sm80", 1, forward_split_kv, 128, 69, {16, 32, 4, 1, 3}},
     {"sm80", 1, forward_split_kv, 256, 137, {16, 32, 4, 1, 1}},
@@ -87,7 +87,7 @@ inline constexpr TileRule all[] = {
     {"sm80", 1, backward, 128, 146, {64, 128, 8, 2, 1}},           // 286, with one stage 277; first: 270 and 279
     {"sm80", 1, backward, 128, 73, {64, 64, 4, 1, 1}},             // first: 256
     {"sm80", 1, backward, 256, 209, {64, 64, 8, 2, 1, 2}, true},   // 263, separate dQ 225
-    {"sm80", 1, backward, 256, 145, {64, 64, 8, 1, 1, 2}, true},   // 264, separate dQ 204: dQ's product covers loads
+    {"sm80", 1, backward, 256, 145, {64, 64, 8, 1, 1, 2}, true},   // 264, separate dQ 204: dQ's product hides loads
     {"sm80", 1, backward, 256, 145, {64, 64, 8, 1, 1}},            // 220; first: 207, two stages 205, 32x64 187
     {"sm80", 1, backward, 256, 70, {32, 32, 4, 1, 1}},             // first: 176
     {"sm80", 1, backward_dq, 64, 50, {128, 48, 4, 2, 2}, true},    // 409; 128x64 with two tiles of K 415, but it spills
@@ -120,8 +120,8 @@ inline constexpr TileRule all[] = {
     {"sm70", 2, backward, 128, 96, {32, 32, 4, 1, 1}},
     {"sm70", 2, backward_dq, 64, 96, {64, 32, 4, 1, 1}},
     {"sm70", 2, backward_dq, 128, 96, {32, 16, 2, 1, 1}},
-    // Volta, 96 KB: 32 rows a warp where two blocks of four warps find registers for them, which halves what is read of
-    // K and V, else eight warps of 16. Beside them the registers that NVRTC 12.9 takes.
+    // Volta, 96 KB: 32 rows a warp if two blocks of four warps fit into the registers, which halves the reads of K and
+    // V, else eight warps of 16 rows. The comments have the registers that NVRTC 12.9 uses.
     {"sm70", 1, forward, 64, 32, {128, 64, 4, 1, 2}, true},   // two blocks, 233; with an option more it spills
     {"sm70", 1, forward, 64, 32, {128, 64, 8, 1, 1}},         // 170
     {"sm70", 1, forward, 128, 48, {128, 32, 4, 1, 2}, true},  // two blocks, 254; of 64 keys it spills
@@ -167,7 +167,7 @@ inline constexpr TileRule all[] = {
     {"sm75", 1, backward_dq, 160, 63, {64, 32, 4, 1, 1}},  // 229
     {"sm75", 1, backward_dq, 192, 60, {64, 16, 4, 1, 1}},  // 251
     {"sm75", 1, backward_dq, 256, 64, {48, 16, 3, 1, 1}},  // 247
-    // The pass for a bias that batch entries or heads share, which is Hopper's too: rows that spill nothing, untimed.
+    // The pass for a bias that batch entries or heads share, which Hopper uses too: rows without spills, not timed.
     {"sm80", 1, backward_bias, 64, 48, {128, 64, 8, 2, 1}},
     {"sm80", 1, backward_bias, 128, 96, {128, 64, 8, 2, 1}},
     {"sm80", 1, backward_bias, 128, 64, {64, 64, 4, 2, 1}},
@@ -186,7 +186,7 @@ inline constexpr TileRule all[] = {
 
 }  // namespace rules
 
-// Dynamic shared memory that a block may have, in KB, by compute capability.
+// The dynamic shared memory that a block may have, in KB, by compute capability.
 inline int shared_kb_of(int arch) {
   switch (arch) {
     case 70:
@@ -202,8 +202,7 @@ inline int shared_kb_of(int arch) {
   }
 }
 
-// Whether a call has the main loop of one without options: between product and softmax there is a scale and `causal` at
-// most.
+// Whether a call has the main loop of one without options: at most a scale and `causal` between product and softmax.
 inline bool is_plain(const Options& options) {
   bool plain = true;
 #define JAX_FLASH_NOTHING(...)
@@ -217,7 +216,7 @@ inline bool is_plain(const Options& options) {
   return plain;
 }
 
-// nullptr where no row serves. `rows` is the block_q that is wanted; 0: any.
+// nullptr if no row serves. `rows` is the wanted block_q; 0: any.
 inline const TileRow* find_tile_row(const std::string& family, int limbs, Pass pass, int head_dim, int arch,
                                     bool plain = false, int rows = 0) {
   for (const TileRule& rule : rules::all) {

@@ -27,10 +27,10 @@ DType decode_dtype(ffi::DataType type) {
   }
 }
 
-// What is accumulated in, and what statistics, sinks, slopes and the gradients of trainable operands are.
+// The dtype of accumulators, statistics, sinks, slopes and the gradients of trainable operands.
 ffi::DataType wide(ffi::DataType type) { return type == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32; }
 
-// XLA hands over dense row-major buffers.
+// XLA's buffers are dense and row-major.
 Tensor tensor(const ffi::AnyBuffer& buffer, int batch, int length, int heads, int head_dim, ffi::DataType type,
               const char* name) {
   auto dims = buffer.dimensions();
@@ -71,8 +71,8 @@ int64_t extent(char dim, const Problem& p) {
   }
 }
 
-// The elements of an operand whose dimensions are `dims` of options.h. With `broadcast` it may be, and
-// gets its strides.
+// The elements of an operand whose dimensions are `dims` of options.h. With `broadcast`, dimensions of size 1 are
+// allowed and the strides are written there.
 void* operand(const ffi::AnyBuffer& buffer, const Problem& p, const std::string& dims, ffi::DataType type,
               const char* name, Strides* broadcast) {
   auto sizes = buffer.dimensions();

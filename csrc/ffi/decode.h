@@ -1,4 +1,5 @@
-// From what XLA hands a handler to the problem that a kernel reads: checked, so that whoever gets it need not.
+// Decodes the buffers and attributes of an XLA call into the Problem that a kernel reads, and validates them, so that
+// nothing downstream has to.
 #pragma once
 
 #include <cstdint>
@@ -24,10 +25,10 @@ struct Call {
 // Arrays of two limbs have the columns of both.
 int limbs_of(const Options& options);
 
-// Of a dense [batch, heads, rows, columns] array; 0 where a dimension of size 1 is broadcast.
+// The strides of a dense [batch, heads, rows, columns] array; 0 where a dimension of size 1 is broadcast.
 Strides strides(const std::vector<int64_t>& sizes);
 
-// Where `record` has the field `name`; nullptr where it has none of that name.
+// The field `name` of `record`; nullptr if it has none of that name.
 #define JAX_FLASH_FIND(record, name)      \
   [](auto& r) {                           \
     if constexpr (requires { r.name; }) { \
@@ -41,14 +42,13 @@ enum class Platform { cpu, cuda };
 
 // forward:  (q, k, v, operands...) -> (out, lse[, scratch])
 // backward: (q, k, v, dout, lse, delta, operands...) -> (dq, dk, dv, gradients of operands...[, scratch])
-// On CPUs the backward takes (dlse, out) instead of delta. How large the scratch is was said when the call was lowered,
-// maybe for another machine, and where there is none none was wanted: what a call needs of it is for the platform to
-// say.
+// On CPUs the backward takes (dlse, out) instead of delta. The size of the scratch was fixed when the call was lowered,
+// maybe for another machine, so each platform checks that it suffices; a call that wanted none has none.
 Call decode(Platform platform, Pass pass, const Options& options, ffi::RemainingArgs args, ffi::RemainingRets rets);
 
 void require(bool condition, const std::string& what);
 
-// What `body` throws, as XLA's errors: the user's as InvalidArgument.
+// Turns what `body` throws into XLA's errors, std::invalid_argument into InvalidArgument.
 template <typename Body>
 ffi::Error guarded(Body&& body) {
   try {

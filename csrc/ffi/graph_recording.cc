@@ -1,4 +1,4 @@
-// A forward that says which kernels XLA is to put into its CUDA graphs.
+// A forward that records its kernels into XLA's command buffers (CUDA graphs).
 
 #include <mutex>
 #include <optional>
@@ -29,8 +29,8 @@ XLA_FFI_Error* handed_over(const XLA_FFI_Api* api, const ffi::Error& error) {
   return api->XLA_FFI_Error_Create(&args);
 }
 
-// What the recorded calls are made of, by the first node of each. XLA does not say when it destroys a graph; but it
-// takes the memory of nodes for other ones then, which come to stand in the place of what was there.
+// The kernels of each recorded call, by the call's first node. XLA does not report when it destroys a graph, but it
+// reuses the memory of nodes, so that new entries overwrite stale ones.
 class RecordedCalls {
  public:
   void put(const recording::Command* first, const cuda::Recorded& call) {
@@ -48,8 +48,8 @@ class RecordedCalls {
   std::unordered_map<const recording::Command*, cuda::Recorded> calls_;
 };
 
-// From jaxlib 0.11.2 on a handler can say which kernels XLA is to put into its CUDA graph. XLA's own decoding of calls
-// knows of it in newer headers than those that we may be built with.
+// From jaxlib 0.11.2 on a handler can record kernels into XLA's CUDA graph. XLA's own C++ decoding of such calls needs
+// newer headers than those that this library may be built with.
 XLA_FFI_Error* record_forward_cuda(XLA_FFI_CallFrame* call_frame) {
   if (asks_for_metadata(*call_frame)) return handlers().forward_cuda(call_frame);
   XLA_FFI_Error* error = nullptr;  // XLA's
@@ -57,8 +57,9 @@ XLA_FFI_Error* record_forward_cuda(XLA_FFI_CallFrame* call_frame) {
     recording::FindExtension find{sizeof(find), nullptr, call_frame->ctx, recording::kExtension, nullptr};
     error = reinterpret_cast<const recording::Api*>(call_frame->api)->find_extension(&find);
     if (error) return;
-    require(find.found && recording::knows_record({find.found->major, find.found->minor}),
-            "XLA records kernels by an interface that is not known here");
+    require(
+        find.found && recording::knows_record({find.found->major, find.found->minor}),
+        "this jaxlib's interface for recording kernels into CUDA graphs has a version that jax_flash does not know");
     const recording::Frame& frame = *find.found->frame;
 
     XLA_FFI_DeviceOrdinal_Get_Args device{};
@@ -93,7 +94,7 @@ XLA_FFI_Error* record_forward_cuda(XLA_FFI_CallFrame* call_frame) {
       auto dim = [](unsigned x) { return recording::Dim3{static_cast<int32_t>(x), 1, 1}; };
       const recording::Dims dims{dim(node.blocks), dim(node.threads),
                                  node.cluster > 1 ? dim(node.cluster) : recording::Dim3{0, 0, 0}};
-      // The first follows what XLA says, the next one the first.
+      // The first kernel depends on the nodes that XLA names, each next one on the kernel before it.
       error = frame.functions->create_launch(frame.context, node.name, node.cubin->data(),
                                              static_cast<int64_t>(node.cubin->size()), recording::Format::cubin, dims,
                                              node.shared_bytes, node.overlaps, &arguments,
@@ -109,8 +110,9 @@ XLA_FFI_Error* record_forward_cuda(XLA_FFI_CallFrame* call_frame) {
 
 }  // namespace
 
-// JAX's plugin for CUDA (0.11.2) hands XLA all handlers of a target but `record`. So XLA is asked by itself, when it
-// asks this handler, of a target that no program calls, what it can do: that is when it says where its functions are.
+// JAX's plugin for CUDA (0.11.2) registers all handlers of a target but `record`, so `record` has to be registered
+// through XLA's own API. XLA passes a pointer to that API when it queries a handler's metadata: hence this handler, of
+// a target that no program calls.
 XLA_FFI_Error* register_forward_cuda(XLA_FFI_CallFrame* call_frame) {
   if (asks_for_metadata(*call_frame)) {
     const XLA_FFI_Api& api = *call_frame->api;
@@ -125,8 +127,8 @@ XLA_FFI_Error* register_forward_cuda(XLA_FFI_CallFrame* call_frame) {
     args.struct_size = recording::kRegistrationSize;
     args.name = {name.data(), name.size()};
     args.platform = {platform.data(), platform.size()};
-    // Nothing to initialize, which XLA would in every run, a microsecond a call: the first call of a kind finds its
-    // kernels when it is recorded, or without a graph when it is launched.
+    // No handler to initialize: XLA would call it in every run, which takes a microsecond. The first call of a kind
+    // finds its kernels when it is recorded, or without a graph when it is launched.
     args.execute = handlers().forward_cuda;
     args.record = record_forward_cuda;
     if (XLA_FFI_Error* error = api.XLA_FFI_Handler_Register(reinterpret_cast<XLA_FFI_Handler_Register_Args*>(&args))) {

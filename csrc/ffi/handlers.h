@@ -1,5 +1,5 @@
-// The handlers that XLA calls. They are stateless. Both platforms share the decoding; what differs is the context they
-// get from XLA.
+// The handlers that XLA calls. They are stateless. Both platforms share the decoding and differ in the context that
+// they get from XLA.
 #pragma once
 
 #include "xla/ffi/api/ffi.h"
@@ -16,7 +16,7 @@ struct Handlers {
 };
 Handlers handlers();
 
-// Registers, when XLA asks it what it can do, a forward that says which kernels go into XLA's CUDA graphs; then runs as
+// When XLA queries its metadata, registers a forward that records its kernels into XLA's CUDA graphs. Otherwise runs as
 // forward_cuda does.
 XLA_FFI_Error* register_forward_cuda(XLA_FFI_CallFrame* call_frame);
 

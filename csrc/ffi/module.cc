@@ -52,7 +52,7 @@ Pass named_pass(const std::string& name) {
   throw std::invalid_argument("pass_ must be one of " + known + ", got " + name);
 }
 
-// The record from the attributes of a call; what is not named is absent.
+// The option record from the attributes of a call; options that are not named are absent.
 Options named_options(const nb::dict& attributes) {
   Options options{};
   options.sequences = 1;
@@ -87,7 +87,7 @@ nb::dict row_of(const cuda::Kernel& k) {
   return row;
 }
 
-// A tile row by the names of its fields, all of which are there.
+// A tile row from a dictionary, which must have all of its fields.
 cuda::TileRow named_tile_row(const nb::dict& named) {
   cuda::TileRow row{};
 #define JAX_FLASH_FIELD(field) row.field = nb::cast<int>(named[#field]);
@@ -96,7 +96,7 @@ cuda::TileRow named_tile_row(const nb::dict& named) {
   return row;
 }
 
-// What plans and scratch are a function of, but for head dims.
+// The fields of Problem that plans and scratch depend on, except the head dims.
 Problem shape_of(const Options& options, int batch, int q_length, int kv_length, int q_heads, int kv_heads) {
   Problem p{};
   p.options = options;
@@ -108,7 +108,7 @@ Problem shape_of(const Options& options, int batch, int q_length, int kv_length,
   return p;
 }
 
-// Elements of scratch that a call of Python's description wants.
+// The elements of scratch of a call, from Python's description of it.
 struct Scratch {
   Pass pass;
   bool cuda;
@@ -141,7 +141,7 @@ struct Scratch {
   }
 
   // (a, b) with of_batch(B) <= a * B + b for all B. From kMany batch entries on there is work for all threads and
-  // multiprocessors, so that nothing is split any more: then scratch grows by as much with each.
+  // multiprocessors, so that no call is split, and scratch grows linearly.
   std::pair<int64_t, int64_t> of_any_batch() {
     constexpr int kMany = 1024;
     const int64_t each = of_batch(kMany + 1) - of_batch(kMany);

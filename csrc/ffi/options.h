@@ -1,4 +1,4 @@
-// The option record as XLA hands it over: attributes, by name.
+// Decodes the option record from the attributes of XLA's call.
 #pragma once
 
 #include <array>
@@ -33,8 +33,9 @@ void for_each_field(Options& options, Read read) {
 
 }  // namespace jax_flash
 
-// The attributes of a call are the option record, field by field, decoded by name. XLA's own decoding of a struct looks
-// for each from the first attribute on; but they come ordered by name, so that of every name the place is known.
+// The attributes of a call are the option record, one for each field, decoded by name. XLA's own decoding of a struct
+// searches for each field from the first attribute on; but attributes are sorted by name, so that the index of each is
+// known at compile time.
 namespace xla::ffi {
 
 template <>
@@ -58,7 +59,7 @@ struct AttrDecoding<jax_flash::Options> {
 #undef JAX_FLASH_NAME
   static constexpr size_t kCount = std::size(kNames);
 
-  // How many names come before each.
+  // The index of each name in sorted order.
   static constexpr std::array<size_t, kCount> places() {
     std::array<size_t, kCount> places{};
     for (size_t i = 0; i < kCount; ++i) {

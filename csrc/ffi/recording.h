@@ -1,8 +1,9 @@
-// What XLA hands a handler that says which kernels it is to put into its CUDA graphs, as it lies in memory.
-//
+// Mirror of XLA's interface for recording a handler's kernels into command buffers (CUDA graphs); see kKnown below for
+// the versions.
 // XLA calls this interface unstable, and no jaxlib before 0.11.2 has its header. So that a library that is built with
-// an older one records too, the structs stand here, under names of our own, and are used where the running jaxlib has
-// versions for which they are known to be right. A build whose jaxlib has the header compares them with it, below.
+// an older jaxlib can record too, the structs are declared here under names of our own, and used only if the running
+// jaxlib has one of the versions that they are known to match. A build whose jaxlib has the header compares them with
+// it, below.
 
 #pragma once
 
@@ -21,13 +22,13 @@ struct Version {
   constexpr bool operator==(const Version&) const = default;
 };
 
-// Versions of XLA's FFI API and of this interface whose structs are these.
+// Versions of XLA's FFI API and of this interface that have these structs.
 struct Versions {
   Version ffi, record;
 };
 inline constexpr Versions kKnown[] = {
     {{0, 4}, {0, 1}},  // jaxlib 0.11.2
-    {{0, 5}, {0, 2}},  // jaxlib 0.12.0: one more format of kernels, for which we have no use
+    {{0, 5}, {0, 2}},  // jaxlib 0.12.0: adds a format of kernels, which is not used here
 };
 
 constexpr bool knows_ffi(Version ffi) {
@@ -44,7 +45,7 @@ constexpr bool knows_record(Version record) {
   return false;
 }
 
-// XLA's own, which none of us looks into.
+// Opaque types of XLA.
 struct Context;
 struct Command;
 
@@ -56,7 +57,7 @@ struct Dim3 {
   int32_t x, y, z;
 };
 
-// A cluster of (0, 0, 0) is none.
+// A cluster of (0, 0, 0) means no cluster.
 struct Dims {
   Dim3 grid, block, cluster;
 };
@@ -73,7 +74,8 @@ struct Arguments {
   int64_t count;
 };
 
-// Those that we call, of six: memory copies, a fallback to capture and empty nodes come behind them.
+// The functions that are called here; memory copies, a fallback to capture and empty nodes follow them in XLA's struct
+// of six.
 struct Functions {
   XLA_FFI_Error* (*create_launch)(Context* context, const char* name, const void* image, int64_t image_bytes,
                                   Format format, Dims dims, uint32_t shared_bytes, int32_t overlaps,
@@ -91,8 +93,7 @@ struct Frame {
   int64_t capacity;
 };
 
-// The head of what a call may carry besides its arguments, by number; of this number, what follows is a pointer to the
-// frame.
+// The extension of a call frame by which XLA asks a handler to record, and its number.
 inline constexpr int64_t kExtension = 128;
 
 struct Extension {
@@ -111,7 +112,7 @@ struct FindExtension {
   const Extension* found;
 };
 
-// XLA's functions from 0.4 on: those of 0.2 and 0.3, and one more.
+// XLA's function table from 0.4 on: that of 0.2 and 0.3, and one more function.
 struct Api {
   std::byte before[offsetof(XLA_FFI_Api, XLA_FFI_DeviceOrdinal_Get) + sizeof(void*)];
   XLA_FFI_Error* (*find_extension)(FindExtension*);
@@ -127,12 +128,13 @@ struct Registration {
 };
 inline constexpr size_t kRegistrationSize = offsetof(Registration, traits) + sizeof(XLA_FFI_Handler_Traits);
 
-// What can be said without the header.
+// Checks that need no header of XLA's.
 static_assert(sizeof(Dims) == 36 && sizeof(Argument) == 24 && sizeof(Arguments) == 16 && sizeof(Frame) == 48 &&
               sizeof(Extension) == 40 && sizeof(FindExtension) == 40 && offsetof(Api, find_extension) == 192 &&
               kRegistrationSize == 92);
 
-// A header of versions that we do not know may differ, and what is built with it captures.
+// A header of unknown versions may differ; a library that is built with it does not record, and XLA captures its
+// launches.
 #ifdef XLA_FFI_Extension_Record
 #if XLA_FFI_API_MAJOR == 0 && XLA_FFI_API_MINOR <= 5 && XLA_FFI_Extension_Record_MajorVersion == 0 && \
     XLA_FFI_Extension_Record_MinorVersion <= 2
@@ -208,7 +210,7 @@ JAX_FLASH_SAME_PLACE(Registration, record, XLA_FFI_Handler_Register_Args, bundle
 JAX_FLASH_SAME_PLACE(Registration, traits, XLA_FFI_Handler_Register_Args, traits);
 JAX_FLASH_SAME_VALUE(kRegistrationSize, XLA_FFI_Handler_Register_Args_STRUCT_SIZE);
 
-// Of functions: what they return, how many arguments they take, and of which sizes.
+// Compares functions: return type, number of arguments and their sizes.
 template <typename Ours, typename Theirs>
 inline constexpr bool kSameCall = false;
 template <typename R, typename... Ours, typename... Theirs>

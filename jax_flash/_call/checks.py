@@ -44,7 +44,7 @@ def inputs(**arguments: jax.typing.ArrayLike) -> list[jax.Array]:
 
 
 def shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
-    """Of [..., length, heads, head_dim] arrays with the same batch dimensions."""
+    """Checks the shapes of [..., length, heads, head_dim] arrays with the same batch dimensions."""
     for name, array in (("query", query), ("key", key), ("value", value)):
         if array.ndim < 3:
             raise ValueError(f"{name} must have at least rank 3, [..., length, heads, head_dim], got {array.shape}")
@@ -59,7 +59,7 @@ def shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
 
 
 def known_sizes(name: str, array: jax.Array, first: int) -> None:
-    """Of the dimensions from ``first`` on; symbolic ones (jax.export) may stand before it."""
+    """Raises if a dimension from ``first`` on is symbolic (jax.export); those before it may be."""
     if any(not isinstance(size, int) for size in array.shape[first:]):
         raise NotImplementedError(
             f"{name} may have symbolic sizes in its batch dimensions alone (implementation='reference' takes any in "
@@ -97,7 +97,7 @@ def real(name: str, value: object, expected: str = "a real number that is known 
 
 
 def scale(value: object, head_dim: int, dtype: Any) -> float | jax.Array:
-    """A number, known when the call is traced; or of an array, which may be traced, a scalar array of ``dtype``."""
+    """A float if the scale is known when the call is traced, else, for an array, a scalar array of ``dtype``."""
     if value is None:
         return 1.0 / math.sqrt(head_dim)
     expected = "a real number or an array of a floating dtype and shape ()"
@@ -111,7 +111,7 @@ def scale(value: object, head_dim: int, dtype: Any) -> float | jax.Array:
 
 
 def positive_or_none(name: str, value: object) -> float:
-    """0 for None."""
+    """``value`` as a positive float, or 0 for None."""
     if value is None:
         return 0.0
     number = real(name, value)
@@ -121,7 +121,7 @@ def positive_or_none(name: str, value: object) -> float:
 
 
 def window(name: str, value: Any) -> tuple[int | jax.Array, int | jax.Array]:
-    """(left, right), each `UNLIMITED` where it has no limit; an int32 scalar where it is an array."""
+    """(left, right), each an int (`UNLIMITED` for no limit), or an int32 scalar if it was given as an array."""
     if value is None:
         return UNLIMITED, UNLIMITED
     sides = value if isinstance(value, (tuple, list)) else (value, value)
@@ -159,7 +159,7 @@ def length(name: str, value: object) -> int:
 
 
 def q_offset(value: object, leading: tuple[int, ...]) -> jax.Array | None:
-    """As an int32 array of the leading dimensions, or None for a plain 0."""
+    """``value`` as an int32 array of the leading dimensions, or None for a plain 0."""
     if _is_int(value):
         if not _LIMIT.min <= value <= _LIMIT.max:
             raise ValueError(f"q_offset must be in the range of int32, got {value}")
@@ -168,12 +168,12 @@ def q_offset(value: object, leading: tuple[int, ...]) -> jax.Array | None:
 
 
 def integers(name: str, value: object, shape: tuple[int, ...]) -> jax.Array:
-    """What `int32` takes and broadcasts to ``shape``, broadcast to it."""
+    """``value`` as by `int32`, broadcast to ``shape``."""
     return jnp.broadcast_to(_fitting(name, int32(name, value), shape), shape)
 
 
 def int32(name: str, value: object) -> jax.Array | np.ndarray[Any, Any]:
-    """An int32 array as it is; other integers, also in lists, where their values are known and in its range."""
+    """``value`` as int32: an int32 array, or other integers (also lists) whose values are known and in range."""
     if isinstance(value, (jax.Array, np.ndarray)) and value.dtype == jnp.int32:
         return value
     expected = "an int32 array, or integers that are known when the call is traced"
@@ -181,11 +181,11 @@ def int32(name: str, value: object) -> jax.Array | np.ndarray[Any, Any]:
         raise TypeError(f"{name} must be {expected}, got dtype {value.dtype.name}")
     try:
         known = np.asarray(value)
-    except (TypeError, ValueError, RuntimeError):  # of tracers, of rows that differ in length, on other hosts
+    except (TypeError, ValueError, RuntimeError):  # a tracer, a ragged list, an array on other hosts
         raise TypeError(f"{name} must be {expected}, got {describe(value)}") from None
     if known.size == 0 and isinstance(value, (tuple, list)):
-        known = known.astype(np.int32)  # which NumPy makes floats
-    # NumPy keeps as objects what its integers do not hold.
+        known = known.astype(np.int32)  # NumPy makes an empty list floats
+    # NumPy keeps integers beyond 64 bits as objects.
     if known.dtype.kind not in "iu" and not (known.dtype.kind == "O" and all(map(_is_int, known.flat))):
         got = f"dtype {known.dtype.name}" if isinstance(value, (jax.Array, np.ndarray)) else describe(value)
         raise TypeError(f"{name} must be {expected}, got {got}")
@@ -196,14 +196,14 @@ def int32(name: str, value: object) -> jax.Array | np.ndarray[Any, Any]:
 
 
 def lengths(name: str, value: object, leading: tuple[int, ...], limit: int) -> jax.Array:
-    """In [0, limit], which the kernels rely on: they read and write nothing beyond."""
+    """``value`` clipped to [0, limit], which the kernels rely on to stay inside the arrays."""
     return jnp.clip(integers(name, value, leading), 0, limit)
 
 
 def cumulative(name: str, value: object, tokens: int, longest: int) -> jax.Array:
     """[sequences + 1] int32 from 0 to at most ``tokens``, ascending.
 
-    Values that are known are checked; values that are traced are made so, for the kernels rely on it.
+    Known values are checked; traced values are clipped and made to ascend, because the kernels rely on it.
     """
     value = int32(name, value)
     if value.ndim != 1 or value.shape[0] < 2:
@@ -236,7 +236,7 @@ def scores(name: str, value: object, shape: tuple[int, ...], dtypes: Sequence[st
 
 
 def per_head(name: str, value: object, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Floats [N], or what else broadcasts to ``[..., N]``, in the accumulation dtype."""
+    """Floats that broadcast to ``[..., N]``, such as [N], broadcast to ``shape`` in the accumulation dtype."""
     if not isinstance(value, (jax.Array, np.ndarray)):
         raise TypeError(f"{name} must be an array, got {describe(value)}")
     if value.dtype.name not in _dtypes.INPUTS or np.dtype(value.dtype).itemsize > np.dtype(dtype).itemsize:
@@ -247,7 +247,7 @@ def per_head(name: str, value: object, shape: tuple[int, ...], dtype: Any) -> ja
 
 
 def _hint(name: str, shape: tuple[int, ...], scores: tuple[int, ...]) -> str:
-    """How an array of ``shape`` whose dimensions are some of ``scores`` [..., N, T, S] gets the others."""
+    """How to index an array of ``shape``, some of the dimensions of ``scores`` [..., N, T, S], to add the others."""
     leading, q_length, kv_length = scores[:-3], *scores[-2:]
     inserted = {
         (*leading, q_length, kv_length): "None",
@@ -270,7 +270,7 @@ def _fitting(name: str, value: Any, shape: tuple[int, ...], hint: str = "") -> j
 
 
 def dropout(rate: object, key: object, shape: tuple[int, ...]) -> tuple[float, jax.Array | None]:
-    """The rate, and the key, or the keys for heads of ``shape`` [..., N], where the rate is not 0."""
+    """The rate, and None for rate 0, else a key or keys that broadcast to ``shape``, [..., N]."""
     rate = real("dropout_rate", rate)
     if not 0 <= rate < 1:
         raise ValueError(f"dropout_rate must be in [0, 1), got {rate}")
@@ -283,7 +283,7 @@ def dropout(rate: object, key: object, shape: tuple[int, ...]) -> tuple[float, j
     if not isinstance(key, (jax.Array, np.ndarray)) or key.dtype != jnp.uint32:
         raise TypeError(f"dropout_key must be a key of jax.random, got {describe(key)}")
     if key.shape != (2,):
-        raise ValueError(f"dropout_key must be a single key where it is a raw one, got shape {key.shape}")
+        raise ValueError(f"dropout_key must be a single key if it is a raw one, got shape {key.shape}")
     return rate, jnp.asarray(key)
 
 

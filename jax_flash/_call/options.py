@@ -9,27 +9,27 @@ import jax.numpy as jnp
 import numpy as np
 
 Implementation = Literal["cuda", "cpu", "xla", "reference"]
-"""What may serve a call, in the order in which they are tried; the reference is never picked unasked."""
+"""The names of the implementations; "reference" is only used if named."""
 
 Precision = Literal["default", "high", "highest"] | jax.lax.Precision
-"""Of float32 products on GPUs."""
+"""Accuracy of float32 products on GPUs."""
 
 UNLIMITED = 2**31 - 1
 """A side of the window that has no limit."""
 
 SEGMENT_BLOCK = 32
-"""Rows of which q_segment_ranges and kv_segment_ranges keep the smallest and the largest segment."""
+"""Block length of q_segment_ranges and kv_segment_ranges, which have the smallest and the largest id of each block."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is known of a call when it is traced. One field an option."""
+    """The options whose values are known when a call is traced."""
 
     causal: bool
     scale: float  # finite and > 0; 1 with traced_scale
     highest_precision: bool = False  # of float32 products; False for other dtypes
-    separate_dq: bool = False  # on GPUs dquery has a pass of its own: gradients are summed in one order
-    original_bfloat16: bool = False  # the originals beside descale are bfloat16, else float32
+    separate_dq: bool = False  # on GPUs dquery has a pass of its own, and gradients are summed in a fixed order
+    original_bfloat16: bool = False  # the originals passed with descale are bfloat16, else float32
     sequences: int = 1  # of a batch entry; 1 unless it is packed
     window_left: int = UNLIMITED
     window_right: int = UNLIMITED
@@ -42,7 +42,7 @@ Operands = Mapping[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """An option that is an array: what lowering, vmap and sharding have to know of it, whatever it means.
+    """An option that is an array: what lowering, vmap and sharding need to know about it.
 
     ``dims`` has a letter for each dimension, as in csrc/options.h: b batch, d sequences, e sequences + 1, n query
     heads, k key heads, t and s lengths, i and j lengths in blocks of `SEGMENT_BLOCK`, h head_dim, v value_head_dim, 2 a
@@ -57,15 +57,15 @@ class Operand:
 
     dims: str
     dtype: str
-    may_be_narrow: bool = False  # or it has the dtype of query; the attribute wide_<name> tells the kernels which
+    may_be_narrow: bool = False  # may have the dtype of query instead, which wide_<name> tells the kernels
     trainable: bool = False  # has a gradient, in the accumulation dtype
     broadcast: bool = False  # any dimension may have size 1
-    positional: bool = False  # what it does to a score depends on the position of the row
+    positional: bool = False  # its effect on a score depends on the position of the row
     of_rows: Callable[[Operands, jax.Array, int], jax.Array] | None = None
 
 
 def segment_ranges(ids: jax.Array) -> jax.Array:
-    """[B, blocks, 2]: the smallest and the largest of each block of [B, length]."""
+    """[B, blocks, 2]: the smallest and the largest id of each block of ``ids``, [B, length]."""
     batch, length = ids.shape
     blocks = -(-length // SEGMENT_BLOCK)
     padded = jnp.pad(ids, ((0, 0), (0, blocks * SEGMENT_BLOCK - length)), mode="edge")
@@ -74,7 +74,7 @@ def segment_ranges(ids: jax.Array) -> jax.Array:
 
 
 def _offset_of_rows(operands: Operands, first_row: jax.Array, rows: int) -> jax.Array:
-    largest = np.iinfo(np.int32).max  # which positions beyond int32 keep
+    largest = np.iinfo(np.int32).max  # saturate: positions beyond int32 have this one
     offset = operands["q_offset"]
     return jnp.where(offset > largest - first_row, largest, offset + first_row)
 
@@ -110,13 +110,13 @@ OPERANDS: dict[str, Operand] = {
     "alibi_slopes": Operand("bdn", "wide", trainable=True, positional=True),
     "bias": Operand("bnts", "wide", may_be_narrow=True, trainable=True, broadcast=True),
 }
-"""Each optional; what each means stands in csrc/options.h. sinks has a gradient too, one that needs no kernel; descale
-and the originals are no options of attention() but come with the float16 form of float32 arrays
+"""Each is optional; csrc/options.h defines their meaning. sinks has a gradient too, one that needs no kernel; descale
+and the originals are no options of attention() but belong to the float16 form of float32 arrays
 (_primitive/limbs.py)."""
 
 
 def positions_matter(options: Options, operands: Collection[str]) -> bool:
-    """Whether a result depends on where the rows of query stand, which q_offset says."""
+    """Whether a result depends on the positions of the rows of query, which q_offset shifts."""
     window = (options.window_left, options.window_right)
     in_window = window != (UNLIMITED, UNLIMITED)
     return options.causal or in_window or any(OPERANDS[name].positional for name in operands)

@@ -1,6 +1,6 @@
 """Which implementation serves a call, and why not the others.
 
-Two places ask: the lowering of the primitives, which knows the platform, and `explain`, which tells a person.
+Used by the lowering of the primitives, which knows the platform, and by `explain`.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jax_flash._native import _core, origins, registration
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
 KERNELS = {"cpu": "cpu", "cuda": "cuda"}
-"""The implementations by kernels, and the one platform of each."""
+"""The implementations that are kernels, and the platform of each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Rule:
     """A kind of call that an implementation does not serve."""
 
     refuses: str
-    """What is refused, as docs/options.md has it."""
+    """What is refused, in the words of docs/options.md."""
     applies: Callable[[Call], bool]
     reason: Callable[[Call], str]
 
@@ -65,14 +65,14 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ),
     ),
 }
-"""For each implementation, what it does not serve wherever it runs. Whatever else `attention` takes, it serves."""
+"""For each implementation, what it does not serve on any machine. It serves everything else that `attention` takes."""
 
 
 @functools.cache
 def _cuda_devices() -> tuple[Any, ...]:
     try:
         return tuple(jax.local_devices(backend="cuda"))
-    except RuntimeError:  # JAX's word for a backend that is not there
+    except RuntimeError:  # raised by JAX if there is no such backend
         return ()
 
 
@@ -82,7 +82,7 @@ def has_gpu() -> bool:
 
 @functools.cache
 def has_old_gpu() -> bool:
-    """Whether a CUDA device here is served by a family for float16 alone, which other dtypes are brought to."""
+    """Whether a CUDA device here is served by a family that takes float16 only, to which other dtypes are converted."""
     return bool(_cuda_devices()) and any(
         device["family"] in _core.FLOAT16_FAMILIES for device in registration.cuda_status()["devices"]
     )
@@ -92,8 +92,8 @@ _DETERMINISTIC_FLAGS = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondet
 
 
 def deterministic_by_default() -> bool:
-    """Whether gradients are summed in one order unless a call says otherwise: where XLA_FLAGS tell XLA to."""
-    told: dict[str, bool] = {}  # by the last word
+    """Whether gradients are summed in a fixed order by default: if XLA_FLAGS request determinism."""
+    told: dict[str, bool] = {}  # the last occurrence of a flag counts
     for word in os.environ.get("XLA_FLAGS", "").split():
         name, _, value = word.partition("=")
         if name in _DETERMINISTIC_FLAGS:
@@ -103,7 +103,7 @@ def deterministic_by_default() -> bool:
 
 @functools.cache
 def separate_dq(largest_head_dim: int) -> bool:
-    """Whether dquery has a pass of its own on every CUDA device here, whatever ``deterministic_backward`` says."""
+    """Whether dquery has a pass of its own on every CUDA device here, even with ``deterministic_backward=False``."""
     return bool(_cuda_devices()) and all(
         _core.separate_dq(arch=device["compute_capability"], largest_head_dim=largest_head_dim)
         for device in registration.cuda_status()["devices"]
@@ -113,7 +113,7 @@ def separate_dq(largest_head_dim: int) -> bool:
 
 @functools.cache
 def _cuda_unavailable() -> str | None:
-    """Why this machine's CUDA devices can't run the kernels; None when they can, or when there are none to ask."""
+    """Why this machine's CUDA devices can't run the kernels; None if they can, or if there are no devices."""
     if not _cuda_devices():
         return None
     status = registration.cuda_status()
@@ -130,7 +130,7 @@ def _cuda_unavailable() -> str | None:
 
 
 def _beyond_room(call: Call) -> str | None:
-    """Why the shared memory of this machine's CUDA devices is too small for a call; None when it isn't."""
+    """Why the shared memory of this machine's CUDA devices is too small for a call; None if it suffices."""
     head_dim = max(call.head_dim, call.value_head_dim)
     if not call.highest_precision or not _cuda_devices():
         return None
@@ -147,7 +147,7 @@ def _beyond_room(call: Call) -> str | None:
 
 
 def obstacle(implementation: str, platform: str, call: Call) -> str | None:
-    """Why ``implementation`` can't serve a call that is lowered for ``platform``; None when it can."""
+    """Why ``implementation`` can't serve a call that is lowered for ``platform``; None if it can."""
     wanted = KERNELS.get(implementation)
     if wanted is not None and platform != wanted:
         return f"it runs on platform {wanted!r}, the call on {platform!r}"
@@ -173,7 +173,7 @@ def choose(implementation: str | None, platform: str, call: Call) -> str:
 
 
 def check_implementation(implementation: object, query: Any, value: Any, options: Options) -> None:
-    """Raises, when a call is traced, for an implementation that no platform of this process can serve it with."""
+    """Raises, when a call is traced, if the named implementation can't serve it on any platform of this process."""
     if implementation is None:
         return
     if not isinstance(implementation, str):

@@ -4,8 +4,8 @@ A scan over chunks of queries, and inside it a scan over chunks of keys with an 
 checkpointed: a backward pass keeps the inputs of one chunk of queries and one carry per chunk of keys, never a
 [T, S] array. Being plain JAX it runs on any platform, in any dtype, and differentiates to any order in both modes.
 
-`tangent` and `backward` are the derivatives of `attention` as maps of their own, from out and lse as they were
-computed, by whatever implementation: the primitives of the kernels differentiate through them.
+`tangent` and `backward` are the derivatives of `attention` as functions of out and lse, which any implementation may
+have computed: the primitives of the kernels differentiate through them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from jax_flash._implementations import varying
 _CHUNK = 256
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]
-"""Maximum and sum of exponentials, [B, K, G, rows], and the weighted sum of values, [B, K, G, rows, V]."""
+"""The partial softmax state: maximum and sum of exponentials, [B, K, G, rows], weighted sum of values, [..., V]."""
 
 Tangent = Callable[..., tuple[jax.Array, jax.Array]]
-"""`tangent`, or what does the same for packed sequences."""
+"""The type of `tangent` and of its counterpart for packed sequences."""
 
 
 def attention(
@@ -36,7 +36,7 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, V] and lse [B, N, T] of query [B, T, N, H], key [B, S, K, H] and value [B, S, K, V].
 
-    Knows every option but packed sequences, which `_varlen` unpacks.
+    Knows every option but packed sequences, which `varlen` unpacks.
     """
     dtype, accumulate = query.dtype, dtypes.accumulation_dtype(query.dtype)
     q_length, q_heads = query.shape[1:3]
@@ -135,12 +135,12 @@ def tangent(
 
         tlse = sum_s p * ts,    tout = sum_s p * (ts - tlse) * v + p * tv.
 
-    ``tangents`` hold those of "query", "key", "value" and of trainable operands, each in the dtype of what it belongs
-    to; what is not there is zero. With ``centered``, tlse is summed in a pass of its own, so that what all ts of a row
-    have in common is gone before anything is rounded. Without it there is one pass, and tout is ``(sum_s p * ts * v + p
-    * tv) - tlse * out``: its transpose is the backward pass of FlashAttention-2, delta and all.
+    ``tangents`` hold those of "query", "key", "value" and of trainable operands, each in the dtype of its primal; one
+    that is missing is zero. With ``centered``, tlse is summed in a pass of its own, so that what all ts of a row have
+    in common cancels before anything is rounded. Without it there is one pass, and tout is ``(sum_s p * ts * v + p *
+    tv) - tlse * out``: its transpose is the backward pass of FlashAttention-2, delta and all.
 
-    Knows every option but packed sequences, which `_varlen` unpacks.
+    Knows every option but packed sequences, which `varlen` unpacks.
     """
     dtype, accumulate = query.dtype, dtypes.accumulation_dtype(query.dtype)
     q_length, q_heads = query.shape[1:3]
@@ -170,7 +170,7 @@ def tangent(
     of_rows: dict[str, Any] = {
         "query": inputs["query"],
         "moved": {name: moved[name] for name in ("query",) if name in moved},
-        # Rows that fill up the last chunk have no weights.
+        # Rows that pad the last chunk get lse = inf, hence zero weights.
         "lse": _row_statistic(_padded(lse, q_chunk, jnp.inf), kv_heads, q_chunk),
         "start": q_starts,
         "operands": by_row,
@@ -186,7 +186,7 @@ def tangent(
         def of_keys(
             primal: Operands, group: Mapping[str, dict[str, jax.Array]], column: dict[str, jax.Array]
         ) -> tuple[Operands, Operands]:
-            """The operands that all keys share, and chunk by chunk those that they don't."""
+            """The operands that all keys share, and in chunks those that they don't."""
             shared = group[""] | {name: primal[name] for name in group["t"]}
             return shared, column | _split_operands({name: primal[name] for name in group["ts"]}, "s", kv_chunk)
 
@@ -286,7 +286,7 @@ def backward(
     wanted: Sequence[str],
     tangent: Tangent = tangent,
 ) -> dict[str, jax.Array]:
-    """The gradients of what is named in ``wanted``, inputs and trainable operands, each in the dtype of its own."""
+    """The gradients of the inputs and trainable operands in ``wanted``, each in the dtype of its primal."""
     everything = {"query": query, "key": key, "value": value, **operands}
 
     def linear(tangents: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -294,7 +294,7 @@ def backward(
             query, key, value, out, lse, operands=operands, tangents=tangents, options=options, centered=False
         )
 
-    # Not by jax.linear_transpose: that of jax 0.9 takes all of a scan for constant.
+    # Not by jax.linear_transpose: jax 0.9 treats all of a scan as constant there.
     zeros = varying.vary_alike({name: jnp.zeros_like(everything[name]) for name in wanted}, everything)
     gradients: dict[str, jax.Array]
     (gradients,) = jax.vjp(linear, zeros)[1]((dout, dlse))
@@ -304,7 +304,7 @@ def backward(
 def _rows(x: jax.Array, kv_heads: int, chunk: int) -> jax.Array:
     """[B, T, N, H] -> [chunks, B, K, G, rows, H], the chunk axis being what scans walk along.
 
-    Wide outside of the scans, and narrow again inside them: gradients are then summed over chunks in the wide dtype.
+    Wide outside of the scans and cast back inside them, so that gradients are summed over chunks in the wide dtype.
     """
     chunks = _split(x.astype(dtypes.accumulation_dtype(x.dtype)), 1, chunk)
     *shape, q_heads, head_dim = chunks.shape
@@ -312,7 +312,7 @@ def _rows(x: jax.Array, kv_heads: int, chunk: int) -> jax.Array:
 
 
 def _columns(x: jax.Array, chunk: int) -> jax.Array:
-    """[B, S, K, H] -> [chunks, B, K, columns, H], wide as `_rows`."""
+    """[B, S, K, H] -> [chunks, B, K, columns, H], in the wide dtype as `_rows`."""
     return _split(x.astype(dtypes.accumulation_dtype(x.dtype)), 1, chunk).transpose(0, 1, 3, 2, 4)
 
 
@@ -323,7 +323,7 @@ def _row_statistic(x: jax.Array, kv_heads: int, chunk: int) -> jax.Array:
 
 
 def _padded(x: jax.Array, chunk: int, fill: float) -> jax.Array:
-    """[..., length] up to the next multiple of ``chunk``."""
+    """[..., length], padded to the next multiple of ``chunk``."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % chunk)], constant_values=fill)
 
 
@@ -344,7 +344,7 @@ def _starts(chunks: jax.Array, chunk: int) -> jax.Array:
 
 
 def _grouped(operands: Operands, accumulate: jax.typing.DTypeLike) -> dict[str, dict[str, jax.Array]]:
-    """Operands by which of the lengths t and s they have."""
+    """The operands, grouped by which of the lengths t and s they have."""
     groups: dict[str, dict[str, jax.Array]] = {"": {}, "t": {}, "s": {}, "ts": {}}
     for name, x in operands.items():
         groups[_lengths(name, x)][name] = _wide(name, x, accumulate)
@@ -352,7 +352,7 @@ def _grouped(operands: Operands, accumulate: jax.typing.DTypeLike) -> dict[str, 
 
 
 def _with_padded_keys(operands: Operands, key: jax.Array, chunk: int) -> Operands:
-    """The operands where the last chunk of keys ends in padding, which is like the padding of a batch entry."""
+    """The operands, with kv_lengths that mark the padding of the last chunk of keys."""
     batch, kv_length = key.shape[:2]
     if kv_length % chunk == 0:
         return operands
@@ -370,7 +370,7 @@ def _lengths(name: str, x: jax.Array) -> str:
 
 
 def _wide(name: str, x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """An operand in the dtype in which its gradient is to be summed over chunks, if it is."""
+    """An operand; in the wide dtype if its gradient is summed over chunks."""
     return x.astype(dtype) if OPERANDS[name].trainable and _lengths(name, x) != "ts" else x
 
 
@@ -379,7 +379,7 @@ def _split_operands(operands: Operands, dim: str, chunk: int) -> dict[str, jax.A
 
 
 def _split(x: jax.Array, axis: int, chunk: int) -> jax.Array:
-    """[..., length, ...] -> [chunks, ..., chunk, ...], padded with zeros or False, and segments with the last one."""
+    """[..., length, ...] -> [chunks, ..., chunk, ...], padded with zeros or False; integers with their last value."""
     length = x.shape[axis]
     chunks = -(-length // chunk)
     if padding := chunks * chunk - length:

@@ -1,4 +1,4 @@
-"""Which weights dropout keeps: a function of a seed, a row and a column alone, the same in every implementation.
+"""Which weights dropout keeps: a function of seed, row and column only, the same in every implementation.
 
 Pair (t, s) of a head has 16 of the bits of Philox 4x32 with 7 rounds (Salmon et al. 2011, "Parallel random numbers: as
 easy as 1, 2, 3"); it is kept if they are at least a threshold. One call of Philox has 128 bits and so serves 8 pairs,
@@ -23,17 +23,17 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def threshold(rate: float) -> int:
-    """Of 65536 values of a pair's bits, how many drop it."""
+    """How many of the 65536 values of a pair's bits drop it."""
     return min(math.floor(65536 * rate + 0.5), 65535)
 
 
 def factor(rate: float) -> float:
-    """By which weights that are kept are multiplied: one over the part that is kept."""
+    """The factor of kept weights: 1 over the fraction of the bits' values that keep a pair."""
     return 65536 / (65536 - threshold(rate))
 
 
 def seeds(key: jax.Array, leading: Sequence[int], q_heads: int) -> jax.Array:
-    """The seeds of ``key``, uint32 [*leading, N, 2]; of keys that broadcast to [*leading, N], those of each head's."""
+    """The seeds, uint32 [*leading, N, 2], of one key, or of keys that broadcast to [*leading, N], one for each head."""
     shape = (*leading, q_heads, 2)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.ndim == 0:
         return jax.random.bits(key, shape, jnp.uint32)
@@ -44,7 +44,10 @@ def seeds(key: jax.Array, leading: Sequence[int], q_heads: int) -> jax.Array:
 def keep(
     seeds: jax.Array, rate: float, row: jax.typing.ArrayLike, rows: int, column: jax.typing.ArrayLike, columns: int
 ) -> jax.Array:
-    """Boolean [..., rows, columns] of ``seeds`` uint32 [..., 2], from ``row`` and ``column`` on, multiples of 32."""
+    """Which pairs are kept, bool [..., rows, columns], for ``seeds`` uint32 [..., 2].
+
+    The pairs begin at ``row`` and ``column``, multiples of 32.
+    """
     i = _counters(row, 16, -(-rows // 16))[:, None]
     j = _counters(column, 32, -(-columns // 32))
     word0, word1 = seeds[..., 0, None, None], seeds[..., 1, None, None]
@@ -62,7 +65,7 @@ def keep(
 
 
 def _counters(first: jax.typing.ArrayLike, rows: int, blocks: int) -> jax.Array:
-    """Of ``blocks`` blocks of ``rows`` rows, 8 a block."""
+    """The counters of ``blocks`` blocks of ``rows`` rows, 8 for each block."""
     start = jnp.asarray(first, jnp.uint32) // np.uint32(rows) * np.uint32(8)
     return start + jnp.arange(8 * blocks, dtype=jnp.uint32)
 
@@ -83,7 +86,7 @@ def philox(
 
 
 def _multiply(constant: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """High and low word of the 64-bit product; by halves, since uint64 is there with jax_enable_x64 only."""
+    """High and low word of the 64-bit product; by halves, since uint64 needs jax_enable_x64."""
     bits, low = np.uint32(16), np.uint32(0xFFFF)
     a, b = np.uint32(constant >> 16), np.uint32(constant & 0xFFFF)
     c, d = x >> bits, x & low
@@ -95,9 +98,9 @@ def _multiply(constant: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def dropout_mask(dropout_key: jax.Array, dropout_rate: float, shape: Sequence[int]) -> jax.Array:
     """The weights that ``attention(..., dropout_rate=dropout_rate, dropout_key=dropout_key)`` keeps.
 
-    For tests and debugging: no implementation but "reference" ever has this array. Dropout multiplies the weights,
-    after the softmax, by ``mask * 65536 / (65536 - round(65536 * dropout_rate))``. Lengths change no bit of it: the
-    mask of longer sequences begins with that of shorter ones.
+    For tests and debugging: only "reference" ever materialises this array. Dropout multiplies the weights, after the
+    softmax, by ``mask * 65536 / (65536 - round(65536 * dropout_rate))``. It does not depend on the lengths: the mask of
+    longer sequences begins with that of shorter ones.
 
     Args:
       dropout_key: a JAX key, as made by ``jax.random.key`` (or a raw one by ``jax.random.PRNGKey``), or keys as

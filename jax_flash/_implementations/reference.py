@@ -1,4 +1,4 @@
-"""Plain quadratic attention, the yardstick of the tests: readable first, O(T * S) memory."""
+"""Plain quadratic attention, which tests compare with: readable first, O(T * S) memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, V] and lse [B, N, T] of query [B, T, N, H], key [B, S, K, H] and value [B, S, K, V].
 
-    Knows every option but packed sequences, which `_varlen` unpacks.
+    Knows every option but packed sequences, which `varlen` unpacks.
     """
     accumulate = dtypes.accumulation_dtype(query.dtype)
     batch, q_length, q_heads, head_dim = query.shape

@@ -18,14 +18,14 @@ _INT32 = np.iinfo(np.int32)
 
 
 def precision(options: Options) -> jax.lax.Precision:
-    """Of the products; the context manager ``jax.default_matmul_precision`` is part of the options already."""
+    """The precision of einsums; the options have taken ``jax.default_matmul_precision`` into account."""
     return jax.lax.Precision.HIGHEST if options.highest_precision else jax.lax.Precision.DEFAULT
 
 
 def without_padding(
     query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The inputs with zeros for what lies beyond their lengths: NaN there would survive a weight of zero."""
+    """The inputs with zeros beyond their lengths: NaN there would survive a weight of zero."""
     return (
         zero_padding(query, "q", operands),
         zero_padding(key, "kv", operands),
@@ -42,7 +42,7 @@ def zero_padding(x: jax.Array, side: str, operands: Operands) -> jax.Array:
 
 
 def rows_within(operands: Operands, side: str, length: int) -> jax.Array | None:
-    """[B or 1, length] of rows that are not padding, which may hold anything; None where there is none.
+    """Which rows are not padding, bool [B or 1, length]; None if there is no padding. Padding may hold anything.
 
     ``side`` is "q" or "kv"; packed sequences have padding too.
     """
@@ -54,7 +54,7 @@ def rows_within(operands: Operands, side: str, length: int) -> jax.Array | None:
 
 
 def finish(out: jax.Array, lse: jax.Array, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """out [B, T, N, V] and lse [B, N, T] with what padded rows have, and without gradients from there."""
+    """out [B, T, N, V] and lse [B, N, T] with the results of padded rows put in, and no gradients from these."""
     if "q_lengths" not in operands:
         return out, lse
     within = _within(out.shape[1], operands["q_lengths"])
@@ -84,7 +84,7 @@ def of_products(
     if "bias" in operands:
         scores = scores + grouped(operands["bias"], kv_heads).astype(dtype)
     if "alibi_slopes" in operands:
-        # In floating point from here: t + q_offset may not fit into int32.
+        # Floating point from here on: t + q_offset may exceed int32.
         distance = (rows[:, None] - columns).astype(dtype)[None]
         if "q_offset" in operands:
             distance = distance + operands["q_offset"].astype(dtype)[:, :, None]
@@ -99,7 +99,7 @@ def dropped(
 ) -> jax.Array:
     """``weights`` [B, K, G, rows, columns] with zeros where dropout drops them; ``row`` and ``column`` are the first.
 
-    What is kept is still to be multiplied by `dropout_factor`: no weight in 16 bits overflows then.
+    The caller multiplies by `dropout_factor` after the product with values, so that no 16-bit weight overflows.
     """
     if not options.dropout_rate:
         return weights
@@ -110,21 +110,21 @@ def dropped(
 
 
 def dropout_factor(out: jax.Array, options: Options) -> jax.Array:
-    """``out`` times the factor of kept weights."""
+    """``out`` times the factor of kept weights, `dropout.factor`."""
     return out * jnp.asarray(dropout.factor(options.dropout_rate), out.dtype) if options.dropout_rate else out
 
 
 def sink_weights(operands: Operands, lse: jax.Array) -> jax.Array:
-    """[B, N, T]: what sinks have of the sum of weights of a row, exp(sink - lse)."""
+    """[B, N, T]: the sinks' share of the softmax of each row, exp(sink - lse)."""
     sinks = operands["sinks"][:, :, None]
     finite = jnp.where(jnp.isneginf(lse), 0.0, lse)
-    # An lse that is its sink but for rounding is that of a row without keys, whose gradients are 0 and not rounding.
+    # A row whose lse equals its sink up to rounding keeps no key; its gradients are 0, not rounding errors.
     alone = jnp.abs(sinks - finite) <= 4 * jnp.finfo(lse.dtype).eps * jnp.maximum(1.0, jnp.abs(finite))
     return jnp.where(jnp.isneginf(sinks), 0.0, jnp.where(alone, 1.0, jnp.exp(sinks - finite)))
 
 
 def grouped(x: jax.Array, kv_heads: int) -> jax.Array:
-    """[b, n, ...] -> [b, K, G, ...], or [b, 1, 1, ...] where n is 1."""
+    """[b, n, ...] -> [b, K, G, ...], or [b, 1, 1, ...] if n is 1."""
     return x.reshape(x.shape[0], min(kv_heads, x.shape[1]), -1, *x.shape[2:])
 
 
@@ -161,8 +161,8 @@ def kept(
 ) -> jax.Array | None:
     """Which rows of the "q" or "kv" side are in a pair that is kept, [B or 1, length, heads or 1]; None for all.
 
-    Packed sequences count as one: of their rows those are left out that are in no sequence. XLA computes this in
-    O(T + S) memory: it fuses the conditions on pairs into the reduction.
+    Packed sequences count as one sequence, without the rows that are in none. XLA computes this in O(T + S) memory: it
+    fuses the conditions on pairs into the reduction.
     """
     if f"cu_{side}_lengths" in operands:
         within = rows_within(operands, side, q_length if side == "q" else kv_length)
@@ -180,18 +180,18 @@ def kept(
 
 
 def _in_band(options: Options, operands: Operands, side: str, rows: jax.Array, columns: jax.Array) -> jax.Array | None:
-    """`kept`, [B or 1, length], where nothing but lengths, causal and a window masks."""
+    """As `kept`, [B or 1, length], for calls that only lengths, causal and a window mask."""
     lower, upper = _band(options, operands)
     q_length, kv_length = rows.size, columns.size
     if not {"q_offset", "window_bounds", "q_lengths", "kv_lengths"} & operands.keys():
-        # Known when the call is traced. Mostly all of them are kept, which spares whoever asks a mask.
+        # Known when the call is traced: mostly all are kept, and the caller needs no mask.
         left, right = options.window_left, 0 if options.causal else options.window_right
         before, behind, own, others = (
             (left, right, q_length, kv_length) if side == "q" else (right, left, kv_length, q_length)
         )
         found = np.maximum(np.arange(own) - before, 0) <= np.minimum(np.arange(own) + behind, others - 1)
         return None if found.all() else jnp.asarray(found)[None]
-    # No difference of positions is beyond these, and sums with them do not wrap around.
+    # No difference of positions exceeds these, and sums with them do not wrap around.
     least, most = -q_length, kv_length
     lower = jnp.full(1, least) if lower is None else jnp.clip(lower, least, most)
     upper = jnp.full(1, most) if upper is None else jnp.clip(upper, least, most)
@@ -204,7 +204,7 @@ def _in_band(options: Options, operands: Operands, side: str, rows: jax.Array, c
 
 
 def may_keep(options: Options, operands: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array | None:
-    """False only if the block holds no pair that is kept, by looking at its edges; None when it always may."""
+    """False only if no pair of the block is kept, judged by its edges; None if every block may have such pairs."""
     conditions = []
     lower, upper = _band(options, operands)
     if upper is not None:
@@ -229,12 +229,12 @@ def may_keep(options: Options, operands: Operands, rows: jax.Array, columns: jax
 
 
 def _band(options: Options, operands: Operands) -> tuple[jax.Array | None, jax.Array | None]:
-    """Smallest and largest key position minus row that is kept, each int32 [B] or [1]; None without a limit."""
+    """The smallest and largest kept column - row, each int32 [B] or [1]; None without a limit."""
     offset = operands["q_offset"][:, 0] if "q_offset" in operands else jnp.zeros(1, jnp.int32)
     if "window_bounds" in operands:
         return _traced_band(options, operands["window_bounds"], offset)
     left, right = options.window_left, 0 if options.causal else options.window_right
-    # Saturating where offset - left or offset + right would wrap around, and not row + offset, which could.
+    # offset - left and offset + right saturate instead of wrapping around, which row + offset could not.
     lower = upper = None
     if left != UNLIMITED:
         lower = jnp.where(offset < _INT32.min + left, _INT32.min, offset - left)
@@ -244,7 +244,7 @@ def _band(options: Options, operands: Operands) -> tuple[jax.Array | None, jax.A
 
 
 def _traced_band(options: Options, bounds: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`_band` of window_bounds [B, 2], whose sides may be negative, and then wrap around at the other end."""
+    """`_band` of window_bounds [B, 2], whose sides may be negative, so that they could wrap around at either end."""
     left, right = bounds[:, 0], bounds[:, 1]
     if options.causal:
         right = jnp.minimum(right, 0)

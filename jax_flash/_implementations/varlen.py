@@ -1,4 +1,4 @@
-"""Packed sequences for the implementations in plain JAX, which know only of one sequence per batch entry."""
+"""Packed sequences for the implementations in plain JAX, which take one sequence per batch entry."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def attention(
     max_kv_length: int,
     attend: Attend,
 ) -> tuple[jax.Array, jax.Array]:
-    """out and lse of a packed call, by ``attend`` on a batch of sequences that are padded to the maximum lengths.
+    """out and lse of a packed call: applies ``attend`` to a batch of sequences, padded to the maximum lengths.
 
     query [B, tokens, N, H], and likewise key and value; ``operands`` hold cu_q_lengths and cu_kv_lengths, [B, D + 1].
-    Where a sequence of a batch entry is longer than a maximum, all results of that entry are NaN.
+    If a sequence of a batch entry is longer than a maximum, all results of that entry are NaN.
     """
     packing = _Packing(operands, options, query.shape[1], max_q_length, max_kv_length)
     out, lse = attend(
@@ -58,7 +58,7 @@ def tangent(
     *,
     centered: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """`_chunked.tangent` of a packed call."""
+    """`chunked.tangent` of a packed call."""
     packing = _Packing(operands, options, query.shape[1], max_q_length, max_kv_length)
     arrays = {"query": query, "key": key, "value": value, "out": out}
     inputs = {name: packing.unpacked(name, x) for name, x in arrays.items()}
@@ -75,7 +75,7 @@ def tangent(
 
 
 class _Packing:
-    """Between the rows of a packed batch entry and a batch of sequences."""
+    """Converts between the rows of packed batch entries and a batch of padded sequences."""
 
     def __init__(
         self, operands: Operands, options: Options, tokens: int, max_q_length: int, max_kv_length: int
@@ -97,7 +97,7 @@ class _Packing:
         return self.of_sequences(operands) | lengths
 
     def of_sequences(self, operands: Operands) -> dict[str, jax.Array]:
-        """One batch entry a sequence, and what is known of a batch entry known of each of its sequences."""
+        """The operands with a batch entry for each sequence, to which those of its packed batch entry apply."""
         of_sequences = {}
         for name, x in operands.items():
             if "d" in OPERANDS[name].dims:
@@ -109,7 +109,7 @@ class _Packing:
     def packed(self, out: jax.Array, lse: jax.Array, empty: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The results for tokens, with zeros and ``empty`` for those in no sequence."""
         fits = ((self._q_lengths <= self._q_length) & (self._kv_lengths <= self._kv_length)).all(axis=1)
-        factor = jnp.where(fits, 1.0, jnp.nan).astype(lse.dtype)[:, None, None]  # so that gradients are NaN too
+        factor = jnp.where(fits, 1.0, jnp.nan).astype(lse.dtype)[:, None, None]  # makes gradients NaN too
         within, out = _pack(out, self._cu_q_lengths, self._tokens)
         _, lse = _pack(jnp.swapaxes(lse, 1, 2), self._cu_q_lengths, self._tokens)
         out = jnp.where(within[:, :, None, None], out, 0) * factor[..., None].astype(out.dtype)
@@ -118,14 +118,14 @@ class _Packing:
 
 
 def _unpack(x: jax.Array, cu_lengths: jax.Array, length: int) -> jax.Array:
-    """[B, tokens, ...] -> [B * D, length, ...], where rows beyond a sequence's length are those of another token."""
+    """[B, tokens, ...] -> [B * D, length, ...]; rows beyond a sequence's length have the values of another token."""
     batch = x.shape[0]
     index = cu_lengths[:, :-1, None] + jnp.arange(length, dtype=jnp.int32)
     return _take(x, index.reshape(batch, -1)).reshape(-1, length, *x.shape[2:])
 
 
 def _pack(x: jax.Array, cu_lengths: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
-    """[B * D, length, ...] -> which tokens are in a sequence, [B, tokens], and their rows [B, tokens, ...]."""
+    """[B * D, length, ...] -> which tokens are in a sequence, bool [B, tokens], and the rows [B, tokens, ...]."""
     batch, length = cu_lengths.shape[0], x.shape[1]
     token = jnp.arange(tokens, dtype=jnp.int32)
     # The last sequence that begins at the token or before it: empty ones before it end there too.
@@ -138,5 +138,5 @@ def _pack(x: jax.Array, cu_lengths: jax.Array, tokens: int) -> tuple[jax.Array, 
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows of [B, rows, ...] by an index [B, any], the first or the last for an index that is out of range."""
+    """Rows of [B, rows, ...] by an index [B, any], which is clipped to the range."""
     return jax.vmap(lambda x, index: x.at[index].get(mode="clip"))(x, index)

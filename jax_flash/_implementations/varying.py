@@ -12,7 +12,7 @@ Tree = TypeVar("Tree")
 def varying_axes(x: jax.typing.ArrayLike) -> frozenset[Any]:
     """The mesh axes of the surrounding shard_map over which ``x`` varies; none outside of one."""
     aval = jax.typeof(x)
-    kind = getattr(aval, "manual_axis_type", None)  # jax >= 0.10; before, the set itself
+    kind = getattr(aval, "manual_axis_type", None)  # since jax 0.10; earlier versions have the set itself
     axes: frozenset[Any] = kind.varying if kind is not None else getattr(aval, "vma", frozenset())
     return axes
 
@@ -20,7 +20,7 @@ def varying_axes(x: jax.typing.ArrayLike) -> frozenset[Any]:
 def vary_alike(tree: Tree, *others: Any) -> Tree:
     """``tree`` with every array varying over all axes over which any array of ``tree`` and ``others`` varies.
 
-    JAX does this for the operands of its own operations; its derivative sums over the axes that were added.
+    JAX does this for the operands of its own operations; the derivative sums over the added axes.
     """
     union = frozenset[Any]().union(*map(varying_axes, jax.tree.leaves((tree, others))))
 
@@ -33,10 +33,10 @@ def vary_alike(tree: Tree, *others: Any) -> Tree:
 
 
 def on_automatic_axes(function: Callable[..., Any], results: Sequence[Any]) -> Callable[..., Any]:
-    """``function``, whose results are split as ``results`` are, for a mesh of explicit axes.
+    """``function`` for a mesh of explicit axes, its results split as ``results`` are.
 
-    What is written for automatic axes, as scans over chunks with their branches are, would have to state there how
-    every array is split. The function takes all its arrays as arguments: what it encloses would keep its type.
+    Code for automatic axes, such as scans over chunks with branches, would have to state how every array is split. The
+    function must take all its arrays as arguments: closed-over arrays would keep their explicit types.
     """
     mesh = jax.typeof(results[0]).sharding.mesh
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)

@@ -1,1 +1,1 @@
-"""The compiled library: where it is, whether this jaxlib can take it, and what it finds on this machine."""
+"""The compiled library: where it is, whether it fits this jaxlib, and what it finds on this machine."""

@@ -1,7 +1,7 @@
 """Where the kernels of a GPU come from: built ahead of time, or compiled by an NVRTC that knows the GPU.
 
-All but `prebuilt` are functions of a record such as `_registration.cuda_status()` returns, so that they can be asked
-about a machine that is not there.
+All but `prebuilt` are functions of a record such as `registration.cuda_status()` returns, so that they also work for a
+machine other than this one.
 """
 
 import collections
@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 _OLDEST = {13: 75}
-"""By major version of NVRTC, the lowest compute capability that it compiles for, where that keeps a kernel family out:
+"""The lowest compute capability that an NVRTC compiles for, by its major version, if that excludes a kernel family:
 CUDA 13 dropped Maxwell, Pascal and Volta."""
 
 _NAME = re.compile(
@@ -28,7 +28,7 @@ class Prebuilt:
     Attributes:
       folder: where it is.
       counts: how many kernels it holds, by compute capability (70 for 7.0).
-      stale: the compute capabilities whose kernels are not of these sources, so that none of them is used.
+      stale: the compute capabilities whose kernels were built from other sources, and so are not used.
     """
 
     folder: str
@@ -49,7 +49,7 @@ class Prebuilt:
 
 
 def prebuilt(folders: Iterable[str], arches: Collection[int]) -> list[Prebuilt]:
-    """What the folders hold; for the compute capabilities in ``arches`` also whether it is of these sources."""
+    """The kernels in the folders, and for the compute capabilities in ``arches`` whether they are of these sources."""
     found = []
     for folder in folders:
         files = collections.defaultdict(list)
@@ -61,8 +61,8 @@ def prebuilt(folders: Iterable[str], arches: Collection[int]) -> list[Prebuilt]:
 
 
 def _fits(arch: int, names: Iterable[str]) -> bool:
-    """Whether a kernel of these names is taken; True also where none is of a kind that can be asked for."""
-    from jax_flash._native import _core  # here, since it is _registration that explains a library that is not there
+    """Whether the kernels with these names are used; True if none of them is of a kind that can be checked."""
+    from jax_flash._native import _core  # imported here, since it is registration that explains a missing library
 
     match = next(filter(None, map(_NAME.fullmatch, names)), None)
     if match is None:
@@ -88,7 +88,7 @@ def name(compute_capability: int) -> str:
 
 
 def nvrtc_for(compute_capability: int, nvrtc: Iterable[str]) -> str | None:
-    """The version, as "12.9", of the NVRTC among ``nvrtc`` that compiles for a GPU; None when none does.
+    """The version, as "12.9", of the NVRTC among ``nvrtc`` that compiles for a GPU; None if none does.
 
     Args:
       compute_capability: 70 for 7.0.
@@ -102,7 +102,7 @@ def nvrtc_for(compute_capability: int, nvrtc: Iterable[str]) -> str | None:
 
 
 def uncompiled(compute_capability: int, status: Mapping[str, Any]) -> str | None:
-    """Why no kernel can be compiled for a GPU, and what to install; None when NVRTC is there."""
+    """Why no kernel can be compiled for a GPU, and what to install; None if an NVRTC compiles for it."""
     if nvrtc_for(compute_capability, status["nvrtc"]):
         return None
     if not status["nvrtc"]:
@@ -116,5 +116,5 @@ def uncompiled(compute_capability: int, status: Mapping[str, Any]) -> str | None
 
 
 def cuda_versions(compute_capability: int) -> tuple[int, ...]:
-    """The major versions of CUDA, as in jax[cuda12], that know a GPU."""
+    """The major versions of CUDA, as in jax[cuda12], that support a GPU."""
     return tuple(cuda for cuda in (12, 13) if compute_capability >= _OLDEST.get(cuda, 0))

@@ -1,4 +1,4 @@
-"""Every name of JAX that is not public, and whether all of them are there.
+"""Every non-public name of JAX that is used, and whether all of them exist.
 
 JAX has no public way to make a primitive with rules of its own. These names may move in any of its releases, so no
 other module imports them from JAX.
@@ -7,7 +7,7 @@ other module imports them from JAX.
 import jax
 
 MISSING: str | None = None
-"""What the running JAX lacks of them; None where nothing is missing. Else no name below may be used, and plain JAX
+"""Which name the running JAX lacks; None if it has all. If it lacks one, no name below may be used, and plain JAX
 serves every call."""
 
 try:

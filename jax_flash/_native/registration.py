@@ -1,7 +1,7 @@
-"""Finds the compiled library, checks that this jaxlib can take it, and registers its handlers with XLA.
+"""Finds the compiled library, checks that it fits this jaxlib, and registers its handlers with XLA.
 
 An FFI library that is newer than the running jaxlib makes the whole CPU backend fail to start, so the versions are
-compared before anything is registered; where they can't be, nothing is, and plain JAX serves every call.
+compared before anything is registered. If they can't be, nothing is registered, and plain JAX serves every call.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ except ImportError as error:
         ) from error
     raise
 
-from jax_flash._native import private, tuned, warn  # only where there is a library
+from jax_flash._native import private, tuned, warn  # only if there is a library
 
 FORWARD_TARGET = "jax_flash_forward"
 BACKWARD_TARGET = "jax_flash_backward"
@@ -33,11 +33,11 @@ BACKWARD_TARGET = "jax_flash_backward"
 EXPORT_SAFE_TARGETS: tuple[jax.export.DisabledSafetyCheck, ...] = tuple(
     map(jax.export.DisabledSafetyCheck.custom_call, (FORWARD_TARGET, BACKWARD_TARGET))
 )
-"""What lets ``jax.export`` take this package's custom calls, which are stable across versions of JAX:
+"""Makes ``jax.export`` accept this package's custom calls, which are stable across versions of JAX:
 
 ``jax.export.export(jax.jit(f), disabled_checks=jax_flash.EXPORT_SAFE_TARGETS)``
 
-Who loads an exported program imports jax_flash before, which registers the calls with XLA.
+Import jax_flash before loading an exported program: that registers the calls with XLA.
 """
 
 
@@ -54,13 +54,13 @@ def _version(header: str, prefix: str, names: tuple[str, str], include_dir: path
 def runtime_ffi_version(include_dir: pathlib.Path | None = None) -> tuple[int, int]:
     """The FFI API version of the running jaxlib, read from the headers that it ships.
 
-    Raises OSError where the header can't be read, ValueError where it doesn't say.
+    Raises OSError if the header can't be read, ValueError if it doesn't state the version.
     """
     return _version("c_api.h", "XLA_FFI_API", ("MAJOR", "MINOR"), include_dir)
 
 
 def runtime_record_version(include_dir: pathlib.Path | None = None) -> tuple[int, int] | None:
-    """That of its interface for recording kernels into CUDA graphs, which has no stable form yet; None without one."""
+    """The version of the running jaxlib's interface for recording kernels into CUDA graphs; None if it has none."""
     try:
         return _version("record_c_api.h", "XLA_FFI_Extension_Record", ("MajorVersion", "MinorVersion"), include_dir)
     except (OSError, ValueError):
@@ -68,7 +68,7 @@ def runtime_record_version(include_dir: pathlib.Path | None = None) -> tuple[int
 
 
 def check_ffi_version(library: tuple[int, int], runtime: tuple[int, int]) -> None:
-    """Raises ImportError when a library built for FFI API ``library`` cannot run on ``runtime``."""
+    """Raises ImportError if a library built for FFI API ``library`` cannot run on ``runtime``."""
     if library[0] != runtime[0] or library[1] > runtime[1]:
         raise ImportError(
             f"jax_flash was built for XLA FFI API {library[0]}.{library[1]}, but the running jaxlib "
@@ -78,16 +78,16 @@ def check_ffi_version(library: tuple[int, int], runtime: tuple[int, int]) -> Non
 
 
 def asked_to_record() -> bool:
-    """Whether JAX_FLASH_RECORD_GRAPHS=1 asks for recording kernels into CUDA graphs."""
+    """Whether JAX_FLASH_RECORD_GRAPHS=1 requests recording kernels into CUDA graphs."""
     return os.environ.get("JAX_FLASH_RECORD_GRAPHS") == "1"
 
 
 def records_kernels(include_dir: pathlib.Path | None = None) -> bool:
-    """Whether XLA is told which kernels to put into its CUDA graphs, or has to capture our launches.
+    """Whether kernels are recorded into XLA's CUDA graphs; otherwise XLA captures their launches.
 
-    XLA does not promise that interface to anybody yet, so JAX_FLASH_RECORD_GRAPHS=1 has to ask for it. The library has
-    its own account of it (csrc/ffi/recording.h), whatever headers it was built with, and uses it with versions for
-    which that account is known to be right, and no others.
+    XLA calls that interface unstable, so it is only used with JAX_FLASH_RECORD_GRAPHS=1. The library declares it itself
+    (csrc/ffi/recording.h), independent of the headers that it was built with, and uses it only with the versions that
+    these declarations are known to match.
     """
     if not asked_to_record():
         return False
@@ -103,7 +103,7 @@ def nvrtc_paths() -> list[str]:
     return [str(path) for path in sorted(found, key=lambda p: (p.name, str(p)), reverse=True)]
 
 
-# What the build installs lies beside the compiled library; in an editable install that is not where this file is.
+# Installed data is next to the compiled library; in an editable install that is not the folder of this file.
 _INSTALLED = pathlib.Path(_core.__file__).parent.parent
 
 
@@ -112,7 +112,7 @@ SOURCES = _INSTALLED / "kernels"
 
 
 def configure(sources: pathlib.Path) -> None:
-    """Says where things are; kernels are compiled of what is in the folder ``sources``."""
+    """Tells the library its paths; kernels are compiled from the folder ``sources``."""
     _core.configure_cuda(source_dir=str(sources), prebuilt_dirs=prebuilt_dirs(), nvrtc_paths=nvrtc_paths())
 
 
@@ -124,13 +124,13 @@ def prebuilt_dirs() -> list[str]:
 
 
 def cuda_status() -> dict[str, Any]:
-    """What the CUDA side sees: driver, NVRTC, cache folder, devices with their kernel family."""
+    """The status of CUDA: driver, NVRTC, cache folder, devices with their kernel family."""
     status: dict[str, Any] = _core.cuda_status()
     return status
 
 
 def _register() -> str | None:
-    """Registers the handlers, or returns why there is nothing to call them by or no telling whether they can run."""
+    """Registers the handlers, or returns why they can't be called or can't be known to run."""
     if private.MISSING:
         return private.MISSING
     try:
@@ -145,7 +145,7 @@ def _register() -> str | None:
 
 
 UNAVAILABLE = _register()
-"""Why no kernel of this package can be called in this process; None where they can."""
+"""Why no kernel of this package can be called in this process; None if they can."""
 if UNAVAILABLE:
     warn.warn(f'plain JAX (implementation "xla") serves every call, for the kernels can\'t be called: {UNAVAILABLE}')
 configure(SOURCES)

@@ -1,4 +1,4 @@
-"""Tile rows that ``bench tune`` found for GPUs, kept in the folder of the kernel cache, and told to the library."""
+"""Tile rows that ``bench tune`` found for GPUs: stored in the folder of the kernel cache, and given to the library."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from jax_flash._native import _core, warn
 
 FILE = "tuned.json"
 PASSES = ("forward", "backward", "backward_dq")
-"""Each kernel has a tile row; the last is the part of backward for dquery, where that has one of its own."""
+"""The passes with a tile row; the last one is the pass for dquery of a backward that has it separate."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,21 +25,21 @@ class TunedRow:
     pass_: str
     head_dim: int
     row: dict[str, int]
-    """By the fields of the table."""
+    """The values of the fields of the table."""
 
     def __str__(self) -> str:
         return f"{self.gpu}, {self.family}, {self.pass_}, head_dim {self.head_dim}: {row_name(self.row)}"
 
     @property
     def place(self) -> tuple[str, str, str, int]:
-        """What there is one row for."""
+        """The key: there is one row for each."""
         return self.gpu, self.family, self.pass_, self.head_dim
 
 
 def tile_row(
     block_q: int, block_kv: int, warps: int, stages: int = 1, min_blocks: int = 1, **others: int
 ) -> dict[str, int]:
-    """A row by the fields of the table; those that not every kernel has are 1."""
+    """A row with all fields of the table; optional ones are 1 by default."""
     named = {"block_q": block_q, "block_kv": block_kv, "warps": warps, "stages": stages, "min_blocks": min_blocks}
     return dict.fromkeys(_core.TILE_FIELDS, 1) | named | others
 
@@ -49,14 +49,14 @@ def row_name(row: dict[str, int]) -> str:
 
 
 def path() -> pathlib.Path | None:
-    """Of the file, which need not be there; None where there is no folder for one."""
+    """The path of the file, which need not exist; None if there is no folder for it."""
     folder = _core.cache_path()
     return pathlib.Path(folder) / FILE if folder else None
 
 
 def load() -> list[TunedRow]:
-    """What is stored. Raises ValueError for a folder that is not trusted, for a file that is not what `store` writes,
-    or that other sources' kernels were tuned for, with what to do about it."""
+    """The stored rows. Raises ValueError, with the remedy, if the folder is not trusted, or the file is not one of
+    `store`, or it was tuned for kernels of other sources."""
     if refusal := _core.cache_refusal():
         raise ValueError(f"kernels and tuned tile rows on disk are not used: {refusal}")
     file = path()
@@ -93,7 +93,7 @@ def _row(stored: Any) -> TunedRow:
 
 
 def store(rows: Iterable[TunedRow]) -> pathlib.Path:
-    """Adds to what is stored; rows of other sources' kernels go. Raises OSError where it can't be written."""
+    """Adds rows to the file and drops those for kernels of other sources. Raises OSError if it can't be written."""
     file = path()
     if file is None:
         raise OSError("there is no folder for tuned tile rows: set JAX_FLASH_CACHE_DIR")
@@ -103,7 +103,7 @@ def store(rows: Iterable[TunedRow]) -> pathlib.Path:
         raise OSError(f"tuned tile rows can't be stored: {error}") from error
     try:
         known = load()
-    except ValueError:  # stale or broken: what is found now takes its place
+    except ValueError:  # stale or broken: replaced by the new rows
         known = []
     merged = {row.place: row for row in (*known, *rows)}
     content = {
@@ -113,18 +113,18 @@ def store(rows: Iterable[TunedRow]) -> pathlib.Path:
             for x in merged.values()
         ],
     }
-    # Renamed into place, so that a process that starts meanwhile reads all of it or what was there before.
+    # Renamed into place, so that a process that starts meanwhile reads a complete file, old or new.
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, suffix=".tmp", delete=False) as temporary:
         json.dump(content, temporary, indent=1)
     os.replace(temporary.name, file)
     return file
 
 
-_told: list[TunedRow] = []  # when last asked
+_told: list[TunedRow] = []  # the rows given to the library last
 
 
 def tell(rows: Sequence[TunedRow]) -> None:
-    """From now on calls take these."""
+    """Makes subsequent calls take these rows."""
     global _told
     if list(rows) == _told:
         return
@@ -133,12 +133,12 @@ def tell(rows: Sequence[TunedRow]) -> None:
 
 
 def look_again() -> None:
-    """Every call looks for its kernels anew, where the sources have changed and the rows have not."""
+    """Makes every call look up its kernels anew, after a change of the sources but not of the rows."""
     _core.tune([{"gpu": x.gpu, "family": x.family, "pass": x.pass_, "head_dim": x.head_dim, **x.row} for x in _told])
 
 
 def use_stored() -> None:
-    """Tells the library what is stored; what can't be used is a warning."""
+    """Gives the stored rows to the library; warns of what can't be used."""
     try:
         tell(load())
     except ValueError as error:
@@ -146,7 +146,7 @@ def use_stored() -> None:
 
 
 def in_use(devices: Iterable[dict[str, Any]], head_dim: int | None = None) -> list[TunedRow]:
-    """Of what is stored, those that plain calls on ``devices`` take, all or those of one head dim."""
+    """The stored rows that plain calls on ``devices`` take, for one head dim or for all."""
     try:
         rows = load()
     except ValueError:

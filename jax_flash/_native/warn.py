@@ -1,11 +1,11 @@
-"""Warnings of what `import jax_flash` finds wrong and goes on without."""
+"""Warnings for problems that `import jax_flash` continues despite."""
 
 import logging
 import warnings
 
 
 def warn(text: str) -> None:
-    """A warning; where a filter makes errors of warnings, a line in the log: import never fails for them."""
+    """Warns; if a filter turns warnings into errors it logs instead, so that an import never fails for them."""
     text = f"jax_flash: {text}"
     try:
         warnings.warn(text, stacklevel=3)

@@ -5,7 +5,7 @@
     backward: (q, k, v, dout, lse, dlse, out, *operands) -> (dq, dk, dv, *gradients of operands)
 
 q, dq are [B, T, N, H]; k, dk [B, S, K, H]; v, dv [B, S, K, V]; out, dout [B, T, N, V]; lse and dlse [B, N, T]. The
-option record and the operands pass through without a look at what is in them.
+option record and the operands pass through unread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def forward(
 
 
 def _lowering(pass_: str, platform: str, ctx: Any, *args: Any, params: params.Params) -> Any:
-    # Errors belong to the lowering of this call, not to a callback of the partitioner.
+    # Choose here, so that errors come from the lowering of this call and not from a callback of the partitioner.
     query, value = ctx.avals_in[0], ctx.avals_in[2]
     choice.choose(params.implementation, platform, choice.Call.of(query, value, params.options))
     target = lowering.Target(platform, portable=ctx.module_context.lowering_parameters.for_export)
@@ -56,7 +56,7 @@ def _define(pass_: str) -> Primitive:
     for platform in ("cpu", "cuda"):
         mlir.register_lowering(primitive, functools.partial(_lowering, pass_, platform), platform=platform)
     mlir.register_lowering(primitive, functools.partial(_lowering, pass_, "other"))
-    # Lowered to a partitioned function, it needs to see the devices; JAX has no public name for saying so.
+    # Its lowering is a partitioned function, which needs the devices; JAX has no public name to request them.
     prim_requires_devices_during_lowering.add(primitive)
     jax_batching.primitive_batchers[primitive] = functools.partial(batch, primitive, pass_)
     return primitive

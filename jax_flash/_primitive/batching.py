@@ -1,4 +1,4 @@
-"""vmap: the mapped axis joins the batch, or the query heads where the queries alone are mapped."""
+"""vmap: the mapped axis joins the batch, or the query heads if only the queries are mapped."""
 
 from __future__ import annotations
 
@@ -35,15 +35,14 @@ def batch(
         return (out.reshape(size, *results[0].shape), lse.reshape(size, *results[1].shape)), (0, 0)
 
     if pass_ == "tangent" and not any(mapped[: fixed + count]):
-        # Many tangents at one point, as jacfwd and hessian have them: they share the weights.
+        # Many tangents at one point, as in jacfwd and hessian, share the weights.
         def of_one(*tangents: jax.Array) -> tuple[jax.Array, ...]:
             return plain.tangent(params, *args[: fixed + count], *tangents)
 
         return jax.vmap(of_one, in_axes=axes[fixed + count :])(*args[fixed + count :]), (0,) * len(results)
 
-    # Otherwise the mapped axis joins the batch, the first dimension of every argument. An operand that the batch
-    # shares stays so, unless it is mapped, or has a gradient or a tangent, which each of the mapped calls has for
-    # itself.
+    # Otherwise the mapped axis joins the batch, the first dimension of every argument. An operand that the batch shares
+    # stays shared, unless it is mapped, or has a gradient or a tangent, which differ for each of the mapped calls.
     batch = _unmapped(args[0], axes[0]).shape[0]
     of_their_own = (*params.gradients, *params.tangents)
     stays = {name for (name, dims), axis in zip(params.operands, axes[fixed : fixed + count], strict=True)
@@ -65,7 +64,7 @@ def batch(
     split = []
     for x, shape in zip(merged, results, strict=True):
         x = x.reshape(size, batch, *x.shape[1:])
-        # The gradient of what the batch shared is the sum over it.
+        # The gradient of an operand that the batch shared is the sum over the batch.
         split.append(x.sum(axis=1, keepdims=True) if shape.shape[0] != batch else x)
     return tuple(split), (0,) * len(split)
 

@@ -1,9 +1,9 @@
 """Derivatives of the primitives, to any order: forward --jvp--> tangent --transpose--> backward --transpose--> tangent.
 
-`tangent` is linear in the tangents and `backward` in the cotangents, so each is the other's transpose, and reverse mode
-of first order is the two kernels: nobody evaluates `tangent`. What else the two depend on is differentiated in plain
-JAX, in O(T + S) memory (_implementations/chunked.py). out and lse are arguments of both, and have derivatives of their
-own: a derivative of second order reaches the inputs through them, too.
+`tangent` is linear in the tangents and `backward` in the cotangents, so each is the other's transpose, and first-order
+reverse mode consists of the two kernels, without evaluating `tangent`. The dependence of the two on their other
+arguments is differentiated in plain JAX, in O(T + S) memory (_implementations/chunked.py). out and lse are arguments of
+both, so that second-order derivatives reach the inputs through them, too.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _tangent(tangent_p: Primitive, params: Params, fixed: Sequence[Any], moved: 
 
 
 def _nonzero(names: Collection[str], tangents: Sequence[Any]) -> Arrays:
-    """The tangents that are there, by name."""
+    """The nonzero tangents, by name."""
     return {name: t for name, t in zip(names, tangents, strict=True) if type(t) is not ad.Zero}
 
 
@@ -128,7 +128,7 @@ def _instantiated(tangent: Any, like: jax.Array) -> jax.Array:
 def _plain_jvp(
     function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], results: Sequence[Any]
 ) -> list[Sequence[Any]]:
-    """The tangents of ``results``, those of ``function``: a list of one, or of none where all ``tangents`` are zero."""
+    """The tangents of ``function``'s ``results`` in a list of one, or no entry if all ``tangents`` are zero."""
     moved = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
     if not moved:
         return []
@@ -155,8 +155,8 @@ def _added(results: Sequence[Any], terms: Sequence[Sequence[Any]]) -> list[Any]:
 def _gradients(
     backward_p: Primitive, params: Params, inputs: Arrays, operands: Arrays, wanted: Collection[str]
 ) -> Arrays:
-    """The gradients of inputs and operands that are ``wanted``, and maybe others."""
-    # A bias that all keys of a row share moves the row's lse and nothing else: its gradient needs no kernel.
+    """The gradients of the ``wanted`` inputs and operands, and maybe of others."""
+    # A bias that all keys of a row share only shifts the row's lse, so its gradient needs no kernel.
     of_rows = "bias" in wanted and operands["bias"].shape[3] == 1
     by_kernel = {name for name in wanted if name in operands and OPERANDS[name].trainable}
     params = dataclasses.replace(
@@ -183,8 +183,8 @@ def delta(dout: jax.Array, lse: jax.Array, dlse: jax.Array, out: jax.Array) -> j
         return jnp.swapaxes((dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(axis=-1), 1, 2)
 
     def by_halves(dout: jax.Array, out: jax.Array) -> jax.Array:
-        # XLA makes vector instructions of these, but not of a sum over the last axis: 0.18 ms instead of 3.5 for
-        # (1, 1024, 16, 64).
+        # XLA vectorises these additions, but not a sum over the last axis: 0.18 ms instead of 3.5 for (1, 1024, 16,
+        # 64).
         x = dout.astype(lse.dtype) * out.astype(lse.dtype)
         while x.shape[-1] % 2 == 0 and x.shape[-1] > 4:
             x = x[..., : x.shape[-1] // 2] + x[..., x.shape[-1] // 2 :]
@@ -200,7 +200,7 @@ def _sinks_gradient(operands: Mapping[str, jax.Array], lse: jax.Array, delta: ja
 
 
 def _rows_gradient(operands: Mapping[str, jax.Array], lse: jax.Array, delta: jax.Array, dlse: jax.Array) -> jax.Array:
-    """Of a bias [..., ..., ..., 1]: the sum of ds over the keys of a row, p summing to 1 less the weight of the sink.
+    """The gradient of a bias [b, n, t, 1]: sum of ds over the keys of a row, whose p sum to 1 less the sink's weight.
 
     It is rowsum(p * dp) - delta * rowsum(p), where rowsum(p * dp) = delta + dlse (FlashAttention-2, equation 4).
     """
@@ -211,13 +211,13 @@ def _rows_gradient(operands: Mapping[str, jax.Array], lse: jax.Array, delta: jax
 
 
 def _without_padding(operands: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
-    """[B, N, T] with 0 for rows that are padding, where cotangents may be anything."""
+    """[B, N, T] with 0 in padding rows, where cotangents may be anything."""
     within = scores.rows_within(operands, "q", x.shape[-1])
     return x if within is None else jnp.where(within[:, None], x, 0.0)
 
 
 def _split_alike(gradient: jax.Array, aval: Any) -> jax.Array:
-    """On a mesh of explicit axes a gradient has to be split as its operand is, which may be less than the query is."""
+    """On a mesh of explicit axes a gradient must be split as its operand is, perhaps along fewer axes than query."""
     wanted = aval.sharding
     if wanted.mesh.empty or tuple(wanted.spec) == tuple(jax.typeof(gradient).sharding.spec):
         return gradient

@@ -101,7 +101,7 @@ def _largest(sizes: jax.Array, kv_heads: int) -> jax.Array:
 def _small(sizes: jax.Array, largest: jax.Array, bits: int) -> jax.Array:
     """Whether rows of ``sizes`` [B, length, heads] are not 0, but smaller than 2^-bits of the ``largest`` [B, K] of
     their key head: [B, length x heads / K, K]."""
-    batch, length, heads = sizes.shape
+    batch, length, _ = sizes.shape
     grouped = sizes.reshape(batch, length, largest.shape[1], -1)
     small = (grouped > 0) & (grouped < largest[:, None, :, None] * 2.0**-bits)
     return jnp.swapaxes(small, 2, 3).reshape(batch, -1, largest.shape[1])

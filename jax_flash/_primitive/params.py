@@ -29,9 +29,9 @@ class Params:
     """The static parameters of the primitives."""
 
     options: Options
-    operands: tuple[tuple[str, str], ...]  # (name, dims) of the operands that are there, in the library's order
+    operands: tuple[tuple[str, str], ...]  # (name, dims) of the operands that are present, in the library's order
     implementation: str | None
-    limits: tuple[int, int] | None  # longest query and key sequence of a packed call
+    limits: tuple[int, int] | None  # maximum query and key lengths of a packed call; None if not packed
     gradients: tuple[str, ...] = ()  # backward: the operands whose gradients are results, in the same order
     tangents: tuple[str, ...] = ()  # tangent: the inputs and operands that have one, in the order of the arguments
 
@@ -40,7 +40,7 @@ class Params:
         return [name for name, _ in self.operands]
 
     def with_operands(self, names: Collection[str]) -> Params:
-        """With these operands, of which some may be new, in the library's order."""
+        """These parameters with other operands, in the library's order."""
         dims = dict(self.operands)
         described = tuple((name, dims.get(name, OPERANDS[name].dims)) for name in in_order(names))
         return dataclasses.replace(self, operands=described)
@@ -56,7 +56,7 @@ class Params:
         return tuple(RESULTS.values())
 
     def split(self, pass_: str, args: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """The arguments by name: the fixed ones, the operands, and of ``tangent`` the tangents."""
+        """The arguments by name: the fixed ones, the operands, and for ``tangent`` the tangents."""
         fixed, count = len(ARGUMENTS[pass_]), len(self.operands)
         return (
             dict(zip(ARGUMENTS[pass_], args[:fixed], strict=True)),
@@ -82,7 +82,7 @@ def dims_of(name: str, operand: Any) -> str:
     declared = OPERANDS[name]
     if not declared.broadcast:
         return declared.dims
-    # "is 1" has one answer for a symbolic size too.
+    # Comparing a symbolic size with 1 is decidable too.
     return "".join("1" if n == 1 else d for d, n in zip(declared.dims, operand.shape, strict=True))
 
 
@@ -104,7 +104,7 @@ def result_shapes(pass_: str, params: Params, avals: Sequence[Any]) -> tuple[jax
 
 def abstract_eval(pass_: str, *avals: Any, params: Params) -> tuple[Any, ...]:
     query, key, value = avals[:3]
-    # Split as the arguments are, and inside shard_map varying as they are.
+    # The results are split as the arguments are, and inside shard_map vary over the same axes.
     by_name = {"query": query, "key": key, "value": value}
     of_query = dict(zip("btn", query.sharding.spec, strict=False))
     of_batch = {dim: of_query[dim] for dim in "bn"}

@@ -1,4 +1,4 @@
-"""Splitting a call over devices along batch, query heads and rows of query, each device with the keys that it needs."""
+"""Splits a call over devices along batch, query heads and rows of query; each device gets the keys that it needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Arrays = dict[str, jax.Array]
 class Split:
     """The mesh axes along which batch, rows of query and query heads are split.
 
-    ``shares_keys``: key heads are on every device, which takes those of its query heads.
+    ``shares_keys``: every device has all key heads, and selects those of its query heads.
     """
 
     batch: Axes
@@ -36,14 +36,14 @@ class Split:
     shares_keys: bool
 
     def axes(self) -> dict[str, Axes]:
-        """For the letters of dimensions; those that are not there are not split."""
+        """The mesh axes by letter of dimension; dimensions without an entry are not split."""
         return {"b": self.batch, "t": self.rows, "n": self.heads, "k": None if self.shares_keys else self.heads}
 
 
 def split_of(
     devices: Mapping[Any, int], spec: Sequence[Axes], query_shape: Sequence[int], kv_heads: int, *, rows_can_split: bool
 ) -> tuple[Split, list[str]]:
-    """How a call is split whose query has the sharding ``spec``, and what of that is not, with the reasons.
+    """How to split a call whose query has the sharding ``spec``, and why parts of that sharding are not kept.
 
     ``devices`` are the sizes of the mesh axes.
     """
@@ -68,10 +68,10 @@ def split_of(
 
 
 def described(sharding: NamedSharding, shape: Sequence[int], kv_heads: int, *, dropout: bool) -> tuple[str, ...]:
-    """How attention() splits a query [..., T, N, H], in words."""
+    """How attention() splits a query [..., T, N, H], as text."""
     leading = len(shape) - 3
     spec = tuple(sharding.spec) + (None,) * (len(shape) - len(sharding.spec))
-    # Leading dimensions become one: what splits any but the first of them is gathered.
+    # Leading dimensions become one, so a sharding of any but the first of them is gathered.
     of_query = (spec[0], *spec[leading:])
     sizes = (math.prod(shape[:leading]), *shape[leading:])
     split, obstacles = split_of(sharding.mesh.shape, of_query, sizes, kv_heads, rows_can_split=not dropout)
@@ -86,7 +86,7 @@ def described(sharding: NamedSharding, shape: Sequence[int], kv_heads: int, *, d
 
 @functools.cache
 def partitioned(pass_: str, target: lowering.Target, params: Params) -> Callable[..., Any]:
-    """The call, split over devices; the length of key and head dims are gathered."""
+    """The call, partitioned over devices; the length of key and head dims are gathered."""
     argument_dims, result_dims = params.argument_dims(pass_), params.result_dims(pass_)
     # Dropout and packed sequences count rows from the first one of the array.
     can_split_rows = not params.options.dropout_rate and params.limits is None
@@ -96,7 +96,7 @@ def partitioned(pass_: str, target: lowering.Target, params: Params) -> Callable
         return _apart(functools.partial(lowering.call, pass_, target, params), *args)
 
     def partition(mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
-        if mesh.empty:  # no mesh to split over, though there are several devices: all of them do all of it
+        if mesh.empty:  # several devices but no mesh: each computes everything
             return (
                 mesh,
                 functools.partial(_apart, functools.partial(lowering.call, pass_, target, params)),
@@ -120,8 +120,9 @@ def partitioned(pass_: str, target: lowering.Target, params: Params) -> Callable
 
     def rule(mesh: Mesh, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[str, dict[str, Any]]:
         q_heads, kv_heads = arguments[0].shape[2], arguments[1].shape[2]
-        # Two factors, not a compound one: that could split a key head, which `partition` has no sharding for, and it
-        # must not have a part of size 1, as a single key head would make it.
+        # The query heads are one factor of their own, not a compound of key heads and group: a compound factor could be
+        # split within a key head, for which `partition` has no sharding, and must not have a component of size 1, which
+        # a single key head would give.
         letters = {"2": "pair"} | ({"n": "k"} if q_heads == kv_heads else {})
         order: dict[str, None] = {}
 
@@ -142,7 +143,7 @@ def partitioned(pass_: str, target: lowering.Target, params: Params) -> Callable
 def _of_one_device(
     split: Split, kv_heads: int, pass_: str, target: lowering.Target, params: Params, *args: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The results of a device whose arguments are split by ``split``."""
+    """The results of one device, whose arguments are split by ``split``."""
     fixed, operands, tangents = params.split(pass_, args)
     query = fixed["query"]
     if split.rows is not None:
@@ -161,7 +162,7 @@ def _of_one_device(
         shared = tuple(name for name in everything if name not in _mesh_axes(*(axes.get(dim) for dim in dims)))
         if not shared:
             continue
-        # What several devices share is the sum over them: of keys, and of operands without these dimensions.
+        # Gradients of what devices share (keys, operands without the split dimensions) are summed over them.
         x = x.astype(dtypes.accumulation_dtype(x.dtype))
         if key_heads is not None and "k" in dims:
             x = jnp.zeros((*x.shape[:2], kv_heads, *x.shape[3:]), x.dtype).at[:, :, key_heads].add(x)
@@ -180,17 +181,17 @@ def _of_rows(first_row: jax.Array, shape: tuple[int, ...], params: Params, opera
 
 
 def _key_heads(heads: Axes, q_heads: int, kv_heads: int) -> jax.Array:
-    """Which key heads this device's ``q_heads`` attend to, one for every so many of them, int32 [..]."""
+    """The key heads of this device's ``q_heads`` query heads, one for each run that shares one, int32 [runs]."""
     group = jax.lax.axis_size(heads) * q_heads // kv_heads
-    common = math.gcd(group, q_heads)  # query heads in a row that begin and end with a device's and share a key head
+    common = math.gcd(group, q_heads)  # length of runs that neither cross a device's boundary nor a key head's
     first = jax.lax.axis_index(heads) * np.int32(q_heads)
     indices: jax.Array = (first + jnp.arange(0, q_heads, common, dtype=jnp.int32)) // np.int32(group)
     return indices
 
 
-# What one device runs knows nothing of the mesh that the surrounding program is traced with: where its axes are
-# explicit, jax 0.11 would put a sharding behind every operation, a sum or the addition within a psum, and XLA's
-# partitioner, by then, leaves it there for somebody to run. Traced and lowered both, hence by a primitive.
+# The computation of one device is traced and lowered without the mesh of the surrounding program, hence as a primitive.
+# With explicit axes jax 0.11 would annotate every operation, even the addition within a psum, with a sharding; after
+# XLA's partitioner has run, these annotations remain as operations that nothing implements.
 
 _NO_MESH = AbstractMesh((), ())
 
@@ -221,7 +222,7 @@ def _spec(arg: Any) -> tuple[Axes, ...]:
 
 
 def _mesh_axes(*specs: Axes) -> tuple[Any, ...]:
-    """The names in entries of a PartitionSpec."""
+    """The names of the mesh axes in entries of a PartitionSpec."""
     return tuple(name for spec in specs if spec is not None for name in (spec if isinstance(spec, tuple) else (spec,)))
 
 

@@ -1,4 +1,4 @@
-"""The primitives in plain JAX: where no kernel serves a call, and for derivatives that have no kernel."""
+"""The primitives in plain JAX: for calls that no kernel serves, and for derivatives without a kernel."""
 
 from __future__ import annotations
 

@@ -21,22 +21,22 @@ Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 FACTORS = {"out": 2.0, "lse": 2.0, "dquery": 3.0, "dkey": 3.0, "dvalue": 3.0, "dbias": 3.0}
 
-# Against float64 itself the plain error is zero, so that the units must leave room for both roundings.
+# In float64 the plain error counts as zero, so the units of epsilon must cover the rounding errors of both.
 _UNITS = {"float16": 2, "bfloat16": 2, "float32": 8, "float64": 64}
 
 _TF32_EPSILON = 2.0**-10
 
-_INPUTS = ("query", "key", "value", "bias")  # of which there are gradients
+_INPUTS = ("query", "key", "value", "bias")  # the arguments with gradients
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Sizes and options; the arrays are drawn.
+    """Sizes and options of a problem; its arrays are random.
 
     Attributes:
       q_offset: position of the first query; None aligns the last query with the last key.
-      precision: of float32 on GPUs, as for attention().
-      everything: every option of attention() at once, beside ``causal``.
+      precision: accuracy of float32 on GPUs, as for attention().
+      everything: every option of attention() at once, in addition to ``causal``.
       deterministic_backward: as for attention().
     """
 
@@ -56,11 +56,11 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Error:
-    """How far a result is off.
+    """The error of a result.
 
     Attributes:
-      name: of the result, "out" or "dkey".
-      ratio: its largest error as a fraction of what is allowed; right when it is at most 1, which NaN is not.
+      name: the result's name, such as "out" or "dkey".
+      ratio: its largest error as a fraction of what is allowed; right if at most 1, which NaN is not.
       largest: the largest error itself.
     """
 
@@ -77,7 +77,7 @@ class Error:
 
 
 def measure(problem: Problem, device: jax.Device, judge: jax.Device) -> dict[str, Error]:
-    """How far each result of attention() on ``device`` is off, by its name.
+    """The error of each result of attention() on ``device``, by name.
 
     ``judge`` computes plain attention and the reference in float64.
 
@@ -92,7 +92,7 @@ def measure(problem: Problem, device: jax.Device, judge: jax.Device) -> dict[str
 
 
 def oracle(problem: Problem, judge: jax.Device) -> tuple[Arrays, dict[str, jax.Array], dict[str, jax.Array]]:
-    """The arrays, and what plain attention and the reference in float64 make of them on ``judge``."""
+    """The arrays, and the results of plain attention and of the reference in float64 on ``judge``."""
     with jax.enable_x64(True):
         arrays = draw(problem)
         plain = results(problem, arrays, judge, "reference")
@@ -103,7 +103,7 @@ def oracle(problem: Problem, judge: jax.Device) -> tuple[Arrays, dict[str, jax.A
 def compare(
     got: Mapping[str, Any], plain: Mapping[str, Any], exact: Mapping[str, Any], *, tf32: bool = False
 ) -> dict[str, Error]:
-    """The rule for every result in ``got``; ``tf32``: float32 products may have TF32's accuracy."""
+    """Applies the rule to every result in ``got``; ``tf32``: float32 products may have TF32's accuracy."""
     errors = {}
     for name, result in got.items():
         right = np.asarray(exact[name])
@@ -114,25 +114,25 @@ def compare(
         size = float(np.abs(right[np.isfinite(right)]).max(initial=0.0))
         allowed = FACTORS[name] * _distance(plain[name], right) + allowance * size
         largest = _distance(result, right)
-        exactly = 0.0 if largest == 0 else np.inf  # where nothing is allowed, because every value is 0
+        exactly = 0.0 if largest == 0 else np.inf  # no error is allowed, because every value is 0
         errors[name] = Error(name, largest / allowed if allowed else exactly, largest)
     return errors
 
 
 def worst(errors: Mapping[str, Error]) -> Error:
-    """The one that is furthest off; a NaN is the worst of all."""
+    """The error with the largest ratio; NaN counts as the largest."""
     return max(errors.values(), key=lambda error: np.nan_to_num(error.ratio, nan=np.inf))
 
 
 def _distance(result: Any, right: np.ndarray[Any, Any]) -> float:
     got = np.asarray(result).astype(np.float64)
-    # A row that keeps no key has lse = -inf, whose distance from itself is 0.
+    # A row that keeps no key has lse = -inf on both sides: the difference counts as 0.
     with np.errstate(invalid="ignore"):
         return float(np.where(got == right, 0.0, np.abs(got - right)).max(initial=0.0))
 
 
 def draw(problem: Problem) -> dict[str, np.ndarray[Any, Any]]:
-    """Operands and cotangents by name, those with a dtype of their own in ``problem.dtype``."""
+    """Operands and cotangents by name, floating ones in ``problem.dtype`` unless they have a dtype of their own."""
     p = problem
     rng = np.random.default_rng(0)
     queries, keys = (p.batch, p.q_length, p.q_heads, p.head_dim), (p.batch, p.kv_length, p.kv_heads, p.head_dim)
@@ -167,7 +167,7 @@ def results(
 def program(
     problem: Problem, implementation: Implementation | None
 ) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
-    """What `results` compiles."""
+    """The function that `results` compiles."""
     p = problem
     options: dict[str, Any] = {"causal": p.causal, "precision": p.precision}
     options["q_offset"] = p.kv_length - p.q_length if p.q_offset is None else p.q_offset

@@ -1,8 +1,8 @@
-"""``doctor``: what is here, which implementation serves what, and whether forward and backward are right.
+"""``doctor``: versions and devices, which implementation serves what, and whether forward and backward are right.
 
-Nothing that is missing makes it raise: a machine without a GPU, a driver or NVRTC is a healthy machine whose
-attention runs elsewhere. It is unhealthy when a result is wrong, when a call fails, or when a GPU that the kernels
-serve can't be given any.
+It never raises for missing components: a machine without a GPU, a driver or NVRTC is healthy, and other implementations
+serve its attention. It is unhealthy if a result is wrong, if a call fails, or if there are no kernels for a GPU that
+they should serve.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ _HEAD_DIM = 40
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What decides which kernels a GPU gets. Tests hand over a machine that is not there.
+    """Everything that decides which kernels a GPU gets; tests make up other machines.
 
     Attributes:
-      status: as `_registration.cuda_status` returns it.
+      status: as `registration.cuda_status` returns it.
       devices: JAX's devices by platform.
       prebuilt: the folders of kernels that were built ahead of time.
-      cudnn: the version of the cuDNN package; None where there is none.
+      cudnn: the version of the cuDNN package; None if it is not installed.
     """
 
     status: Mapping[str, Any]
@@ -58,7 +58,7 @@ class Machine:
 
     def gpu(self, device: Any) -> Mapping[str, Any] | None:
         """The entry of the status record for one of JAX's CUDA devices."""
-        # The driver and JAX count the devices of this process alike.
+        # The driver and JAX number the devices of this process in the same order.
         return dict(enumerate(self.status["devices"])).get(device.local_hardware_id)
 
 
@@ -70,7 +70,7 @@ class Check:
       name: device and dtype.
       implementation: which one served it.
       worst: the largest error of a result, as a fraction of what is allowed.
-      failure: what is wrong; None when nothing is.
+      failure: what is wrong; None if nothing is.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Check:
 
 
 def examine() -> bool:
-    """Prints the report, ending in one line of verdict. True when all is well."""
+    """Prints the report, which ends in a line with the verdict. Returns True if all is well."""
     here = machine()
     problems: list[str] = []
     print(f"jax_flash {jax_flash.__version__}")
@@ -115,7 +115,7 @@ def examine() -> bool:
 
 def machine() -> Machine:
     """The machine that this process runs on."""
-    # First JAX's devices: then its CUDA libraries are open, and the loader finds NVRTC among them.
+    # Initialises JAX's devices first: that opens its CUDA libraries, among which the loader finds NVRTC.
     devices = {name: found for name in _PLATFORMS if (found := _devices(name))}
     status = registration.cuda_status()
     arches = {device["compute_capability"] for device in status["devices"]}
@@ -125,7 +125,7 @@ def machine() -> Machine:
 def _devices(name: str) -> list[jax.Device]:
     try:
         return jax.local_devices(backend=name)
-    except RuntimeError:  # JAX's word for a backend that is not there
+    except RuntimeError:  # raised by JAX if there is no such backend
         return []
 
 
@@ -139,7 +139,7 @@ def _cudnn() -> str | None:
 
 
 def versions(problems: list[str]) -> list[list[str]]:
-    """Rows on Python, JAX and the CPU; what is wrong there is added to ``problems``."""
+    """Rows on Python, JAX and the CPU; adds what is wrong with them to ``problems``."""
     if registration.UNAVAILABLE:
         problems.append(f"the kernels can't be called: {registration.UNAVAILABLE}")
     library = ".".join(map(str, _core.FFI_API_VERSION))
@@ -175,7 +175,7 @@ def _graphs() -> str:
 
 
 def gpu_versions(here: Machine) -> list[list[str]]:
-    """Rows on what the CUDA kernels need."""
+    """Rows on driver, NVRTC, cache and prebuilt kernels, which the CUDA kernels need."""
     status = here.status
     rows = [
         ["CUDA driver", status["driver"] or f"none: {status['driver_error'] or 'no reason given'}"],
@@ -213,7 +213,7 @@ def _cache(folder: str, problem: str) -> str:
 
 
 def gpus(here: Machine) -> tuple[list[str], list[str]]:
-    """Lines on JAX's devices and where the kernels of each come from, and the problems among them."""
+    """Lines on JAX's devices and the origin of their kernels, and the problems that were found."""
     rows, problems = [], []
     for device in (device for found in here.devices.values() for device in found):
         text, problem = _describe(device, here)
@@ -245,7 +245,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _describe(device: Any, here: Machine) -> tuple[str, str | None]:
-    """A device, and what keeps it from its kernels, which none is for a GPU without a family: xla serves those."""
+    """A device as text, and the problem with its kernels; none for a GPU without a family, which xla serves."""
     if device.platform == "cpu":
         return device.device_kind, None
     gpu = here.gpu(device)
@@ -270,8 +270,8 @@ def _call(dtype: str) -> choice.Call:
 
 
 def _problem(dtype: str, prebuilt_only: bool) -> accuracy.Problem:
-    """Small, but no length is a multiple of a tile, heads are grouped and the mask cuts through a tile."""
-    if prebuilt_only:  # one that `kernels build` has a kernel for
+    """A small problem: lengths that are no multiples of a tile, grouped heads, a mask that cuts through tiles."""
+    if prebuilt_only:  # a problem for which `kernels build` has a kernel
         return accuracy.Problem(dtype, 133, 147, 4, 2, head_dim=64, causal=True, precision="default")
     return accuracy.Problem(dtype, 133, 147, 4, 2, _HEAD_DIM, causal=True, q_offset=None)
 
@@ -283,12 +283,12 @@ def _check(device: jax.Device, platform_name: str, dtype: str, here: Machine) ->
     prebuilt_only = bool(gpu and gpu["family"] and origins.uncompiled(gpu["compute_capability"], here.status))
     try:
         worst = accuracy.worst(accuracy.measure(_problem(dtype, prebuilt_only), device, judge=device))
-    except Exception as error:  # whatever it is, the report goes on and the verdict names it
+    except Exception as error:  # for any error the report continues, and the verdict names it
         return Check(name, implementation, float("nan"), first_line(error))
     return Check(name, implementation, worst.ratio, None if worst.right else str(worst))
 
 
 def first_line(error: Exception) -> str:
-    """The kind of an error and the first line of what it says."""
+    """The type of an error and the first line of its message."""
     message = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {message[0]}"

@@ -1,5 +1,5 @@
-"""``kernels build`` and ``list``: the common variants of the CUDA kernels, compiled without a GPU. And
-``kernels clear``, for the cache of compiled ones."""
+"""``kernels build`` and ``list``: the common variants of the CUDA kernels, compiled without a GPU; ``kernels clear``
+empties the cache."""
 
 import pathlib
 import sys
@@ -11,7 +11,7 @@ from jax_flash._native import _core
 from jax_flash._tools.table import table
 
 ARCHES = {"sm_70": 70, "sm_75": 75, "sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90": 90, "sm_90a": 90}
-"""What --arch takes, and the compute capability that it stands for."""
+"""The values of --arch, and their compute capabilities."""
 
 COMMON: dict[str, Any] = {
     "dtypes": ("float16", "bfloat16"),
@@ -29,8 +29,8 @@ COMMON_BELOW_80: dict[str, Any] = {
         for scaled, bfloat16 in ((False, False), (True, False), (True, True))
     ),
 }
-"""The same for Volta and Turing: float16 arrays, also with the factors of those that stand for float32 and bfloat16,
-and the backward that is the default there."""
+"""The same for Volta and Turing: float16 arrays, with and without the descale of converted float32 and bfloat16, and
+the default backward of these GPUs."""
 
 
 def common(arch: int) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def list_(arches: Iterable[int] | None) -> None:
 
 
 def clear() -> None:
-    """Removes the kernels from the cache, and nothing else that is there. Raises RuntimeError."""
+    """Removes the kernels from the cache and leaves its other files. Raises RuntimeError."""
     folder = _core.cache_path()
     files, size = _core.clear_cache()
     print(f"{files} kernels, {size / 2**20:.1f} MiB, removed from {folder}" if folder else "the kernel cache is off")

@@ -1,7 +1,7 @@
-"""``report``: what is here, a self-test and a benchmark, as one block of text to paste into an issue.
+"""``report``: versions and devices, a self-test and a benchmark, as one block of text to paste into an issue.
 
-Whatever fails becomes a note below its table, and the rest goes on: a report of a machine where something is broken is
-the one that is needed most.
+A failure becomes a note below its table and the report continues: reports are needed most from machines where something
+is broken.
 """
 
 import functools
@@ -30,11 +30,11 @@ _DTYPES: tuple[str, ...] = ("float16", "bfloat16", "float32")
 _HEAD_DIMS = (64, 128, 256)
 
 _PASSES = {"forward": 1.0, "forward + backward": 3.5}
-"""What is timed, and its work as a multiple of forward's."""
+"""The timed passes, and their work as a multiple of forward's."""
 
 
 def write(quick: bool) -> bool:
-    """Prints the report, and what is being done to the standard error. True when the self-test passed."""
+    """Prints the report, and progress to the standard error. Returns True if the self-test passed."""
     began = time.perf_counter()
     here = doctor.machine()
     platform = "cuda" if "cuda" in here.devices else "cpu"
@@ -67,7 +67,7 @@ def write(quick: bool) -> bool:
 
 
 class Notes:
-    """Errors by number, each said once."""
+    """Numbered errors, each printed once."""
 
     def __init__(self) -> None:
         self._known: list[str] = []
@@ -80,7 +80,7 @@ class Notes:
         return f"[{self._known.index(text) + 1}]"
 
     def print(self) -> None:
-        """Those that were not printed yet."""
+        """Prints the errors that have not been printed yet."""
         for number, text in enumerate(self._known[self._printed :], self._printed + 1):
             print(f"  [{number}] {text}")
         self._printed = len(self._known)
@@ -90,7 +90,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-# What is here
+# Versions and devices
 
 
 def _machine(here: doctor.Machine) -> None:
@@ -121,7 +121,7 @@ _SMI = (
 
 
 def smi() -> list[list[str]]:
-    """Rows of what nvidia-smi says of every GPU, its titles first; or one that says why it says nothing."""
+    """Rows of nvidia-smi's figures for every GPU, titles first; or one row with the reason why there are none."""
     command = ["nvidia-smi", f"--query-gpu=index,{','.join(_SMI)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
@@ -133,12 +133,12 @@ def smi() -> list[list[str]]:
 
 
 def _clocks() -> None:
-    """nvidia-smi while the GPU works: rates mean little without the clock they were made at."""
+    """Prints nvidia-smi's figures while the GPU works: rates mean little without the clock."""
     try:
         entry = _entry("jax_flash", LOAD, "forward", LOAD.draw())
         seconds = max(timed(entry, 1), timed(entry, 5))
         last = None
-        for _ in range(min(2000, math.ceil(1.5 / seconds))):  # queued: the GPU works while nvidia-smi looks
+        for _ in range(min(2000, math.ceil(1.5 / seconds))):  # queued, so that the GPU works while nvidia-smi runs
             last = entry.start()
         rows = smi()
         entry.wait(last)
@@ -153,7 +153,7 @@ def _clocks() -> None:
 
 def self_tests(platform: str, quick: bool) -> list[accuracy.Problem]:
     """Lengths that are no multiple of any tile, grouped heads with causal, and every option at once."""
-    # On CPUs float32 always has its own accuracy.
+    # On CPUs float32 products always have float32's accuracy.
     kinds: list[tuple[str, Precision | None]] = [("float16", None), ("bfloat16", None), ("float32", "highest")]
     kinds += [("float32", "default")] if platform == "cuda" else []
     make = functools.partial(accuracy.Problem, q_length=333, kv_length=389, q_heads=4)
@@ -166,14 +166,14 @@ def self_tests(platform: str, quick: bool) -> list[accuracy.Problem]:
         make(dtype, kv_heads=2, head_dim=64, precision=p, causal=True, q_offset=None, everything=True)
         for dtype, p in kinds
     ]
-    if quick:  # every kind, every head_dim, and every option once
+    if quick:  # every kind, every head_dim and every option once
         some = [causal[len(_HEAD_DIMS) * i + i % len(_HEAD_DIMS)] for i in range(len(kinds))]
         return [*some, full[len(_HEAD_DIMS) - 1], everything[0]]
     return [*causal, *full, *everything]
 
 
 def _self_test(problems: Iterable[accuracy.Problem], device: jax.Device, platform: str, notes: Notes) -> int:
-    """Prints the table; how many failed."""
+    """Prints the table; returns how many problems failed."""
     judge = next(iter(doctor._devices("cpu")), device)
     rows, failed = [["dtype", "head_dim", "options", "served by", "out", "lse", "gradients", "worst", "ratio", ""]], 0
     for problem in problems:
@@ -188,7 +188,7 @@ def _self_test(problems: Iterable[accuracy.Problem], device: jax.Device, platfor
             worst = accuracy.worst(errors)
             verdict = "ok" if worst.right else "WRONG"
             row += [served, *(f"{x:.1e}" for x in (out, lse, max(largest.values()))), worst.name, f"{worst.ratio:.2f}"]
-        except Exception as error:  # a kernel that does not compile, or memory that is not there
+        except Exception as error:  # a kernel that does not compile, or too little memory
             verdict = "FAILED"
             row += [served, "", "", "", "", notes(error)]
         row.append(verdict)
@@ -213,7 +213,7 @@ def _options_name(problem: accuracy.Problem) -> str:
 
 
 LOAD = Cell("float16", 128, 4096, causal=False, batch=1, heads=8)
-"""What a GPU works on while its clock is looked at."""
+"""The cell that a GPU computes while its clock is read."""
 
 
 def benchmarks(platform: str, quick: bool, memory: float) -> list[Cell]:
@@ -227,7 +227,7 @@ def benchmarks(platform: str, quick: bool, memory: float) -> list[Cell]:
         dtypes, _HEAD_DIMS[:2] if quick else _HEAD_DIMS, lengths[:1] if quick else lengths, (False, True)
     ):
         if not quick and dtype != dtypes[0] and length != lengths[-1]:
-            continue  # the other dtypes are told apart by one length
+            continue  # one length suffices to compare the other dtypes
         batch, heads = max(1, tokens // length), max(1, width // head_dim)
         while 12.0 * batch * heads * length**2 > 0.6 * memory and batch * heads > 1:
             batch, heads = (batch // 2, heads) if batch > 1 else (batch, heads // 2)
@@ -236,7 +236,7 @@ def benchmarks(platform: str, quick: bool, memory: float) -> list[Cell]:
 
 
 def _memory(device: jax.Device) -> float:
-    """What JAX may take of the device's memory, in bytes."""
+    """How much of the device's memory JAX may use, in bytes."""
     stats: Mapping[str, Any] = device.memory_stats() or {}
     return float(stats.get("bytes_limit", 8 * 2**30))
 
@@ -263,14 +263,14 @@ def _entry(name: str, cell: Cell, pass_: str, arrays: Iterable[jax.Array]) -> En
 
 
 def race(cell: Cell, pass_: str, names: Iterable[str], rounds: int) -> Race:
-    """The contestants in turn, ``rounds`` times."""
+    """Times the contestants in turn, ``rounds`` times."""
     arrays = cell.draw()
     return _race.race({name: functools.partial(_entry, name, cell, pass_, arrays) for name in names}, rounds)
 
 
 def _benchmark(cells: Iterable[Cell], platform: str, notes: Notes, rounds: int) -> None:
     rivals = ("xla", "cudnn") if platform == "cuda" else ("xla",)
-    # Rates say something of a GPU, whose clock is in the report; of a CPU that others use too only ratios do.
+    # Rates mean something on a GPU, whose clock is in the report; on a CPU with other load only ratios do.
     rates = ("ms", "TFLOP/s") if platform == "cuda" else ()
     titles = [title for pass_ in ("forward", "both") for title in (*rates, *(f"/{name}" for name in rivals))]
     titles[0], titles[len(titles) // 2] = f"forward: {titles[0]}", f"both: {titles[len(titles) // 2]}"
@@ -282,7 +282,7 @@ def _benchmark(cells: Iterable[Cell], platform: str, notes: Notes, rounds: int) 
         for pass_, work in _PASSES.items():
             try:
                 found = race(cell, pass_, ("jax_flash", *rivals), rounds)
-            except Exception as error:  # no memory for the arrays themselves
+            except Exception as error:  # too little memory for the arrays
                 found = Race(errors={"jax_flash": error})
             row += _figures(found, rivals, work * cell.work, bool(rates), notes)
         rows.append(row)
@@ -292,7 +292,7 @@ def _benchmark(cells: Iterable[Cell], platform: str, notes: Notes, rounds: int) 
 
 
 def _figures(found: Race, rivals: Iterable[str], work: float, rates: bool, notes: Notes) -> list[str]:
-    """Our milliseconds and rate, and how many times the time of each rival that is; notes where something failed."""
+    """Our milliseconds and rate, and the speedup over each peer; references to notes where something failed."""
     failure, ours = found.errors.get("jax_flash"), found.seconds.get("jax_flash", [])
     cells = []
     if rates:
@@ -305,7 +305,7 @@ def _figures(found: Race, rivals: Iterable[str], work: float, rates: bool, notes
         if failed := failure or found.errors.get(name):
             cells.append(notes(failed))
         else:
-            # Of one round each, so that a clock that changes between rounds cancels.
+            # Ratios within each round, so that a clock that changes between rounds cancels.
             ratios = [theirs / mine for theirs, mine in zip(found.seconds[name], ours, strict=True)]
             cells.append(f"{statistics.median(ratios):.2f}")
     return cells

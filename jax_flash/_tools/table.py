@@ -4,7 +4,7 @@ from collections.abc import Container, Sequence
 
 
 def table(rows: Sequence[Sequence[str]], *, indent: str = "", right: Container[int] = ()) -> str:
-    """The rows as lines, their columns aligned: to the right for the column numbers in ``right``."""
+    """The rows as lines with aligned columns; those with numbers in ``right`` are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

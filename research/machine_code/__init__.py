@@ -1,1 +1,1 @@
-"""How fast a CUDA kernel can be, from its machine code: no user of the package imports this, and no wheel has it."""
+"""Predicts the speed of CUDA kernels from their machine code; not imported by the package, and in no wheel."""

@@ -1,8 +1,8 @@
 """The prediction at the command line: ``PYTHONPATH=research python -m machine_code``.
 
-Disassembles the main loops of the float16 kernels, counts what they ask of each unit, simulates them, and shows the
-bound and the predicted speed on a GPU of that architecture; docs/model.md says how. It needs nvdisasm, which Triton's
-wheel has, and no GPU.
+Disassembles the main loops of the float16 kernels, counts how long they keep each unit busy, simulates them, and shows
+the bound and the predicted speed on a GPU of that architecture; docs/model.md has the method. It needs nvdisasm, which
+Triton's wheel has, and no GPU.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from machine_code import model
 def modelled(arch: int) -> dict[str, Any]:
     """The variants that are predicted: bfloat16 has the same instructions, and full attention no masks.
 
-    The backward is the default of the compute capability: in two passes for Volta and Turing. Of the products and
-    copies that Hopper makes behind a warp's back the model knows nothing: there it predicts the kernels of sm80.
+    The backward is the default of the compute capability: in two passes for Volta and Turing. The model does not cover
+    Hopper's asynchronous MMAs and copies: for Hopper it predicts the kernels of sm80.
     """
     return {
         "family": "sm80" if arch == 90 else "",

@@ -1,6 +1,6 @@
-"""How long a CUDA kernel takes, from its machine code: what the main loop asks of each unit, and a simulation of it.
+"""How long a CUDA kernel takes, from its machine code: how busy its main loop keeps each unit, and a simulation of it.
 
-docs/model.md has the method, the sources of the rates, and predictions beside measurements.
+docs/model.md has the method, the sources of the rates, and predictions compared with measurements.
 """
 
 import collections
@@ -20,23 +20,23 @@ class Chip:
     name: str
     multiprocessors: int
     clocks: Mapping[str, float]
-    """GHz, by what the figure is."""
+    """GHz, by the kind of clock."""
     bandwidth: float
-    """Of the memory, GB/s."""
+    """Memory bandwidth, GB/s."""
     registers: int = 65536
     shared_kb: int = 0
-    """All blocks of a multiprocessor together."""
+    """Shared memory of a multiprocessor, for all its blocks, KB."""
     reserved: int = 1024
-    """Bytes of it that each block takes beside its own."""
+    """Bytes of it that are reserved for each block in addition to its own."""
     warps: int = 64
-    """Resident at most."""
+    """Most resident warps."""
 
     hmma: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Cycles of the tensor cores for an instruction, by shape."""
     hmma_holds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Other units that a matrix instruction keeps busy, and for which part of its own time."""
     hmma_latency: float = 10
-    """Beyond these cycles, until a barrier that it holds is free."""
+    """Cycles after these until a barrier that it holds is free."""
     fma: float = 2
     """Cycles of the unit for float32 products and sums, an instruction; integer products take 2 everywhere."""
     alu: float = 2
@@ -45,18 +45,18 @@ class Chip:
     """Exponentials, and conversions that the ALU doesn't do."""
     xu_latency: float = 9
     load_latency: float = 20
-    """Of a load from shared memory, beyond its wavefronts."""
+    """Latency of a load from shared memory, in addition to its wavefronts."""
     shuffle_latency: float = 21
     global_latency: float = 300
-    """Of a load that finds its data in L2."""
+    """Latency of a load that hits L2."""
     l2_bytes: float = 64
-    """A cycle and multiprocessor, when all of them load."""
+    """Bytes from L2 per cycle and multiprocessor, when all of them load."""
     l2_port: float = 64
-    """When one loads while the others compute, as it is within a round."""
+    """The same when one loads while the others compute, as within a round."""
     red: float = 9
     """Cycles of a multiprocessor for 128 bytes of atomic additions, which L2 does."""
     red_wavefronts: float = 2
-    """And of its memory pipe."""
+    """Wavefronts of the memory pipe for the same."""
     barrier_latency: float = 20
     taken_branch: float = 10
     """Cycles that a warp loses."""
@@ -136,19 +136,19 @@ CHIPS: Mapping[int, Chip] = {
 """By compute capability."""
 
 UNITS = ("issue", "tensor", "fma", "alu", "xu", "shared", "l2", "red")
-"""What may be the bound; the last three are a multiprocessor's, the others a partition's."""
+"""The units that may be the bound; the last three are a multiprocessor's, the others a partition's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What an instruction asks for."""
+    """The resources that an instruction occupies."""
 
     unit: str
     """"" for those that only take their issue slot."""
     busy: float
     """Cycles of the unit."""
     latency: float
-    """Until its barriers are free, from the end of `busy`; for those that wait in the memory pipe's queue."""
+    """Cycles from the end of `busy`, for memory instructions in the pipe, until its barriers are free."""
     l2: float = 0
     """Cycles of the way to L2."""
 
@@ -232,7 +232,7 @@ def counts_of(path: sass.Path) -> Counts:
 
 
 def blocks_per_multiprocessor(chip: Chip, *, registers: int, threads: int, shared_bytes: int) -> int:
-    """Blocks that are resident together; 0 when not even one finds room."""
+    """The number of resident blocks; 0 if not even one fits."""
     warps = threads // 32
     return min(
         chip.registers // (-(-registers // 8) * 8 * 32 * warps),
@@ -273,7 +273,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Of one kernel on one chip."""
+    """The prediction for one kernel on one chip."""
 
     name: str
     pass_: str
@@ -281,15 +281,15 @@ class Prediction:
     tile: tuple[int, int]
     warps: int
     blocks: int
-    """Resident together."""
+    """Resident blocks."""
     counts: Counts
-    """Of a warp, a round of the loop."""
+    """Instructions of a warp in a round of the loop, by class."""
     busy: Mapping[str, float]
-    """Cycles of each unit, a round of all resident blocks."""
+    """Cycles that each unit is busy in a round of all resident blocks."""
     cycles: float
-    """A round of all resident blocks takes."""
+    """Cycles that a round of all resident blocks takes."""
     rounds: float
-    """Of the multiprocessor that has the most of the work."""
+    """Rounds of the multiprocessor with the most work."""
     moved: float
     """Bytes that passes around the kernel read and write: zeros under dQ, and its conversion."""
 
@@ -299,7 +299,7 @@ class Prediction:
         return max(UNITS, key=lambda unit: self.busy[unit])
 
     def seconds(self, chip: Chip, clock: float) -> float:
-        """At `clock` GHz."""
+        """Seconds at `clock` GHz."""
         return self.rounds * self.cycles / clock / 1e9 + self.moved / chip.bandwidth / 1e9
 
 
@@ -368,9 +368,9 @@ def simulate(path: sass.Path, chip: Chip, *, warps: int, blocks: int, conflicts:
 
     Every partition issues one instruction a cycle at most, of a warp that may: the stall of its last instruction is
     over, the barriers it waits for are free, the unit isn't busy, the queue of the memory pipe has room. Stalls and
-    barriers are those in the machine code, so no dependency has to be found out. The first two rounds don't count.
-    Blocks fall into step with each other in one way or another, so with several of them it is the mean over some
-    distances at the start.
+    barriers are those in the machine code, so dependencies need no analysis. The first two rounds don't count. The
+    phase between resident blocks is arbitrary, so with several of them the result is the mean over some initial
+    distances.
     """
     starts = (0.3, 0.5, 0.7) if blocks > 1 else (0.0,)
     runs = [_Multiprocessor(path, chip, warps, blocks, conflicts, rounds + 2, start).run(2) for start in starts]
@@ -405,7 +405,7 @@ class _Warp:
         self.ready = ready
         self.at = 0
         self.barriers = [0.0] * 6  # when each is free
-        self.copies = 0.0  # when all copies so far have landed
+        self.copies = 0.0  # when all copies so far have arrived
         self.groups: list[float] = []  # and those of each group
         self.ends: list[float] = []
 

@@ -78,13 +78,13 @@ SHARED_ACCESS = ("LDS", "LDSM", "STS", "STSM", "ATOMS")
 
 
 class DisassemblerMissing(RuntimeError):
-    """No nvdisasm here that knows the architecture."""
+    """No available nvdisasm supports the architecture."""
 
 
 def disassemblers() -> Iterator[pathlib.Path]:
-    """Every nvdisasm there is: on the PATH, then those that Python packages bring.
+    """Every available nvdisasm: on the PATH, then those in Python packages.
 
-    NVIDIA's own package has begun with CUDA 13, which no longer knows sm_70; Triton's still brings that of CUDA 12.
+    NVIDIA's own package begins with CUDA 13, which does not support sm_70; Triton's has that of CUDA 12.
     """
     found = shutil.which("nvdisasm")
     if found:

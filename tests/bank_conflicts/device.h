@@ -1,7 +1,7 @@
-// CUDA's words for a build of the device sources by the host's compiler. Threads run one after the other, so shuffles
-// and barriers have nothing to wait for, and what inline PTX computes is left out, since addresses do not depend on it.
-// PTX that they depend on, or that takes them, has its own files here: cuda/device/opaque.cuh and shared_memory.cuh.
-// What accesses shared memory by a pointer is seen by the calls that -fsanitize=thread makes of every access.
+// CUDA's keywords and intrinsics for building the device sources with the host's compiler. Threads run one after the
+// other, so shuffles and barriers never wait, and inline PTX is left out unless addresses depend on it or it takes
+// them: such PTX is replaced by the files cuda/device/opaque.cuh and shared_memory.cuh here. Accesses to shared memory
+// through pointers are seen by the calls that -fsanitize=thread inserts for every access.
 #pragma once
 
 #include "record.h"

@@ -1,4 +1,4 @@
-// Accesses of which everybody knows what they cost: the counting has to find it. Each has its function.
+// Accesses with known costs, one in each function, to test the counting.
 #include "record.h"
 
 namespace {
@@ -18,7 +18,7 @@ void pairs() { access(Instruction::load, 8 * lane(), 8, RECORD_SITE); }
 // A quarter of a warp at a time.
 void chunks() { access(Instruction::store, 16 * lane(), 16, RECORD_SITE); }
 void chunks_of_rows() { access(Instruction::store, 128 * lane(), 16, RECORD_SITE); }
-// Rows of 4 chunks with one to part them: of eight chunks in two rows the last meets the first.
+// Rows of 4 chunks with a chunk of padding: of eight chunks in two rows the last conflicts with the first.
 void chunks_of_padded_rows() { access(Instruction::copy_async, 16 * (lane() + lane() / 4), 16, RECORD_SITE); }
 void matrices() { access(Instruction::load_matrices, 144 * lane(), 64, RECORD_SITE); }
 void matrices_of_rows() { access(Instruction::load_transposed, 128 * lane(), 64, RECORD_SITE); }

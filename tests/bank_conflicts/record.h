@@ -1,4 +1,4 @@
-// What a kernel that runs on the host tells of its accesses to shared memory.
+// The records that a kernel on the host makes of its accesses to shared memory.
 #pragma once
 
 extern "C" char memory[];  // the block's shared memory, by the name that the kernels give it
@@ -7,7 +7,7 @@ namespace record {
 
 enum class Instruction { load, store, plain_load, plain_store, load_matrices, load_transposed, copy_async };
 
-// Where in the sources an access stands: what tells the instructions of a warp from each other.
+// The source location of an access, which identifies the instructions of a warp.
 struct Site {
   const char* function;
   const char* file;

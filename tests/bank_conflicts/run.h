@@ -1,4 +1,4 @@
-// Stands behind a kernel's source: gives it a problem, and adds it to those that are counted.
+// Included after a kernel's source: gives it a problem, and adds it to the kernels that are counted.
 #pragma once
 
 namespace jax_flash {

@@ -1,15 +1,15 @@
-"""Every figure of the CPU kernel in docs/ledger/cpu*.md, beside XLA's, PyTorch's and the machine's own.
+"""Every figure of the CPU kernels in docs/ledger/cpu*.md, with XLA's, PyTorch's and the machine's own limits.
 
 ``python tests/cpu/bench.py --threads 1`` (or 2, ...) prints its tables as Markdown. Each implementation runs in a
-process of its own, which waits while another one is measured; rounds go in turn. The best one counts, and beside it
-in parentheses the median where two implementations are compared. With one thread times are those of the process on the
-CPU, so that a machine with other work to do gives usable ratios; with more they are wall clock, and the machine has to
-be quiet. PyTorch's figures need one: ``--torch PYTHON`` names the Python of an environment that has it, if it is not
-this one.
+process of its own, which waits while another one is measured; rounds go in turn. The best round counts; comparisons of
+two implementations also have the median in parentheses. With one thread times are those of the process on the CPU, so
+that a machine with other work to do gives usable ratios; with more they are wall clock, and the machine has to be
+quiet. PyTorch's figures need one: ``--torch PYTHON`` names the Python of an environment that has it, if it is not this
+one.
 
-Page faults are those of a call of ours, in the median: where malloc gives the memory of results back, which differs
-between processes, each page of the next call's takes a microsecond or more. MALLOC_MMAP_MAX_=0 and
-MALLOC_TRIM_THRESHOLD_=100000000000 in the environment keep it from that.
+Page faults are the median over our calls: in some processes malloc returns the memory of results to the system, and
+then each page of the next call's results takes a microsecond or more. MALLOC_MMAP_MAX_=0 and
+MALLOC_TRIM_THRESHOLD_=100000000000 in the environment prevent that.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """By the convention of docs/performance.md."""
+        """Floating-point operations by the convention of docs/performance.md."""
         if self.name == "matmul":
             return 2.0 * self.q_length**3
         forward = 4.0 * self.batch * self.q_heads * self.q_length * self.kv_length * self.head_dim
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def bytes(self) -> float:
-        """Read and written by a copy; read of key and value by decoding."""
+        """Bytes that a copy reads and writes; bytes of key and value that decoding reads."""
         if self.name == "copy":
             return 2.0 * self.q_length
         return (
@@ -72,10 +72,10 @@ class Case:
 
 
 KEPT = 8
-"""Cases that a worker keeps ready, so that all of a shape go in turn: a machine may be half as fast for 20 seconds."""
+"""Cases that a worker keeps ready, so that all cases of a shape run in turn: a machine may be half as fast for 20 s."""
 
 CHAIN = 50
-"""Calls in one program for tiny shapes: dispatch takes tens of microseconds and would hide them."""
+"""Calls in one program for small shapes: dispatch takes tens of microseconds and would dominate."""
 
 
 # Implementations, each in a process of its own
@@ -116,8 +116,8 @@ def jax_runner(implementation: str) -> Callable[[Case], Callable[[], None]]:
         f = functools.partial(attend, causal=case.causal)
 
         def both(*arrays: Any) -> Any:
-            # The output too, as a loss would use it: of the gradients alone XLA drops the forward's product with value,
-            # 139 ms instead of 176 at (1, 1024, 8, 128).
+            # Returns the output too, as a loss would use it: for gradients alone XLA drops the forward's product with
+            # value, 139 ms instead of 176 at (1, 1024, 8, 128).
             out, pullback = jax.vjp(f, *arrays)
             return out, pullback(dout)
 
@@ -178,8 +178,7 @@ def worker(implementation: str, cpus: set[int]) -> None:
             if len(ready) == KEPT:
                 del ready[next(iter(ready))]
             ready[case] = runner(case)
-        # One call more: others have been at work meanwhile, and the caches hold what is theirs. A backward of 26 ms
-        # takes 30 then.
+        # One call to warm up: the caches hold the data of other processes, with which a backward of 26 ms takes 30.
         ready[case]()
         faults, begin = page_faults(), clock()
         for _ in range(repeats):
@@ -189,12 +188,12 @@ def worker(implementation: str, cpus: set[int]) -> None:
 
 
 def page_faults() -> int:
-    """Of this process so far."""
+    """Page faults of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 class Workers:
-    """The processes of the implementations that there are."""
+    """The processes of the available implementations."""
 
     def __init__(self, threads: int, torch_python: str | None) -> None:
         cpus = sorted(os.sched_getaffinity(0))[-threads:]
@@ -224,7 +223,7 @@ class Workers:
         return stdout.readline().strip()
 
     def time(self, name: str, case: Case, repeats: int) -> float:
-        """Seconds a call."""
+        """Seconds per call."""
         stdin = self._processes[name].stdin
         assert stdin is not None
         print(json.dumps([repeats, dataclasses.asdict(case)]), file=stdin, flush=True)
@@ -286,7 +285,7 @@ SHAPES = ((1024, 16, 64), (2048, 8, 64), (4096, 4, 64), (1024, 8, 128), (2048, 8
 
 
 def times(ours: list[float], theirs: list[float]) -> str:
-    """How many times as fast as they we are."""
+    """Our speedup over another implementation: of the best rounds and of the medians."""
     return f"{min(theirs) / min(ours):.2f} ({statistics.median(theirs) / statistics.median(ours):.2f})"
 
 

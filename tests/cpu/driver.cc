@@ -147,7 +147,7 @@ class Drawer {
     p.kv_length = std::min(largest_, chance(5) ? 1100 : one_of(kLengths));
     p.head_dim = one_of(kDims);
     p.value_head_dim = chance(60) ? p.head_dim : one_of(kDims);
-    // Few rows without options have code of their own in the backward.
+    // Decoding without options has code of its own in the backward.
     bool plain = chance(15);
     if (plain) {
       p.q_length = integer(1, 5);
@@ -334,7 +334,7 @@ bool dropped(const Problem& p, const unsigned* seed, int64_t t, int64_t s) {
 
 struct Right {
   std::vector<double> out, lse, delta, dq, dk, dv, dbias, dslopes;
-  // Sums of the sizes of the terms of dk, dbias and dslopes: all of these terms but a few may cancel.
+  // Sums of the magnitudes of the terms of dk, dbias and dslopes, most of which may cancel.
   std::vector<double> dk_sizes, dbias_sizes, dslopes_sizes;
   // Of each row with slopes: which gradient it adds to, and what times dlse it subtracts from it.
   std::vector<int64_t> slope_of_row;
@@ -489,8 +489,8 @@ double largest(const std::vector<double>& sizes) {
   return sizes.empty() ? 0 : *std::max_element(sizes.begin(), sizes.end());
 }
 
-// So that delta is that of the plain computation: the gradients of the forward's own output have its rounding too. But
-// the gradients of slopes are not made of delta, so dlse adds to them.
+// Makes delta that of the plain computation, since gradients of the forward's own output would include its rounding.
+// The gradients of slopes are not computed from delta, so dlse adds to them.
 void set_dlse(Case& c, Right& right) {
   const Problem& p = c.p;
   for (int64_t row = 0; row < c.dlse.size(); ++row) {
@@ -510,7 +510,7 @@ bool check(Case& c, Drawer& drawer) {
   set_dlse(c, right);
   cpu::backward(c.dtype, c.p, 1, one);
   double eps = epsilon(c.dtype), wide_eps = epsilon(wide(c.dtype)), gradient = 4 * eps + 160 * wide_eps;
-  // With one key nothing is left of dk's terms but their rounding, which goes with their sizes.
+  // With one key only the rounding of dk's terms is left, which is proportional to their magnitudes.
   double least_of_dk = std::max(1.0, largest(right.dk_sizes) / 20);
   bool ok = close(c, "lse", c.lse, right.lse, 20 * wide_eps) &&
             close(c, "out", c.out, right.out, 2 * eps + 40 * wide_eps) && close(c, "dq", c.dq, right.dq, gradient, 1) &&

@@ -1,5 +1,5 @@
-// The micro-kernel of csrc/cpu/gemm.h on tiles that stay in the first-level cache, beside the same loop in intrinsics:
-// what std::experimental::simd costs. Prints GFLOP/s of both, on one thread.
+// The micro-kernel of csrc/cpu/gemm.h on tiles that stay in L1, compared with the same loop in intrinsics: what
+// std::experimental::simd costs. Prints GFLOP/s of both, on one thread.
 #include "../../csrc/cpu/gemm.h"
 
 #include <algorithm>

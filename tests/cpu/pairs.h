@@ -1,5 +1,5 @@
 // The instructions of AVX512-BF16 that csrc/cpu uses, for vectors of any width, so that the kernels that multiply pairs
-// run on processors without. Included by csrc/cpu/simd.h inside its namespace. Subnormals are kept here.
+// run on processors without it. Included by csrc/cpu/simd.h inside its namespace. Subnormals are kept here.
 
 JAX_FLASH_INLINE U32 odd_elements(const U32& x) { return x & 0xffff0000; }
 JAX_FLASH_INLINE U32 even_elements(const U32& x) { return x << 16; }
@@ -9,7 +9,7 @@ JAX_FLASH_INLINE Vec<float> multiply_add(const U32& a, const U32& b, const Vec<f
   return bits_as<Vec<float>>(even_elements(a)) * bits_as<Vec<float>>(even_elements(b)) + odd;
 }
 
-// Rounded to bfloat16, which stands in the low half of each lane.
+// Rounded to bfloat16, in the low half of each lane.
 JAX_FLASH_INLINE U32 round_lanes(const Vec<float>& x) { return widen_bits(narrow(bits_as<F32>(x), BFloat16{})); }
 
 JAX_FLASH_INLINE U32 round_row(const Vec<float>& a, const Vec<float>& b) {

@@ -1,4 +1,4 @@
-// Threads for the test programs: as many as are told, which take items until none is left.
+// A ParallelFor for the test programs: a given number of threads take items until none is left.
 #pragma once
 
 #include <atomic>

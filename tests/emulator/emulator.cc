@@ -1,8 +1,8 @@
 // Runs the threads of a block one after the other on the host, each until it has to wait, in an order that a seed
-// gives, and does what Hopper's instructions do behind the threads' backs: copies, products, and the barriers that tell
-// of them. When these are done is given by the seed too: as late as waiting for them allows, at once, or in between. So
-// what a kernel does not wait for, or writes over too early, gives wrong results with some seed; and what waits for
-// ever is found, and said.
+// determines, and emulates Hopper's asynchronous operations: copies, MMAs, and the mbarriers that signal their
+// completion. The seed also determines when these complete: as late as waiting for them allows, at once, or in between.
+// So a missing wait, or data that is overwritten too early, gives wrong results with some seed; and a deadlock is
+// detected and reported.
 //
 // Shared memory is kept twice: as threads see it, and as wgmma and TMA do. The latter see a thread's
 // stores after its fence (fence.proxy.async) or, with half of the seeds, before.
@@ -47,7 +47,7 @@ struct Accumulators {
 
 struct Thread {
   ucontext_t beginning;
-  jmp_buf rest;  // behind the beginning: unlike swapcontext a jump asks nothing of the operating system
+  jmp_buf rest;  // after the start: unlike swapcontext a jump makes no system call
   bool begun = false;
   unsigned index;
   bool done = false;
@@ -69,7 +69,7 @@ struct Thread {
 };
 
 struct Warp {
-  // Of two exchanges, one after the other: a lane that begins the next has read what it wanted of the last.
+  // Of two consecutive exchanges: a lane that begins the next one has finished reading the last.
   alignas(64) char slots[2][32][64];
   uint64_t exchanges = 0;
   unsigned arrived = 0;
@@ -107,7 +107,7 @@ struct NamedBarrier {
   uint64_t generation = 0;
 };
 
-// When what runs behind the threads' backs is done.
+// When asynchronous operations complete.
 enum class When { late, early, any };
 
 struct Block {
@@ -137,7 +137,7 @@ std::string place(const Site& site) {
   return function.substr(0, function.find('<')) + " (" + file + ":" + std::to_string(site.line) + ")";
 }
 
-// From a thread back to what chooses the next.
+// Switches from a thread back to the scheduler.
 void leave() {
   if (_setjmp(block_.running->rest) == 0) _longjmp(block_.scheduler, 1);
 }
@@ -158,7 +158,7 @@ Thread& self() { return *block_.running; }
 Warp& warp_of(const Thread& thread) { return block_.warps[thread.index / 32]; }
 Warpgroup& warpgroup_of(const Thread& thread) { return block_.warpgroups[thread.index / 128]; }
 
-// What makes threads wait for each other, as `place`s, and the one of them that is left off.
+// The places that synchronise threads, and the one of them that is left out.
 std::map<std::string, bool> waits_;
 std::string omitted_;
 bool omitted(const char* what, const Site& site) {
@@ -279,8 +279,8 @@ void run_product(WarpgroupProduct& all, int warpgroup, unsigned warp) {
   }
 }
 
-// A warp's part may begin when that warp has asked for it, whether or not the others have: they must not rely on its
-// waiting for them. It is done for all of them when it is for each.
+// A warp's quarter may begin when that warp has issued it, before the others have: they must not rely on its waiting
+// for them. The MMA is done when it is done for each warp.
 void finish_product(int warpgroup, unsigned warp) {
   Warpgroup& group = block_.warpgroups[warpgroup];
   run_product(group.products[group.done[warp]++ - group.first], warpgroup, warp);
@@ -290,7 +290,7 @@ void finish_product(int warpgroup, unsigned warp) {
   }
 }
 
-// What runs behind the threads' backs and can be done now: copies in any order, products and bulk additions in theirs.
+// Completes asynchronous operations that can be done now: copies in any order, MMAs and bulk additions in theirs.
 struct Choice {
   int copy = -1, warp = -1, bulk = -1;
 };
@@ -353,7 +353,7 @@ void thread_main() {
 
 bool runnable(const Thread& thread) { return !thread.done && (!thread.ready || thread.ready()); }
 
-// Runs the lanes of a warp as far as they go; whether any could.
+// Runs the lanes of a warp as far as they go; returns whether any could run.
 bool run_warp(unsigned warp) {
   bool any = false;
   for (bool again = true; again && block_.error.empty();) {
@@ -400,7 +400,7 @@ char* stack_of(unsigned thread) {
 
 }  // namespace
 
-// Runs one block; returns what is wrong, or nothing.
+// Runs one block; returns the error, or an empty string.
 std::string run_block(unsigned index, unsigned blocks, unsigned threads, unsigned shared_bytes, unsigned seed,
                       const std::function<void()>& body) {
   if (shared_bytes > kSharedBytes) return std::to_string(shared_bytes) + " bytes of shared memory";
@@ -430,7 +430,8 @@ std::string run_block(unsigned index, unsigned blocks, unsigned threads, unsigne
     makecontext(&thread.beginning, thread_main, 0);
   }
 
-  // Always the first warp that can go on, of an order that changes now and then: so one warp runs far ahead of others.
+  // Always takes the first warp that can run, in an order that changes now and then: so one warp runs far ahead of
+  // others.
   std::vector<unsigned> order(threads / 32);
   for (unsigned i = 0; i < order.size(); ++i) order[i] = i;
   if (seed == 1) std::reverse(order.begin(), order.end());
@@ -671,7 +672,7 @@ void product(const Product& product, const Site& site) {
     stop("a product that is another one for other threads of the warpgroup, " + place(site));
   }
   all.of_thread[me.index % 128] = product;
-  // Until it is done nobody knows what is in the accumulators.
+  // Until it is done the contents of the accumulators are undefined.
   const unsigned count = product.columns / 2;
   Accumulators& own = me.accumulators[product.accumulators];
   if (own.pending++ == 0) {

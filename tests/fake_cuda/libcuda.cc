@@ -1,5 +1,5 @@
-// A CUDA driver that launches nothing: what of it the library binds (csrc/cuda/host/driver.cc), and what Python asks of
-// it. Kernels are their names. Of every launch it keeps what the host has planned.
+// A CUDA driver that launches nothing: the functions that the library binds (csrc/cuda/host/driver.cc), and some for
+// Python. A kernel is represented by its name. Every launch is recorded with the host's plan.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>

@@ -1,4 +1,4 @@
-// Kernels ahead of time, and what the command line shows: without a call.
+// What works without a call: ahead-of-time builds of kernels, and the status that the command line shows.
 
 #include <algorithm>
 #include <atomic>

@@ -27,7 +27,7 @@ namespace {
 
 std::string last_error() { return std::generic_category().message(errno); }
 
-// A stored cubin ends in a line that proves it whole: tools for cubins read over it.
+// A stored cubin ends in a line with a hash, which shows that it is complete. Tools for cubins ignore that line.
 constexpr char kMark[] = "\njax_flash cubin ";
 
 std::string trailer(const std::string& key, const std::string& cubin) {
@@ -37,8 +37,8 @@ std::string trailer(const std::string& key, const std::string& cubin) {
 constexpr char kSuffix[] = ".cubin", kTemporary[] = ".tmp";
 constexpr size_t kKeyDigits = 16;
 
-// File systems take names of 255 bytes, encrypted ones of 143, and a temporary name is up to 26 longer than an entry's:
-// so much of a variant's name is kept in front, and "-sm_80" behind it. The key tells entries apart.
+// File systems take names of 255 bytes, encrypted ones of 143, and a temporary name is up to 26 longer than an entry's.
+// So a variant's name is cut to this length, but keeps its "-sm_80" at the end; the key tells entries apart.
 constexpr size_t kLongestVariant = 90;
 
 std::string entry_name(const std::string& variant, const std::string& key) {
@@ -54,7 +54,7 @@ bool ends_with(const std::string& text, const std::string& end) {
   return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
 }
 
-// Whether a file is one that entry_name() names; a folder may have others, which are let be.
+// Whether entry_name() could have made this name; other files of a folder are left alone.
 bool is_entry(const std::string& name) {
   const std::string suffix = kSuffix;
   if (!ends_with(name, suffix) || name.size() < suffix.size() + kKeyDigits + 1) return false;
@@ -63,7 +63,7 @@ bool is_entry(const std::string& name) {
          name.find_first_not_of("0123456789abcdef", digits) == name.size() - suffix.size();
 }
 
-// Whether a file is an entry that a process is writing, or has left unfinished.
+// Whether this is a temporary file: an entry that a process is writing, or has left unfinished.
 bool is_temporary(const std::string& name) {
   const size_t end = name.rfind(kSuffix);
   return ends_with(name, kTemporary) && end != std::string::npos && is_entry(name.substr(0, end + sizeof(kSuffix) - 1));
@@ -122,7 +122,7 @@ timespec used_at(const struct stat& status) {
 #endif
 }
 
-// Regular files of a folder whose names are wanted.
+// The regular files of a folder whose names satisfy `wanted`.
 template <typename Wanted>
 std::vector<Entry> entries_of(int folder, Wanted wanted) {
   std::vector<Entry> found;
@@ -144,7 +144,7 @@ std::vector<Entry> entries_of(int folder, Wanted wanted) {
   return found;
 }
 
-// Makes a folder and those above it, where they are missing, for their owner alone.
+// Makes a folder and its missing parents, with access for their owner only.
 bool make_folders(const fs::path& path) {
   if (mkdir(path.c_str(), 0700) == 0 || errno == EEXIST) return true;
   if (errno != ENOENT || !path.has_parent_path() || path.parent_path() == path) return false;
@@ -153,7 +153,7 @@ bool make_folders(const fs::path& path) {
 
 constexpr int64_t kDefaultLimit = 1024;  // MiB
 
-// Bytes, 0 for none; nothing where the variable says what is no limit.
+// The limit in bytes, 0 for no limit; nothing if the variable is not a valid limit.
 std::optional<int64_t> limit_of(const char* text) {
   int64_t mebibytes = kDefaultLimit;
   if (text && *text) {
@@ -259,8 +259,8 @@ KernelFolder KernelFolder::cache(bool make) {
 
 std::optional<std::string> KernelFolder::read(const std::string& variant, const std::string& key) const {
   if (!usable()) return std::nullopt;
-  // A package may be made of links. In the cache nobody but its users makes entries, and these make files; and what is
-  // opened must not make anybody wait, as a pipe would.
+  // A package's files may be links. Entries of the cache are made by its users as regular files, so links are refused
+  // there; and O_NONBLOCK keeps open() from waiting on a pipe.
   const int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK | (is_cache_ ? O_NOFOLLOW : 0);
   const File file(openat(descriptor_, entry_name(variant, key).c_str(), flags));
   struct stat status;
@@ -274,7 +274,7 @@ std::optional<std::string> KernelFolder::read(const std::string& variant, const 
   if (!content || content->size() < length) return std::nullopt;
   std::string cubin = content->substr(0, content->size() - length);
   if (content->compare(cubin.size(), length, trailer(key, cubin)) != 0) return std::nullopt;
-  // What was used last is known to the hour, so that a start of many processes writes little.
+  // The time of last use is kept to the hour, so that many processes that start at once write little.
   constexpr time_t kHour = 3600;
   if (is_cache_ && std::time(nullptr) - used_at(status).tv_sec > kHour) futimens(file.get(), nullptr);
   return cubin;
@@ -288,7 +288,7 @@ std::optional<std::string> KernelFolder::write(const std::string& variant, const
                     temporary = name + "." + std::to_string(getpid()) + "." + std::to_string(counter++) + kTemporary;
   bool whole = false;
   {
-    // O_EXCL: a file or a link that somebody has put there is not written to.
+    // O_EXCL: never write to a file or through a link that somebody else has put there.
     const int descriptor =
         openat(descriptor_, temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0644);
     if (descriptor < 0) return std::nullopt;
@@ -304,7 +304,7 @@ std::optional<std::string> KernelFolder::write(const std::string& variant, const
 }
 
 void KernelFolder::shrink(const std::string& newest) const {
-  constexpr time_t kAbandoned = 3600;  // nobody writes an entry for an hour
+  constexpr time_t kAbandoned = 3600;  // no process takes an hour to write an entry
   const time_t now = std::time(nullptr);
   for (const Entry& entry : entries_of(descriptor_, is_temporary)) {
     if (now - entry.used.tv_sec > kAbandoned) unlinkat(descriptor_, entry.name.c_str(), 0);
@@ -318,7 +318,7 @@ void KernelFolder::shrink(const std::string& newest) const {
   for (const Entry& entry : entries) {
     if (bytes <= limit_) return;
     if (entry.name == newest) continue;
-    // Another process may have used, replaced or removed it meanwhile. One that reads it keeps what it has opened.
+    // Another process may have used, replaced or removed it meanwhile. A process that has it open can still read it.
     struct stat status;
     if (fstatat(descriptor_, entry.name.c_str(), &status, AT_SYMLINK_NOFOLLOW) != 0) {
       if (errno == ENOENT) bytes -= entry.bytes;

@@ -7,7 +7,8 @@
 
 namespace jax_flash::cuda {
 
-// 128-bit FNV-1a: names files and finds damage. It keeps nobody out: that is what the checks of the cache's folder do.
+// 128-bit FNV-1a: names files and detects damage. It is no protection against tampering: that is the check of the
+// cache's folder.
 class Hash {
  public:
   Hash& add(const std::string& text);
@@ -18,13 +19,12 @@ class Hash {
   Wide state_ = (Wide{0x6c62272e07bb0142} << 64) + 0x62b821756295c58d;
 };
 
-// A folder that is open: what was checked is what is read and written, whatever its name comes to mean.
+// An open folder: reads and writes go to the folder that was checked, even if its path is replaced afterwards.
 class KernelFolder {
  public:
-  // A folder that is used as it is: one of kernels that were built ahead of time. A folder that is not there has no
-  // entries.
+  // A folder of kernels that were built ahead of time, used without checks. A missing folder has no entries.
   static KernelFolder trusted(const std::string& path, bool make);
-  // The user's cache, used if users that could plant a kernel there can't write into it.
+  // The user's cache. It is refused if users who are not trusted could write a kernel into it.
   static KernelFolder cache(bool make);
 
   KernelFolder(KernelFolder&& other) noexcept;
@@ -33,23 +33,25 @@ class KernelFolder {
   ~KernelFolder();
 
   bool usable() const { return descriptor_ >= 0; }
-  const std::string& path() const { return path_; }  // empty: the cache is switched off, or has no place
-  // Why the folder can't be used; empty where it can, is not there yet, or is switched off.
+  const std::string& path() const {
+    return path_;
+  }  // empty: the cache is switched off, or no folder could be determined
+  // Why the folder can't be used; empty if it can, does not exist yet, or is switched off.
   const std::string& problem() const { return problem_; }
-  // Whether the folder is there and could be used, but is refused.
+  // Whether the folder exists and is accessible, but is refused.
   bool refused() const { return refused_; }
 
-  // The cubin of a variant; nothing where there is none, or a damaged one, or one of a user who is not trusted.
+  // The cubin of a variant; nothing if there is none, or it is damaged or belongs to a user who is not trusted.
   std::optional<std::string> read(const std::string& variant, const std::string& key) const;
-  // A finished file is renamed into place: readers see all of it or nothing, and losing a race is fine. Returns the
-  // file's path; nothing where it can't be written. The cache then gives up what was not used for longest, down to its
-  // limit.
+  // Stores an entry by renaming a finished file: readers see all of it or nothing, and losing a race is fine. Returns
+  // the file's path; nothing if it can't be written. Afterwards the cache evicts the least recently used entries, down
+  // to its limit.
   std::optional<std::string> write(const std::string& variant, const std::string& key, const std::string& cubin) const;
 
   struct Removed {
     int64_t files, bytes;
   };
-  // Removes all kernels. Throws std::runtime_error where one can't be.
+  // Removes all kernels. Throws std::runtime_error if one can't be removed.
   Removed clear() const;
 
  private:
@@ -67,7 +69,7 @@ class KernelFolder {
   int64_t limit_ = 0;   // bytes; 0: none
 };
 
-// The folder of the cache, whether it is there or not; empty where there is no place for one, or it is switched off.
+// The path of the cache, whether it exists or not; empty if none can be determined, or it is switched off.
 std::string cache_path();
 
 }  // namespace jax_flash::cuda

@@ -18,7 +18,7 @@ void bind(void* library, const char* name, Function& function) {
   if (!function) throw std::runtime_error(std::string("it lacks ") + name);
 }
 
-// dlerror() may also be empty.
+// dlerror() may return null.
 std::string loader_error() {
   const char* error = dlerror();
   return error ? error : "unknown error of the loader";
@@ -26,12 +26,12 @@ std::string loader_error() {
 
 }  // namespace
 
-// Values of the driver's enumerations, which never change.
+// Values of the driver's enumerations, which are part of its ABI.
 constexpr int kAttributeMajor = 75;            // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 constexpr int kAttributeMinor = 76;            // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
 constexpr int kAttributeMultiprocessors = 16;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 constexpr int kMaxDynamicSharedBytes = 8;      // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-constexpr int kMapUint16 = 1;                  // CU_TENSOR_MAP_DATA_TYPE_UINT16: bits are copied, whatever they mean
+constexpr int kMapUint16 = 1;                  // CU_TENSOR_MAP_DATA_TYPE_UINT16: copies the bits of any 16-bit type
 constexpr int kMapNoInterleave = 0;            // CU_TENSOR_MAP_INTERLEAVE_NONE
 constexpr int kMapSwizzle128Bytes = 3;         // CU_TENSOR_MAP_SWIZZLE_128B
 constexpr int kMapPromote128Bytes = 2;         // CU_TENSOR_MAP_L2_PROMOTION_L2_128B
@@ -185,7 +185,7 @@ void Driver::ready(CuKernel kernel, int device, int shared_bytes) const {
 
 void Driver::launch(CuKernel kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, CuStream stream,
                     const void* const* arguments) const {
-  // The driver takes a context-independent kernel wherever it takes a function.
+  // The driver accepts a context-independent kernel (CUkernel) wherever it takes a CUfunction.
   check(f_->launch_kernel(reinterpret_cast<CuFunction>(kernel), blocks, 1, 1, threads, 1, 1, shared_bytes, stream,
                           const_cast<void**>(arguments), nullptr),
         "cuLaunchKernel");
@@ -260,7 +260,8 @@ std::vector<Nvrtc> Nvrtc::all(const std::vector<std::string>& paths, std::string
 }
 
 Nvrtc::Nvrtc(const std::string& name) : path_(name) {
-  // NVRTC opens its builtins by name when it compiles, and finds them beside itself only when they are loaded.
+  // NVRTC opens its builtins by name when it compiles, and finds those in its own folder only if they are loaded
+  // already.
   const size_t stem = name.rfind("libnvrtc.so.");
   if (size_t slash = name.rfind('/'); slash != std::string::npos && stem != std::string::npos) {
     for (int minor = 9; minor >= 0; --minor) {
@@ -293,7 +294,7 @@ Nvrtc::Nvrtc(const std::string& name) : path_(name) {
   } catch (const std::runtime_error& e) {
     throw std::runtime_error(name + ": " + e.what());
   }
-  f.release();  // lives as long as the library, which is never closed
+  f.release();  // intentionally leaked: the library is never closed
 }
 
 void Nvrtc::check(int result, const char* what) const {

@@ -9,17 +9,17 @@
 
 namespace jax_flash::cuda {
 
-// The driver's handles, as opaque as its own header has them.
+// The driver's opaque handles.
 using CuLibrary = struct CUlib_st*;
 using CuKernel = struct CUkern_st*;
 using CuFunction = struct CUfunc_st*;
 using CuContext = struct CUctx_st*;
 using CuStream = struct CUstream_st*;
 
-// Throws std::runtime_error with the driver's own words.
+// Methods throw std::runtime_error with the driver's own error name.
 class Driver {
  public:
-  // The one driver of this process; throws when there is none.
+  // The driver of this process; throws if there is none.
   static const Driver& get();
 
   int version() const;  // 13000 for 13.0
@@ -30,21 +30,22 @@ class Driver {
 
   CuLibrary load(const std::string& cubin) const;
   CuKernel kernel(CuLibrary library, const char* name) const;
-  // Loads the kernel onto the device, with so much dynamic shared memory, before any launch or graph capture.
+  // Loads the kernel onto the device and allows it this much dynamic shared memory, before any launch or graph capture.
   void ready(CuKernel kernel, int device, int shared_bytes) const;
-  // `arguments` points to each, as many as the kernel takes.
+  // `arguments` has a pointer to each of the kernel's parameters.
   void launch(CuKernel kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, CuStream stream,
               const void* const* arguments) const;
-  // The same for kernels of few blocks, from compute capability 9.0 on: `cluster` blocks each are a cluster, and the
-  // kernel may be started before the one that it follows in the stream has ended, for whose end it waits by itself.
+  // The same with clusters of `cluster` blocks and programmatic launch, from compute capability 9.0 on: the kernel may
+  // start before its predecessor in the stream has ended, and waits for that itself.
   void launch_small(CuKernel kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, CuStream stream,
                     const void* const* arguments, unsigned cluster) const;
-  // Of a 4-dimensional array of 16-bit elements, the fastest dimension first, which is contiguous; its first element is
-  // on 16 bytes, and the strides in bytes of the others are multiples of 16. What TensorMaps says holds for the copies.
+  // The tensor map of a 4-dimensional array of 16-bit elements. Dimensions begin with the fastest one, which is
+  // contiguous; the array is aligned to 16 bytes, and the strides of the other dimensions are multiples of 16 bytes.
+  // For the box and the swizzle see TensorMaps.
   TensorMap tensor_map(void* data, const unsigned long long (&sizes)[4], const unsigned long long (&strides)[3],
                        const unsigned (&box)[4]) const;
   void zero(void* floats, size_t count, CuStream stream) const;
-  bool capturing(CuStream stream) const;  // whether what is enqueued goes into a graph instead of running
+  bool capturing(CuStream stream) const;  // whether launches are captured into a graph
 
  private:
   Driver();
@@ -57,8 +58,8 @@ class Driver {
 // One NVRTC library.
 class Nvrtc {
  public:
-  // Those that can be opened: `paths` first, then by the loader's own search. `error` says why there is none. What was
-  // found is remembered for these paths; that nothing was is not, since libraries may be loaded later.
+  // All NVRTC libraries that can be opened: `paths` first, then by the loader's own search. `error` says why there is
+  // none. A result is cached for these paths, unless it is empty, since libraries may be loaded later.
   static std::vector<Nvrtc> all(const std::vector<std::string>& paths, std::string* error);
 
   struct Result {
@@ -75,12 +76,12 @@ class Nvrtc {
 
   const std::string& path() const { return path_; }
   std::string version() const { return std::to_string(major_) + "." + std::to_string(minor_); }
-  // The best target for a device of compute capability `arch`: itself, or an older one of the same major version,
-  // whose cubins it runs; 0 when there is none.
+  // The best target for a device of compute capability `arch`: itself, or an older one of the same major version, whose
+  // cubins it runs; 0 if there is none.
   int target(int arch) const;
 
  private:
-  explicit Nvrtc(const std::string& name);  // a path, or what the loader searches for; throws std::runtime_error
+  explicit Nvrtc(const std::string& name);  // a path, or a name that the loader searches for; throws std::runtime_error
   void check(int result, const char* what) const;
 
   struct Functions;

@@ -1,4 +1,4 @@
-// Reads what the launch needs to know out of a cubin, which is a 64-bit ELF file.
+// Reads a kernel's traits from a cubin, which is a 64-bit ELF file.
 #pragma once
 
 #include <cstdint>

@@ -58,14 +58,15 @@ Variant variant_of(const Family& device_family, int arch, Pass pass, DType dtype
   const bool plain = is_plain(options) && !(without_dq && wants_registers);
   const Family& family = pass_family(device_family, arch, limbs, pass, largest, plain);
   if (dtype == DType::f32 || dtype == DType::f64) {
-    throw std::invalid_argument("kernels are for float16 and bfloat16; float32 comes as float16 with descale");
+    throw std::invalid_argument(
+        "dtype of a kernel must be float16 or bfloat16; float32 is passed as float16 with descale");
   }
   if (dtype == DType::bf16 && family.float16_only) {
     throw std::invalid_argument(std::string("kernels of ") + family.name +
-                                " are for float16; bfloat16 comes as float16 with descale");
+                                " take float16 only; bfloat16 is passed as float16 with descale");
   }
   if (options.highest_precision && !options.has_descale) {
-    throw std::invalid_argument("highest_precision is for float16 arrays of two limbs, which come with descale");
+    throw std::invalid_argument("highest_precision needs float16 arrays of two limbs and their descale, got none");
   }
   const TileRow& tile = tile_row(family.name, limbs, pass, largest, arch, plain, rows);
   Variant variant{family.name, arch, pass, dtype, head_dim, value_head_dim, options, tile, rows};
@@ -83,7 +84,7 @@ Variant variant_of(const Family& device_family, int arch, Pass pass, DType dtype
 
 namespace {
 
-// Whether there is nothing but scale and causal.
+// Whether a call has no option but scale and causal.
 bool only_causal(const Options& options) {
   bool absent = true;
 #define JAX_FLASH_NOTHING(type, name)

@@ -1,4 +1,4 @@
-// Variant -> kernel. `kernels_of` is the one interface to prebuilt, cached and newly compiled kernels.
+// From a variant to its kernels: kernels_of() is the one interface to prebuilt, cached and newly compiled ones.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace jax_flash::cuda {
 const char* entry_point(Pass pass);
 const char* pass_name(Pass pass);
 
-// What is compiled into a kernel.
+// Everything that is compiled into a kernel.
 struct Variant {
   std::string family;  // which sources, "sm80"
   int arch;            // compute capability of the device, 90
@@ -24,17 +24,17 @@ struct Variant {
   DType dtype;
   int head_dim;        // a multiple of 8
   int value_head_dim;  // a multiple of 8
-  Options options;     // the constants, and which features and operands there are
+  Options options;     // the constants, and which features and operands are present
   TileRow tile;
-  int rows = 0;        // block_q that was asked for; 0: the table's first row
-  bool tuned = false;  // the row is another than the table's
+  int rows = 0;        // the wanted block_q; 0: the table's first row
+  bool tuned = false;  // the row is not the table's
 
   void set_tuned(const TileRow& row) {
     tile = row;
     rows = 0;
     tuned = true;
   }
-  // Readable and unique: with the tile row where it is tuned, and block_q where it was asked for.
+  // Readable and unique: includes the tile row if it is tuned, and block_q if it was chosen.
   std::string name() const;
   std::string source() const;  // the named constants, and the include of the family's file
 };
@@ -68,15 +68,15 @@ struct Fetched {
 };
 Fetched fetch(const Variant& variant);
 
-// The kernels of a variant, ready to launch on the device. Safe to call from several threads: a variant is compiled
-// once, different variants at the same time.
+// The kernels of a variant, ready to launch on the device. Thread-safe: a variant is compiled once, different variants
+// concurrently.
 Loaded kernels_of(const Variant& variant, int device);
 
-// Compiles a variant, without a driver, and stores it under `out_dir` for `prebuilt_dirs`. Registers and the like are
-// those of its main kernel.
+// Compiles a variant, without a driver, and stores it under `out_dir` for `prebuilt_dirs`. Registers and other figures
+// are those of its main kernel.
 Kernel build(const Variant& variant, const std::string& out_dir);
 
-// What the device sources and the table say.
+// A hash of the device sources and the table.
 std::string sources_key();
 
 Settings settings();

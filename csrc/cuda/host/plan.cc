@@ -9,7 +9,7 @@
 namespace jax_flash::cuda {
 namespace {
 
-// Whether all elements are so near to the first that an int says how far.
+// Whether the offsets of all elements fit in an int.
 bool fits_int(const Problem& p) {
   auto fits = [&](const Tensor& t, int64_t rows, int64_t heads, int64_t columns) {
     const int64_t last = (p.batch - 1) * t.batch_stride + (rows - 1) * t.row_stride + (heads - 1) * t.head_stride;
@@ -23,15 +23,15 @@ bool fits_int(const Problem& p) {
 
 }  // namespace
 
-// block_q of the forward's blocks; 0: as the table's first row has it. Up to head_dim 64 Hopper's blocks of 192 rows
-// make 557 TFLOP/s and those of 128 rows 485; but where blocks are few, they are done the sooner the smaller they are.
+// block_q of the forward; 0: that of the table's first row. Up to head_dim 64 Hopper's blocks of 192 rows make 557
+// TFLOP/s and those of 128 rows 485; but with few blocks smaller ones finish sooner.
 int rows_of_blocks(Pass pass, const Problem& p) {
   if (pass != Pass::forward || std::max(p.head_dim, p.value_head_dim) > 64) return 0;
   if (p.options.highest_precision || !is_plain(p.options)) return 0;
   auto time = [&](int64_t rows, double rate) {
     const int64_t blocks = ceil_div(p.q_length, rows) * p.q_heads * p.batch;
     const int64_t whole = rows * p.kv_length;  // a block's scores
-    // Under causal blocks keep half of them in the mean, the longest all, and go longest first.
+    // Under causal a block keeps half of them on average, the longest block all, and the longest go first.
     const int64_t scores = p.options.causal ? std::max(whole, blocks * (whole + rows * rows) / 2 / kMultiprocessors)
                                             : whole * ceil_div(blocks, kMultiprocessors);
     return scores / rate;
@@ -48,7 +48,7 @@ bool is_single_tile(const Problem& p, const SplitKvPlan& split_kv) {
   return split_kv.rows && p.kv_length <= kSingleTileKeys && blocks <= kMultiprocessors && fits_int(p);
 }
 
-// What a slice of the keys leaves for jax_flash_combine.
+// The elements that a slice of the keys leaves for jax_flash_combine.
 int64_t slice_elements(const Problem& p) {
   return jax_flash::slice_elements(int64_t{p.batch} * p.q_heads * p.q_length, p.value_head_dim);
 }
@@ -80,14 +80,14 @@ int64_t slope_scratch(const Problem& p) {
   return p.options.has_dalibi_slopes ? int64_t{p.batch} * p.q_heads * blocks_of(p, p.kv_length, kSlopeKeys) : 0;
 }
 
-// Whether the call asks for an accumulator of dQ.
+// Whether the call needs an accumulator of dQ.
 bool accumulates_dq(const Problem& p) { return !(p.options.separate_dq || p.options.highest_precision); }
 
-// Elements of float that shares of a group's query heads leave for jax_flash_sum_splits (Problem::group_sums).
+// Elements of float in Problem::group_sums.
 int64_t sums_of_splits(const Problem& p, int splits) {
   return int64_t{splits} * p.batch * p.kv_heads * p.kv_length * (p.head_dim + p.value_head_dim);
 }
-// Whether these fit in dq, which nobody has written yet.
+// Whether these fit in dq, which is still unused then.
 bool sums_fit_dq(const Problem& p, int splits) {
   const int64_t elements = int64_t{p.batch} * p.q_length * p.q_heads * p.head_dim;
   return sums_of_splits(p, splits) * 4 <= elements * (p.options.has_descale ? 4 : 2);
@@ -95,22 +95,23 @@ bool sums_fit_dq(const Problem& p, int splits) {
 
 constexpr int64_t kUnlimitedScratch = std::numeric_limits<int64_t>::max();
 
-// What sums of shares cost, in tiles of rows: 128 KB a block that are written and read again, and a launch.
+// The cost of summing shares, in tiles of rows: 128 KB a block that are written and read back, and a launch.
 constexpr int64_t kSumSteps = 8;
 
-// Into how many shares a group is split; `common`: all add to one sum, beside an accumulator of dQ. The scratch has
-// `scratch_elements` elements for all that lies in it.
+// The number of shares that a group is split into. `common`: all shares add to one sum, as passes with an accumulator
+// of dQ do. `scratch_elements`: the size of the call's whole scratch.
 int shares_of_groups(const Problem& p, bool common, int64_t scratch_elements) {
   const int64_t group = p.q_heads / p.kv_heads;
   const int largest = std::max(p.head_dim, p.value_head_dim);
-  // Of Hopper's blocks in calls without options; of rows with fewer keys there are more blocks than are counted here.
+  // The block_kv of Hopper's blocks in calls without options; tile rows with fewer keys have more blocks than are
+  // counted here.
   const int keys = largest <= 64 ? 256 : largest <= 128 ? 128 : 64;
   const int64_t blocks = blocks_of(p, p.kv_length, keys) * p.kv_heads * p.batch;
   const int64_t tiles =
-      ceil_div(p.q_length, int64_t{64} * p.options.sequences);  // of rows, for each query head of a block
-  // Under causal the longest block is twice as long as most are, and has to end with the others.
+      ceil_div(p.q_length, int64_t{64} * p.options.sequences);  // of query rows, for each query head of a block
+  // Under causal the longest block is twice as long as the average one, and should end with the others.
   const int64_t enough = (p.options.causal ? 2 : 1) * kMultiprocessors;
-  // What the last multiprocessor has to do, in tiles of rows.
+  // The length of the critical path, in tiles of rows.
   auto steps = [&](int64_t splits) {
     const int64_t longest = tiles * (group / splits), all = blocks * splits;
     const int64_t loop = p.options.causal ? std::max(longest, longest * all / enough) : longest * ceil_div(all, enough);
@@ -118,7 +119,7 @@ int shares_of_groups(const Problem& p, bool common, int64_t scratch_elements) {
   };
   auto fits = [&](int splits) {
     if (common) return sums_fit_dq(p, 1);
-    // In place of the accumulator, behind the sums of slopes, no more than that.
+    // The sums may take the place of the accumulator after the sums of slopes, but no more than that.
     const int64_t slopes = slope_scratch(p), wanted = whole_fours(slopes) + sums_of_splits(p, splits);
     return sums_fit_dq(p, splits) || (wanted <= slopes + dq_scratch(p) && wanted <= scratch_elements);
   };
@@ -136,17 +137,16 @@ SplitKvPlan plan_split_kv(const Problem& p) {
   if (wanted_at_all && std::string(wanted_at_all) == "0") return {0, 1};
   const bool packed = p.options.has_cu_q_lengths;
   const int64_t group = packed ? 1 : p.q_heads / p.kv_heads, sets = int64_t{p.batch} * (p.q_heads / group);
-  const int64_t rows = p.q_length * group;  // that may share a block
+  const int64_t rows = p.q_length * group;  // rows that may share a block
   auto blocks = [&](int64_t size) { return ceil_div(rows, size) * sets; };
-  // More rows than a block has go to the kernels for many, as soon as these have blocks for two multiprocessors of
-  // five.
+  // If there are more rows than a block has, the other kernels are better as soon as their blocks occupy two fifths of
+  // the multiprocessors.
   const int64_t many = blocks_of(p, p.q_length, 128) * p.q_heads * p.batch;
   if (rows > 64 && 5 * many > 2 * kMultiprocessors) return {0, 1};
   const bool small = p.kv_length <= 1024;
   const int block = rows <= 32 || (small && blocks(16) <= kMultiprocessors) ? 16 : 64;
-  // As many slices as there are multiprocessors for, of 256 keys or more. With twice as many a head's slices of 64 rows
-  // took 1.5 times as long (T 64, S 8192, 32 heads), by what they leave for each other in scratch. Up to 1024 keys the
-  // second launch costs what slices save.
+  // As many slices of 256 keys or more as fill the multiprocessors. Twice as many took 1.5 times as long (T 64, S 8192,
+  // 32 heads), because of their partial results in scratch. Up to 1024 keys the second launch costs what slices save.
   const int64_t slices = small ? 1 : std::min(kMultiprocessors / blocks(block), int64_t{p.kv_length} / 256);
   return {block, static_cast<int>(std::clamp<int64_t>(slices, 1, kMostSlices))};
 }
@@ -160,7 +160,7 @@ int64_t forward_scratch(DType, const Problem& p) {
 
 int64_t backward_scratch(DType, const Problem& p) {
   const int64_t zeros = (accumulates_dq(p) ? dq_scratch(p) : 0) + slope_scratch(p);
-  if (accumulates_dq(p)) return zeros;  // sums fit in dq, or are not split
+  if (accumulates_dq(p)) return zeros;  // sums of shares lie in dq, or there are none
   const int splits = shares_of_groups(p, false, kUnlimitedScratch);
   return splits == 1 || sums_fit_dq(p, splits) ? zeros : whole_fours(zeros) + sums_of_splits(p, splits);
 }

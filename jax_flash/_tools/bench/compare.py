@@ -1,10 +1,10 @@
 """``bench compare``: is one build slower than another?
 
-Each build has several processes of its own, started afresh for every set of rounds; all of them stay, and one measures
-while the others wait. In a round every process times the same cell in turn. A process differs from the next also where
-both run the same code (memory, clocks, other work), so that A against itself is the yardstick: the best of a process's
-even and of its odd rounds are two figures, the figure of a build is the median of its processes' figures, and B is
-slower where B / A is more than the largest ratio of two of A's figures, in a second set of rounds too.
+Each build has several processes, started anew for every set of rounds; in a round every process times the same cell in
+turn, while the others wait. Even processes with the same code differ (memory, clocks, other work), so the spread of A
+against itself is the threshold. Each process has two figures, the best of its even and of its odd rounds; the figure of
+a build is the median of its processes' figures. B is slower if B / A exceeds the largest ratio of two of A's figures,
+and does so in a second set of rounds too.
 """
 
 import concurrent.futures
@@ -28,7 +28,7 @@ from jax_flash._tools.table import table
 
 BUILDS = ("A", "B")
 FIRST_PART = 0.6
-"""Of the time: for the first set of rounds. What is slower then is measured again in the rest."""
+"""The first set of rounds' share of the time. Cells that look slower are measured again in the rest."""
 LEAST_ROUNDS, MOST_ROUNDS = 4, 40
 _SECONDS, _PAUSE = 0.03, 0.005
 """Of a measurement, and before it."""
@@ -36,7 +36,7 @@ _SECONDS, _PAUSE = 0.03, 0.005
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is timed: one pass of a cell; of a shape whose single call is all dispatch, a chain of calls."""
+    """What is timed: one pass of a cell; a chain of calls for shapes whose single call is dominated by dispatch."""
 
     cell: Cell
     pass_: str
@@ -53,7 +53,7 @@ class Task:
 # The decision
 
 Rounds = Sequence[Sequence[float]]
-"""Seconds a call of one build: by process, by round."""
+"""Seconds per call of one build: by process, by round."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Ratio:
     """B against A in one set of rounds."""
 
     ratio: float
-    """B / A: above 1 where B is slower."""
+    """B / A: above 1 if B is slower."""
     spread: float
     """The largest ratio of two figures of A."""
 
@@ -71,18 +71,18 @@ class Ratio:
 
 
 def figures(rounds: Rounds) -> list[float]:
-    """Two of every process: the best of its even and of its odd rounds."""
+    """Two figures of every process: the best of its even and of its odd rounds."""
     return [min(some) for process in rounds for some in (process[0::2], process[1::2])]
 
 
 def against(a: Sequence[float], b: Sequence[float]) -> Ratio:
-    """Of the figures of both."""
+    """B / A and A / A of the figures of both builds."""
     return Ratio(statistics.median(b) / statistics.median(a), max(a) / min(a))
 
 
 @dataclasses.dataclass
 class Verdict:
-    """What all sets of rounds say of a task, or of the geometric mean of all."""
+    """The verdicts of all sets of rounds on a task, or on the geometric mean of all tasks."""
 
     sets: list[Ratio] = dataclasses.field(default_factory=list)
 
@@ -108,7 +108,7 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """A wheel, unpacked, with a cache of kernels for all its processes."""
+    """An unpacked wheel, with a kernel cache that all its processes share."""
 
     name: str
     wheel: pathlib.Path
@@ -131,7 +131,7 @@ class Build:
 
 
 class Worker:
-    """A process that has imported one of the builds and measures when asked."""
+    """A process that has imported one of the builds and measures on request."""
 
     def __init__(self, build: Build, number: int, environment: Mapping[str, str]) -> None:
         self.build = build
@@ -140,7 +140,7 @@ class Worker:
         self._log = build.folder / f"{number}.log"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                # -P: the folder of the script, this package's, is not where modules are looked for.
+                # -P: don't search the folder of the script, which is this package's, for modules.
                 [sys.executable, "-P", str(pathlib.Path(__file__).with_name("compare_worker.py")), site],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -155,7 +155,7 @@ class Worker:
             )
 
     def hello(self) -> dict[str, Any]:
-        """What it found. Raises RuntimeError where that is not its build."""
+        """Receives what the process imported. Raises RuntimeError if that is not its build."""
         found = self._answer()
         if not str(found["file"]).startswith(str(self.build.folder / "site") + os.sep):
             raise RuntimeError(f"the process of {self.build.name} imported {found['file']} and not {self.build.wheel}")
@@ -163,7 +163,7 @@ class Worker:
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # that it has ended is told by the answer that is not there
+        with contextlib.suppress(BrokenPipeError):  # the missing answer will show that it has ended
             print(json.dumps(question), file=self._process.stdin, flush=True)
         return self._answer()
 
@@ -172,7 +172,7 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(10)  # it writes why it ends after the pipe is closed
+                self._process.wait(10)  # it writes the reason after the pipe is closed
             said = self._log.read_text().split("\n")
             last = next((x.strip() for x in reversed(said) if x.strip()), "without a word")
             raise RuntimeError(f"a process of {self.build.name}, {self.build.wheel}, ended: {last}")
@@ -202,7 +202,7 @@ def _started(builds: Sequence[Build], processes: int, environment: Mapping[str, 
 
 @dataclasses.dataclass
 class Measured:
-    """Of one task in one set of rounds, by build; where one of the builds failed, only its error."""
+    """The times of one task in one set of rounds, by build; if one of the builds failed, only its error."""
 
     seconds: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -211,12 +211,12 @@ class Measured:
 def measure(
     workers: Sequence[Worker], tasks: Sequence[Task], until: float, say: Callable[[str], None]
 ) -> dict[Task, Measured]:
-    """One set of rounds, until about that time."""
+    """Runs one set of rounds, until about the given time."""
     found = {}
     questions = {task: {"take": dataclasses.asdict(task)} for task in tasks}
 
     def prepare(number: int) -> None:
-        # The processes of a build begin with different tasks, so that each compiles a part of the kernels and finds the
+        # The processes of a build begin with different tasks, so that each compiles some of the kernels and finds the
         # others in the cache.
         first = number // len(BUILDS) * len(BUILDS) * len(tasks) // len(workers)
         for task in [*tasks[first:], *tasks[:first]]:
@@ -235,12 +235,12 @@ def measure(
 
 
 def _rounds(workers: Sequence[Worker], task: Task, end: float) -> Measured:
-    """All rounds of a task that every worker has taken."""
+    """All rounds of a task that every worker has prepared."""
     times, rounds = 0, list[list[float]]()
     while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and time.perf_counter() < end):
         seconds = [0.0] * len(workers)
         for i in range(len(workers)):
-            i = (i + len(rounds)) % len(workers)  # each round begins with another one
+            i = (i + len(rounds)) % len(workers)  # each round begins with another worker
             time.sleep(_PAUSE)
             answer = workers[i].ask({"time": max(1, times)})
             if "error" in answer:
@@ -248,7 +248,7 @@ def _rounds(workers: Sequence[Worker], task: Task, end: float) -> Measured:
             seconds[i] = answer["seconds"] / task.calls
         if times:
             rounds.append(seconds)
-        else:  # a round of single calls, which tells how many make a measurement
+        else:  # a round of single calls, which determines how many calls a measurement needs
             times = max(1, min(100, math.ceil(_SECONDS / max(1e-9, task.calls * min(seconds)))))
     by_worker = list(zip(workers, zip(*rounds, strict=True), strict=True))
     return Measured({name: [list(some) for x, some in by_worker if x.build.name == name] for name in BUILDS})
@@ -259,7 +259,7 @@ def _rounds(workers: Sequence[Worker], task: Task, end: float) -> Measured:
 
 @dataclasses.dataclass
 class Result:
-    """Of all sets of rounds."""
+    """The results of all sets of rounds."""
 
     machine: dict[str, Any]
     measured: dict[Task, list[Measured]]
@@ -276,7 +276,7 @@ def compare(
     seconds: float,
     say: Callable[[str], None],
 ) -> Result:
-    """Measures both builds, and what seems slower a second time. ``choose`` has the tasks for a platform of JAX."""
+    """Measures both builds, and what seems slower again. ``choose`` returns the tasks for a platform of JAX."""
     began = time.perf_counter()
 
     def progress(text: str) -> None:
@@ -305,7 +305,7 @@ def compare(
 
 
 def _judge(result: Result, found: Mapping[Task, Measured]) -> None:
-    """Adds what one set of rounds says."""
+    """Adds the verdicts of one set of rounds."""
     by_task = {task: [figures(x.seconds[name]) for name in BUILDS] for task, x in found.items() if x.seconds}
     for task, (a, b) in by_task.items():
         result.verdicts.setdefault(task, Verdict()).sets.append(against(a, b))
@@ -317,11 +317,11 @@ def _judge(result: Result, found: Mapping[Task, Measured]) -> None:
         result.mean.sets.append(against(a, b))
 
 
-# What is told
+# Output
 
 
 def show(result: Result, limit: float, mean_limit: float) -> bool:
-    """Prints all of it. Whether B is good: slower by no more than a limit, and it fails nowhere where A does not."""
+    """Prints the results. Returns whether B is slower by no more than the limits, and fails only where A does too."""
     print(
         f"{result.machine['device']}, jax {result.machine['jax']}; microseconds of a call in the first set of rounds;"
     )
@@ -365,7 +365,7 @@ def _ratios(verdict: Verdict) -> list[str]:
 
 
 def as_json(result: Result, wheels: Sequence[pathlib.Path], limit: float, mean_limit: float) -> dict[str, Any]:
-    """All that was measured."""
+    """All measurements, for JSON."""
 
     def verdict_of(verdict: Verdict, limit: float) -> dict[str, Any]:
         return {

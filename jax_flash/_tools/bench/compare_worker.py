@@ -1,8 +1,8 @@
 """The measuring process of ``bench compare``, run by path: it imports the build of jax_flash that PYTHONPATH names.
 
-Everything else is the same for both builds: this file and the timing beside it. Of jax_flash it calls only what every
-build has, ``attention(query, key, value, causal=...)``. It reads questions as lines of JSON and answers each with one:
-{"take": task} makes the programs and the arrays of a cell, {"time": n} times n calls of what was taken last.
+Everything else is the same for both builds: this file and race.py. Of jax_flash it calls only what every build has,
+``attention(query, key, value, causal=...)``. It reads requests as lines of JSON and answers each with one: {"take":
+task} makes the programs and the arrays of a cell, {"time": n} times n calls of the last one.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 else:
     _spec = importlib.util.spec_from_file_location("race_of_the_tool", pathlib.Path(__file__).with_name("race.py"))
     race = importlib.util.module_from_spec(_spec)
-    sys.modules[_spec.name] = race  # dataclasses look there
+    sys.modules[_spec.name] = race  # dataclasses look their module up there
     _spec.loader.exec_module(race)
 
 Maker = Callable[[Sequence[jax.Array]], race.Entry]
@@ -28,7 +28,7 @@ Maker = Callable[[Sequence[jax.Array]], race.Entry]
 
 def imported(folder: str) -> Any:
     """jax_flash from a folder, which PYTHONPATH has first."""
-    # An editable installation has a finder of its own, which comes before those that look at PYTHONPATH.
+    # An editable installation has a finder of its own, which precedes those that search PYTHONPATH.
     for finder in list(sys.meta_path):
         spec = finder.find_spec("jax_flash", None)
         if spec is not None and not (spec.origin or "").startswith(folder + os.sep):
@@ -39,7 +39,7 @@ def imported(folder: str) -> Any:
 
 
 class Worker:
-    """What is measured now, and the programs made so far."""
+    """The cell that is measured, and the programs made so far."""
 
     def __init__(self, attention: Callable[..., Any]) -> None:
         self._attention = attention
@@ -52,7 +52,7 @@ class Worker:
                 self._take(question["take"])
                 return {}
             assert self._entry is not None
-            # One call more: others have been at work meanwhile, and the caches hold what is theirs.
+            # One call to warm up: the caches hold the data of processes that have run since.
             race.timed(self._entry, 1)
             return {"seconds": race.timed(self._entry, question["time"])}
         except Exception as error:  # a build that does not serve a cell
@@ -61,13 +61,13 @@ class Worker:
 
     def _take(self, task: dict[str, Any]) -> None:
         cell, pass_, chained = race.Cell(**task["cell"]), task["pass_"], task["chained"]
-        self._entry = None  # first: its arrays go
+        self._entry = None  # frees its arrays first
         name = json.dumps(task)
         if name not in self._makers:
             make = self._chain if chained else race.of_jax
             self._makers[name] = make(self._attend, cell, pass_)
         entry = self._makers[name](cell.draw())
-        if jax.default_backend() == "cpu":  # where queued calls may run beside each other
+        if jax.default_backend() == "cpu":  # where queued calls may run concurrently
             entry = _one_at_a_time(entry)
         self._entry = entry
         race.timed(entry, 1)  # compiles
@@ -86,7 +86,7 @@ def _one_at_a_time(entry: race.Entry) -> race.Entry:
 
 
 def main(folder: str, answers: IO[str]) -> None:
-    """Answers until there is no more question."""
+    """Answers requests until there are no more."""
 
     def say(answer: dict[str, Any]) -> None:
         print(json.dumps(answer), file=answers, flush=True)
@@ -100,7 +100,7 @@ def main(folder: str, answers: IO[str]) -> None:
 
 
 if __name__ == "__main__":
-    # What is printed by others must not stand between the answers.
+    # Other output must not get between the answers.
     with os.fdopen(os.dup(1), "w") as answers_:
         os.dup2(2, 1)
         main(sys.argv[1], answers_)

@@ -1,4 +1,4 @@
-"""``bench``: this package beside others on the GPU that is here, and two builds of it beside each other."""
+"""``bench``: this package against other implementations on this machine's GPU, and two builds against each other."""
 
 import argparse
 import functools
@@ -36,7 +36,7 @@ TOKENS, WIDTH = 16384, 2048
 
 OURS = "jax_flash"
 _DEFAULT_PEERS = {"sm80": ("fa2-jax", "fa2-torch")}
-"""By family; for the others everybody but XLA, whose attention is slower than any of them and keeps all scores."""
+"""Default peers by family; for the others all but XLA, whose attention is the slowest and keeps all scores."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,10 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     grid_ = actions.add_parser(
         "grid",
-        help="the speed of 36 cells, beside every peer that is installed",
+        help="the speed of 36 cells, against every peer that is installed",
         description="Times forward and backward of bfloat16 attention with 16384 tokens of width 2048, at head_dim 64, "
         "128 and 256, length 1024, 4096 and 16384, full and causal, in turn with the peers in this process. TFLOP/s, "
-        "the best of the rounds; the ratio is ours to the best peer's. A peer that is not installed is said so.",
+        "the best of the rounds; the ratio is ours to the best peer's. Peers that are not installed are named.",
     )
     grid_.add_argument("--family", metavar="F", help="run the kernels of this family, as JAX_FLASH_CUDA_FAMILY does")
     grid_.add_argument("--pass", dest="passes", action="append", choices=list(PASSES), help="one pass alone")
@@ -69,13 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     actions.add_parser(
         "small",
-        help="small, short and odd shapes, beside XLA and cuDNN",
-        description="Times chains of calls inside one jit: tiny shapes, few queries with many keys, grouped heads and "
-        "lengths that no tile divides, beside XLA's and cuDNN's attention.",
+        help="small, short and odd shapes, against XLA and cuDNN",
+        description="Times chains of calls inside one jit: single tiles, short queries with many keys, grouped heads "
+        "and lengths that no tile divides, against XLA's and cuDNN's attention.",
     )
     actions.add_parser(
         "memory",
-        help="what forward + backward take, beside plain attention",
+        help="the memory of forward + backward, against plain attention",
         description="Compiles forward + backward of float16 attention, ours and plain attention (XLA's, which keeps "
         "scores), and prints the peak of their memory by XLA's own analysis, inputs and results with it.",
     )
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "compare",
         help="whether one build of this package is slower than another",
         description="Times two wheels in turn, each in processes of its own with the same Python and jax, and shows "
-        "B / A beside the spread of A against itself. What lies outside that spread is measured again in other "
+        "B / A and the spread of A against itself. What lies outside that spread is measured again in other "
         "processes, and is slower if it lies outside again. The exit code is 1 where B is slower by more than a limit.",
     )
     for name in compare.BUILDS:
@@ -92,8 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compared.add_argument(
         "--cells",
         choices=("grid", "small", "cpu"),
-        help="the shapes of bench grid; tiny ones and decoding in chains inside one jit; those for CPUs (default: grid "
-        "where there is a GPU, else cpu)",
+        help="the shapes of bench grid; single tiles and decoding in chains inside one jit; those for CPUs (default: "
+        "grid if there is a GPU, else cpu)",
     )
     compared.add_argument("--family", metavar="F", help="run the kernels of this family, as JAX_FLASH_CUDA_FAMILY does")
     compared.add_argument(
@@ -114,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     tune = actions.add_parser(
         "tune",
-        help="search the fastest tile rows for this GPU",
+        help="search for the fastest tile rows on this GPU",
         description="Compiles the kernels with every tile row that makes sense, leaves out what spills, does not fit "
         "or is wrong, times the others and shows them beside the row of the table. With --store, rows that are at "
         "least 1% faster go to the folder of the kernel cache, and plain calls of that head_dim on such GPUs take "
@@ -136,7 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     ladder = actions.add_parser(
         "ladder",
-        help="what each technique of the kernels is worth",
+        help="the gain of each technique of the kernels",
         description="Builds the kernels of Ampere (--family sm80) or Hopper (sm90a) up from a plain version, one "
         "technique a step, and times every step: TFLOP/s at S 4096, full / causal. Every version is first shown to be "
         "right.",
@@ -148,7 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> bool:
-    """Whether all of it could be done."""
+    """Runs an action. Returns whether all of it succeeded."""
     if getattr(args, "family", None):
         os.environ["JAX_FLASH_CUDA_FAMILY"] = args.family
     actions = {
@@ -190,7 +190,7 @@ def _seconds(text: str) -> float:
 
 
 def _percent(text: str) -> float:
-    """As a fraction."""
+    """Percent as a fraction."""
     return _number(0, text) / 100
 
 
@@ -201,7 +201,7 @@ def _head_dim(text: str) -> int:
 
 
 def device() -> jax.Device:
-    """The GPU that is measured. Raises RuntimeError where there is none."""
+    """The GPU that is measured. Raises RuntimeError if there is none."""
     found = doctor._devices("cuda")
     if not found:
         raise RuntimeError("JAX has no CUDA device here, and what is measured are its kernels")
@@ -232,20 +232,20 @@ def _grid(args: argparse.Namespace) -> bool:
 
 
 def _family() -> str:
-    """Whose kernels serve the first GPU. Raises RuntimeError for a family that it can't run."""
+    """The family that serves the first GPU. Raises RuntimeError for a named family that it can't run."""
     devices = registration.cuda_status()["devices"]
     return devices[0]["family"] if devices else "none"
 
 
 def _loaded(names: Iterable[str]) -> dict[str, _peers.Maker]:
-    """Those that can be imported; of the others the reason is printed."""
+    """The peers that can be imported; for the others it prints the reason."""
     found = {}
     for name in names:
         peer = _peers.PEERS[name]
         try:
             found[name] = peer.load()
             print(f"{name}: {peer.what}")
-        except Exception as error:  # whatever goes wrong in somebody else's import
+        except Exception as error:  # anything may go wrong in another package's import
             print(f"{name}: not here, {doctor.first_line(error)}")
     return found
 
@@ -292,7 +292,7 @@ def _speeds(
 
 
 def rates_of(found: Race, work: float) -> dict[str, float]:
-    """TFLOP/s of the best round, of those that ran all rounds."""
+    """TFLOP/s of the best round, for contestants that ran all rounds."""
     return {name: work / min(some) / 1e12 for name, some in found.seconds.items() if name not in found.errors and some}
 
 
@@ -300,7 +300,7 @@ def rates_of(found: Race, work: float) -> dict[str, float]:
 
 
 def _numerics(shapes: Sequence[Cell]) -> bool:
-    """Prints the table. Whether no error of ours is larger than cuDNN's, where cuDNN serves."""
+    """Prints the table. Returns whether no error of ours is larger than cuDNN's, where cuDNN serves."""
     print("relative L2 errors against float64 of eight heads of every batch entry: ours / cuDNN's\n", flush=True)
     contestants: dict[str, race.Attend] = {
         OURS: _peers.attend,
@@ -312,7 +312,7 @@ def _numerics(shapes: Sequence[Cell]) -> bool:
         heads = np.arange(0, cell.heads, max(1, cell.heads // 8))
         squares: dict[str, list[float]] = {}
         row = [str(cell.head_dim), "causal" if cell.causal else "full", str(cell.length)]
-        # Under causal most of the error is that of the first rows: of one entry it varies by 1% from draw to draw.
+        # Under causal the first rows dominate the error: that of one entry varies by 1% from draw to draw.
         draws = max(1, 4 // cell.batch)
         for seed in range(draws):
             arrays = cell.draw(seed)
@@ -334,7 +334,7 @@ def _numerics(shapes: Sequence[Cell]) -> bool:
             pairs = list(zip(errors[OURS], errors["cudnn"], strict=True))
             row += [f"{mine:.3e} / {theirs:.3e}" for mine, theirs in pairs]
             worst = max(mine / theirs for mine, theirs in pairs)
-            # Two right kernels round differently: what is equal up to the noise of one draw is no worse.
+            # Two right kernels round differently: an error that is equal up to the noise of one draw is no worse.
             good = good and worst <= 1.02
             row.append(f"{worst:.3f}")
         elif OURS in errors:
@@ -361,7 +361,7 @@ def _both(attend: race.Attend, causal: bool, query: Any, key: Any, value: Any, d
 def exact_results(arrays: Sequence[jax.Array], causal: bool, rows: int = 1024) -> list[np.ndarray]:
     """out, dquery, dkey, dvalue in float64 of query, key, value and dout ``[1, T, heads, H]``, ``rows`` rows at a time.
 
-    T has to be a multiple of ``rows`` where it is larger.
+    T has to be a multiple of ``rows`` if it is larger.
     """
     with jax.enable_x64(True):
         wide = [jnp.asarray(x[0], jnp.float64).swapaxes(0, 1) for x in arrays]
@@ -373,7 +373,7 @@ def exact_results(arrays: Sequence[jax.Array], causal: bool, rows: int = 1024) -
 def _exact_head(
     query: jax.Array, key: jax.Array, value: jax.Array, dout: jax.Array, *, causal: bool, rows: int
 ) -> tuple[jax.Array, ...]:
-    """Of arrays [T, H] of one head."""
+    """The same for arrays [T, H] of one head."""
     length, head_dim = query.shape
     scale = head_dim**-0.5
 
@@ -433,7 +433,7 @@ def _small(_: argparse.Namespace) -> bool:
 
 
 def compared_tasks(name: str) -> list[Task]:
-    """What ``bench compare --cells`` times."""
+    """The tasks of ``bench compare --cells``."""
     if name == "grid":
         return [Task(cell, pass_) for pass_ in PASSES for cell in cells()]
     if name == "small":
@@ -514,14 +514,14 @@ def _memory(_: argparse.Namespace) -> bool:
 
 
 def peak_bytes(attend: race.Attend, cell: Cell) -> int:
-    """Of forward and backward in one program, by XLA's analysis."""
+    """Peak bytes of forward and backward in one program, by XLA's analysis."""
     found = jax.jit(functools.partial(_both, attend, cell.causal)).lower(*_shapes(cell)).compile().memory_analysis()
-    assert found is not None  # CPU and GPU have it
+    assert found is not None  # available on CPU and GPU
     return found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
 
 
 def temporary_bytes(cell: Cell, pass_: str) -> int:
-    """Of ours, of one pass as a program of its own."""
+    """Temporary bytes of our kernels, for one pass as a program of its own."""
     *inputs, dout = _shapes(cell)
 
     def forward(*inputs: jax.Array) -> Any:

@@ -1,8 +1,8 @@
-"""``bench ladder``: what each technique of the kernels is worth, from a plain version up to the one that is used.
+"""``bench ladder``: the gain of each technique of the kernels, from a plain version up to the one that is used.
 
-A kernel has no switch for this. A step that is not taken yet is undone in a copy of the device sources, by replacing
-the one place where it is decided, and by a tile row; so it costs nothing where it is not asked for. What is left is the
-same kernel and has to be right.
+The kernels have no switches for this. A step that is not taken yet is undone in a copy of the device sources, by
+replacing the one place that decides it, and by a tile row; so ordinary builds pay nothing. The result is the same
+kernel otherwise, and has to be right.
 """
 
 import concurrent.futures
@@ -34,7 +34,7 @@ HEAD_DIMS, LENGTH, TOKENS, WIDTH = (64, 128, 256), 4096, 16384, 2048
 
 @dataclasses.dataclass(frozen=True)
 class Undo:
-    """How a step is undone: in ``file``, below cuda/, ``was`` stands once, and becomes ``becomes``."""
+    """How a step is undone: in ``file``, below cuda/, the only occurrence of ``was`` becomes ``becomes``."""
 
     file: str
     was: str
@@ -50,9 +50,9 @@ class Step:
     """One more technique.
 
     Attributes:
-      name: as the table has it.
-      undone: what is in the sources until the step is taken.
-      rows: tile rows from this step on; None: those of the step before, and in the end the table's.
+      name: its name in the table.
+      undone: the replacements in the sources until the step is taken.
+      rows: tile rows from this step on; None: those of the step before, and in the last step the table's.
     """
 
     name: str
@@ -68,7 +68,7 @@ _SWIZZLE = Step(
     ),
 )
 _LOADS = Step(
-    "tiles on their way beside products",
+    "tiles prefetched during products",
     (
         Undo(
             "sm80/instructions.cuh",
@@ -77,14 +77,14 @@ _LOADS = Step(
         ),
     ),
 )
-# exp(x) is one multiplication more than exp2(x); by 1 it would be left out.
+# exp(x) has one multiplication more than exp2(x); compilers would remove one by 1.
 _BASE_2 = Step(
     "softmax in base 2",
     (Undo("device/arithmetic.cuh", '"=f"(y) : "f"(x));\n  return y;\n}\n\nstatic __device__ __forceinline__ float log2',
           '"=f"(y) : "f"(x * 1.0000001f));\n  return y;\n}\n\nstatic __device__ __forceinline__ float log2'),),
 )  # fmt: skip
 _FULL = Step(
-    "tiles that keep all their keys untested",
+    "no masking in full tiles",
     (
         Undo("device/mask.cuh", "range{starts_at_0 ? 0 : at_most(begin, end), end, full_begin, full_end};",
              "range{at_most(begin, end), end, at_most(begin, end), at_most(begin, end)};"),
@@ -105,9 +105,9 @@ LADDERS: dict[tuple[str, str], tuple[Step, ...]] = {
         _BASE_2,
         _FULL,
         _ORDER,
-        Step("out multiplied only when a maximum is outgrown", (
+        Step("out rescaled only when a maximum is outgrown", (
             Undo("device/softmax.cuh", "return (new_maximum - maximum) * scale_log2 > 8.f;", "return true;"),)),
-        Step("a step as one line of instructions", (
+        Step("pipelined step", (
             Undo("sm80/interleaved_steps.cuh", "interleaved = late_weights && limbs == 1;", "interleaved = false;"),)),
         Step("the table's rows", rows={}),
     ),
@@ -118,7 +118,7 @@ LADDERS: dict[tuple[str, str], tuple[Step, ...]] = {
         _BASE_2,
         _FULL,
         _ORDER,
-        Step("two buffers of rows, of 128 keys where they fit", rows={
+        Step("two buffers of rows, 128 keys where they fit", rows={
             64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (64, 64, 8, 1)}),
         _LOADS,
         Step("the table's rows", rows={}),
@@ -128,15 +128,15 @@ LADDERS: dict[tuple[str, str], tuple[Step, ...]] = {
         Step("two warpgroups", rows={64: (128, 128, 12, 2), 128: (128, 128, 12, 2), 256: (128, 64, 12, 2)}),
         _BASE_2,
         _FULL,
-        Step("softmax beside the product of the tile before", (
+        Step("softmax during the product of the tile before", (
             Undo("sm90a/forward.cu", "wgmma_wait<1>();\n    end_scores", "wgmma_wait<0>();\n    end_scores"),)),
         _ORDER,
-        Step("blocks that stay", (
+        Step("persistent blocks", (
             Undo("sm90a/forward.cu", ".persistent = 1,", ".persistent = 0,"),
             Undo("sm90a/forward.cu", "place_of<Grid::persistent>", "place_of<Grid::block_an_item>"))),
-        Step("products of the warpgroups by turns", (
+        Step("products of the warpgroups in turn", (
             Undo("sm90a/forward.cu", "in_turns = consumers > 1;", "in_turns = false;"),)),
-        Step("out multiplied only when a maximum grows (256)", (
+        Step("out rescaled only when a maximum grows (256)", (
             Undo("sm90a/forward.cu", "lazy = tile_value_head_dim > 128;", "lazy = false;"),)),
         Step("the table's rows", rows={}),
     ),
@@ -153,7 +153,7 @@ LADDERS: dict[tuple[str, str], tuple[Step, ...]] = {
         Step("the table's rows", rows={}),
     ),
 }  # fmt: skip
-"""By family and pass, from the plainest version on. The last step is what calls are served with."""
+"""By family and pass, beginning with the plainest version. The last step is the kernel that serves calls."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,8 +179,7 @@ def rungs(family: str, pass_: str) -> list[Rung]:
 def sources_of(rung: Rung, folder: pathlib.Path) -> pathlib.Path:
     """A copy of the device sources without the steps that the rung does not take.
 
-    Raises RuntimeError where a place that decides one is not there, or not alone: the kernel has changed, and its
-    ladder has to.
+    Raises RuntimeError if a text to replace does not occur exactly once: the kernel has changed, and its ladder has to.
     """
     if not rung.undone:
         return registration.SOURCES
@@ -204,7 +203,7 @@ def row_of(rung: Rung, head_dim: int) -> dict[str, int] | None:
 def compile_rung(
     family: str, arch: int, gpu: str, pass_: str, sources: pathlib.Path, rows: Rows, head_dims: Sequence[int]
 ) -> None:
-    """Brings the kernels of a rung into the cache, in a process of its own: there are many of them, and cores."""
+    """Compiles the kernels of a rung into the cache, in a process of its own, so that rungs compile in parallel."""
     os.environ["JAX_FLASH_CUDA_FAMILY"] = family
     for head_dim, causal in itertools.product(head_dims, (False, True)):
         _select(gpu, family, pass_, head_dim, sources, row_of(Rung("", (), rows), head_dim))
@@ -215,7 +214,7 @@ def compile_rung(
                     arch=arch, pass_=one, dtype="bfloat16", head_dim=head_dim, value_head_dim=head_dim,
                     options={"causal": causal, "separate_dq": separate}, gpu=gpu,
                 )  # fmt: skip
-            except (RuntimeError, ValueError):  # told when the call that needs it is made
+            except (RuntimeError, ValueError):  # reported when the call that needs it is made
                 continue
 
 
@@ -223,7 +222,7 @@ _selected: tuple[Any, ...] = ()
 
 
 def _select(gpu: str, family: str, pass_: str, head_dim: int, sources: pathlib.Path, row: Any) -> None:
-    """From now on calls take kernels of ``sources`` with this row."""
+    """Makes subsequent calls take kernels of ``sources`` with this row."""
     global _selected
     wanted = (gpu, family, pass_, head_dim, sources, tuple(row.items()) if row else None)
     if wanted == _selected:
@@ -247,7 +246,7 @@ def _restored() -> Iterator[None]:
 
 
 def climb(device: Mapping[str, Any], passes: Sequence[str], head_dims: Sequence[int], rounds: int) -> bool:
-    """Prints a table for each pass. Whether every rung of it is right."""
+    """Prints a table for each pass. Returns whether every rung is right."""
     right = True
     for pass_ in passes:
         with tempfile.TemporaryDirectory() as folder, _restored():
@@ -273,7 +272,7 @@ def _climb(device: Mapping[str, Any], pass_: str, head_dims: Sequence[int], roun
     for head_dim, causal in columns:
         cell = Cell("bfloat16", head_dim, LENGTH, causal, TOKENS // LENGTH, WIDTH // head_dim)
         arrays = cell.draw()
-        # One program for all rungs: kernels are looked up when they are launched.
+        # One program serves all rungs: kernels are looked up when they are launched.
         select = functools.partial(_select, gpu, family, pass_, head_dim)
         select(registration.SOURCES, None)
         made = peers.ours(peers.WITHOUT_GRAPHS)(cell, pass_, arrays)
@@ -303,7 +302,7 @@ def _climb(device: Mapping[str, Any], pass_: str, head_dims: Sequence[int], roun
 
 
 def _entry(made: _race.Entry, exact: Sequence[np.ndarray], select: Callable[[], None]) -> _race.Entry:
-    """A rung, once it has shown that it is right. Raises RuntimeError where it is not."""
+    """A contestant for a rung, after a check of its results. Raises RuntimeError if they are wrong."""
     select()
     for got, want in zip(_leaves(made.start()), exact, strict=True):
         error = float(np.linalg.norm(got - want) / np.linalg.norm(want))

@@ -1,4 +1,4 @@
-"""Who else computes attention on a GPU: what ``bench`` compares with. None of them is needed for anything else."""
+"""Other implementations of attention on GPUs, which ``bench`` compares with. Nothing else needs them."""
 
 import dataclasses
 import functools
@@ -17,24 +17,24 @@ Maker = Callable[[Cell, str, Sequence[jax.Array]], Entry]
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """An implementation, by the name that the command line has for it."""
+    """An implementation to compare with."""
 
     what: str
     load: Callable[[], Maker]
-    """Imports it. Raises whatever the import does where it is not installed or does not work."""
+    """Imports it. Raises any exception of the import if it is not installed or does not work."""
 
 
 WITHOUT_GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 2**30}
-"""Options of a program whose kernels are looked up at every call: a CUDA graph would keep those that it was made of."""
+"""Compiler options that keep kernels looked up at every call: a CUDA graph would keep those of its creation."""
 
 
 def of_jax(attend: Attend, compiler_options: dict[str, Any] | None = None) -> Maker:
-    """The contestants of a function of JAX."""
+    """A maker of contestants for a function of JAX."""
     return lambda cell, pass_, arrays: race.of_jax(attend, cell, pass_, compiler_options)(arrays)
 
 
 def attend(query: Any, key: Any, value: Any, causal: bool, **options: Any) -> Any:
-    """Ours."""
+    """A maker of contestants for this package."""
     return attention(query, key, value, causal=causal, **options)
 
 

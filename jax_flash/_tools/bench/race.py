@@ -1,7 +1,7 @@
-"""Timing: cells, the programs that are timed, and contestants in turn in one process, so that what else the machine
-does meets them all.
+"""Timing: cells, the programs that are timed, and contestants in turn in one process, so that other load on the machine
+affects all of them alike.
 
-This module imports nothing of jax_flash: ``bench compare`` uses it beside the build that it measures.
+This module imports nothing of jax_flash: ``bench compare`` uses it with each build that it measures.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Cell:
     heads: int
     """N."""
     q_length: int = 0
-    """T; 0: as many as keys."""
+    """T; 0: equal to S."""
     kv_heads: int = 0
     """K; 0: every head has its own keys."""
 
@@ -64,12 +64,12 @@ Attend = Callable[[Any, Any, Any, bool], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One contestant, its arrays with it."""
+    """One contestant, with its arrays."""
 
     start: Callable[[], Any]
     """Queues one call; the first compiles."""
     wait: Callable[[Any], object]
-    """Returns when what ``start`` returned last is there."""
+    """Waits for the last result of ``start``."""
 
 
 def of_jax(
@@ -77,7 +77,7 @@ def of_jax(
 ) -> Callable[[Sequence[jax.Array]], Entry]:
     """The contestant of a function of JAX, as a function of what `Cell.draw` returns: its programs compile once.
 
-    The backward is the pullback alone: what forward keeps is its argument.
+    The backward is the pullback alone: the residuals of forward are its argument.
     """
 
     def forward(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
@@ -88,7 +88,7 @@ def of_jax(
 
     @functools.cache
     def pull_of(tree: Any) -> Callable[[Any, Any], Any]:
-        # Flat, because calls with other pytrees take longer to start.
+        # A flat list, because calls with nested pytrees take longer to dispatch.
         return jax.jit(
             lambda kept, dout: jax.tree.unflatten(tree, kept)(dout),
             compiler_options=compiler_options,
@@ -106,8 +106,8 @@ def of_jax(
 
 
 def chain(attend: Attend, cell: Cell, pass_: str) -> Callable[..., Any]:
-    """A function of query, key and value for shapes whose single call is all dispatch: calls each on what the one
-    before returned. ``pass_`` is "forward" or "forward + backward".
+    """A function of query, key and value for shapes whose single call is dominated by dispatch: a chain of calls, each
+    on the result of the one before. ``pass_`` is "forward" or "forward + backward".
     """
 
     def call(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
@@ -138,8 +138,8 @@ def timed(entry: Entry, times: int) -> float:
     began = time.perf_counter()
     result = None
     for _ in range(times):
-        # Before the next call takes memory: with two results alive they lie at two addresses by turns, and XLA updates
-        # its CUDA graphs each time.
+        # Freed before the next call allocates: with two results alive they would alternate between two addresses, and
+        # XLA would update its CUDA graphs each time.
         del result
         result = entry.start()
     entry.wait(result)
@@ -148,17 +148,17 @@ def timed(entry: Entry, times: int) -> float:
 
 @dataclasses.dataclass
 class Race:
-    """Seconds a call, round by round; and the errors of those that fell out. By contestant."""
+    """Seconds per call, round by round, and the errors of those that failed, by contestant."""
 
     seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     errors: dict[str, Exception] = dataclasses.field(default_factory=dict)
 
 
 def race(makers: Mapping[str, Callable[[], Entry]], rounds: int, *, seconds: float = 0.02, pause: float = 0.0) -> Race:
-    """The contestants in turn, ``rounds`` times, each round beginning with another one.
+    """Times the contestants in turn, ``rounds`` times, each round beginning with another one.
 
     Each runs for about ``seconds`` a round, at most a hundred calls, ``pause`` seconds after the one before: a GPU that
-    is kept busy gets warm, and slower for who comes last.
+    is kept busy gets warm, and slower for the last contestant.
     """
     found = Race()
     running: dict[str, tuple[Entry, int]] = {}
@@ -168,7 +168,7 @@ def race(makers: Mapping[str, Callable[[], Entry]], rounds: int, *, seconds: flo
             timed(entry, 1)  # compiles
             running[name] = entry, min(100, math.ceil(seconds / timed(entry, 1)))
             found.seconds[name] = []
-        except Exception as error:  # cuDNN on a GPU that it does not serve, or memory that is not there
+        except Exception as error:  # e.g. cuDNN on a GPU that it does not serve, or too little memory
             found.errors[name] = error
     for number in range(rounds):
         names = list(running)

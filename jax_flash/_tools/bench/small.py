@@ -1,8 +1,8 @@
-"""``bench small``: small, short and odd shapes on a GPU, beside XLA's own attention and cuDNN's.
+"""``bench small``: small, short and odd shapes on a GPU, against XLA's own attention and cuDNN's.
 
-A single call of a small shape is all dispatch, in whatever implementation. So what is timed is a chain of calls inside
-one jit, in which each call's query is the result of the one before. All runs of a chain have their arrays at the same
-addresses: where one has moved, XLA updates its CUDA graphs, and the host's time for that would be what is measured.
+Dispatch dominates a single call of a small shape in every implementation. So a chain of calls inside one jit is timed,
+in which each call's query is the result of the one before. All runs of a chain have their arrays at the same addresses:
+if one moves, XLA updates its CUDA graphs, and the host's time for that would be measured.
 """
 
 import concurrent.futures
@@ -29,7 +29,7 @@ IMPLEMENTATIONS: dict[str, race.Attend] = {
 def _cell(
     batch: int, q_length: int, kv_length: int, heads: int, kv_heads: int, head_dim: int, causal: bool = False
 ) -> Cell:
-    """In bfloat16."""
+    """Small shapes, in bfloat16."""
     return Cell(
         "bfloat16",
         head_dim,
@@ -69,7 +69,7 @@ ODD: Mapping[Cell, Sequence[Cell]] = {
         _cell(1, 4095, 4095, 32, 32, 128, True),
         _cell(1, 4001, 4001, 32, 32, 128, True),
     ),
-    # A row of 1024 keys has a quarter of the work for its beginning and its end.
+    # With 1024 keys a row has a quarter of the work to amortise its start and its end.
     _cell(4, 1024, 1024, 32, 32, 128): (_cell(1, 4096, 1024, 32, 32, 128),),
     _cell(4, 1024, 1024, 32, 32, 64): (
         _cell(4, 1024, 1024, 32, 8, 64),
@@ -77,13 +77,13 @@ ODD: Mapping[Cell, Sequence[Cell]] = {
         _cell(4, 1000, 1000, 32, 32, 64),
     ),
 }
-"""Shapes whose rate is held against that of an aligned one with as many key heads as query heads; cross attention with
-fewer keys against that with as many queries and that with as many keys."""
+"""Shapes whose rate is compared with that of an aligned one with as many key heads as query heads; cross attention with
+fewer keys is compared with the one of as many queries and the one of as many keys."""
 
 
 @dataclasses.dataclass
 class Measured:
-    """Microseconds of a call by implementation; None where an implementation does not serve the cell."""
+    """Microseconds of a call by implementation; None if an implementation does not serve the cell."""
 
     cell: Cell
     gradients: bool
@@ -93,7 +93,7 @@ class Measured:
 def measure(
     cells: Iterable[Cell], *, gradients: bool, implementations: Sequence[str] | None = None, rounds: int = 4
 ) -> list[Measured]:
-    """Times every cell: the best of some rounds, in each of which the implementations take turns."""
+    """Times every cell: the best of several rounds, in each of which the implementations take turns."""
     cells = tuple(cells)
     names = tuple(implementations or IMPLEMENTATIONS)
     pass_ = "forward + backward" if gradients else "forward"
@@ -102,7 +102,7 @@ def measure(
         run = race.chain(IMPLEMENTATIONS[name], cell, pass_)
         try:
             return jax.jit(run).lower(*jax.eval_shape(cell.draw)[:3]).compile()
-        except Exception as error:  # whatever another's implementation raises for what it does not serve
+        except Exception as error:  # other implementations raise anything for what they do not serve
             if name == "jax_flash":
                 raise
             print(f"{cell}: {name}: {str(error).splitlines()[0][:150]}", file=sys.stderr)
@@ -150,7 +150,7 @@ def show(title: str, measured: Sequence[Measured]) -> None:
 
 
 def show_odd(gradients: bool) -> None:
-    """Prints rates, and what part of the aligned shape's they are."""
+    """Prints rates, and their ratios to the aligned shape's."""
     cells = dict.fromkeys(itertools.chain.from_iterable((aligned, *odd) for aligned, odd in ODD.items()))
     measured = {x.cell: x for x in measure(cells, gradients=gradients, implementations=["jax_flash"])}
     rows = [["", "TFLOP/s", "of the aligned"]]

@@ -1,6 +1,6 @@
 """Peers whose arrays are PyTorch's: its own cuDNN and FlashAttention-2, and the flash-attn-4 package.
 
-Imports PyTorch, so nothing but `_peers` imports this. Each function returns a `_peers.Maker`.
+Imports PyTorch, so only `peers` imports this. Each function returns a `peers.Maker`.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ def _sdpa(backend: SDPBackend) -> Attend:
 
 def _maker(attend: Attend) -> Callable[..., Entry]:
     def make(cell: Cell, pass_: str, arrays: Sequence[jax.Array]) -> Entry:
-        del arrays  # JAX's; PyTorch draws its own
+        del arrays  # frees JAX's; PyTorch draws its own
         torch.manual_seed(0)
         shape = (cell.batch, cell.length, cell.heads, cell.head_dim)
         drawn = [torch.randn(shape, dtype=getattr(torch, cell.dtype), device="cuda") for _ in range(4)]

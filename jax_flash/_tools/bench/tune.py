@@ -1,7 +1,7 @@
-"""``bench tune``: which tile row is the fastest on the GPU that is here.
+"""``bench tune``: which tile row is the fastest on this machine's GPU.
 
-Every row that the kernels of a family can be built with is compiled; those that spill, or have too little shared
-memory, fall out. What is left has to be right, beside the reference, before it is timed.
+Every row that the kernels of a family can be built with is compiled; those that spill or need too much shared memory
+are dropped. The others are compared with the reference before they are timed.
 """
 
 import concurrent.futures
@@ -26,20 +26,20 @@ from jax_flash._tools.table import table
 Row = dict[str, int]
 
 LENGTH, TOKENS, WIDTH = 4096, 16384, 2048
-"""What is timed: full and causal, as the figures of the table."""
+"""The timed cells: full and causal, as for the figures of the table."""
 KEPT = 4
-"""How many of the first heat run the second, longer one."""
+"""How many rows of the first heat run the second, longer one."""
 GAIN = 1.01
-"""A row that is not so much faster than the table's is not worth another kernel."""
+"""A row must be so much faster than the table's to be worth another kernel."""
 
 
 def candidates(family: str, pass_: str, head_dim: int) -> Iterator[Row]:
-    """The rows that make sense of a family's kernels; not all of them can be compiled."""
+    """The candidate rows of a family's kernels; not all of them compile."""
     if family == "sm90a":
         yield from itertools.starmap(tile_row, _of_hopper(pass_, head_dim))
         return
     rows = (16, 32, 64, 128)
-    if pass_ == "backward":  # 16 or 32 keys a warp, or for several warps that share them
+    if pass_ == "backward":  # a warp, or several that share them, has 16 or 32 keys
         shares: list[tuple[int, dict[str, int]]] = [(1, {}), (2, {})]
         if family == "sm80":
             shares += [(split, {"key_tiles": 2}) for split in (1, 2, 4)]
@@ -74,11 +74,11 @@ def _of_hopper(pass_: str, head_dim: int) -> Iterator[tuple[int, int, int, int]]
 
 @dataclasses.dataclass
 class Candidate:
-    """A row and what is known of it."""
+    """A row and its results so far."""
 
     row: Row
     fault: str = ""
-    """Why it fell out."""
+    """Why it was dropped."""
     registers: int = 0
     shared_bytes: int = 0
     rates: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -86,12 +86,12 @@ class Candidate:
 
     @property
     def rate(self) -> float:
-        """Of both together: 0 for one that fell out."""
+        """The rate of both together; 0 if it was dropped."""
         return len(self.rates) / sum(1 / x for x in self.rates.values()) if self.rates else 0.0
 
 
 def compiled(arch: int, pass_: str, head_dim: int, rows: Sequence[Row], most_shared_bytes: int) -> list[Candidate]:
-    """What the compiler says of each row. No GPU is needed."""
+    """Compiles each row for its registers, spills and shared memory. No GPU is needed."""
     with (
         tempfile.TemporaryDirectory() as folder,
         concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool,
@@ -114,7 +114,7 @@ def _compiled(arch: int, pass_: str, head_dim: int, most_shared_bytes: int, fold
                 row=row,
                 out_dir=folder,
             )
-        except (RuntimeError, ValueError):  # a static_assert of the kernel's, or no registers for so many threads
+        except (RuntimeError, ValueError):  # a static_assert of the kernel, or too few registers for so many threads
             candidate.fault = "does not compile"
             return candidate
         candidate.registers = max(candidate.registers, kernel["registers"])
@@ -126,7 +126,7 @@ def _compiled(arch: int, pass_: str, head_dim: int, most_shared_bytes: int, fold
 
 
 def fault_of(kernel: Mapping[str, Any], most_shared_bytes: int) -> str:
-    """Why a kernel is not worth running; empty where it is."""
+    """Why a kernel is not worth running; empty if it is."""
     if kernel["shared_bytes"] > most_shared_bytes:
         return f"{kernel['shared_bytes'] / 1024:.0f} KB of shared memory"
     if kernel["spill_bytes"] or kernel["local_bytes"]:
@@ -142,7 +142,7 @@ def tune(
     rounds: int,
     store: bool,
 ) -> bool:
-    """Searches, prints and, if asked to, stores. Whether the rows of the table are right themselves."""
+    """Searches, prints and optionally stores. Returns whether the rows of the table are right themselves."""
     found: list[TunedRow] = []
     right = True
     for head_dim, pass_ in itertools.product(head_dims, passes):
@@ -161,14 +161,14 @@ def tune(
 
 
 def _search(gpu: jax.Device, device: Mapping[str, Any], pass_: str, head_dim: int, rounds: int) -> TunedRow | None:
-    """The fastest row, an empty one where that is the table's; None where the table's does not work."""
+    """The fastest row, an empty one if that is the table's; None if the table's row does not work."""
     arch, name = device["compute_capability"], device["name"]
     tuned.tell([])
     choice = _core.tile_row(arch=arch, pass_=pass_, head_dim=head_dim)
     family, own = choice["family"], choice["row"]
     rows = [own, *(row for row in candidates(family, pass_, head_dim) if row != own)]
     known = compiled(arch, pass_, head_dim, rows, choice["most_shared_bytes"])
-    known[0].fault = ""  # what the table has is there for a reason
+    known[0].fault = ""  # the table's row is timed even if it spills
     place = functools.partial(TunedRow, name, family, pass_, head_dim)
     for candidate in known:
         if not candidate.fault:
@@ -186,7 +186,7 @@ def _search(gpu: jax.Device, device: Mapping[str, Any], pass_: str, head_dim: in
 
 
 def wrong(row: TunedRow, gpu: jax.Device) -> str:
-    """Why the kernel is not to be used: a small problem, full and causal, beside the reference."""
+    """Why the kernel must not be used: its errors in a small problem, full and causal, against the reference."""
     tuned.tell([row])
     for causal in (False, True):
         problem = accuracy.Problem(
@@ -205,7 +205,7 @@ def wrong(row: TunedRow, gpu: jax.Device) -> str:
         try:
             results = _program(problem)({name: jax.device_put(x, gpu) for name, x in arrays.items()})
             worst = accuracy.worst(accuracy.compare(results, plain, exact))
-        except Exception as error:  # a kernel that can't be launched
+        except Exception as error:  # e.g. a kernel that can't be launched
             return doctor.first_line(error)[:60]
         if not worst.right:
             return f"wrong {worst.name}"
@@ -214,19 +214,19 @@ def wrong(row: TunedRow, gpu: jax.Device) -> str:
 
 @functools.cache
 def _program(problem: accuracy.Problem) -> Any:
-    """One for all rows: kernels are looked up when they are launched."""
+    """One program for all rows: kernels are looked up when they are launched."""
     return jax.jit(accuracy.program(problem, None), compiler_options=peers.WITHOUT_GRAPHS)
 
 
 @functools.cache
 def _oracle(problem: accuracy.Problem) -> tuple[Any, Any, Any]:
-    """The arrays, and what plain attention and the reference in float64 make of them."""
+    """The arrays, and the results of plain attention and of the reference in float64."""
     judge = next(iter(doctor._devices("cpu")), jax.devices()[0])
     return accuracy.oracle(problem, judge)
 
 
 def _time(kept: Sequence[Candidate], place: Any, pass_: str, head_dim: int, rounds: int) -> None:
-    """TFLOP/s of each, best of the rounds."""
+    """TFLOP/s of each row, best of the rounds."""
     deterministic = pass_ == "backward_dq"
     timed_pass = "forward" if pass_ == "forward" else "backward"
     for causal in (False, True):
