@@ -41,14 +41,6 @@ constexpr bool kColumns = kTiled<Factor<E>>;
 template <typename E>
 constexpr int kTilePadding = kPairedBackward<E> ? kPairedRows : kRowPadding;
 static_assert(kPairedRows == 2 * kTilePairs);
-// Exponentials are made between the steps of the next product, where there are registers for both: 1.01 of the
-// backward's rate.
-#if defined(__AVX512F__)
-constexpr bool kInterleaved = true;
-#else
-constexpr bool kInterleaved = false;
-#endif
-
 // Heads whose blocks of keys follow each other when in turn: one block of each head, then the next one of each. With
 // one head two threads pass the cache lines of its sums to and fro: 0.97 of the rate of 2, 4 or 8.
 constexpr int kHeadsTogether = 4;

@@ -54,17 +54,16 @@ struct RegisterTile {
     }
   }
 
-  // One step of the sum for the vectors from `first` on: row i's element of A is a[i * stride].
-  template <int first = 0>
+  // One step of the sum: row i's element of A is a[i * stride].
   JAX_FLASH_INLINE void step(const F* a, ptrdiff_t stride, const F* b) {
     decltype(load(b)) row[NV];
 #pragma GCC unroll 8
-    for (int v = first; v < NV; ++v) row[v] = load(b + v * kWidth<T>);
+    for (int v = 0; v < NV; ++v) row[v] = load(b + v * kWidth<T>);
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
       F factor = a[i * stride];
 #pragma GCC unroll 8
-      for (int v = first; v < NV; ++v) c[i][v] = multiply_add(row[v], factor, c[i][v]);
+      for (int v = 0; v < NV; ++v) c[i][v] = multiply_add(row[v], factor, c[i][v]);
     }
   }
 
@@ -89,50 +88,6 @@ JAX_FLASH_INLINE void micro_kernel(int depth, const F* a, ptrdiff_t a_stride, co
     a += layout == Layout::row_major ? 1 : a_stride;
     b += b_stride;
   }
-  tile.end(finish);
-}
-
-// The same for column-major A where vector v of B and C has depths[v] steps only, no fewer than the vector before it.
-template <int NV, typename F, typename Finish>
-JAX_FLASH_INLINE void stair_kernel(const int (&depths)[NV], const F* a, ptrdiff_t a_stride, const F* b,
-                                   ptrdiff_t b_stride, Finish finish) {
-  static_assert(NV <= 3);
-  RegisterTile<NV, F> tile;
-  int k = 0;
-  auto steps = [&](auto first, int end) __attribute__((always_inline)) {
-    for (; k < end; ++k) {
-      tile.template step<first>(a, 1, b);
-      a += a_stride;
-      b += b_stride;
-    }
-  };
-  steps(std::integral_constant<int, 0>{}, depths[0]);
-  if constexpr (NV > 1) steps(std::integral_constant<int, 1>{}, depths[1]);
-  if constexpr (NV > 2) steps(std::integral_constant<int, 2>{}, depths[2]);
-  tile.end(finish);
-}
-
-// The same for row-major A, with other work between the steps of the sum: between(row, vector) for each vector of C.
-template <int NV, typename F, typename Between, typename Finish>
-JAX_FLASH_INLINE void interleaved_kernel(int depth, const F* a, ptrdiff_t a_stride, const F* b, ptrdiff_t b_stride,
-                                         Between between, Finish finish) {
-  RegisterTile<NV, F> tile;
-  auto steps = [&](int count) __attribute__((always_inline)) {
-    for (int k = 0; k < count; ++k) {
-      tile.step(a, a_stride, b);
-      ++a;
-      b += b_stride;
-    }
-  };
-  int share = depth / (kRows * NV);
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) {
-      between(i, v);
-      steps(share);
-    }
-  }
-  steps(depth - share * kRows * NV);
   tile.end(finish);
 }
 
