@@ -40,14 +40,6 @@ constexpr bool kColumns = kTiled<Factor<E>>;
 template <typename E>
 constexpr int kTilePadding = kPairedBackward<E> ? kPairedRows : kRowPadding;
 static_assert(kPairedRows == 2 * kTilePairs);
-// Exponentials are interleaved with the steps of the next product if there are registers for both: 1.01 times the
-// backward's rate.
-#if defined(__AVX512F__)
-constexpr bool kInterleaved = true;
-#else
-constexpr bool kInterleaved = false;
-#endif
-
 // With plan.in_turn, so many heads take turns: one block of keys of each head, then the next block of each. With one
 // head the cache lines of its sums bounce between two threads: 0.97 times the rate of 2, 4 or 8 heads.
 constexpr int kHeadsTogether = 4;

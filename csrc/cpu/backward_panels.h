@@ -171,10 +171,6 @@ JAX_FLASH_INLINE void BackwardItem<E>::scores_of_rows(int i, int lane) {
     if constexpr (finish == Finish::later) return Vec<T>(score * scale);
     return weight_of<finish>(score * scale, i + r, lane + vector * kWidth<T>);
   };
-  auto weigh = [&](int r, int vector) __attribute__((always_inline)) {
-    T* score = weights + r * kKeys + vector * kWidth<T>;
-    store<T>(score, weight(r, vector, load(score)));
-  };
   auto put_dscore = [&](int r, int vector, const Vec<T>& sum) __attribute__((always_inline)) {
     ptrdiff_t at = r * kKeys + vector * kWidth<T>;
     Vec<T> dscore = sum;
@@ -183,19 +179,9 @@ JAX_FLASH_INLINE void BackwardItem<E>::scores_of_rows(int i, int lane) {
   };
   dot_kernel<NV>(p_.head_dim, tile_q_ + i * k_stride_, k_stride_, k, kPanel<T>,
                  [&](int r, int vector, const Vec<T>& score) __attribute__((always_inline)) {
-                   store<T>(weights + r * kKeys + vector * kWidth<T>, kInterleaved ? score : weight(r, vector, score));
+                   store<T>(weights + r * kKeys + vector * kWidth<T>, weight(r, vector, score));
                  });
-  const T* dout = tile_dout_ + i * v_stride_;
-  if constexpr (kInterleaved) {
-    if (p_.value_head_dim <= kSumDepth) {
-      interleaved_kernel<NV>(p_.value_head_dim, dout, v_stride_, v, kPanel<T>, weigh, put_dscore);
-      return;
-    }
-    for (int r = 0; r < kRows; ++r) {
-      for (int vector = 0; vector < NV; ++vector) weigh(r, vector);
-    }
-  }
-  dot_kernel<NV>(p_.value_head_dim, dout, v_stride_, v, kPanel<T>, put_dscore);
+  dot_kernel<NV>(p_.value_head_dim, tile_dout_ + i * v_stride_, v_stride_, v, kPanel<T>, put_dscore);
 }
 
 }  // namespace jax_flash::cpu::JAX_FLASH_ISA

@@ -413,18 +413,9 @@ class ForwardItem {
   template <int NV>
   void attend(int panel, int64_t block, int begin, int keys);
 
-  // How many of `keys` keys from key `first` on the rows of each vector of a panel keep: those beyond are masked by
-  // causal. Leaving them out of both products gives 1.01 to 1.02 times the rate at S 1024.
-  template <int NV>
-  void count_kept_keys(int row, int64_t first, int keys, int (&kept)[NV]) const;
-
   // Scores of kRows keys with NV vectors of queries.
   template <int NV>
   JAX_FLASH_INLINE void make_scores(const F* k, const F* queries, const Vec<T>& scale, T* scores);
-  template <int NV>
-  __attribute__((noinline)) void make_some_scores(const F* k, const F* queries, const Vec<T>& scale, T* scores) {
-    make_scores<NV>(k, queries, scale, scores);
-  }
 
   // Changes the scores of the panel's tile: change(j, vector, score) for key j.
   template <int NV, typename Change>

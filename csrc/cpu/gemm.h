@@ -53,17 +53,16 @@ struct RegisterTile {
     }
   }
 
-  // One step of the sum for the vectors from `first` on: row i's element of A is a[i * stride].
-  template <int first = 0>
+  // One step of the sum: row i's element of A is a[i * stride].
   JAX_FLASH_INLINE void step(const F* a, ptrdiff_t stride, const F* b) {
     decltype(load(b)) row[NV];
 #pragma GCC unroll 8
-    for (int v = first; v < NV; ++v) row[v] = load(b + v * kWidth<T>);
+    for (int v = 0; v < NV; ++v) row[v] = load(b + v * kWidth<T>);
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
       F factor = a[i * stride];
 #pragma GCC unroll 8
-      for (int v = first; v < NV; ++v) c[i][v] = multiply_add(row[v], factor, c[i][v]);
+      for (int v = 0; v < NV; ++v) c[i][v] = multiply_add(row[v], factor, c[i][v]);
     }
   }
 
@@ -91,54 +90,9 @@ JAX_FLASH_INLINE void micro_kernel(int depth, const F* a, ptrdiff_t a_stride, co
   tile.end(finish);
 }
 
-// The same for column-major A under a causal diagonal: vector v of B and C has depths[v] steps only, no fewer than the
-// vector before it.
-template <int NV, typename F, typename Finish>
-JAX_FLASH_INLINE void stair_kernel(const int (&depths)[NV], const F* a, ptrdiff_t a_stride, const F* b,
-                                   ptrdiff_t b_stride, Finish finish) {
-  static_assert(NV <= 3);
-  RegisterTile<NV, F> tile;
-  int k = 0;
-  auto steps = [&](auto first, int end) __attribute__((always_inline)) {
-    for (; k < end; ++k) {
-      tile.template step<first>(a, 1, b);
-      a += a_stride;
-      b += b_stride;
-    }
-  };
-  steps(std::integral_constant<int, 0>{}, depths[0]);
-  if constexpr (NV > 1) steps(std::integral_constant<int, 1>{}, depths[1]);
-  if constexpr (NV > 2) steps(std::integral_constant<int, 2>{}, depths[2]);
-  tile.end(finish);
-}
-
-// The same for row-major A, with other work between the steps of the sum: between(row, vector) for each vector of C.
-template <int NV, typename F, typename Between, typename Finish>
-JAX_FLASH_INLINE void interleaved_kernel(int depth, const F* a, ptrdiff_t a_stride, const F* b, ptrdiff_t b_stride,
-                                         Between between, Finish finish) {
-  RegisterTile<NV, F> tile;
-  auto steps = [&](int count) __attribute__((always_inline)) {
-    for (int k = 0; k < count; ++k) {
-      tile.step(a, a_stride, b);
-      ++a;
-      b += b_stride;
-    }
-  };
-  int share = depth / (kRows * NV);
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) {
-      between(i, v);
-      steps(share);
-    }
-  }
-  steps(depth - share * kRows * NV);
-  tile.end(finish);
-}
-
-// Sums over head_dim are cut into equal pieces of at most this depth (in factors), which are added up. Relative to
-// XLA's own product, one running sum, the root mean square of the rounding errors is then 1 at head_dim 128, and 0.72
-// at 192 and 256. Pieces of 64 give 0.72 at 128 too, but run at 0.99 times the rate.
+// Sums over head_dim are cut into even parts of at most this depth (in factors), which are added up: at 128 the root
+// mean square of the rounding errors is that of XLA's own product, which is one running sum, at 192 and 256 0.72 of it.
+// Parts of 64 made 0.72 of it at 128 too, but 0.99 of the rate.
 constexpr int kSumDepth = 128;
 
 // The micro-kernel for sums over head_dim.
