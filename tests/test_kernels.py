@@ -191,6 +191,7 @@ def hopper(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Mapping[
 
 
 @one_process
+@pytest.mark.slow
 def test_gates_of_hopper(hopper: list[tuple[str, Mapping[str, Any]]]) -> None:
     """Nor may products wait for each other, or registers stay where they are, of which the assembler complains."""
     failed = []
@@ -203,7 +204,7 @@ def test_gates_of_hopper(hopper: list[tuple[str, Mapping[str, Any]]]) -> None:
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.parametrize("arch", [70, 75, 80, 90])
+@pytest.mark.parametrize("arch", [75, *(pytest.param(x, marks=pytest.mark.slow) for x in (70, 80, 90))])
 def test_gates_of_heads_in_float32(arch: int, tmp_path: pathlib.Path) -> None:
     """They spill nothing, but with all options at head_dim 256 a few addresses."""
     names = ("bias", "alibi_slopes", "softcap", "dropout", "mask", "segments", "lengths", "arrays")
@@ -396,9 +397,9 @@ def test_what_kernels_are_not_for_is_refused(tmp_path: pathlib.Path) -> None:
 
     with pytest.raises(ValueError, match="float32 is passed as float16 with descale"):
         build(80, "float32")
-    with pytest.raises(ValueError, match="kernels of sm75 are for float16"):
+    with pytest.raises(ValueError, match="kernels of sm75 take float16 only"):
         build(75, "bfloat16")
-    with pytest.raises(ValueError, match="two limbs, which come with descale"):
+    with pytest.raises(ValueError, match="needs float16 arrays of two limbs"):
         build(80, "float16", highest_precision=True)
 
 
@@ -463,6 +464,7 @@ def lost_operands(function: sass.Function) -> tuple[int, list[str]]:
 
 
 @one_process
+@pytest.mark.slow
 def test_operands_of_products_stay_in_their_registers(hopper: list[tuple[str, Mapping[str, Any]]]) -> None:
     """At head_dim 64 operands of the backward pass stay there from one tile to the next, in the others for a tile."""
     for _, kernel in hopper:

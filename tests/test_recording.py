@@ -316,9 +316,9 @@ def test_a_plugin_that_is_not_the_jaxlibs(registering: int, version: tuple[int, 
     [
         ((0, 1), "attributes are not those of jax_flash's options"),
         ((0, 2), "attributes are not those of jax_flash's options"),
-        ((0, 3), "an interface that is not known here"),
-        ((1, 1), "an interface that is not known here"),
-        (None, "an interface that is not known here"),
+        ((0, 3), "a version that jax_flash does not know"),
+        ((1, 1), "a version that jax_flash does not know"),
+        (None, "a version that jax_flash does not know"),
     ],
 )
 def test_what_a_call_is_recorded_with(registering: int, versions: tuple[int, int] | None, message: str) -> None:

@@ -1,6 +1,7 @@
 #include "ffi/decode.h"
 
 #include <limits>
+#include <sstream>
 
 namespace jax_flash {
 
@@ -30,24 +31,39 @@ DType decode_dtype(ffi::DataType type) {
 // The dtype of accumulators, statistics, sinks, slopes and the gradients of trainable operands.
 ffi::DataType wide(ffi::DataType type) { return type == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32; }
 
+using Sizes = ffi::Span<const int64_t>;
+
+std::string described(ffi::DataType type, Sizes sizes) {
+  std::ostringstream text;
+  text << type << "[";
+  for (size_t i = 0; i < sizes.size(); ++i) text << (i ? ", " : "") << sizes[i];
+  return text.str() + "]";
+}
+
+// With `broadcast`, any dimension may have size 1 instead.
+void check(const ffi::AnyBuffer& buffer, ffi::DataType type, Sizes sizes, const char* name, bool broadcast = false) {
+  Sizes got = buffer.dimensions();
+  bool good = buffer.element_type() == type && got.size() == sizes.size();
+  for (size_t i = 0; good && i < sizes.size(); ++i) good = got[i] == sizes[i] || (broadcast && got[i] == 1);
+  if (!good) {
+    throw std::invalid_argument(std::string(name) + " must be " + described(type, sizes) +
+                                (broadcast ? ", where dimensions may be 1" : "") + ", got " +
+                                described(buffer.element_type(), got));
+  }
+}
+
 // XLA's buffers are dense and row-major.
 Tensor tensor(const ffi::AnyBuffer& buffer, int batch, int length, int heads, int head_dim, ffi::DataType type,
               const char* name) {
-  auto dims = buffer.dimensions();
-  if (buffer.element_type() != type || dims.size() != 4 || dims[0] != batch || dims[1] != length || dims[2] != heads ||
-      dims[3] != head_dim) {
-    throw std::invalid_argument(std::string(name) + " has the wrong shape or dtype");
-  }
+  const int64_t sizes[] = {batch, length, heads, head_dim};
+  check(buffer, type, {sizes, 4}, name);
   int64_t row = static_cast<int64_t>(heads) * head_dim;
   return Tensor{buffer.untyped_data(), row * length, row, head_dim};
 }
 
 void* statistic(const ffi::AnyBuffer& buffer, const Problem& p, ffi::DataType type, const char* name) {
-  auto dims = buffer.dimensions();
-  if (buffer.element_type() != wide(type) || dims.size() != 3 || dims[0] != p.batch || dims[1] != p.q_heads ||
-      dims[2] != p.q_length) {
-    throw std::invalid_argument(std::string(name) + " has the wrong shape or dtype");
-  }
+  const int64_t sizes[] = {p.batch, p.q_heads, p.q_length};
+  check(buffer, wide(type), {sizes, 3}, name);
   return buffer.untyped_data();
 }
 
@@ -75,13 +91,11 @@ int64_t extent(char dim, const Problem& p) {
 // allowed and the strides are written there.
 void* operand(const ffi::AnyBuffer& buffer, const Problem& p, const std::string& dims, ffi::DataType type,
               const char* name, Strides* broadcast) {
-  auto sizes = buffer.dimensions();
-  require(buffer.element_type() == type, std::string(name) + " has the wrong dtype");
-  require(sizes.size() == dims.size(), std::string(name) + " has the wrong rank");
-  for (size_t i = 0; i < dims.size(); ++i) {
-    require(sizes[i] == extent(dims[i], p) || (broadcast && sizes[i] == 1), std::string(name) + " has the wrong shape");
-  }
-  if (broadcast) *broadcast = strides({sizes.begin(), sizes.end()});
+  int64_t sizes[4];
+  for (size_t i = 0; i < dims.size(); ++i) sizes[i] = extent(dims[i], p);
+  check(buffer, type, {sizes, dims.size()}, name, broadcast);
+  Sizes got = buffer.dimensions();
+  if (broadcast) *broadcast = strides({got.begin(), got.end()});
   return buffer.untyped_data();
 }
 
@@ -196,12 +210,17 @@ Call decode(Platform platform, Pass pass, const Options& options, ffi::Remaining
           "sequences need cu_q_lengths and cu_kv_lengths");
   if (rets.size() == results + 1) {
     ffi::AnyBuffer buffer = result(rets, results++);
-    require(buffer.element_type() == wide(type), "scratch has the wrong dtype");
+    check(buffer, wide(type), buffer.dimensions(), "scratch");
     call.scratch_elements = static_cast<int64_t>(buffer.element_count());
     p.scratch = buffer.untyped_data();
   }
-  require(args.size() == next, "wrong number of operands");
-  require(rets.size() == results, "wrong number of results");
+  auto count = [](size_t expected, size_t got, const char* what) {
+    if (got == expected) return;
+    throw std::invalid_argument("the call must have " + std::to_string(expected) + " " + what + ", got " +
+                                std::to_string(got));
+  };
+  count(next, args.size(), "arguments");
+  count(results, rets.size(), "results");
   return call;
 }
 

@@ -10,6 +10,10 @@
 #define asm(...) (void)0
 #define volatile(...) ("")
 
+#ifndef __CUDA_ARCH__
+#define __CUDA_ARCH__ 800  // code for 9.0 and newer alone is inline PTX: clusters, additions of four
+#endif
+
 #define __device__
 #define __host__
 #define __global__
