@@ -18,7 +18,7 @@ stores that MMAs see before their fence."""
 
 GROUPS = {"q_heads": 4, "kv_heads": 2}
 ODD = {"q_length": 197, "kv_length": 333}
-IN_FLOAT32 = {
+IN_FLOAT32: dict[str, dict[str, Any]] = {
     name: {"q_length": 133, "kv_length": 190, "dtype": "float16", **GROUPS, **case}
     | {"options": ["descale", "in_float32", *case["options"]]}
     for name, case in {
@@ -38,7 +38,7 @@ IN_FLOAT32 = {
     }.items()
 }
 """Of which every other key head is computed in float32."""
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "full-64": ODD,
     # Blocks of 192 rows: those of the others at head_dim 64 have 128.
     "many-heads": {"q_length": 140, "kv_length": 200, "q_heads": 67, "kv_heads": 67},
@@ -120,17 +120,22 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return emulated.build(tmp_path_factory.mktemp("emulator"))
 
 
-def by_turns(names: Iterable[str], always: Collection[str]) -> list[Any]:
-    """Cases for parametrize: those that every commit runs, and others that take turns (.ci/run)."""
-    return [pytest.param(name, marks=() if name in always else pytest.mark.slow) for name in names]
+def by_turns(names: Iterable[str], always: Collection[str], *others: str) -> list[Any]:
+    """Cases for parametrize, with ``others`` beside the name: those of the names that every commit runs, and those that
+    take turns (.ci/run)."""
+    return [pytest.param(name, *others, marks=() if name in always else pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("kernel_pass", ["forward", "backward"])
-@pytest.mark.parametrize("name", by_turns(CASES, ("causal-64", "descale-128", "separate_dq-alibi", "segments-alibi")))
+ALWAYS = ("causal-64", "descale-128", "separate_dq-alibi", "segments-alibi")
+FORWARD_ONLY = ("many-heads",)  # whose blocks of 192 rows the backward does not have
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel_pass"),
+    by_turns(CASES, ALWAYS, "forward") + by_turns((x for x in CASES if x not in FORWARD_ONLY), ALWAYS, "backward"),
+)
 def test_values(emulator: ctypes.CDLL, name: str, kernel_pass: str) -> None:
-    if (name, kernel_pass) == ("many-heads", "backward"):
-        pytest.skip("blocks of 192 rows are the forward's")
-    problem = emulated.Problem(**CASES[name])  # type: ignore[arg-type]
+    problem = emulated.Problem(**CASES[name])
     call = emulated.Call(emulator, problem, kernel_pass)
     for order in range(ORDERS):
         wrong = [problem.wrong(of, got)[1] for of, got in call.run(order).items()]
@@ -138,7 +143,7 @@ def test_values(emulator: ctypes.CDLL, name: str, kernel_pass: str) -> None:
 
 
 SMALL = {"q_length": 133, "kv_length": 190}
-AMPERE = {
+AMPERE: dict[str, dict[str, Any]] = {
     "full-64": SMALL,
     "causal-64": {"options": ["causal"], **SMALL, **GROUPS},
     "sequences-64": {"options": ["sequences", "alibi"], **SMALL},
@@ -171,14 +176,14 @@ AMPERE = {
 @pytest.mark.parametrize("name", by_turns(AMPERE, ("causal-64", "arrays-128", "softcap-dropout-window", "split-64")))
 def test_values_of_ampere(emulator: ctypes.CDLL, name: str, kernel_pass: str) -> None:
     """mma.sync and cp.async, whose copies are late, at once, or either."""
-    problem = emulated.Problem(**AMPERE[name])  # type: ignore[arg-type]
+    problem = emulated.Problem(**AMPERE[name])
     call = emulated.Call(emulator, problem, kernel_pass, "sm80")
     for order in (0, 1, 3):
         wrong = [problem.wrong(of, got)[1] for of, got in call.run(order).items()]
         assert not any(wrong), (order, wrong)
 
 
-SPLIT_KV = {
+SPLIT_KV: dict[str, dict[str, Any]] = {
     # A row of each of the heads that share keys, and their keys in slices.
     "decoding": {"q_length": 1, "kv_length": 1300, "q_heads": 8, "kv_heads": 2},
     "decoding-descale": {
@@ -201,7 +206,7 @@ SPLIT_KV = {
 def test_values_of_split_kv(emulator: ctypes.CDLL, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Teams of warps, slices in scratch and their merge, as an A100 has them; clusters are Hopper's, on a GPU alone."""
     monkeypatch.delenv("JAX_FLASH_SPLIT_KV")
-    problem = emulated.Problem(**SPLIT_KV[name])  # type: ignore[arg-type]
+    problem = emulated.Problem(**SPLIT_KV[name])
     call = emulated.Call(emulator, problem, "forward", "sm80")
     assert (call.wanted > 0) == (problem.k.shape[1] > 1024), "scratch is for slices"
     for order in (0, 1, 3):
@@ -214,7 +219,7 @@ def test_values_of_split_kv(emulator: ctypes.CDLL, name: str, monkeypatch: pytes
 def test_rows_of_any_size(emulator: ctypes.CDLL, name: str, family: str) -> None:
     """From 1e-15 to 1e15 times as large: no row is less exact for the size of others."""
     case = IN_FLOAT32["float32-plain"]
-    problem = emulated.Problem(**case | {"options": [*case["options"], "causal", f"huge_{name}"]})  # type: ignore[arg-type]
+    problem = emulated.Problem(**case | {"options": [*case["options"], "causal", f"huge_{name}"]})
     for kernel_pass in ("forward", "backward"):
         results = emulated.Call(emulator, problem, kernel_pass, family).run(0)
         wrong = [problem.wrong(of, got)[1] for of, got in results.items()]
@@ -224,7 +229,7 @@ def test_rows_of_any_size(emulator: ctypes.CDLL, name: str, family: str) -> None
 
 def test_values_with_other_scratch(emulator: ctypes.CDLL) -> None:
     """Query heads are split as far as the scratch allows, and the results are right with any scratch."""
-    problem = emulated.Problem(**CASES["split-separate_dq"])  # type: ignore[arg-type]
+    problem = emulated.Problem(**CASES["split-separate_dq"])
     call = emulated.Call(emulator, problem, "backward", "sm80")
     assert call.wanted > 0, "else there is no other way"
     different = set()

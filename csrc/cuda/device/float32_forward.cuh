@@ -17,8 +17,7 @@ JAX_FLASH_DEVICE void float32_forward_item(const Problem& problem, Float32Storag
   const Float32Rows q(problem.original_query, problem.q, head_dim, batch, head, extent.q);
   const Float32Rows k(problem.original_key, problem.k, head_dim, batch, kv_head, extent.kv);
   const Float32Rows v(problem.original_value, problem.v, value_head_dim, batch, kv_head, extent.kv);
-  const float sink =
-      has_sinks ? static_cast<const float*>(problem.sinks)[batch * problem.q_heads + head] : -JAX_FLASH_INFINITY;
+  const float sink = sink_of(problem, batch, head);
   const int tx = float32_tx();
   const auto row_of = [&](int i) { return place.first + float32_ty() + 16 * i; };
 

@@ -96,10 +96,6 @@ JAX_FLASH_DEVICE void team_sync(int team) {
   }
 }
 
-JAX_FLASH_DEVICE float sink_of(const Problem& problem, int batch, int head) {
-  if constexpr (!has_sinks) return -JAX_FLASH_INFINITY;
-  return static_cast<const float*>(problem.sinks)[batch * problem.q_heads + head];
-}
 // Of out's rows.
 JAX_FLASH_DEVICE float inverse_of(const Problem& problem, const Dropout& dropout, int batch, int kv_head, float total) {
   // A division is code as long as all of the rest, which only float32 results are worth.

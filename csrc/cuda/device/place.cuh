@@ -11,10 +11,7 @@ struct Place {
   int batch, head, kv_head;
   int first_row;
 
-  __device__ __forceinline__ float sink(const Problem& problem) const {
-    if constexpr (!has_sinks) return -JAX_FLASH_INFINITY;
-    return static_cast<const float*>(problem.sinks)[batch * problem.q_heads + head];
-  }
+  __device__ __forceinline__ float sink(const Problem& problem) const { return sink_of(problem, batch, head); }
 };
 template <Grid grid = Grid::block_an_item>
 JAX_FLASH_DEVICE Place place_of(const Problem& problem, int item) {

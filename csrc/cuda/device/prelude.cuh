@@ -86,6 +86,12 @@ JAX_FLASH_DEVICE float scale_of(const Problem& problem, int batch) {
   return static_cast<float>(problem.options.scale);
 }
 
+// The logit that joins the softmax of a query head's rows; -inf where there is none.
+JAX_FLASH_DEVICE float sink_of(const Problem& problem, int batch, int head) {
+  if constexpr (!has_sinks) return -JAX_FLASH_INFINITY;
+  return static_cast<const float*>(problem.sinks)[batch * problem.q_heads + head];
+}
+
 // What undoes the scales of arrays that stand for float32 ones, and the scale of dS; powers of two, of a key head.
 struct Descale {
   float query, key, value, dout, ds;
