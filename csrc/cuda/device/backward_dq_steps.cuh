@@ -8,6 +8,7 @@
 #pragma once
 
 #include "cuda/device/key_walk.cuh"
+#include "cuda/device/place.cuh"
 
 namespace jax_flash {
 
@@ -39,22 +40,6 @@ extern "C" __constant__ KernelTraits jax_flash_backward_dq_traits = {
     .block_rows = block_q,
     .shared_bytes = sizeof(SharedStorage),
 };
-
-// What a block works on.
-struct Place {
-  Extent extent;
-  int batch, head, kv_head;
-  int first_row;
-};
-JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
-  // Under causal the last rows have the most keys, and go first.
-  const int row_blocks = blocks_of(problem, problem.q_length, block_q);
-  const Work work = work_of(block, row_blocks, problem.q_heads, problem.batch, problem.kv_length);
-  int row_block = option_causal ? row_blocks - 1 - work.block : work.block;
-  const int sequence = sequence_of(problem, problem.cu_q_lengths, work.batch, block_q, row_block);
-  const int kv_head = work.head / (problem.q_heads / problem.kv_heads);
-  return {extent_of(problem, work.batch, sequence), work.batch, work.head, kv_head, row_block * block_q};
-}
 
 struct BackwardDq : KeyWalk<SharedStorage> {
   float dp_factor, ds_factor;  // dS is their common multiple of what it stands for

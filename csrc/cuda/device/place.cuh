@@ -1,4 +1,4 @@
-// Where a forward item of work stands.
+// Where an item of work stands in a pass whose blocks own rows of query: the forward, and dQ alone.
 #pragma once
 
 #include "cuda/device/schedule.cuh"
