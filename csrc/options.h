@@ -14,7 +14,7 @@
 //                                nobody asks for it; a CUDA kernel is compiled with `has_d<name>`
 //
 // `dims` has a letter for each dimension: b batch, d sequences, e sequences + 1, n query heads, k key heads, t and s
-// lengths, i and j lengths in blocks of kSegmentBlock, h head_dim, v value_head_dim, 2 a pair, 6 a record of six.
+// lengths, i and j lengths in blocks of kSegmentBlock, h head_dim, v value_head_dim, 2 a pair, 8 a record of eight.
 // Arrays are dense and row-major. One that has `<name>_strides` in Problem may have size 1 in any dimension, which is
 // then broadcast.
 //
@@ -74,10 +74,9 @@
   OPERAND(bool, mask, "bnts")                                                                                       \
   /* the key of the counter-based generator, one per head; there with dropout_rate */                               \
   OPERAND(unsigned, dropout_seeds, "bdn2")                                                                          \
-  /* factors that undo the scales of query, key, value and dout, float16 arrays that stand for float32 ones; the */ \
-  /* scale of dS; and 1 where the rows of the head differ too much for one scale, else 0: then it is computed in */ \
-  /* float32 from the arrays as they were, which are there with descale. Results are float32 */                     \
-  PLAIN(float, descale, "bk6")                                                                                      \
+  /* a ScaleRecord (scaling.h) for each key head: query, key, value and dout are float16 arrays that stand for */   \
+  /* float32 ones, and the originals are there too. Results are float32 */                                          \
+  PLAIN(float, descale, "bk8")                                                                                      \
   PLAIN(Original, original_query, "btnh")                                                                           \
   PLAIN(Original, original_key, "bskh")                                                                             \
   PLAIN(Original, original_value, "bskv")                                                                           \

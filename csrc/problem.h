@@ -8,10 +8,11 @@ namespace jax_flash {
 
 enum class DType { f16, bf16, f32, f64 };
 // The passes. backward_dq and backward_bias are parts of backward; forward_split_kv is a forward whose keys are split
-// over blocks, forward_single_tile one for a single tile of keys and columns. The kernel of a pass is jax_flash_<pass>,
-// in <family>/<pass>.cu.
+// over blocks, forward_single_tile one for a single tile of keys and columns. scale makes float16 arrays of float32
+// ones for the others (scaling.h). The kernel of a pass is jax_flash_<pass>, in <family>/<pass>.cu.
 #define JAX_FLASH_PASSES(PASS) \
-  PASS(forward) PASS(backward) PASS(backward_dq) PASS(backward_bias) PASS(forward_split_kv) PASS(forward_single_tile)
+  PASS(forward)                \
+  PASS(backward) PASS(backward_dq) PASS(backward_bias) PASS(forward_split_kv) PASS(forward_single_tile) PASS(scale)
 enum class Pass {
 #define JAX_FLASH_PASS(name) name,
   JAX_FLASH_PASSES(JAX_FLASH_PASS)

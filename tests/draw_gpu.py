@@ -219,8 +219,10 @@ def calls_of(drawn: Drawing, shape: Shape) -> list[KernelCall]:
     found: list[KernelCall] = []
 
     def visit(op: ir.Operation) -> ir.WalkResult:
-        if op.name == "stablehlo.custom_call" and "jax_flash_" in str(op.attributes["call_target_name"]):
-            found.append(KernelCall.of(op))
+        if op.name == "stablehlo.custom_call":
+            target = ir.StringAttr(op.attributes["call_target_name"]).value
+            if target in (registration.FORWARD_TARGET, registration.BACKWARD_TARGET):
+                found.append(KernelCall.of(op))
         return ir.WalkResult.ADVANCE
 
     lowered.compiler_ir("stablehlo").operation.walk(visit)
@@ -245,6 +247,9 @@ def build(drawn: Drawing, family: str, folder: pathlib.Path) -> list[str]:
         return len(built)
 
     for call in calls_of(drawn, (7, 200)):
+        if call.options.get("has_descale"):  # of a backward dout alone is scaled
+            widths = call.head_dims if call.forward else (call.head_dims[1],) * 2
+            kernels(dataclasses.replace(call, head_dims=widths), ["scale"])
         if call.forward and drawn.split_kv:
             # Blocks of 16 rows and of 64. If one has no row, the ordinary forward serves.
             count = kernels(call, ["forward_split_kv"])

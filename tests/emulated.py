@@ -60,7 +60,7 @@ def build(folder: pathlib.Path, sources: pathlib.Path = ROOT / "csrc") -> ctypes
     script.chmod(0o755)
     emulator = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     emulator.call_new.restype = ctypes.c_void_p
-    emulator.call_run.restype = emulator.call_prepare.restype = ctypes.c_char_p
+    emulator.call_run.restype = emulator.call_prepare.restype = emulator.scale_run.restype = ctypes.c_char_p
     emulator.emulator_waits.restype = ctypes.c_char_p
     emulator.call_scratch.restype = ctypes.c_longlong
     emulator.emulator_configure(str(script).encode(), str(folder).encode(), 2)
@@ -154,6 +154,53 @@ class Call:
         return {name: output.check(name) for name, output in self.outputs.items()}
 
 
+class ScaledArray(ctypes.Structure):
+    """As csrc/scaling.h has it, like `Scaling`."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("original", "scaled", "kept")] + [
+        (name, ctypes.c_int) for name in ("length", "heads", "columns")
+    ]
+
+
+class Scaling(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("batch", "kv_heads", "count")),
+        ("arrays", 3 * ScaledArray),
+        ("chunks", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("sizes", "records", "of_inputs", "delta")),
+        ("value_head_dim", ctypes.c_int),
+        ("dropout_factor", ctypes.c_float),
+    ]
+
+
+def scale(
+    emulator: ctypes.CDLL, kv_heads: int, arrays: Sequence[np.ndarray], kept: Sequence[np.ndarray | None], *,
+    two_limbs: bool = False, records: np.ndarray | None = None, delta: np.ndarray | None = None, chunks: int = 1,
+    dropout_factor: float = 1.0, seed: int = 0,
+) -> tuple[list[np.ndarray], np.ndarray]:  # fmt: skip
+    """The float16 arrays of query, key and value, or with their ``records`` and ``delta`` that of dout; and records."""
+    batch, count = len(arrays[0]), len(arrays)
+    made = [Guarded((*x.shape[:3], x.shape[3] * (2 if two_limbs else 1)), np.float16) for x in arrays]
+    found, sizes = (Guarded((batch, kv_heads, n), np.float32) for n in (8, count * chunks * 6))
+    scaling = Scaling(
+        batch=batch, kv_heads=kv_heads, count=count, chunks=chunks, sizes=sizes.array.ctypes.data,
+        records=found.array.ctypes.data, of_inputs=None if records is None else records.ctypes.data,
+        delta=None if delta is None else delta.ctypes.data, value_head_dim=arrays[0].shape[3],
+        dropout_factor=dropout_factor,
+    )  # fmt: skip
+    for i, (x, rows) in enumerate(zip(arrays, kept, strict=True)):
+        assert rows is None or (rows.dtype == bool and rows.shape == x.shape[:3])
+        pointers = (x.ctypes.data, made[i].array.ctypes.data, None if rows is None else rows.ctypes.data)
+        scaling.arrays[i] = ScaledArray(*pointers, *x.shape[1:])
+    call = ctypes.c_void_p(emulator.call_new(0, 1))
+    bfloat16 = arrays[0].dtype == ml_dtypes.bfloat16
+    error = emulator.scale_run(call, two_limbs, bfloat16, ctypes.byref(scaling), seed).decode()
+    emulator.call_delete(call)
+    assert not error, error
+    sizes.check("sizes")
+    return [x.check("a scaled array") for x in made], found.check("records")
+
+
 # Problems and their exact results
 
 TOLERANCE = {"out": 1.5, "lse": 0.02, "dq": 3.0, "dk": 3.0, "dv": 2.0, "dbias": 1.5, "dalibi_slopes": 1.5}
@@ -207,7 +254,8 @@ class Problem:
             if "in_float32" in options:
                 self.in_float32 = np.add.outer(np.arange(batch), np.arange(kv_heads)) % 2 == 1
             ds = np.full((batch, kv_heads, 1), 64)
-            self.arrays["descale"] = np.concatenate([factors, ds, self.in_float32[..., None]], -1, dtype=np.float32)
+            records = [factors, ds, self.in_float32[..., None], np.full((batch, kv_heads, 2), np.nan)]
+            self.arrays["descale"] = np.concatenate(records, -1, dtype=np.float32)
             true_k, true_v = (x * factors[:, None, :, i, None] for i, x in ((1, true_k), (2, true_v)))
             by_query = np.repeat(factors, q_heads // kv_heads, axis=1)
             true_q, true_dout = (x * by_query[:, None, :, i, None] for i, x in ((0, true_q), (3, true_dout)))

@@ -226,6 +226,21 @@ def test_gates_of_heads_in_float32(arch: int, tmp_path: pathlib.Path) -> None:
             assert kernel["float32_local_bytes"] <= gate, kernel["name"]
 
 
+@pytest.mark.parametrize("arch", [70, 75, 80, 90])
+def test_gates_of_scale(arch: int, tmp_path: pathlib.Path) -> None:
+    """Two blocks of a multiprocessor, at few spills; three sizes serve all head dims, and there is one of each."""
+    options = [{"has_descale": True, "highest_precision": x, "causal": y} for x in (False, True) for y in (False, True)]
+    options += [x | {"original_bfloat16": True} for x in options[:2] if arch < 80]
+    head_dims = [(40, 64), (96, 128), (128, 24), (256, 256)]
+    on = {"dtypes": ["float16"], "head_dims": head_dims, "options": options, "passes": ["scale"]}
+    rows = _core.build_kernels(arch=arch, out_dir=str(tmp_path), family="", **on)
+    assert len(rows) == len({kernel["name"] for kernel in rows}) == 3 * (3 if arch < 80 else 2)
+    for kernel in rows:
+        print(kernel["name"], kernel["registers"], kernel["spill_bytes"], kernel["local_bytes"])
+        assert 2 * kernel["registers"] * kernel["threads"] <= REGISTERS_PER_BLOCK
+        assert kernel["spill_bytes"] <= 104, kernel["name"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", FLOAT32_GATE)
 @pytest.mark.parametrize("arch", [80, 86])

@@ -1,17 +1,19 @@
 """float32 arrays as float16 ones: rows of which no pair is kept do not influence the scale of the others."""
 
+import ctypes
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
+import emulated
 import jax
 import jax.numpy as jnp
+import ml_dtypes  # noqa: F401 -- gives NumPy bfloat16
 import numpy as np
 import oracle
 import pytest
 
 from jax_flash._call.options import UNLIMITED, Options
 from jax_flash._implementations import scores
-from jax_flash._primitive import limbs
 
 B, T, S, N, K, H = 2, 7, 9, 4, 2, 8
 
@@ -71,57 +73,126 @@ def test_without_masks_all_are_kept() -> None:
     assert scores.kept(DEFAULT, {}, "q", T, S, K) is scores.kept(DEFAULT, {}, "kv", T, S, K) is None
 
 
-@pytest.mark.parametrize("highest", [False, True])
-@pytest.mark.parametrize("name", ["query", "key", "value", "dout", "delta", "none"])
-def test_which_heads_are_computed_in_float32(name: str, highest: bool) -> None:
-    """Those with a row that is too small against another, unless it is 0, or hidden, or nothing but its lse counts."""
-    options = dataclasses.replace(DEFAULT, highest_precision=highest)
-    shapes = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, H), "dout": (B, T, N, H)}
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return emulated.build(tmp_path_factory.mktemp("emulator"))
 
-    def flags(factor: float, operands: dict[str, jax.Array]) -> list[list[bool]]:
-        arrays = {x: rng.uniform(1, 2, shape).astype(np.float32) for x, shape in shapes.items()}
-        arrays["delta"] = rng.uniform(1, 2, (B, N, T)).astype(np.float32)
+
+RECORD = ("query", "key", "value", "dout", "ds", "in_float32", "largest_value", "value_norm")
+
+
+class Scaled(NamedTuple):
+    """What the kernels make, by name: float16 arrays, and of the records each number, [B, K]."""
+
+    arrays: dict[str, np.ndarray]
+    records: dict[str, np.ndarray]
+
+
+def scaled(
+    emulator: ctypes.CDLL, arrays: dict[str, np.ndarray], kept: dict[str, np.ndarray] | None = None, **options: Any
+) -> Scaled:
+    """Of query, key, value, dout and delta, with the rows of the sides "q" and "kv" that are ``kept``."""
+    kv_heads = arrays["key"].shape[2]
+    inputs = [arrays[name] for name in ("query", "key", "value")]
+    q, kv = ((kept or {}).get(side) for side in ("q", "kv"))
+    factor = options.pop("dropout_factor", 1.0)
+    made, records = emulated.scale(emulator, kv_heads, inputs, [q, kv, kv], **options)
+    gradients = {"records": records, "delta": arrays["delta"], "dropout_factor": factor}
+    more, records = emulated.scale(emulator, kv_heads, [arrays["dout"]], [q], **gradients, **options)
+    numbers = {name: records[..., i] for i, name in enumerate(RECORD)}
+    return Scaled(dict(zip(("query", "key", "value", "dout"), [*made, *more], strict=True)), numbers)
+
+
+def arrays_of(heads: int = K, lengths: tuple[int, int] = (T, S), columns: int = H) -> dict[str, np.ndarray]:
+    q_length, kv_length = lengths
+    of_rows, of_keys = (B, q_length, 2 * heads, columns), (B, kv_length, heads, columns)
+    shapes = {"query": of_rows, "key": of_keys, "value": of_keys, "dout": of_rows}
+    arrays = {name: rng.uniform(1, 2, shape).astype(np.float32) for name, shape in shapes.items()}
+    return arrays | {"delta": rng.uniform(1, 2, (B, 2 * heads, q_length)).astype(np.float32)}
+
+
+def grouped(x: np.ndarray, heads: int) -> np.ndarray:
+    """[B, length, N, columns] -> [B, K, rows x columns]."""
+    return np.moveaxis(x.reshape(*x.shape[:2], heads, -1), 2, 1).reshape(len(x), heads, -1)
+
+
+@pytest.mark.parametrize("two_limbs", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("columns", "chunks"), [(8, 1), (40, 3), (64, 2), (136, 5), (256, 1)])
+def test_values(emulator: ctypes.CDLL, columns: int, chunks: int, dtype: str, two_limbs: bool) -> None:
+    """Every array times a power of two for each key head, rounded once, and with two limbs to 22 digits."""
+    arrays = arrays_of(3, (37, 50), columns)
+    for x in ("query", "key", "value", "dout"):
+        of_heads = np.repeat(10 ** rng.uniform(-9, 9, (B, 1, 3, 1)), arrays[x].shape[2] // 3, axis=2)
+        arrays[x] = (arrays[x] * rng.choice([-1, 1], arrays[x].shape) * of_heads).astype(dtype)
+    arrays["query"][1, 3, 2, 1], arrays["key"][0, 0, 0, 0] = np.inf, np.nan
+    found = scaled(emulator, arrays, two_limbs=two_limbs, chunks=chunks, dropout_factor=1.25)
+    for name, made in found.arrays.items():
+        x = arrays[name].astype(np.float64)
+        largest = np.abs(np.where(np.isfinite(grouped(x, 3)), grouped(x, 3), 0)).max(axis=-1)
+        power = 2.0 ** (15 - np.frexp(largest)[1])
+        np.testing.assert_array_equal(found.records[name], 1 / power, name)
+        want = x * np.repeat(power, x.shape[2] // 3, axis=1)[:, None, :, None]
+        np.testing.assert_array_equal(made[..., :columns], want.astype(np.float16), name)
+        if two_limbs:
+            finite = np.where(np.isfinite(want), want, 0)
+            low = finite - finite.astype(np.float16)
+            np.testing.assert_array_equal(made[..., columns:], low.astype(np.float16), name)
+    assert not found.records["in_float32"].any()
+    value, dout = (grouped(arrays[name].astype(np.float64), 3) for name in ("value", "dout"))
+    largest_value = np.abs(value).max(axis=-1)
+    if two_limbs:
+        norm_v, norm_dout = (np.linalg.norm(x.reshape(B, 3, -1, columns), axis=-1).max(axis=-1) for x in (value, dout))
+        np.testing.assert_allclose(found.records["value_norm"], norm_v, 1e-6)
+        of_dp = norm_v * norm_dout
+    else:
+        of_dp = columns * largest_value * np.abs(dout).max(axis=-1)
+    np.testing.assert_array_equal(found.records["largest_value"], largest_value)
+    bound = 1.25 * of_dp + arrays["delta"].reshape(B, 3, -1).max(axis=-1)
+    np.testing.assert_array_equal(found.records["ds"], 2.0 ** (15 - np.frexp(bound)[1]))
+
+
+@pytest.mark.parametrize("two_limbs", [False, True])
+@pytest.mark.parametrize("name", ["query", "key", "value", "dout", "delta", "none"])
+def test_which_heads_are_computed_in_float32(emulator: ctypes.CDLL, name: str, two_limbs: bool) -> None:
+    """Those with a row that is too small against another, unless it is 0, or hidden, or nothing but its lse counts."""
+
+    def flags(factor: float, kept: dict[str, np.ndarray] | None = None) -> list[list[bool]]:
+        arrays = arrays_of()
         head = 1 if name in ("key", "value") else N - 1
         if name == "delta":
-            arrays[name][0, head, 1] *= factor
+            arrays[name][0, head, 1] *= np.float32(factor)
         elif name != "none":
-            arrays[name][0, 1, head] *= factor
-        descale = limbs.scaled(options, operands, *map(jnp.asarray, arrays.values()))[1]
-        assert descale.shape == (B, K, 6)
-        return (np.asarray(descale[..., 5]) == 1).tolist()
+            arrays[name][0, 1, head] *= np.float32(factor)
+        found = scaled(emulator, arrays, kept, two_limbs=two_limbs, chunks=2)
+        assert np.isin(found.records["in_float32"], (0, 1)).all()
+        return (found.records["in_float32"] == 1).tolist()
 
     nothing, one = [[False] * K] * B, [[False, name != "none"], [False] * K]
-    gradient = name in ("dout", "delta") and not highest
+    gradient = name in ("dout", "delta") and not two_limbs
     small, large = (2.0**-28, 2.0**-32) if gradient else (2.0**-18, 2.0**-22)
     if name == "delta":  # adds to what dout makes of dS
         small, large = 1 / small, 2**10 / large
-    assert flags(small, {}) == flags(0.0, {}) == nothing
-    assert flags(large, {}) == one
-    hidden = np.ones((B, 1, T, S), bool)
-    hidden[:, :, 1] = hidden[..., 1] = False
-    assert flags(large, {"mask": jnp.asarray(hidden)}) == nothing
+    assert flags(small) == flags(0.0) == nothing
+    assert flags(large) == one
+    kept = {"q": np.ones((B, T, N), bool), "kv": np.ones((B, S, K), bool)}
+    for rows in kept.values():
+        rows[:, 1] = False
+    assert flags(large, kept) == nothing
 
 
-@pytest.mark.parametrize("highest", [False, True])
-@pytest.mark.parametrize("name", MASKS)
-def test_hidden_rows_have_no_influence(name: str, highest: bool) -> None:
-    options, operands = call_of(MASKS[name])
-    options = dataclasses.replace(options, highest_precision=highest)
-    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H)
-    q, k, v, dout = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
-    delta = rng.standard_normal((B, N, T)).astype(np.float32)
-    of_rows, of_keys = (
-        np.broadcast_to(scores.kept(options, operands, side, T, S, K), (B, length, heads))[..., None]
-        for side, length, heads in (("q", T, N), ("kv", S, K))
-    )
-    clean = limbs.scaled(options, operands, *map(jnp.asarray, (q, k, v, dout, delta)))
-    spoiled = [
-        jnp.where(kept, x, jnp.float32(value))
-        for x, kept, value in ((q, of_rows, 1e30), (k, of_keys, np.nan), (v, of_keys, 3.4e38), (dout, of_rows, -1e35))
-    ]
-    found = limbs.scaled(options, operands, *spoiled, jnp.asarray(delta))
-    assert not (of_rows.all() and of_keys.all())
-    np.testing.assert_array_equal(found[1], clean[1])
-    for got, want in zip(found[0], clean[0], strict=True):
-        assert np.isfinite(np.asarray(got, np.float32)).all()
-        np.testing.assert_array_equal(got, want)
+@pytest.mark.parametrize("two_limbs", [False, True])
+def test_hidden_rows_have_no_influence(emulator: ctypes.CDLL, two_limbs: bool) -> None:
+    arrays = arrays_of()
+    kept = {"q": rng.random((B, T, N)) < 0.5, "kv": rng.random((B, S, K)) < 0.5}
+    clean = scaled(emulator, arrays, kept, two_limbs=two_limbs)
+    sides = {"query": "q", "key": "kv", "value": "kv", "dout": "q"}
+    for name, value in (("query", 1e30), ("key", np.nan), ("value", 3.4e38), ("dout", -1e35)):
+        arrays[name][~kept[sides[name]]] = value
+    arrays["delta"][~np.swapaxes(kept["q"], 1, 2)] = 1e30
+    found = scaled(emulator, arrays, kept, two_limbs=two_limbs)
+    for name, want in clean.records.items():
+        np.testing.assert_array_equal(found.records[name], want, name)
+    for name, want in clean.arrays.items():
+        assert not want[~kept[sides[name]]].any()
+        np.testing.assert_array_equal(found.arrays[name], want, name)

@@ -10,7 +10,8 @@ constexpr int kSplitWarps = 8;  // per block of jax_flash_sum_splits
 // The kernels jax_flash_float32_*: threads, dynamic shared memory, and blocks of their grids per multiprocessor.
 constexpr int kFloat32Threads = 256;
 constexpr int kFloat32SharedBytes = 36 * 1024;
-constexpr int kFloat32Blocks = 2;
+constexpr int kFloat32Blocks = 2;  // at most
+constexpr int kFloat32Tile = 64;   // rows, and keys
 
 constexpr int kSingleTileKeys = 64;  // at most, of jax_flash_forward_single_tile
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "problem.h"
+#include "scaling.h"
 
 namespace jax_flash::cuda {
 
@@ -37,7 +38,7 @@ namespace rules {
 
 constexpr Pass forward = Pass::forward, backward = Pass::backward, backward_dq = Pass::backward_dq,
                backward_bias = Pass::backward_bias, forward_split_kv = Pass::forward_split_kv,
-               forward_single_tile = Pass::forward_single_tile;
+               forward_single_tile = Pass::forward_single_tile, scale = Pass::scale;
 
 // The first rule that fits is taken. The comment of each has the forward or backward rate that put it there: TFLOP/s on
 // an H200 without mask, B4 S4096, N * H = 2048, bfloat16 for one limb. Rates after "first:" are those of the first
@@ -182,6 +183,13 @@ inline constexpr TileRule all[] = {
     {"sm70", 1, backward_bias, 128, 32, {64, 64, 4, 1, 2}},
     {"sm70", 1, backward_bias, 256, 48, {64, 32, 4, 1, 2}},
     {"sm70", 2, backward_bias, 128, 48, {64, 32, 4, 1, 2}},
+    // These kernels have no tiles, and take all head dims.
+    {"sm80", 1, scale, kScaledColumns, 0, {}},
+    {"sm80", 2, scale, kScaledColumns, 0, {}},
+    {"sm75", 1, scale, kScaledColumns, 0, {}},
+    {"sm75", 2, scale, kScaledColumns, 0, {}},
+    {"sm70", 1, scale, kScaledColumns, 0, {}},
+    {"sm70", 2, scale, kScaledColumns, 0, {}},
 };
 
 }  // namespace rules

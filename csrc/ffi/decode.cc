@@ -9,7 +9,11 @@ void require(bool condition, const std::string& what) {
   if (!condition) throw std::invalid_argument(what);
 }
 
-namespace {
+void require_count(size_t expected, size_t got, const char* what) {
+  if (got == expected) return;
+  throw std::invalid_argument("the call must have " + std::to_string(expected) + " " + what + ", got " +
+                              std::to_string(got));
+}
 
 int narrow(int64_t value, const char* what) {
   if (value < 1 || value > std::numeric_limits<int>::max()) {
@@ -17,6 +21,38 @@ int narrow(int64_t value, const char* what) {
   }
   return static_cast<int>(value);
 }
+
+static std::string described(ffi::DataType type, Sizes sizes) {
+  std::ostringstream text;
+  text << type << "[";
+  for (size_t i = 0; i < sizes.size(); ++i) text << (i ? ", " : "") << sizes[i];
+  return text.str() + "]";
+}
+
+void check(const ffi::AnyBuffer& buffer, ffi::DataType type, Sizes sizes, const char* name, bool broadcast) {
+  Sizes got = buffer.dimensions();
+  bool good = buffer.element_type() == type && got.size() == sizes.size();
+  for (size_t i = 0; good && i < sizes.size(); ++i) good = got[i] == sizes[i] || (broadcast && got[i] == 1);
+  if (!good) {
+    throw std::invalid_argument(std::string(name) + " must be " + described(type, sizes) +
+                                (broadcast ? ", where dimensions may be 1" : "") + ", got " +
+                                described(buffer.element_type(), got));
+  }
+}
+
+ffi::AnyBuffer argument(ffi::RemainingArgs args, size_t index) {
+  auto value = args.get<ffi::AnyBuffer>(index);
+  if (!value.has_value()) throw std::invalid_argument(value.error().message());
+  return *value;
+}
+
+ffi::AnyBuffer result(ffi::RemainingRets rets, size_t index) {
+  auto value = rets.get<ffi::AnyBuffer>(index);
+  if (!value.has_value()) throw std::invalid_argument(value.error().message());
+  return **value;
+}
+
+namespace {
 
 DType decode_dtype(ffi::DataType type) {
   switch (type) {
@@ -30,27 +66,6 @@ DType decode_dtype(ffi::DataType type) {
 
 // The dtype of accumulators, statistics, sinks, slopes and the gradients of trainable operands.
 ffi::DataType wide(ffi::DataType type) { return type == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32; }
-
-using Sizes = ffi::Span<const int64_t>;
-
-std::string described(ffi::DataType type, Sizes sizes) {
-  std::ostringstream text;
-  text << type << "[";
-  for (size_t i = 0; i < sizes.size(); ++i) text << (i ? ", " : "") << sizes[i];
-  return text.str() + "]";
-}
-
-// With `broadcast`, any dimension may have size 1 instead.
-void check(const ffi::AnyBuffer& buffer, ffi::DataType type, Sizes sizes, const char* name, bool broadcast = false) {
-  Sizes got = buffer.dimensions();
-  bool good = buffer.element_type() == type && got.size() == sizes.size();
-  for (size_t i = 0; good && i < sizes.size(); ++i) good = got[i] == sizes[i] || (broadcast && got[i] == 1);
-  if (!good) {
-    throw std::invalid_argument(std::string(name) + " must be " + described(type, sizes) +
-                                (broadcast ? ", where dimensions may be 1" : "") + ", got " +
-                                described(buffer.element_type(), got));
-  }
-}
 
 // XLA's buffers are dense and row-major.
 Tensor tensor(const ffi::AnyBuffer& buffer, int batch, int length, int heads, int head_dim, ffi::DataType type,
@@ -77,7 +92,7 @@ int64_t extent(char dim, const Problem& p) {
     case 'k': return p.kv_heads;
     case 'h': return p.head_dim;
     case 'v': return p.value_head_dim;
-    case '6': return 6;
+    case '8': return 8;
     case 't': return p.q_length;
     case 's': return p.kv_length;
     case 'i': return blocks(p.q_length);
@@ -106,18 +121,6 @@ ffi::DataType type_of(const bool*, ffi::DataType, const Options&) { return ffi::
 ffi::DataType type_of(const void*, ffi::DataType element, const Options&) { return wide(element); }
 ffi::DataType type_of(const Original*, ffi::DataType, const Options& options) {
   return options.original_bfloat16 ? ffi::DataType::BF16 : ffi::DataType::F32;
-}
-
-ffi::AnyBuffer argument(ffi::RemainingArgs args, size_t index) {
-  auto value = args.get<ffi::AnyBuffer>(index);
-  if (!value.has_value()) throw std::invalid_argument(value.error().message());
-  return *value;
-}
-
-ffi::AnyBuffer result(ffi::RemainingRets rets, size_t index) {
-  auto value = rets.get<ffi::AnyBuffer>(index);
-  if (!value.has_value()) throw std::invalid_argument(value.error().message());
-  return **value;
 }
 
 }  // namespace
@@ -214,13 +217,8 @@ Call decode(Platform platform, Pass pass, const Options& options, ffi::Remaining
     call.scratch_elements = static_cast<int64_t>(buffer.element_count());
     p.scratch = buffer.untyped_data();
   }
-  auto count = [](size_t expected, size_t got, const char* what) {
-    if (got == expected) return;
-    throw std::invalid_argument("the call must have " + std::to_string(expected) + " " + what + ", got " +
-                                std::to_string(got));
-  };
-  count(next, args.size(), "arguments");
-  count(results, rets.size(), "results");
+  require_count(next, args.size(), "arguments");
+  require_count(results, rets.size(), "results");
   return call;
 }
 

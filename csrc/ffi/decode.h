@@ -46,7 +46,18 @@ enum class Platform { cpu, cuda };
 // maybe for another machine, so each platform checks that it suffices; a call that wanted none has none.
 Call decode(Platform platform, Pass pass, const Options& options, ffi::RemainingArgs args, ffi::RemainingRets rets);
 
+// These throw std::invalid_argument.
 void require(bool condition, const std::string& what);
+void require_count(size_t expected, size_t got, const char* what);
+int narrow(int64_t value, const char* what);  // a size of 1 at least
+
+// Buffers of a call by their index.
+ffi::AnyBuffer argument(ffi::RemainingArgs args, size_t index);
+ffi::AnyBuffer result(ffi::RemainingRets rets, size_t index);
+
+using Sizes = ffi::Span<const int64_t>;
+// With `broadcast`, any dimension may have size 1 instead.
+void check(const ffi::AnyBuffer& buffer, ffi::DataType type, Sizes sizes, const char* name, bool broadcast = false);
 
 // Turns what `body` throws into XLA's errors, std::invalid_argument into InvalidArgument.
 template <typename Body>

@@ -16,6 +16,13 @@ struct Handlers {
 };
 Handlers handlers();
 
+// Those of the call that makes float16 arrays of float32 ones, on CUDA.
+struct ScaleHandlers {
+  XLA_FFI_Handler* prepare;
+  XLA_FFI_Handler* run;
+};
+ScaleHandlers scale_handlers();
+
 // When XLA queries its metadata, registers a forward that records its kernels into XLA's CUDA graphs. Otherwise runs as
 // forward_cuda does.
 XLA_FFI_Error* register_forward_cuda(XLA_FFI_CallFrame* call_frame);

@@ -196,6 +196,10 @@ NB_MODULE(_core, m) {
           cuda["jax_flash_register_forward"] = capsule(register_forward_cuda);
         }
         cuda["jax_flash_backward"] = backward;
+        nb::dict scale;
+        scale["initialize"] = capsule(scale_handlers().prepare);
+        scale["execute"] = capsule(scale_handlers().run);
+        cuda["jax_flash_scale"] = scale;
         nb::dict all;
         all["cpu"] = cpu;
         all["CUDA"] = cuda;

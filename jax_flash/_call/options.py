@@ -46,7 +46,7 @@ class Operand:
 
     ``dims`` has a letter for each dimension, as in csrc/options.h: b batch, d sequences, e sequences + 1, n query
     heads, k key heads, t and s lengths, i and j lengths in blocks of `SEGMENT_BLOCK`, h head_dim, v value_head_dim, 2 a
-    pair, 6 a record of six.
+    pair, 8 a record of eight.
 
     ``dtype`` is a dtype's name, "wide" for the accumulation dtype, or "original" for float32, and bfloat16 where
     ``Options.original_bfloat16`` says so.
@@ -101,7 +101,7 @@ OPERANDS: dict[str, Operand] = {
     "kv_segment_ranges": Operand("bj2", "int32"),
     "mask": Operand("bnts", "bool", broadcast=True),
     "dropout_seeds": Operand("bdn2", "uint32"),
-    "descale": Operand("bk6", "float32"),
+    "descale": Operand("bk8", "float32"),
     "original_query": Operand("btnh", "original"),
     "original_key": Operand("bskh", "original"),
     "original_value": Operand("bskv", "original"),
@@ -112,7 +112,7 @@ OPERANDS: dict[str, Operand] = {
 }
 """Each is optional; csrc/options.h defines their meaning. sinks has a gradient too, one that needs no kernel; descale
 and the originals are no options of attention() but belong to the float16 form of float32 arrays
-(_primitive/limbs.py)."""
+(csrc/cuda/device/scale.cuh)."""
 
 
 def positions_matter(options: Options, operands: Collection[str]) -> bool:

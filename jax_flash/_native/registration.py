@@ -29,9 +29,10 @@ from jax_flash._native import private, tuned, warn  # only if there is a library
 
 FORWARD_TARGET = "jax_flash_forward"
 BACKWARD_TARGET = "jax_flash_backward"
+SCALE_TARGET = "jax_flash_scale"
 
 EXPORT_SAFE_TARGETS: tuple[jax.export.DisabledSafetyCheck, ...] = tuple(
-    map(jax.export.DisabledSafetyCheck.custom_call, (FORWARD_TARGET, BACKWARD_TARGET))
+    map(jax.export.DisabledSafetyCheck.custom_call, (FORWARD_TARGET, BACKWARD_TARGET, SCALE_TARGET))
 )
 """Makes ``jax.export`` accept this package's custom calls, which are stable across versions of JAX:
 

@@ -101,6 +101,24 @@ inline unsigned __ballot_sync(unsigned mask, bool x, EMULATOR_SITE) {
 inline bool __any_sync(unsigned mask, bool x, EMULATOR_SITE) { return __ballot_sync(mask, x, site) != 0; }
 inline bool __all_sync(unsigned mask, bool x, EMULATOR_SITE) { return __ballot_sync(mask, x, site) == ~0u; }
 
+template <typename Of>
+unsigned reduced(unsigned mask, unsigned x, const Of& of, const emulator::Site& site) {
+  if (mask != ~0u) emulator::fail("a reduction over some lanes of a warp", site);
+  const char* all = emulator::exchange(&x, sizeof(x), site);
+  for (int lane = 0; lane < 32; ++lane) {
+    unsigned other;
+    __builtin_memcpy(&other, all + 64 * lane, sizeof(other));
+    x = of(x, other);
+  }
+  return x;
+}
+inline unsigned __reduce_max_sync(unsigned mask, unsigned x, EMULATOR_SITE) {
+  return reduced(mask, x, [](unsigned a, unsigned b) { return a < b ? b : a; }, site);
+}
+inline unsigned __reduce_min_sync(unsigned mask, unsigned x, EMULATOR_SITE) {
+  return reduced(mask, x, [](unsigned a, unsigned b) { return a < b ? a : b; }, site);
+}
+
 inline float atomicAdd(float* to, float x) {
   const float before = *to;
   *to += x;
@@ -120,6 +138,7 @@ inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x
 inline float fmaxf(float x, float y) { return __builtin_fmaxf(x, y); }
 inline float fabsf(float x) { return __builtin_fabsf(x); }
 inline float fminf(float x, float y) { return __builtin_fminf(x, y); }
+inline float sqrtf(float x) { return __builtin_sqrtf(x); }
 inline float log2f(float x) { return __builtin_log2f(x); }
 inline float fmaf(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
 inline float __fmul_rn(float x, float y) { return x * y; }

@@ -27,10 +27,11 @@ std::string folder;
 int the_multiprocessors = 1;
 unsigned the_seed = 0;
 
-// What a CuKernel points to here: one of the two is null.
+// What a CuKernel points to here: all but one are null.
 struct Emulated {
   void (*of_maps)(const Problem&, const TensorMaps&);
   void (*of_problem)(const Problem&);
+  void (*of_scaling)(const Scaling&);
 };
 
 }  // namespace
@@ -56,8 +57,9 @@ bool Driver::capturing(CuStream) const { return false; }
 void Driver::launch(CuKernel kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, CuStream,
                     const void* const* arguments) const {
   const Emulated& emulated = *reinterpret_cast<const Emulated*>(kernel);
-  const Problem& problem = *static_cast<const Problem*>(arguments[0]);
   const auto body = [&] {
+    if (emulated.of_scaling) return emulated.of_scaling(*static_cast<const Scaling*>(arguments[0]));
+    const Problem& problem = *static_cast<const Problem*>(arguments[0]);
     if (emulated.of_problem) return emulated.of_problem(problem);
     emulated.of_maps(problem, *static_cast<const TensorMaps*>(arguments[1]));
   };
@@ -96,16 +98,21 @@ TensorMap Driver::tensor_map(void* data, const unsigned long long (&sizes)[4], c
 
 Loaded kernels_of(const Variant& variant, int) {
   const std::string name = variant.name();  // asked for once: launch.cc remembers
-  const bool has_maps = variant.family == "sm90a";
+  const bool has_maps = variant.family == "sm90a", scales = variant.pass == Pass::scale;
   if (!has_maps && variant.family != "sm80") throw std::runtime_error("the emulator has no " + name);
   const std::string entry = entry_point(variant.pass), base = folder + "/" + name;
   {
     std::ofstream file(base + ".cc");
     file << variant.source() << "namespace jax_flash {\n"
-         << "extern \"C\" KernelTraits emulated_traits() { return " << entry << "_traits; }\n"
-         << "extern \"C\" void emulated_main(const Problem& problem"
-         << (has_maps ? ", const TensorMaps& maps) { " : ") { ") << entry
-         << (has_maps ? "(problem, maps); }\n" : "(problem); }\n");
+         << "extern \"C\" KernelTraits emulated_traits() { return " << entry << "_traits; }\n";
+    if (scales) {
+      file << "extern \"C\" void emulated_main(const Scaling& scaling) { jax_flash_scale(scaling); }\n"
+           << "extern \"C\" void emulated_row_sizes(const Scaling& scaling) { " << kRowSizes << "(scaling); }\n";
+    } else {
+      file << "extern \"C\" void emulated_main(const Problem& problem"
+           << (has_maps ? ", const TensorMaps& maps) { " : ") { ") << entry
+           << (has_maps ? "(problem, maps); }\n" : "(problem); }\n");
+    }
     if (variant.pass == Pass::forward_split_kv) {
       file << "extern \"C\" void emulated_combine(const Problem& problem) { jax_flash_combine(problem); }\n";
     }
@@ -131,10 +138,19 @@ Loaded kernels_of(const Variant& variant, int) {
   Loaded loaded{};
   loaded.traits = reinterpret_cast<KernelTraits (*)()>(dlsym(library, "emulated_traits"))();
   auto kernel = [&](const char* maps, const char* problem) {
-    return reinterpret_cast<CuKernel>(
-        new Emulated{reinterpret_cast<decltype(Emulated::of_maps)>(maps ? dlsym(library, maps) : nullptr),
-                     reinterpret_cast<decltype(Emulated::of_problem)>(problem ? dlsym(library, problem) : nullptr)});
+    return reinterpret_cast<CuKernel>(new Emulated{
+        reinterpret_cast<decltype(Emulated::of_maps)>(maps ? dlsym(library, maps) : nullptr),
+        reinterpret_cast<decltype(Emulated::of_problem)>(problem ? dlsym(library, problem) : nullptr), nullptr});
   };
+  if (scales) {
+    auto of_scaling = [&](const char* name) {
+      auto found = reinterpret_cast<decltype(Emulated::of_scaling)>(dlsym(library, name));
+      return reinterpret_cast<CuKernel>(new Emulated{nullptr, nullptr, found});
+    };
+    loaded.main = of_scaling("emulated_main");
+    loaded.row_sizes = of_scaling("emulated_row_sizes");
+    return loaded;
+  }
   loaded.main = has_maps ? kernel("emulated_main", nullptr) : kernel(nullptr, "emulated_main");
   if (loaded.traits.combine_warps) loaded.combine = kernel(nullptr, "emulated_combine");
   if (loaded.traits.splits_groups) loaded.sum_splits = kernel(nullptr, "emulated_sum_splits");
@@ -284,4 +300,10 @@ EMULATOR_CALL const char* call_run(Call* call, int backward, unsigned seed) {
     launch(call->device, nullptr, backward ? Pass::backward : Pass::forward, call->dtype, call->problem,
            call->scratch_elements);
   });
+}
+
+// The float16 arrays of float32 or bfloat16 ones; returns what is wrong, or an empty text.
+EMULATOR_CALL const char* scale_run(Call* call, int two_limbs, int bf16, const Scaling* scaling, unsigned seed) {
+  the_seed = seed;
+  return guarded(call, [&] { launch_scale(call->device, nullptr, two_limbs, bf16, *scaling); });
 }

@@ -1,7 +1,7 @@
 // Clusters: blocks that write to each other's shared memory, from compute capability 9.0 on.
 #pragma once
 
-#include "cuda/device/prelude.cuh"
+#include "cuda/device/programmatic_launch.cuh"
 
 namespace jax_flash {
 
@@ -65,20 +65,6 @@ JAX_FLASH_DEVICE void send_four(u32 address, u32 mbarrier, float4 x) {
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
       "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(mbarrier)
       : "memory");
-#endif
-}
-
-// A kernel may be started before the one that it follows has ended (cuda/driver.h). It lets the next one come likewise,
-// as soon as all of its blocks have said so, and waits for the one before, here: no global memory may be touched until
-// then. Both do nothing where no launch allows it.
-JAX_FLASH_DEVICE void let_the_next_kernel_begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-JAX_FLASH_DEVICE void wait_for_the_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 

@@ -1,5 +1,5 @@
 // What the kernels share that compute heads in float32 arithmetic, without tensor cores: those whose rows differ too
-// much in size to stand as float16 with one scale (Descale, jax_flash/_primitive/limbs.py). The other kernels pass over
+// much in size to stand as float16 with one scale (scale.cuh). The other kernels pass over
 // these heads, and these kernels over all others. There are few such heads, so the code is plain and the same for all
 // families.
 //
@@ -12,20 +12,19 @@
 // rounded on its way there and back.
 #pragma once
 
-#include "cuda/device/cluster.cuh"
 #include "cuda/device/head_scores.cuh"
+#include "cuda/device/programmatic_launch.cuh"
 #include "cuda/device/tile_walk.cuh"
 
 namespace jax_flash {
 
-constexpr int float32_tile = 64;   // rows, and keys
 constexpr int float32_depth = 32;  // columns that are in shared memory at a time
 
 struct Float32Storage {
   // Rows begin 4 banks apart, so that eight of them are read at once, in fours.
-  float own[float32_tile][float32_depth + 4];
-  float other[float32_tile][float32_depth + 4];
-  float weights[float32_tile][float32_tile + 4];  // of pairs, own by other
+  float own[kFloat32Tile][float32_depth + 4];
+  float other[kFloat32Tile][float32_depth + 4];
+  float weights[kFloat32Tile][kFloat32Tile + 4];  // of pairs, own by other
   float sums[kFloat32Threads / 32];               // of the warps
 };
 static_assert(sizeof(Float32Storage) <= kFloat32SharedBytes);
@@ -84,7 +83,7 @@ JAX_FLASH_DEVICE void float32_products(float (&c)[4][4], Float32Storage& shared,
   for (int first = 0; first < x.columns; first += float32_depth) {
     constexpr int fours = float32_depth / 4;  // of a row
 #pragma unroll
-    for (int i = 0; i < float32_tile * fours / kFloat32Threads; ++i) {
+    for (int i = 0; i < kFloat32Tile * fours / kFloat32Threads; ++i) {
       const int four = i * kFloat32Threads + threadIdx.x, row = four / fours, column = four % fours * 4;
       *reinterpret_cast<float4*>(&shared.own[row][column]) = x.four(own + row, first + column);
       *reinterpret_cast<float4*>(&shared.other[row][column]) = y.four(other + row, first + column);
@@ -131,7 +130,7 @@ struct Float32Sums {
 
   // Adds W Y, with the weights that all threads have put into shared memory, and Y's rows from `other` on.
   __device__ __forceinline__ void add(const Float32Storage& shared, const Float32Rows& y, int other) {
-    const int rows = at_most(float32_tile, y.length - other);
+    const int rows = at_most(kFloat32Tile, y.length - other);
 #pragma unroll 1
     for (int k = 0; k < rows; k += 4) {
       float weights[4][4];
@@ -238,7 +237,7 @@ JAX_FLASH_DEVICE void for_float32_items(const Problem& problem, int items, const
 
 // Tiles of rows or keys of which a batch entry has `length`, packed sequences each beginning with one of their own.
 JAX_FLASH_DEVICE int float32_tiles(const Problem& problem, int length) {
-  return blocks_of(problem, length, float32_tile);
+  return blocks_of(problem, length, kFloat32Tile);
 }
 
 // A tile of rows, or with `of_keys` of keys.
@@ -250,25 +249,25 @@ struct Float32Place {
   __device__ __forceinline__ Float32Place(const Problem& problem, bool of_keys, int batch, int tile)
       : of_keys(of_keys) {
     const int* cu_lengths = of_keys ? problem.cu_kv_lengths : problem.cu_q_lengths;
-    sequence = sequence_of(problem, cu_lengths, batch, float32_tile, tile);
-    first = tile * float32_tile;
+    sequence = sequence_of(problem, cu_lengths, batch, kFloat32Tile, tile);
+    first = tile * kFloat32Tile;
     extent = extent_of(problem, batch, sequence);
   }
   __device__ __forceinline__ const Rows& rows() const { return of_keys ? extent.kv : extent.q; }
   __device__ __forceinline__ bool is_empty() const { return packed && first >= rows().stored; }
 
   // The tiles of the other side that may have pairs with this one.
-  __device__ __forceinline__ TileWalk<float32_tile> others(const Problem& problem) const {
+  __device__ __forceinline__ TileWalk<kFloat32Tile> others(const Problem& problem) const {
     const Band band = band_of(problem, extent);
-    return of_keys ? walk_of_rows<float32_tile, float32_tile>(problem, extent, band, first)
-                   : walk_of_keys<float32_tile, float32_tile>(problem, extent, band, first);
+    return of_keys ? walk_of_rows<kFloat32Tile, kFloat32Tile>(problem, extent, band, first)
+                   : walk_of_keys<kFloat32Tile, kFloat32Tile>(problem, extent, band, first);
   }
   // Calls `visit` with the first row of each.
   template <typename Visit>
   __device__ __forceinline__ void walk(const Problem& problem, const Visit& visit) const {
-    const TileWalk<float32_tile> tiles = others(problem);
+    const TileWalk<kFloat32Tile> tiles = others(problem);
     for (int tile = tiles.after(tiles.range.begin - 1); tile < tiles.range.end; tile = tiles.after(tile)) {
-      visit(tile * float32_tile);
+      visit(tile * kFloat32Tile);
     }
   }
 };

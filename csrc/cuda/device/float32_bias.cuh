@@ -13,7 +13,7 @@ JAX_FLASH_DEVICE void float32_bias_item(const Problem& problem, Float32Storage& 
   const int planes = s.head ? problem.q_heads : 1;  // of a batch entry
   const int plane_head = plane % planes, plane_batch = plane / planes;
   const int group = problem.q_heads / problem.kv_heads;
-  const int first_key = key_tile * float32_tile;
+  const int first_key = key_tile * kFloat32Tile;
   float sum[4][4] = {};
   bool changed = false;
   for (int batch = plane_batch; batch < (s.batch ? plane_batch + 1 : problem.batch); ++batch) {
@@ -32,7 +32,7 @@ JAX_FLASH_DEVICE void float32_bias_item(const Problem& problem, Float32Storage& 
   for (int i = 0; i < 4; ++i) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const int row = row_tile * float32_tile + float32_ty() + 16 * i, key = first_key + float32_tx() + 16 * j;
+      const int row = row_tile * kFloat32Tile + float32_ty() + 16 * i, key = first_key + float32_tx() + 16 * j;
       if (row < problem.q_length && key < problem.kv_length) to[row * s.row + key * s.column] += sum[i][j];
     }
   }
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(kFloat32Threads)
       any = any || computed_in_float32(problem, 0, head);
     }
     if (!__any_sync(0xffffffffu, any)) return;
-    const int q_tiles = ceil_div(problem.q_length, float32_tile), kv_tiles = ceil_div(problem.kv_length, float32_tile);
+    const int q_tiles = ceil_div(problem.q_length, kFloat32Tile), kv_tiles = ceil_div(problem.kv_length, kFloat32Tile);
     const i64 planes = static_cast<i64>(s.batch ? problem.batch : 1) * (s.head ? problem.q_heads : 1);
     for (i64 item = blockIdx.x; item < planes * q_tiles * kv_tiles; item += gridDim.x) {
       const i64 row = item / kv_tiles;

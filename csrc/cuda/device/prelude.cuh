@@ -13,6 +13,7 @@
 #include "cuda/kernel_traits.h"
 #include "layout.h"
 #include "problem.h"
+#include "scaling.h"
 
 namespace jax_flash {
 
@@ -96,19 +97,18 @@ JAX_FLASH_DEVICE float sink_of(const Problem& problem, int batch, int head) {
 struct Descale {
   float query, key, value, dout, ds;
 };
-constexpr int kDescaleFields = 6;  // the last says whether the head is computed in float32
-JAX_FLASH_DEVICE const float* descale_record(const Problem& problem, int batch, int kv_head) {
-  return problem.descale + (static_cast<i64>(batch) * problem.kv_heads + kv_head) * kDescaleFields;
+JAX_FLASH_DEVICE const ScaleRecord& scale_record(const Problem& problem, int batch, int kv_head) {
+  return reinterpret_cast<const ScaleRecord*>(problem.descale)[static_cast<i64>(batch) * problem.kv_heads + kv_head];
 }
 JAX_FLASH_DEVICE Descale descale_of(const Problem& problem, int batch, int kv_head) {
   if constexpr (!has_descale) return {1.f, 1.f, 1.f, 1.f, 1.f};
-  const float* x = descale_record(problem, batch, kv_head);
-  return {x[0], x[1], x[2], x[3], x[4]};
+  const ScaleRecord& x = scale_record(problem, batch, kv_head);
+  return {x.query, x.key, x.value, x.dout, x.ds};
 }
 // Whether a key head and its query heads are left to the kernels of float32.cuh.
 JAX_FLASH_DEVICE bool computed_in_float32(const Problem& problem, int batch, int kv_head) {
   if constexpr (!has_descale) return false;
-  return descale_record(problem, batch, kv_head)[kDescaleFields - 1] != 0.f;
+  return scale_record(problem, batch, kv_head).in_float32 != 0.f;
 }
 
 // Forward, weights are at most 2^weight_bits, against the row's maximum so far: in float16 those of many keys would

@@ -56,6 +56,10 @@ std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std:
                           const std::vector<Pass>& passes) {
   const Family& family = forced.empty() ? served_family(arch) : *family_of(arch, forced, "family");
   std::vector<Variant> variants;
+  auto add_once = [&](const Variant& variant) {
+    auto same = [&](const Variant& other) { return other.name() == variant.name(); };
+    if (std::none_of(variants.begin(), variants.end(), same)) variants.push_back(variant);
+  };
   for (Pass pass : passes) {
     for (DType dtype : dtypes) {
       for (auto [head_dim, value_head_dim] : head_dims) {
@@ -63,6 +67,10 @@ std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std:
           const int largest = std::max(head_dim, value_head_dim), limbs = record.highest_precision ? 2 : 1;
           if (pass == Pass::backward_dq && !separate_dq(family, record, largest)) continue;
           if (pass == Pass::backward_bias && !(record.separate_dq && record.has_dbias)) continue;
+          if (pass == Pass::scale) {
+            if (record.has_descale) add_once(scale_variant(family, arch, record, largest));
+            continue;
+          }
           auto add = [&](int rows) {
             variants.push_back(variant_of(family, arch, pass, dtype, head_dim, value_head_dim, record, rows));
           };

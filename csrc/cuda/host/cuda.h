@@ -9,6 +9,7 @@
 #include "cuda/tensor_maps.h"
 #include "cuda/tiles.h"
 #include "problem.h"
+#include "scaling.h"
 
 namespace jax_flash::cuda {
 
@@ -31,6 +32,11 @@ void prepare(int device, Pass pass, DType dtype, const Problem& problem, int64_t
 // Enqueues the kernels. After prepare() it neither allocates nor compiles nor synchronises. Throws
 // std::invalid_argument if the scratch has fewer elements than the call needs.
 void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem, int64_t scratch_elements);
+
+// The same for the kernels that make float16 arrays of float32 ones, or with `bfloat16` of bfloat16 ones: each with two
+// limbs, or one.
+void prepare_scale(int device, bool two_limbs, bool bfloat16, const Scaling& scaling);
+void launch_scale(int device, Stream stream, bool two_limbs, bool bfloat16, const Scaling& scaling);
 
 // How the split-KV forward serves a call: rows of a block, and slices of the keys. The plan is a function of the shape
 // alone, so that results are the same on every GPU of a family; it assumes kMultiprocessors for all of them.
@@ -126,8 +132,8 @@ bool separate_dq(int arch, int largest_head_dim);
 struct Kernel {
   std::string name;  // the variant's name
   std::string path;  // of the cubin
-  std::string pass;  // "forward", "forward_split_kv", "forward_single_tile", "backward", "backward_dq" or
-                     // "backward_bias"; the kernel is jax_flash_<pass>
+  std::string pass;  // "forward", "forward_split_kv", "forward_single_tile", "backward", "backward_dq",
+                     // "backward_bias" or "scale"; the kernel is jax_flash_<pass>
   int head_dim;
   int value_head_dim;
   int block_q;       // rows of query in a step of the main loop

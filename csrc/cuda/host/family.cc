@@ -75,11 +75,20 @@ Variant variant_of(const Family& device_family, int arch, Pass pass, DType dtype
     if (auto row = tuned_row(gpu, family.name, pass, head_dim)) variant.set_tuned(*row);
   }
   const bool forward = pass == Pass::forward || pass == Pass::forward_split_kv || pass == Pass::forward_single_tile;
-  variant.options.separate_dq = !forward && own_dq;
+  variant.options.separate_dq = !forward && pass != Pass::scale && own_dq;
   // They are there with descale, which is compiled in.
   Options& o = variant.options;
   o.has_original_query = o.has_original_key = o.has_original_value = o.has_original_dout = false;
   return variant;
+}
+
+Variant scale_variant(const Family& device_family, int arch, const Options& of_call, int largest_head_dim) {
+  Options options{};
+  options.has_descale = true;
+  options.highest_precision = of_call.highest_precision;
+  options.original_bfloat16 = of_call.original_bfloat16;
+  const int columns = largest_head_dim <= 64 ? 64 : largest_head_dim <= 128 ? 128 : kScaledColumns;
+  return variant_of(device_family, arch, Pass::scale, DType::f16, columns, columns, options);
 }
 
 namespace {

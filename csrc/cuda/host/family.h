@@ -49,6 +49,9 @@ bool separate_dq(const Family& family, const Options& options, int largest_head_
 Variant variant_of(const Family& device_family, int arch, Pass pass, DType dtype, int head_dim, int value_head_dim,
                    const Options& options, int rows = 0, const std::string& gpu = "");
 
+// The kernels that make the float16 arrays of calls with these options, up to this head_dim: there are three sizes.
+Variant scale_variant(const Family& device_family, int arch, const Options& options, int largest_head_dim);
+
 // Whether the single-tile forward serves calls with these options and head dims.
 bool serves_single_tile(const Family& family, int arch, const Options& options, int head_dim, int value_head_dim);
 

@@ -150,6 +150,7 @@ Loaded load(const Variant& variant) {
   }
   if (loaded.traits.splits_groups) loaded.sum_splits = driver.kernel(library, "jax_flash_sum_splits");
   if (loaded.traits.combine_warps) loaded.combine = driver.kernel(library, kCombine);
+  if (variant.pass == Pass::scale) loaded.row_sizes = driver.kernel(library, kRowSizes);
   if (const char* name = float32_entry(variant)) loaded.float32 = driver.kernel(library, name);
   if (has_float32_bias(variant)) loaded.float32_bias = driver.kernel(library, kFloat32Bias);
   return loaded;
@@ -314,6 +315,7 @@ Loaded kernels_of(const Variant& variant, int device) {
     if (loaded.sum_slopes) driver.ready(loaded.sum_slopes, device, 0);
     if (loaded.sum_splits) driver.ready(loaded.sum_splits, device, 0);
     if (loaded.combine) driver.ready(loaded.combine, device, 0);
+    if (loaded.row_sizes) driver.ready(loaded.row_sizes, device, loaded.traits.shared_bytes);
     if (loaded.float32) driver.ready(loaded.float32, device, kFloat32SharedBytes);
     if (loaded.float32_bias) driver.ready(loaded.float32_bias, device, kFloat32SharedBytes);
     ready.insert({loaded.main, device});  // only now: a call that failed here is tried again

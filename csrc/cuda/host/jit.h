@@ -40,6 +40,7 @@ struct Variant {
 };
 
 constexpr char kCombine[] = "jax_flash_combine";
+constexpr char kRowSizes[] = "jax_flash_row_sizes";
 constexpr char kFloat32Forward[] = "jax_flash_float32_forward", kFloat32Backward[] = "jax_flash_float32_backward";
 constexpr char kFloat32Bias[] = "jax_flash_float32_bias";
 // The kernel beside a variant's own that computes in float32 the heads that this one passes over; nullptr: none. And
@@ -56,6 +57,7 @@ struct Loaded {
   CuKernel sum_slopes;  // backward with a gradient of alibi_slopes only
   CuKernel sum_splits;  // backward of the families that split groups of query heads only
   CuKernel combine;     // forward_split_kv only
+  CuKernel row_sizes;   // scale only
   // With descale only, for heads that the others pass over: forward, forward_split_kv and backward; and backward and
   // backward_bias with a gradient of bias.
   CuKernel float32, float32_bias;

@@ -260,7 +260,11 @@ Launch combine_launch(const Launch& main) {
 
 // What computes the heads in float32 that the other kernels of the pass, which come before it, have passed over.
 Launch float32_launch(int device, const Loaded& loaded, CuKernel kernel, const Problem& problem) {
-  const unsigned blocks = kFloat32Blocks * multiprocessors_of(device);
+  auto tiles = [&](int length) { return blocks_of(problem, length, kFloat32Tile); };
+  // The items of work of all heads, in a backward, which has most.
+  const int64_t items = int64_t{problem.batch} *
+                        (problem.q_heads * tiles(problem.q_length) + 2 * problem.kv_heads * tiles(problem.kv_length));
+  const unsigned blocks = std::min(int64_t{kFloat32Blocks} * multiprocessors_of(device), items);
   const bool waits = arch_of(device) >= 90;
   return {loaded, kernel, problem, {}, false, blocks, kFloat32Threads, 1, kFloat32SharedBytes, false, waits};
 }
@@ -373,6 +377,55 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
     const int64_t items = int64_t{problem.batch} * problem.options.sequences * problem.q_heads;
     driver.launch(found.main.sum_slopes, grid(ceil_div(items, kSlopeWarps)), 32 * kSlopeWarps, 0, on, arguments);
   }
+}
+
+namespace {
+
+// The way of every call: one look-up.
+const Loaded& find_scale(int device, bool two_limbs, bool bfloat16, const Scaling& scaling) {
+  static std::mutex mutex;
+  static std::map<std::array<int, 4>, Loaded> all;
+  int columns = 0;
+  for (int i = 0; i < scaling.count; ++i) columns = std::max(columns, scaling.arrays[i].columns);
+  const std::array<int, 4> key{device, two_limbs, bfloat16, columns};
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto entry = all.find(key);
+    if (entry != all.end()) return entry->second;
+  }
+  Options options{};
+  options.highest_precision = two_limbs;
+  options.original_bfloat16 = bfloat16;
+  const int arch = arch_of(device);
+  const Loaded loaded = kernels_of(scale_variant(served_family(arch), arch, options, columns), device);
+  std::lock_guard<std::mutex> lock(mutex);
+  return all.emplace(key, loaded).first->second;
+}
+
+}  // namespace
+
+void prepare_scale(int device, bool two_limbs, bool bfloat16, const Scaling& scaling) {
+  find_scale(device, two_limbs, bfloat16, scaling);
+}
+
+void launch_scale(int device, Stream stream, bool two_limbs, bool bfloat16, const Scaling& scaling) {
+  const Loaded& loaded = find_scale(device, two_limbs, bfloat16, scaling);
+  const Driver& driver = Driver::get();
+  const bool single = scaling.chunks == 1;
+  const int64_t heads = int64_t{scaling.batch} * scaling.kv_heads;
+  const unsigned blocks = grid(single ? heads : heads * scaling.count * scaling.chunks);
+  const unsigned threads = single ? loaded.traits.threads : 32 * kChunkWarps;
+  const CuStream on = static_cast<CuStream>(stream);
+  const void* const arguments[] = {&scaling};
+  auto run = [&](CuKernel kernel) {
+    if (arch_of(device) >= 90) {
+      driver.launch_small(kernel, blocks, threads, loaded.traits.shared_bytes, on, arguments, 1);
+    } else {
+      driver.launch(kernel, blocks, threads, loaded.traits.shared_bytes, on, arguments);
+    }
+  };
+  if (!single) run(loaded.row_sizes);
+  run(loaded.main);
 }
 
 void count_recorded() {

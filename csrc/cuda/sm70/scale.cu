@@ -1,0 +1,7 @@
+namespace jax_flash {
+constexpr int column_step = 8;  // these kernels have no tiles
+}
+
+#include "cuda/device/register_loads.cuh"
+
+#include "cuda/device/scale.cuh"
