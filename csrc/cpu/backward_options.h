@@ -95,7 +95,7 @@ __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int row
 }
 
 template <typename E>
-inline void BackwardItem<E>::restate(int64_t first, int64_t end) {
+void BackwardItem<E>::restate(int64_t first, int64_t end) {
   restates_ = true;
   chunk_ = 0;
   for (int64_t index = 0; index < sequence_count(p_); ++index) {
