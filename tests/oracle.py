@@ -277,13 +277,17 @@ def bounds(
     keep: np.ndarray,
     eps: float,
     scale: float | None = None,
-    exact_lse: bool = True,
+    rounded_lse: float = 0.0,
+    added: np.ndarray | float = 0.0,
+    factors: np.ndarray | float = 1.0,
+    sinks: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     """How far results may be from those of `attention`, element by element, so that no row may suffer from others.
 
     The score of rows q and k may be wrong by a few eps |q| |k|, and every other product and sum by a few eps times the
-    size of its terms. lse has no cotangent; with ``exact_lse`` it is the score of the only key that counts, where there
-    is one, else it is rounded apart from scores.
+    size of its terms. lse has no cotangent. It is the score of the only key that counts, where there is one; up to
+    ``rounded_lse`` it may be rounded apart from scores. Options are given by what they add to scores, and by the
+    factors of dropout, [B, N, T, S].
     """
     (batch, _, q_heads, head_dim), kv_heads = query.shape, key.shape[2]
     group = q_heads // kv_heads
@@ -298,35 +302,37 @@ def bounds(
     def times(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return x @ np.abs(y)
 
-    scores = np.where(keep, scale * q @ k.swapaxes(-1, -2), -np.inf)
-    lse = np.logaddexp.reduce(scores, axis=-1, keepdims=True)
+    scores = np.where(keep, scale * q @ k.swapaxes(-1, -2) + added, -np.inf)
+    sink = np.full((q_heads, 1, 1), -np.inf) if sinks is None else sinks.astype(np.float64)[:, None, None]
+    lse = np.logaddexp(np.logaddexp.reduce(scores, axis=-1, keepdims=True), sink)
     alive = np.isfinite(lse)
-    log_p = np.where(alive, scores - np.where(alive, lse, 0), -np.inf)
+    log_p, log_sink = (np.where(alive, x - np.where(alive, lse, 0), -np.inf) for x in (scores, sink))
     p = np.exp(log_p)
-    wrong = scale * eps * pairs(q, k) + eps
-    rounded = alive & (not exact_lse or (p.max(axis=-1, keepdims=True) < 1 - 1e-9))
-    wrong = wrong + 2.0 ** (-22 if exact_lse else -20) * np.where(rounded, np.abs(lse), 0)
+    wrong = scale * eps * pairs(q, k) + eps * (1 + np.abs(added))
+    rounded = alive & (p.max(axis=-1, keepdims=True) < 1 - 1e-9)
+    wrong = wrong + 2.0**-22 * np.where(rounded, np.abs(lse), 0)
     # What weights may become, and what the others lose by it.
     grown = np.exp(np.minimum(log_p + wrong + (p * wrong).sum(axis=-1, keepdims=True), 0)) - p
-    if not exact_lse:
-        grown += p * np.minimum(2 * wrong, 1)
+    grown += p * 2.0**-22 * np.minimum(np.where(alive, np.abs(lse), 0), rounded_lse)
     # Weights below float32 are 0.
     wrong_p = grown + np.minimum(p, grown.sum(axis=-1, keepdims=True)) + eps * p + 1e-37
-    dp, wrong_dp = dout @ v.swapaxes(-1, -2), eps * pairs(dout, v)
+    dp, wrong_dp = factors * (dout @ v.swapaxes(-1, -2)), factors * eps * pairs(dout, v)
     difference = dp - (p * dp).sum(axis=-1, keepdims=True)
-    wrong_out = times(wrong_p, v)
-    wrong_delta = (np.abs(dout) * (wrong_out + eps * times(p, v))).sum(axis=-1, keepdims=True)
+    wrong_out = times(factors * wrong_p, v)
+    wrong_delta = (np.abs(dout) * (wrong_out + eps * times(factors * p, v))).sum(axis=-1, keepdims=True)
     wrong_ds = (wrong_p + eps * p) * np.abs(difference) + (wrong_p + p) * (wrong_dp + wrong_delta)
+
+    wrong_lse = np.logaddexp(np.logaddexp.reduce(log_p + wrong, axis=-1), log_sink[..., 0])
 
     def of_keys(x: np.ndarray) -> np.ndarray:
         return np.moveaxis(x.reshape(batch, kv_heads, group, *x.shape[2:]).sum(axis=2), 1, 2)
 
     return {
         "out": np.moveaxis(wrong_out, 1, 2),
-        "lse": np.where(alive[..., 0], np.logaddexp.reduce(log_p + wrong, axis=-1) + 2.0**-22 * np.abs(lse[..., 0]), 0),
+        "lse": np.where(alive[..., 0], wrong_lse + 2.0**-22 * np.abs(np.where(alive, lse, 0)[..., 0]), 0),
         "dq": np.moveaxis(scale * times(wrong_ds, k), 1, 2),
         "dk": of_keys(scale * times(wrong_ds.swapaxes(-1, -2), q)),
-        "dv": of_keys(times(wrong_p.swapaxes(-1, -2), dout)),
+        "dv": of_keys(times((factors * wrong_p).swapaxes(-1, -2), dout)),
     }
 
 

@@ -14,6 +14,12 @@
 // lse in units of log2, so that no block of keys has to.
 //
 // Heads, batch entries and chunks that share elements of dbias are one item, so its sums need no scratch.
+//
+// A weight is exp2(score - lse), but the larger lse is the more its rounding counts, until nothing of the difference is
+// right. Rows with an lse beyond kLargeLse are restated: the preparing pass runs the tiles of these rows up to their
+// scores, and puts the maximum of these, bit for bit one of them, in the place of lse, with the logarithm of the sum
+// apart.
+//
 // bfloat16 is multiplied in pairs where the processor has instructions for that, as in the forward: weights and the
 // scores' gradients are rounded to bfloat16, sums and all else stay in float. That is 1.7 times as fast as converting
 // to float (AVX512-BF16, Zen 4).
@@ -40,6 +46,10 @@ constexpr bool kColumns = kTiled<Factor<E>>;
 template <typename E>
 constexpr int kTilePadding = kPairedBackward<E> ? kPairedRows : kRowPadding;
 static_assert(kPairedRows == 2 * kTilePairs);
+// lse is rounded twice, as the caller's array and in units of log2: up to here that changes no weight by more than
+// 2^-14 of it.
+template <typename T>
+constexpr double kLargeLse = 0x1p-13 / std::numeric_limits<T>::epsilon();
 // With plan.in_turn, so many heads take turns: one block of keys of each head, then the next block of each. With one
 // head the cache lines of its sums bounce between two threads: 0.97 times the rate of 2, 4 or 8 heads.
 constexpr int kHeadsTogether = 4;
@@ -97,6 +107,7 @@ class BackwardItem {
     weights_ = arena.take<T>(tile);
     dscores_ = arena.take<T>(tile);
     lse_ = arena.take<T>(kQueries);
+    rest_ = arena.take<T>(kQueries);
     delta_ = arena.take<T>(kQueries);
     kept_begin_ = arena.take<T>(kQueries);
     kept_end_ = arena.take<T>(kQueries);
@@ -140,7 +151,9 @@ class BackwardItem {
         for (head_ = 0; head_ < p_.q_heads; ++head_) fill(Record(*this, record(head_, first)), first, rows);
       }
     }
-    for (int64_t t = first; t < std::min<int64_t>(first + size, p_.q_length); ++t) {
+    int64_t end = std::min<int64_t>(first + size, p_.q_length);
+    bool large = false;
+    for (int64_t t = first; t < end; ++t) {
       for (head_ = 0; head_ < p_.q_heads; ++head_) {
         const E* dout = row_of<const E>(p_.dout, batch_, t, head_);
         if (!kPairedBackward<E> && plan_.copies) {
@@ -154,9 +167,17 @@ class BackwardItem {
         bool none = lse == -kInfinity<double>;
         constexpr double kLargest = std::numeric_limits<T>::max();
         *row_lse(t) = none ? kInfinity<T> : static_cast<T>(std::max(lse * kLog2E, -kLargest));
+        *row_rest(t) = 0;
+        if (std::abs(lse) > kLargeLse<T> && std::abs(lse) <= kLargest) {
+          large = true;
+          // The online softmax begins with the sink.
+          *row_lse(t) = static_cast<T>(options_.sink(batch_, head_) * kLog2E);
+          *row_rest(t) = *row_lse(t) == -kInfinity<T> ? 0 : 1;
+        }
         *delta(t) = none ? 0 : sum - *statistic(p_.dlse, t);
       }
     }
+    if (large) restate(first, end);
   }
 
   // Adds up the chunks' sums of a block of rows.
@@ -240,8 +261,23 @@ class BackwardItem {
     return static_cast<T*>(p_.scratch) + row * plan_.padded_head_dim;
   }
   T* delta(int64_t t) const { return statistic(static_cast<T*>(p_.scratch) + plan_.delta, t); }
-  // In units of log2, and +inf where the row keeps no key.
+  // In units of log2, and +inf where the row keeps no key. While a row is restated, its running maximum and sum.
   T* row_lse(int64_t t) const { return statistic(static_cast<T*>(p_.scratch) + plan_.row_lse, t); }
+  T* row_rest(int64_t t) const { return statistic(static_cast<T*>(p_.scratch) + plan_.row_rest, t); }
+  bool is_restated(int64_t t) const { return *row_rest(t) != 0 || *row_lse(t) == -kInfinity<T>; }
+  // Whether any row of the key head's group in [begin, end) is.
+  bool has_restated(int64_t begin, int64_t end) {
+    for (int member = 0; member < group(); ++member) {
+      head_ = kv_head_ * group() + member;
+      for (int64_t t = begin; t < end; ++t) {
+        if (is_restated(t)) return true;
+      }
+    }
+    return false;
+  }
+
+  // Restates rows [first, end) of the batch entry, in all heads.
+  __attribute__((noinline)) void restate(int64_t first, int64_t end);
   // Row t of the batch entry in the copies of the current head.
   T* q_copy(int64_t t) const { return row_of_copy(plan_.q_copy, head_, t, k_stride_); }
   T* dout_copy(int64_t t) const { return row_of_copy(plan_.dout_copy, head_, t, v_stride_); }
@@ -356,10 +392,13 @@ class BackwardItem {
   void attend_block(int64_t first) {
     first_ = first;
     count_ = static_cast<int>(std::min<int64_t>(plan_.keys, sequence_.keys - first));
-    if (decodes()) return decode();
+    decodes_ = may_decode() && !restates_;
+    if (decodes_) decodes_ = decode();
+    if (decodes_) return;
     load_keys();
     int64_t begin = round_down(band_.row_begin(sequence_, first), kTilePadding<E>);
     int64_t end = band_.row_end(sequence_, first + count_ - 1);
+    if (restates_) begin = std::max(begin, restated_begin_), end = std::min(end, restated_end_);
     SegmentRange segments{};
     if (options_.has_segments) segments = key_segments(p_, batch_, first, first + count_);
     for (int member = 0; member < group(); ++member) {
@@ -385,6 +424,7 @@ class BackwardItem {
         }
       }
     }
+    if (restates_) return;
     if constexpr (kColumns<E>) {
       for (int j = 0; j < count_; j += kTileKeys) {
         int keys = std::min(round_up(count_ - j, kWidth<T>), kTileKeys);
@@ -447,7 +487,7 @@ class BackwardItem {
   // Rows t, t + 1, ... of head_: in place in the copies if they fill the tile, else rows `at`, ... of our buffers.
   void load_queries(int64_t t, int rows, int at = 0);
 
-  bool finishes_later() const { return options_.any() || dropout_.active() || compare_segments_; }
+  bool finishes_later() const { return options_.any() || dropout_.active() || compare_segments_ || large_; }
   // body(std::integral_constant<Finish, finish>) for the current tile.
   template <typename Body>
   JAX_FLASH_INLINE void with_finish(Body body) const {
@@ -537,14 +577,15 @@ class BackwardItem {
   // the lanes, and K and V are read in place. All rows that a key's gradients depend on are in one item, so these are
   // written once. Against the tiles this is twice as fast for 8 rows of several heads, a tile each, but 0.8 times as
   // fast in float32 for 8 rows of one head.
-  bool decodes() const {
+  bool may_decode() const {
     int64_t rows = group() * sequence_.rows;
     return !plan_.in_turn && rows > 0 && rows <= (group() > 1 ? kDecodingRows : kDecodingRows / 2) && !is_packed(p_) &&
            !options_.any() && !options_.has_segments && !dropout_.active() && p_.head_dim % kWidth<T> == 0 &&
            p_.value_head_dim % kWidth<T> == 0;
   }
 
-  void decode();
+  // Returns false if it leaves the rows to tiles, because some are restated.
+  bool decode();
 
   // R rows, of which the first `rows` are not padding.
   template <int R>
@@ -569,14 +610,23 @@ class BackwardItem {
   template <int NV, Finish finish>
   JAX_FLASH_INLINE void scores_of_rows(int i, int lane);
 
-  // Computes weights and dscores from scores and dweights, and adds to the gradients of bias and slopes.
+  // Computes weights and dscores from scores and dweights, and adds to the gradients of bias and slopes; or while rows
+  // are restated, adds the scores to their statistics. Both are one function, so that the scores are the same bits; it
+  // is another one for ordinary tiles, so that these lose nothing.
+  template <bool large>
   __attribute__((noinline)) void apply_options(int64_t t, int rows, int lanes);
+  void apply_options(int64_t t, int rows, int lanes) {
+    large_ ? apply_options<true>(t, rows, lanes) : apply_options<false>(t, rows, lanes);
+  }
 
   T* dbias_at(int64_t t, int64_t s) const {
     const Strides& strides = p_.bias_strides;
     return static_cast<T*>(p_.dbias) + batch_ * strides.batch + head_ * strides.head + t * strides.row +
            s * strides.column;
   }
+
+  // Adds the scores of row t of the batch entry to its maximum and sum; they become weights.
+  void add_to_statistics(int64_t t, int lanes, T* scores) const;
 
   void add_to_bias(int64_t t, int lane, const Vec<T>& sum) const;
 
@@ -609,10 +659,12 @@ class BackwardItem {
   const T* tile_q_;     // [rows][k_stride_] of the current tile: q_, or in the copies
   const T* tile_dout_;  // [rows][v_stride_]
   const T* tile_lse_;   // [rows] likewise
+  const T* tile_rest_;
   const T* tile_delta_;
   T* weights_;     // [kQueries][kKeys]
   T* dscores_;     // [kQueries][kKeys]
   T* lse_;         // [kQueries] in units of log2; +inf where a row keeps no key
+  T* rest_;        // [kQueries]
   T* delta_;       // [kQueries]
   T* kept_begin_;  // [kQueries] the band's part of the block's keys
   T* kept_end_;
@@ -652,6 +704,10 @@ class BackwardItem {
   int most_;     // the rows of the tile keep none of the block's keys from this one on
   bool masked_;  // whether the band clears some weight of the tile
   bool compare_segments_;
+  bool decodes_;
+  bool restates_ = false;  // whether tiles end with their scores, of rows [restated_begin_, restated_end_)
+  bool large_;             // whether it does, or rows of the tile have been restated
+  int64_t restated_begin_, restated_end_;
   T slope_;
 };
 

@@ -6,20 +6,27 @@
 namespace jax_flash::cpu::JAX_FLASH_ISA {
 
 template <typename E>
-inline void BackwardItem<E>::decode() {
+inline bool BackwardItem<E>::decode() {
   int rows = static_cast<int>(sequence_.rows), most = 0;
   for (int member = 0; member < group(); ++member) {
     head_ = kv_head_ * group() + member;
     load_queries(0, rows, member * rows);
+    if (large_) return false;
     most = std::max(most, most_);
   }
   most_ = most;
   touch(0);
   rows *= group();
-  if (rows == 1) return decode_rows<1>(rows);
-  if (rows == 2) return decode_rows<2>(rows);
-  if (rows <= 4) return decode_rows<4>(rows);
-  decode_rows<kDecodingRows>(rows);
+  if (rows == 1) {
+    decode_rows<1>(rows);
+  } else if (rows == 2) {
+    decode_rows<2>(rows);
+  } else if (rows <= 4) {
+    decode_rows<4>(rows);
+  } else {
+    decode_rows<kDecodingRows>(rows);
+  }
+  return true;
 }
 
 template <typename E>

@@ -7,11 +7,13 @@
 namespace jax_flash::cpu::JAX_FLASH_ISA {
 
 template <typename E>
+template <bool large>
 __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int rows, int lanes) {
   constexpr int W = kWidth<T>;
   T keep_factor = static_cast<T>(dropout_.factor());
-  const uint32_t* bits = dropout_.active() ? fill_key_bits(t, rows) : nullptr;
-  bool sums_bias = p_.dbias, sums_rows_of_bias = sums_bias && p_.bias_strides.row == 0 && rows > 1;
+  const bool restates = large && restates_;
+  const uint32_t* bits = dropout_.active() && !restates ? fill_key_bits(t, rows) : nullptr;
+  bool sums_bias = p_.dbias && !restates, sums_rows_of_bias = sums_bias && p_.bias_strides.row == 0 && rows > 1;
   if (sums_rows_of_bias) std::memset(dbias_, 0, sizeof(T) * kKeys);
   double dslope_sum = 0;
   for (int i = 0; i < rows; ++i) {
@@ -19,6 +21,7 @@ __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int row
     if (options_.has_addend) row = options_.row(batch_, head_, t + i);
     T position = static_cast<T>(t + i + sequence_.offset - first_);
     Int<T> segment = compare_segments_ ? p_.q_segment_ids[batch_ * p_.q_length + t + i] : 0;
+    T lse = restates ? T(0) : tile_lse_[i];
     Vec<T> dslope_row = T(0), dscore_row = T(0), distance_row = T(0), dbias_row = T(0);
     for (int lane = 0; lane < lanes; lane += W) {
       T* weights = weights_ + i * kKeys + lane;
@@ -33,13 +36,18 @@ __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int row
       }
       if (options_.has_addend) score = options_.add(score, options_.addend(row, first_ + lane));
       if (options_.has_slope) score -= slope_ * distance;
-      score -= tile_lse_[i];
+      score -= lse;
       if (compare_segments_) {
         put_where<T>(IntVec<T>(segments_ + lane, stdx::element_aligned) != segment, score, -kInfinity<T>);
       }
       stdx::where(key < kept_begin_[i] || key >= kept_end_[i], score) = -kInfinity<T>;
-      // Rounding may lift a score above lse, by much if a bias is huge.
+      if (restates) {
+        store(weights, score);
+        continue;
+      }
+      // Rounding may lift a score above lse.
       stdx::where(score > T(0), score) = T(0);
+      if (large) score -= tile_rest_[i];
       Vec<T> weight = exp2(score), used = weight, dweight = load(dscores);
       if (bits) {
         IntVec<T> kept = spread_bits<T>(bits[i * (kKeys / kDropoutKeys) + lane / kDropoutKeys] >> lane % kDropoutKeys);
@@ -65,6 +73,10 @@ __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int row
         add_to_bias(t + i, lane, dscore);
       }
     }
+    if (restates) {
+      add_to_statistics(sequence_.first_row + t + i, lanes, weights_ + i * kKeys);
+      continue;
+    }
     if (p_.dalibi_slopes) {
       dslope_sum += stdx::reduce(dslope_row);
       SlopeSums& sums = *slope_sums(chunk_, head_, sequence_.first_row + t + i);
@@ -73,12 +85,48 @@ __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int row
     }
     if (sums_bias && p_.bias_strides.column == 0) *dbias_at(t + i, 0) += stdx::reduce(dbias_row);
   }
+  if (restates) return;
   std::memset(weights_ + rows * kKeys, 0, sizeof(T) * (round_up(rows, kTilePadding<E>) - rows) * kKeys);
   std::memset(dscores_ + rows * kKeys, 0, sizeof(T) * (round_up(rows, kTilePadding<E>) - rows) * kKeys);
   if (p_.dalibi_slopes) dslope(chunk_, head_, sequence_index_) += static_cast<T>(dslope_sum);
   if (sums_rows_of_bias && p_.bias_strides.column != 0) {
     for (int lane = 0; lane < lanes; lane += W) add_to_bias(t, lane, load(dbias_ + lane));
   }
+}
+
+template <typename E>
+void BackwardItem<E>::restate(int64_t first, int64_t end) {
+  restates_ = true;
+  chunk_ = 0;
+  for (int64_t index = 0; index < sequence_count(p_); ++index) {
+    go_to_sequence(index);
+    restated_begin_ = std::max<int64_t>(first - sequence_.first_row, 0);
+    restated_end_ = std::min<int64_t>(end - sequence_.first_row, sequence_.rows);
+    for (kv_head_ = 0; kv_head_ < p_.kv_heads; ++kv_head_) {
+      if (!has_restated(sequence_.first_row + restated_begin_, sequence_.first_row + restated_end_)) continue;
+      for (int64_t key = 0; key < sequence_.keys; key += plan_.keys) attend_block(key);
+    }
+  }
+  restates_ = false;
+  for (head_ = 0; head_ < p_.q_heads; ++head_) {
+    for (int64_t t = first; t < end; ++t) {
+      if (!is_restated(t)) continue;
+      T &sum = *row_rest(t), rest = static_cast<T>(__builtin_log2(sum));
+      if (sum == 0) {
+        *row_lse(t) = kInfinity<T>;
+      } else {
+        // A rest of 0 would say that the row is not restated.
+        sum = std::max(rest, std::numeric_limits<T>::min());
+      }
+    }
+  }
+}
+
+template <typename E>
+inline void BackwardItem<E>::add_to_statistics(int64_t t, int lanes, T* scores) const {
+  if (!is_restated(t)) return;
+  auto nothing = [](int, T*) {};
+  softmax_decoding<1, T>(lanes, scores, kKeys, row_lse(t), row_rest(t), Rows<T>{}, nothing, nothing);
 }
 
 template <typename E>
@@ -109,7 +157,7 @@ inline void BackwardItem<E>::reduce_slopes(int64_t head) {
       }
       if (distances == 0) continue;
       // With the sink's, the weights add up to 1, and the sum of weight * (dweight - delta) over keys and sink is dlse.
-      double of_sink = __builtin_exp2(sink - *row_lse(t)) * *delta(t);
+      double of_sink = __builtin_exp2(sink - *row_lse(t) - *row_rest(t)) * *delta(t);
       sum += (*statistic(p_.dlse, t) + of_sink - dscores) * distances;
     }
     static_cast<T*>(p_.dalibi_slopes)[(batch_ * p_.options.sequences + index) * p_.q_heads + head] =

@@ -114,6 +114,7 @@ inline void BackwardItem<E>::tile_of_pairs(int64_t t, int rows, int64_t next) {
     }
     apply_options(t, rows, keys);
   }
+  if (restates_) return;
   for_panels([&](int first, int lanes) __attribute__((always_inline)) {
     if (!later) make_scores(first, lanes);
     with_finish([&](auto finish) __attribute__((always_inline)) { pair_tile<finish.value>(padded, first, lanes); });

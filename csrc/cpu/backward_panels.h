@@ -10,7 +10,7 @@ inline void BackwardItem<E>::load_queries(int64_t t, int rows, int at) {
   int padded = round_up(rows, kTilePadding<E>);
   int64_t row = sequence_.first_row + t;
   if constexpr (kPairedBackward<E>) {
-    if (!decodes()) load_record(t, rows);
+    if (!decodes_) load_record(t, rows);
   }
   if (plan_.copies && rows == padded) {
     if constexpr (!kPairedBackward<E>) {
@@ -18,23 +18,30 @@ inline void BackwardItem<E>::load_queries(int64_t t, int rows, int at) {
       tile_dout_ = dout_copy(row);
     }
     tile_lse_ = row_lse(row);
+    tile_rest_ = row_rest(row);
     tile_delta_ = delta(row);
   } else {
-    if (!kPairedBackward<E> || decodes()) {
+    if (!kPairedBackward<E> || decodes_) {
       copy_rows(row_of<const E>(p_.q, batch_, row, head_), p_.q.row_stride, rows, p_.head_dim, padded, k_stride_,
                 q_ + at * k_stride_);
       copy_rows(row_of<const E>(p_.dout, batch_, row, head_), p_.dout.row_stride, rows, p_.value_head_dim, padded,
                 v_stride_, dout_ + at * v_stride_);
     }
     std::copy_n(row_lse(row), rows, lse_ + at);
+    std::copy_n(row_rest(row), rows, rest_ + at);
     std::copy_n(delta(row), rows, delta_ + at);
     std::fill_n(lse_ + at + rows, padded - rows, kInfinity<T>);
+    std::fill_n(rest_ + at + rows, padded - rows, T(0));
     std::fill_n(delta_ + at + rows, padded - rows, T(0));
     tile_q_ = q_;
     tile_dout_ = dout_;
     tile_lse_ = lse_;
+    tile_rest_ = rest_;
     tile_delta_ = delta_;
   }
+  bool large = restates_;
+  for (int i = 0; i < rows; ++i) large |= tile_rest_[at + i] != 0;
+  large_ = large;
   bool whole = band_.begin(sequence_, t + rows - 1) <= first_ && band_.end(sequence_, t) >= first_ + count_;
   masked_ = count_ < plan_.keys || !whole;
   if (whole) {
@@ -91,6 +98,7 @@ inline void BackwardItem<E>::tile(int64_t t, int rows, int64_t next) {
     });
   }
   if (finishes_later()) apply_options(t, rows, round_up(key_rows, kWidth<T>));
+  if (restates_) return;
   auto ask = [&]() __attribute__((always_inline)) {
     next_q_.template step<Access::read>();
     next_dout_.template step<Access::read>();

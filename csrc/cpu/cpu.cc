@@ -321,7 +321,8 @@ BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads, int64
   plan.slope_sums = plan.dslopes + with_slopes * p.options.sequences;
   plan.delta = plan.slope_sums + with_slopes * 2 * p.q_length;
   plan.row_lse = plan.delta + int64_t{p.batch} * p.q_heads * p.q_length;
-  plan.scratch = plan.row_lse + int64_t{p.batch} * p.q_heads * p.q_length;
+  plan.row_rest = plan.row_lse + int64_t{p.batch} * p.q_heads * p.q_length;
+  plan.scratch = plan.row_rest + int64_t{p.batch} * p.q_heads * p.q_length;
   return plan;
 }
 

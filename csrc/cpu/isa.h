@@ -40,7 +40,8 @@ struct BackwardPlan {
   int64_t padded_q_length;  // rows of a head in a sum of dq, with a padding for each sequence
   int64_t padded_head_dim;  // elements of such a row
   int64_t delta;            // offset in the scratch: [batch][q_heads][q_length] rowsum(dout * out) - dlse
-  int64_t row_lse;          // likewise: lse in units of log2
+  int64_t row_lse;          // likewise: lse in units of log2, or of restated rows the maximum
+  int64_t row_rest;         // likewise: lse - row_lse of restated rows, and 0 of others
   bool copies;              // backward_prepare copies q and dout too, head by head, for every block of keys to read
   int64_t q_copy;           // offset in the scratch: [batch][q_heads][q_length][a row]; or records of both
   int64_t dout_copy;        // likewise: [batch][q_heads][q_length][a row]

@@ -38,6 +38,17 @@ def attention(
 
     Knows every option but packed sequences, which `varlen` unpacks.
     """
+    out, maximum, total = _online_softmax(query, key, value, operands, options)
+    # A row without any weight, of a key or of a sink: zeros and -inf, with zero gradients rather than NaN.
+    empty = total == 0
+    lse = jnp.where(empty, -jnp.inf, maximum + jnp.log(jnp.where(empty, 1.0, total)))
+    return _scores.finish(out, lse, operands)
+
+
+def _online_softmax(
+    query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands, options: Options
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """out, and of each row the maximum of scores and the sum of exponentials of what scores exceed it by, [B, N, T]."""
     dtype, accumulate = query.dtype, dtypes.accumulation_dtype(query.dtype)
     q_length, q_heads = query.shape[1:3]
     kv_length, kv_heads, value_head_dim = value.shape[1:]
@@ -54,7 +65,7 @@ def attention(
 
     def over_queries(
         _: None, inputs: tuple[jax.Array, jax.Array, Operands]
-    ) -> tuple[None, tuple[jax.Array, jax.Array]]:
+    ) -> tuple[None, tuple[jax.Array, jax.Array, jax.Array]]:
         chunk, q_start, by_row = inputs
         rows = q_start + jnp.arange(q_chunk, dtype=jnp.int32)
         of_rows = groups[""] | {name: by_row[name] for name in groups["t"]}
@@ -107,14 +118,37 @@ def attention(
         (maximum, total, weighted), _ = jax.lax.scan(
             jax.checkpoint(over_keys), start, (keys, values, kv_starts, by_pair)
         )
-        # A row without any weight, of a key or of a sink: zeros and -inf, with zero gradients rather than NaN.
-        empty = total == 0
-        total = jnp.where(empty, 1.0, total)
-        out = _scores.dropout_factor(weighted / total[..., None], options).astype(dtype)
-        return None, (out, jnp.where(empty, -jnp.inf, maximum + jnp.log(total)))
+        out = weighted / jnp.where(total == 0, 1.0, total)[..., None]
+        return None, (_scores.dropout_factor(out, options).astype(dtype), maximum, total)
 
-    _, (out, lse) = jax.lax.scan(jax.checkpoint(over_queries), None, (queries, q_starts, by_row))
-    return _scores.finish(_joined(out, q_length, q_heads), _joined_statistic(lse, q_length, q_heads), operands)
+    _, (out, *statistics) = jax.lax.scan(jax.checkpoint(over_queries), None, (queries, q_starts, by_row))
+    maximum, total = (_joined_statistic(x, q_length, q_heads) for x in statistics)
+    return _joined(out, q_length, q_heads), maximum, total
+
+
+def _restated(
+    query: jax.Array, key: jax.Array, lse: jax.Array, operands: Operands, options: Options
+) -> tuple[jax.Array, jax.Array]:
+    """lse [B, N, T] as the sum of two arrays, so that weights are right however large it is.
+
+    The rounding of a large lse would be an error of every exponent score - lse. Rows where that changes weights by more
+    than 2^-14 of them get the maximum of their scores as they are here, and the logarithm of the sum apart.
+    """
+    finite = jnp.where(jnp.isfinite(lse), lse, 0.0)
+    large = jnp.abs(finite) > 2.0**-13 / jnp.finfo(lse.dtype).eps
+    # As a function of inputs, the second array is lse; the statistics are constants.
+    query, key, operands = jax.lax.stop_gradient((query, key, dict(operands)))
+    constant = jax.lax.stop_gradient(finite)
+
+    def restate() -> tuple[jax.Array, jax.Array]:
+        no_value = jnp.zeros_like(key[..., :1])
+        _, maximum, total = _online_softmax(query, key, no_value, operands, options)
+        empty = ~large | (total == 0)
+        return jnp.where(empty, constant, maximum), jnp.where(empty, 0.0, jnp.log(jnp.where(empty, 1.0, total)))
+
+    as_it_is = varying.vary_alike((constant, jnp.zeros_like(lse)), query, key, operands)
+    maximum, rest = jax.lax.cond(large.any(), restate, lambda: as_it_is)
+    return jnp.where(large, maximum, lse), jnp.where(large, rest + (finite - constant), 0.0)
 
 
 def tangent(
@@ -167,11 +201,13 @@ def tangent(
     by_row, moved_by_row = (_split_operands(x["t"] | x["ts"], "t", q_chunk) for x in (groups, moved_groups))
     by_column, moved_by_column = (_split_operands(x["s"], "s", kv_chunk) for x in (groups, moved_groups))
 
+    maximum, rest = _restated(query, key, lse, operands, options)
     of_rows: dict[str, Any] = {
         "query": inputs["query"],
         "moved": {name: moved[name] for name in ("query",) if name in moved},
         # Rows that pad the last chunk get lse = inf, hence zero weights.
-        "lse": _row_statistic(_padded(lse, q_chunk, jnp.inf), kv_heads, q_chunk),
+        "maximum": _row_statistic(_padded(maximum, q_chunk, jnp.inf), kv_heads, q_chunk),
+        "rest": _row_statistic(_padded(rest, q_chunk, 0.0), kv_heads, q_chunk),
         "start": q_starts,
         "operands": by_row,
         "moved_operands": moved_by_row,
@@ -201,7 +237,8 @@ def tangent(
             "moved_operands": moved_by_pair,
         }
         row_indices = rows["start"] + jnp.arange(q_chunk, dtype=jnp.int32)
-        finite_lse = jnp.where(jnp.isneginf(rows["lse"]), 0.0, rows["lse"])[..., None]
+        maximum = jnp.where(jnp.isneginf(rows["maximum"]), 0.0, rows["maximum"])[..., None]
+        rest = rows["rest"][..., None]
 
         def over_keys(
             shift: jax.Array | None, with_values: bool, carry: tuple[jax.Array, ...], columns: dict[str, Any]
@@ -226,7 +263,9 @@ def tangent(
                     (products, {name: block[name] for name in moved_block}),
                     (moved_products, moved_block),
                 )
-                weights = jnp.exp(scores - finite_lse)
+                above = scores - maximum
+                # What rounding lifts above lse must not make weights infinite; their derivative stays.
+                weights = jnp.exp(above - jax.lax.stop_gradient(jnp.maximum(above, 0.0)) - rest)
                 if not with_values:
                     return (carry[0] + (weights * moved_scores).sum(axis=-1),)
                 moved_weights = weights * (moved_scores if shift is None else moved_scores - shift[..., None])
@@ -245,7 +284,7 @@ def tangent(
             return jax.lax.cond(may_keep, attend, lambda carry: carry, carry), None
 
         def sums(shift: jax.Array | None, with_values: bool) -> tuple[jax.Array, ...]:
-            statistics = rows["lse"].shape
+            statistics = rows["rest"].shape
             start: tuple[jax.Array, ...] = (jnp.zeros(statistics, accumulate),)
             if with_values:
                 start += (jnp.zeros((*statistics, value_head_dim), accumulate),)

@@ -78,9 +78,10 @@ def of_products(
         scores = products * operands["traced_scale"][:, None, None, None, None]
     else:
         scores = products * jnp.asarray(options.scale, dtype)
+    scores = _rounded(scores)
     if options.softcap:
         cap = jnp.asarray(options.softcap, dtype)
-        scores = cap * jnp.tanh(scores / cap)
+        scores = _rounded(cap * jnp.tanh(scores / cap))
     if "bias" in operands:
         scores = scores + grouped(operands["bias"], kv_heads).astype(dtype)
     if "alibi_slopes" in operands:
@@ -92,6 +93,22 @@ def of_products(
         scores = scores - slopes[..., None, None] * jnp.abs(distance)[:, None, None]
     keep = _keep(options, operands, rows, columns, kv_heads)
     return scores if keep is None else jnp.where(keep, scores, -jnp.inf)
+
+
+@jax.custom_jvp
+def _rounded(x: jax.Array) -> jax.Array:
+    """``x``, a product, which no compiler may fuse with an addition that follows.
+
+    Fused, score - maximum is what rounding took from the maximum: anything, where scores are large. Only a select
+    prevents that on CPUs: XLA drops a barrier, and LLVM looks through reduce_precision. This one changes -inf alone.
+    """
+    lowest = jnp.finfo(x.dtype).min
+    return jnp.where(x < lowest, lowest, x)
+
+
+@_rounded.defjvp
+def _rounded_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return _rounded(*primals), tangents[0]
 
 
 def dropped(
