@@ -199,7 +199,7 @@ def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tasks() -> None:
-    grid, small, cpu = (_grid.compared_tasks(name) for name in ("grid", "small", "cpu"))
+    grid, small, float32, cpu = (_grid.compared_tasks(name) for name in ("grid", "small", "float32", "cpu"))
     assert len(set(grid)) == 36
     assert {task.cell for task in small if not task.cell.q_length} == set(_grid.small.SMALL)
     assert all(task.chained for task in small)
@@ -210,7 +210,9 @@ def test_tasks() -> None:
         for causal in (False, True)
         for pass_ in ("forward", "backward")
     }
-    for tasks in (grid, small, cpu):
+    assert {task.cell.dtype for task in float32} == {"float32"}
+    assert {task.chained for task in float32} == {False, True}
+    for tasks in (grid, small, float32, cpu):
         assert len({(task.pass_, str(task)) for task in tasks}) == len(tasks)
 
 

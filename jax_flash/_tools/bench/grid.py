@@ -91,9 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         compared.add_argument(name.lower(), metavar=f"{name}.whl", type=pathlib.Path, help=f"the wheel of {name}")
     compared.add_argument(
         "--cells",
-        choices=("grid", "small", "cpu"),
-        help="the shapes of bench grid; single tiles and decoding in chains inside one jit; those for CPUs (default: "
-        "grid if there is a GPU, else cpu)",
+        choices=("grid", "small", "float32", "cpu"),
+        help="the shapes of bench grid; single tiles and decoding in chains inside one jit; float32 of all sizes on a "
+        "GPU; those for CPUs (default: grid if there is a GPU, else cpu)",
     )
     compared.add_argument("--family", metavar="F", help="run the kernels of this family, as JAX_FLASH_CUDA_FAMILY does")
     compared.add_argument(
@@ -442,14 +442,38 @@ def compared_tasks(name: str) -> list[Task]:
             *(Task(cell, "forward", chained=True) for cell in forward),
             *(Task(cell, "forward + backward", chained=True) for cell in small.SMALL),
         ]
+    if name == "float32":
+        chained = [Task(cell, pass_, chained=True) for cell in FLOAT32_SMALL for pass_ in CHAINED_PASSES]
+        short = Cell("float32", 128, 2048, False, 2, 32, q_length=1, kv_heads=8)
+        return [
+            *chained,
+            Task(short, "forward", chained=True),
+            *(Task(cell, pass_) for cell in FLOAT32_LARGE for pass_ in PASSES),
+        ]
     tasks = []
     for dtype in ("float32", "bfloat16"):
         for pass_, causal, (length, heads, head_dim) in itertools.product(PASSES, (False, True), CPU_SHAPES):
             tasks.append(Task(Cell(dtype, head_dim, length, causal, 1, heads), pass_))
         tasks.append(Task(Cell(dtype, 128, 8192, False, 1, 32, q_length=1, kv_heads=8), "forward"))
         tiny = Cell(dtype, 32, 64, True, 1, 4)
-        tasks += [Task(tiny, pass_, chained=True) for pass_ in ("forward", "forward + backward")]
+        tasks += [Task(tiny, pass_, chained=True) for pass_ in CHAINED_PASSES]
     return tasks
+
+
+CHAINED_PASSES = ("forward", "forward + backward")
+FLOAT32_SMALL = (
+    Cell("float32", 64, 128, False, 1, 1),
+    Cell("float32", 64, 128, True, 4, 16),
+    Cell("float32", 64, 256, True, 1, 8),
+    Cell("float32", 64, 512, True, 8, 12),
+    Cell("float32", 64, 1024, True, 1, 16),
+)
+FLOAT32_LARGE = (
+    Cell("float32", 64, 1024, True, 4, 16),
+    Cell("float32", 128, 2048, True, 4, 16),
+    Cell("float32", 128, 2048, False, 4, 16, kv_heads=4),
+    Cell("float32", 256, 4096, True, 1, 8),
+)
 
 
 CPU_SHAPES = ((512, 8, 64), (1024, 8, 64), (1024, 4, 128))
