@@ -201,21 +201,20 @@ def row_of(rung: Rung, head_dim: int) -> dict[str, int] | None:
 
 
 def compile_rung(
-    family: str, arch: int, gpu: str, pass_: str, sources: pathlib.Path, rows: Rows, head_dims: Sequence[int]
+    family: str, arch: int, gpu: str, pass_: str, sources: pathlib.Path, rows: Rows, head_dim: int, causal: bool
 ) -> None:
     """Compiles the kernels of a rung into the cache, in a process of its own, so that rungs compile in parallel."""
     os.environ["JAX_FLASH_CUDA_FAMILY"] = family
-    for head_dim, causal in itertools.product(head_dims, (False, True)):
-        _select(gpu, family, pass_, head_dim, sources, row_of(Rung("", (), rows), head_dim))
-        separate = pass_ == "backward" and _core.separate_dq(arch=arch, largest_head_dim=head_dim)
-        for one in ("backward", "backward_dq") if separate else (pass_,):
-            try:
-                _core.fetch_kernel(
-                    arch=arch, pass_=one, dtype="bfloat16", head_dim=head_dim, value_head_dim=head_dim,
-                    options={"causal": causal, "separate_dq": separate}, gpu=gpu,
-                )  # fmt: skip
-            except (RuntimeError, ValueError):  # reported when the call that needs it is made
-                continue
+    _select(gpu, family, pass_, head_dim, sources, row_of(Rung("", (), rows), head_dim))
+    separate = pass_ == "backward" and _core.separate_dq(arch=arch, largest_head_dim=head_dim)
+    for one in ("backward", "backward_dq") if separate else (pass_,):
+        try:
+            _core.fetch_kernel(
+                arch=arch, pass_=one, dtype="bfloat16", head_dim=head_dim, value_head_dim=head_dim,
+                options={"causal": causal, "separate_dq": separate}, gpu=gpu,
+            )  # fmt: skip
+        except (RuntimeError, ValueError):  # reported when the call that needs it is made
+            continue
 
 
 _selected: tuple[Any, ...] = ()
@@ -249,56 +248,75 @@ def climb(device: Mapping[str, Any], passes: Sequence[str], head_dims: Sequence[
     """Prints a table for each pass. Returns whether every rung is right."""
     right = True
     for pass_ in passes:
-        with tempfile.TemporaryDirectory() as folder, _restored():
-            right = _climb(device, pass_, head_dims, rounds, pathlib.Path(folder)) and right
+        cells = [cell_of(head_dim, LENGTH, causal) for head_dim in head_dims for causal in (False, True)]
+        notes = Notes()
+        found = measure(device, pass_, cells, rounds)
+        right = right and not any(race.errors for race in found.values())
+        work = 1.0 if pass_ == "forward" else 2.5
+        print(f"\n{device['family']}, {pass_}, S {LENGTH}, TFLOP/s: full / causal")
+        rows = [["", *map(str, head_dims)]]
+        for rung in rungs(device["family"], pass_):
+            rates = [
+                notes(race.errors[rung.name])
+                if rung.name in race.errors
+                else f"{work * cell.work / min(race.seconds[rung.name]) / 1e12:.0f}"
+                for cell, race in found.items()
+            ]
+            rows.append([rung.name, *(" / ".join(pair) for pair in zip(rates[::2], rates[1::2], strict=True))])
+        print(table(rows, right=range(1, len(rows[0]))))
+        notes.print()
     return right
 
 
-def _climb(device: Mapping[str, Any], pass_: str, head_dims: Sequence[int], rounds: int, folder: pathlib.Path) -> bool:
+def cell_of(head_dim: int, length: int, causal: bool) -> Cell:
+    return Cell("bfloat16", head_dim, length, causal, TOKENS // length, WIDTH // head_dim)
+
+
+def measure(device: Mapping[str, Any], pass_: str, cells: Sequence[Cell], rounds: int) -> dict[Cell, _race.Race]:
+    """Times every rung in every cell, after a check of its results; a rung that fails is in the errors of a race.
+
+    Raises ValueError if the family of this GPU has no ladder.
+    """
+    if (device["family"], pass_) not in LADDERS:
+        have = ", ".join(sorted({family for family, _ in LADDERS}))
+        raise ValueError(f"there is no ladder of {device['family']}'s {pass_}: {have} have")
+    with tempfile.TemporaryDirectory() as folder, _restored():
+        return _measure(device, pass_, cells, rounds, pathlib.Path(folder))
+
+
+def _measure(
+    device: Mapping[str, Any], pass_: str, cells: Sequence[Cell], rounds: int, folder: pathlib.Path
+) -> dict[Cell, _race.Race]:
     family, arch, gpu = device["family"], device["compute_capability"], device["name"]
-    if (family, pass_) not in LADDERS:
-        raise ValueError(f"there is no ladder of {family}'s {pass_}: {', '.join(sorted({f for f, _ in LADDERS}))} have")
     steps = [(rung, sources_of(rung, folder / str(i))) for i, rung in enumerate(rungs(family, pass_))]
+    kinds = sorted({(cell.head_dim, cell.causal) for cell in cells})
     with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         compiling = [
-            pool.submit(compile_rung, family, arch, gpu, pass_, sources, rung.rows, [head_dim])
-            for (rung, sources), head_dim in itertools.product(steps, head_dims)
+            pool.submit(compile_rung, family, arch, gpu, pass_, sources, rung.rows, *kind)
+            for (rung, sources), kind in itertools.product(steps, kinds)
         ]
         for done in compiling:
             done.result()
-    columns = [(head_dim, causal) for head_dim in head_dims for causal in (False, True)]
-    notes, right = Notes(), True
-    found: dict[tuple[int, bool], dict[str, str]] = {}
-    for head_dim, causal in columns:
-        cell = Cell("bfloat16", head_dim, LENGTH, causal, TOKENS // LENGTH, WIDTH // head_dim)
+    found = {}
+    for cell in cells:
         arrays = cell.draw()
         # One program serves all rungs: kernels are looked up when they are launched.
-        select = functools.partial(_select, gpu, family, pass_, head_dim)
+        select = functools.partial(_select, gpu, family, pass_, cell.head_dim)
         select(registration.SOURCES, None)
         made = peers.ours(peers.WITHOUT_GRAPHS)(cell, pass_, arrays)
         exact = _leaves(made.start())
         makers = {
             rung.name: functools.partial(
-                _entry, made, exact, functools.partial(select, sources, row_of(rung, head_dim))
+                _entry, made, exact, functools.partial(select, sources, row_of(rung, cell.head_dim))
             )
             for rung, sources in steps
         }
-        race = _race.race(makers, rounds, seconds=0.02, pause=0.02)
-        work = cell.work * (1.0 if pass_ == "forward" else 2.5)
-        found[head_dim, causal] = {
-            name: notes(race.errors[name]) if name in race.errors else f"{work / min(race.seconds[name]) / 1e12:.0f}"
-            for name in makers
-        }
-        right = right and not race.errors
-        print(head_dim, causal, found[head_dim, causal], file=sys.stderr, flush=True)
-    print(f"\n{family}, {pass_}, S {LENGTH}, TFLOP/s: full / causal")
-    cells = [["", *map(str, head_dims)]]
-    for rung, _ in steps:
-        pairs = [[found[head_dim, causal][rung.name] for causal in (False, True)] for head_dim in head_dims]
-        cells.append([rung.name, *(" / ".join(pair) for pair in pairs)])
-    print(table(cells, right=range(1, len(cells[0]))))
-    notes.print()
-    return right
+        found[cell] = _race.race(makers, rounds, seconds=0.02, pause=0.02)
+        best = {name: min(some) for name, some in found[cell].seconds.items() if name not in found[cell].errors}
+        print(
+            f"ladder: {pass_}, {cell}", {k: f"{1e3 * x:.3f} ms" for k, x in best.items()}, file=sys.stderr, flush=True
+        )
+    return found
 
 
 def _entry(made: _race.Entry, exact: Sequence[np.ndarray], select: Callable[[], None]) -> _race.Entry:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_flash._attention import attention
 from jax_flash._tools.bench import race
@@ -34,11 +35,22 @@ def of_jax(attend: Attend, compiler_options: dict[str, Any] | None = None) -> Ma
 
 
 def attend(query: Any, key: Any, value: Any, causal: bool, **options: Any) -> Any:
-    """A maker of contestants for this package."""
+    """This package's attention."""
     return attention(query, key, value, causal=causal, **options)
 
 
+def plain(query: Any, key: Any, value: Any, causal: bool) -> Any:
+    """Plain attention as one writes it in JAX: products in the dtype of the arrays, softmax in float32. JAX
+    differentiates it, which keeps the weights."""
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key).astype(jnp.float32) * query.shape[-1] ** -0.5
+    if causal:
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
+
 def ours(compiler_options: dict[str, Any] | None = None, **options: Any) -> Maker:
+    """A maker of contestants for this package."""
     return of_jax(functools.partial(attend, **options), compiler_options)
 
 

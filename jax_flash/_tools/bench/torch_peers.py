@@ -1,6 +1,6 @@
-"""Peers whose arrays are PyTorch's: its own cuDNN and FlashAttention-2, and the flash-attn-4 package.
+"""Peers whose arrays are PyTorch's: its own cuDNN, FlashAttention-2 and plain attention, and the flash-attn-4 package.
 
-Imports PyTorch, so only `peers` imports this. Each function returns a `peers.Maker`.
+Imports PyTorch, so only `peers` imports this. `cudnn`, `fa2`, `fa4` and `plain` return a `peers.Maker`.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,6 +34,41 @@ def fa4() -> Callable[..., Entry]:
     return _maker(attend)
 
 
+def plain() -> Callable[..., Entry]:
+    return _maker(_plain)
+
+
+def results(name: str, arrays: Sequence[jax.Array], causal: bool) -> tuple[jax.Array, ...]:
+    """out, dquery, dkey and dvalue of "fa2" or "plain" for JAX's query, key, value and dout, as arrays of JAX."""
+    attend = {"fa2": _sdpa(SDPBackend.FLASH_ATTENTION), "plain": _plain}[name]
+    query, key, value, dout = (torch.from_dlpack(x) for x in arrays)
+    inputs = [x.detach().clone().requires_grad_() for x in (query, key, value)]
+    out = attend(*inputs, causal)
+    gradients = torch.autograd.grad(out, inputs, dout)
+    torch.cuda.synchronize()
+    return tuple(jax.dlpack.from_dlpack(x.detach().contiguous()) for x in (out, *gradients))
+
+
+def peak_bytes(name: str, arrays: Sequence[jax.Array], causal: bool) -> int:
+    """Peak bytes of forward and backward by PyTorch's allocator, its inputs and results with it."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    # JAX's arrays are its inputs, of which it clones all but dout.
+    results(name, arrays, causal)
+    return torch.cuda.max_memory_allocated() - before + arrays[3].nbytes
+
+
+def _plain(query: Any, key: Any, value: Any, causal: bool) -> Any:
+    """Plain attention as one writes it in PyTorch."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    scores = (q @ k.transpose(-2, -1)) * query.shape[-1] ** -0.5
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return (torch.softmax(scores, dim=-1) @ v).transpose(1, 2)
+
+
 def _sdpa(backend: SDPBackend) -> Attend:
     def attend(query: Any, key: Any, value: Any, causal: bool) -> Any:
         heads_first = [x.transpose(1, 2) for x in (query, key, value)]
@@ -53,6 +88,8 @@ def _maker(attend: Attend) -> Callable[..., Entry]:
         if pass_ == "forward":
             return Entry(lambda: attend(query, key, value, cell.causal), _wait)
         inputs = [x.requires_grad_() for x in (query, key, value)]
+        if pass_ == "forward + backward":
+            return Entry(lambda: torch.autograd.grad(attend(*inputs, cell.causal), inputs, dout), _wait)
         out = attend(query, key, value, cell.causal)
         return Entry(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True), _wait)
 
