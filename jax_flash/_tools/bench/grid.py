@@ -18,7 +18,7 @@ import numpy as np
 
 from jax_flash._native import registration, tuned
 from jax_flash._tools import doctor
-from jax_flash._tools.bench import compare, race, small
+from jax_flash._tools.bench import compare, race, seeds, small
 from jax_flash._tools.bench import ladder as _ladder
 from jax_flash._tools.bench import peers as _peers
 from jax_flash._tools.bench import tune as _tune
@@ -147,6 +147,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ladder.add_argument("--head-dim", dest="head_dims", action="append", type=int, choices=HEAD_DIMS, help="this alone")
     ladder.add_argument("--rounds", type=_positive, default=3, metavar="N", help="rounds of all in turn (default: 3)")
 
+    seeds.add_arguments(actions)
+
 
 def run(args: argparse.Namespace) -> bool:
     """Runs an action. Returns whether all of it succeeded."""
@@ -159,6 +161,7 @@ def run(args: argparse.Namespace) -> bool:
         "ladder": _climb,
         "small": _small,
         "compare": _compare_builds,
+        "seeds": seeds.run,
     }
     return actions[args.action](args)
 

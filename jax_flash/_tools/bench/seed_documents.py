@@ -29,7 +29,7 @@ class Volta:
 
 
 VOLTA = tuple(
-    Volta(group, *row)  # type: ignore[arg-type]
+    Volta(group, *row)
     for group, rows in {
         "Small scale": (
             (1, 1, 16, 16, 16, False, "~0%", 5.55, 26.65, 19.36),

@@ -43,20 +43,10 @@ def results(name: str, arrays: Sequence[jax.Array], causal: bool) -> tuple[jax.A
     attend = {"fa2": _sdpa(SDPBackend.FLASH_ATTENTION), "plain": _plain}[name]
     query, key, value, dout = (torch.from_dlpack(x) for x in arrays)
     inputs = [x.detach().clone().requires_grad_() for x in (query, key, value)]
-    out = attend(*inputs, causal)
+    out = attend(inputs[0], inputs[1], inputs[2], causal)
     gradients = torch.autograd.grad(out, inputs, dout)
     torch.cuda.synchronize()
     return tuple(jax.dlpack.from_dlpack(x.detach().contiguous()) for x in (out, *gradients))
-
-
-def peak_bytes(name: str, arrays: Sequence[jax.Array], causal: bool) -> int:
-    """Peak bytes of forward and backward by PyTorch's allocator, its inputs and results with it."""
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    # JAX's arrays are its inputs, of which it clones all but dout.
-    results(name, arrays, causal)
-    return torch.cuda.max_memory_allocated() - before + arrays[3].nbytes
 
 
 def _plain(query: Any, key: Any, value: Any, causal: bool) -> Any:
@@ -89,7 +79,7 @@ def _maker(attend: Attend) -> Callable[..., Entry]:
             return Entry(lambda: attend(query, key, value, cell.causal), _wait)
         inputs = [x.requires_grad_() for x in (query, key, value)]
         if pass_ == "forward + backward":
-            return Entry(lambda: torch.autograd.grad(attend(*inputs, cell.causal), inputs, dout), _wait)
+            return Entry(lambda: torch.autograd.grad(attend(query, key, value, cell.causal), inputs, dout), _wait)
         out = attend(query, key, value, cell.causal)
         return Entry(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True), _wait)
 
