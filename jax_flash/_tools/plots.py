@@ -23,10 +23,8 @@ from jax_flash._tools.bench.seed_rows import NAMES
 
 Record = Mapping[str, Any]
 
-THEMES: dict[str, dict[str, str]] = {
-    "light": {"ground": "#ffffff", "ink": "#1b1f24", "faint": "#d5d9de", "middle": "#6a737d"},
-    "dark": {"ground": "#15181c", "ink": "#e6e9ec", "faint": "#363c44", "middle": "#9aa3ad"},
-}
+COLOURS = {"ground": "#ffffff", "ink": "#1b1f24", "faint": "#d5d9de", "middle": "#6a737d"}
+DARK_COLOURS = {"ground": "#15181c", "ink": "#e6e9ec", "faint": "#363c44", "middle": "#9aa3ad"}
 
 # Colours that people with any colour vision tell apart (Okabe and Ito), lighter on dark ground; the marker differs too.
 STYLES: dict[str, tuple[str, str, str]] = {
@@ -56,16 +54,21 @@ LABELS = {
 RESULTS = dict(zip(NAMES, ("out", "dq", "dk", "dv"), strict=True))
 
 
-def style(name: str, theme: str) -> dict[str, Any]:
+def style(name: str) -> dict[str, Any]:
     """Colour and marker of an implementation."""
-    light, dark, marker = STYLES.get(name, ("#444444", "#cccccc", "."))
-    return {"color": dark if theme == "dark" else light, "marker": marker}
+    colour, _, marker = STYLES.get(name, STYLES["published"])
+    return {"color": colour, "marker": marker}
+
+
+def dark() -> dict[str, str]:
+    """The colour on dark ground, by the colour on light ground."""
+    return {COLOURS[name]: DARK_COLOURS[name] for name in COLOURS} | {x: y for x, y, _ in STYLES.values()}
 
 
 @contextlib.contextmanager
-def themed(theme: str) -> Iterator[None]:
-    """Draws and saves figures in the colours of a theme; text as outlines, so that no font is needed to see it."""
-    colours = THEMES[theme]
+def drawing() -> Iterator[None]:
+    """Makes and saves figures in one manner; text as outlines, so that no font is needed to see it."""
+    colours = COLOURS
     settings: Any = {
         "figure.facecolor": colours["ground"],
         "axes.facecolor": colours["ground"],
@@ -104,8 +107,8 @@ def new(title: str, height: float = 3.5) -> tuple[Figure, Axes]:
 def save(record: Record, folder: pathlib.Path) -> list[pathlib.Path]:
     """Writes the plots of a record as PRESET-NAME.png and .svg."""
     written = []
-    with themed("light"):
-        for name, figure in seeds(record, "light").items():
+    with drawing():
+        for name, figure in seeds(record).items():
             for ending in ("png", "svg"):
                 written.append(folder / f"{record['preset']}-{name}.{ending}")
                 # Without a date the same figures are the same file.
@@ -120,16 +123,16 @@ def svg(figure: Figure) -> str:
     return text.getvalue()
 
 
-def seeds(record: Record, theme: str) -> dict[str, Figure]:
-    """The figures of a record of ``bench seeds``, by name; call it and save them within `themed`."""
+def seeds(record: Record) -> dict[str, Figure]:
+    """The figures of a record of ``bench seeds``, by name; call it and save them within `drawing`."""
     make = {"v100": _v100, "from-scratch": _from_scratch, "t4": _t4, "naive": _naive}[record["preset"]]
-    return make(record, theme)
+    return make(record)
 
 
 # Presets
 
 
-def _v100(record: Record, theme: str) -> dict[str, Figure]:
+def _v100(record: Record) -> dict[str, Figure]:
     rows = record["rows"]
     labels = [row["name"] for row in rows]
     height = 1.6 + 0.2 * len(rows)
@@ -137,36 +140,36 @@ def _v100(record: Record, theme: str) -> dict[str, Figure]:
     others = [name for name in ("plain", "torch-plain") if name not in record["missing"]]
     for pass_ in ("forward", "backward", "total"):
         figure, axes = new(f"{pass_}: speed-up over plain attention", height)
-        axes.axvline(1, color=THEMES[theme]["middle"], linewidth=1)
+        axes.axvline(1, color=COLOURS["middle"], linewidth=1)
         for other in others:
             points = [figures.speed_up(row, "ours", other, pass_) for row in rows]
             label = "measured here" if other == "plain" else "over PyTorch's, here"
-            _dots(axes, points, label, style("ours" if other == "plain" else other, theme))
-        _dots(axes, [row["published"][pass_] for row in rows], "published, V100", _hollow("published", theme))
+            _dots(axes, points, label, style("ours" if other == "plain" else other))
+        _dots(axes, [row["published"][pass_] for row in rows], "published, V100", _hollow("published"))
         axes.set_xscale("log")
         _plain_numbers(axes.xaxis)
         _rows(axes, labels, "times as fast as plain attention")
         found[pass_] = figure
     figure, axes = new("memory saved, forward + backward", height)
-    _dots(axes, [_hundred(figures.saved(row, "ours", "plain")) for row in rows], "XLA's analysis", style("ours", theme))
+    _dots(axes, [_hundred(figures.saved(row, "ours", "plain")) for row in rows], "XLA's analysis", style("ours"))
     measured = [_hundred(figures.saved(row, "ours", "plain", "measured_memory")) for row in rows]
     if any(x is not None for x in measured):
-        _dots(axes, measured, "measured on this GPU", style("flash1", theme))
+        _dots(axes, measured, "measured on this GPU", style("flash1"))
     published = [float(row["published"]["memory"].strip("~%")) for row in rows]
-    _dots(axes, published, "published, V100", _hollow("published", theme))
+    _dots(axes, published, "published, V100", _hollow("published"))
     axes.set_xlim(-4, 104)
     _rows(axes, labels, "% of plain attention's memory that is not needed")
     return found | {"memory": figure}
 
 
-def _from_scratch(record: Record, theme: str) -> dict[str, Figure]:
+def _from_scratch(record: Record) -> dict[str, Figure]:
     names = [name for name in record["implementations"] if name not in record["missing"]]
     scale, unit = (1e9, "GFLOP/s") if record["machine"]["platform"] == "cpu" else (1e12, "TFLOP/s")
     found = {}
     for pass_ in record["passes"]:
         figure, axes = new(f"{pass_}, head_dim 128, full")
         for name in names:
-            _lengths(axes, record, name, [figures.rate(row, name, pass_) for row in record["rows"]], scale, theme)
+            _lengths(axes, record, name, [figures.rate(row, name, pass_) for row in record["rows"]], scale)
         axes.set_yscale("log")
         _plain_numbers(axes.yaxis)
         _length_axis(axes, record, f"{unit}")
@@ -175,10 +178,10 @@ def _from_scratch(record: Record, theme: str) -> dict[str, Figure]:
         if not rivals:
             continue
         figure, axes = new(f"{pass_}: per cent of FlashAttention-2")
-        axes.axhline(100, color=THEMES[theme]["middle"], linewidth=1)
+        axes.axhline(100, color=COLOURS["middle"], linewidth=1)
         for name in rivals:
             points = [figures.speed_up(row, "ours", name, pass_) for row in record["rows"]]
-            _lengths(axes, record, name, points, 0.01, theme)
+            _lengths(axes, record, name, points, 0.01)
         _length_axis(axes, record, "% of FlashAttention-2's rate")
         found[f"share-{pass_}"] = figure
     for pass_ in record.get("ladder", {}):
@@ -187,35 +190,35 @@ def _from_scratch(record: Record, theme: str) -> dict[str, Figure]:
             continue
         figure, axes = new(f"the ladder, {pass_}", 1.6 + 0.24 * len(rates))
         means = [figures.harmonic_mean(some.values()) for some in rates.values()]
-        _dots(axes, [x and x / 1e12 for x in means], "harmonic mean of the lengths", style("ours", theme))
+        _dots(axes, [x and x / 1e12 for x in means], "harmonic mean of the lengths", style("ours"))
         if rival := seed_tables.rival_rates(record, pass_):
             mean = figures.harmonic_mean(rival[1].values()) or math.nan
-            axes.axvline(mean / 1e12, color=style(rival[0], theme)["color"], linestyle="--", label=LABELS[rival[0]])
+            axes.axvline(mean / 1e12, color=style(rival[0])["color"], linestyle="--", label=LABELS[rival[0]])
         axes.set_xlim(left=0)
         _rows(axes, list(rates), "TFLOP/s")
         found[f"ladder-{pass_}"] = figure
     names = [name for name, _ in documents.FROM_SCRATCH_KERNELS]
     figure, axes = new("published: forward, its 16 kernels", 5.0)
-    axes.axvline(100, color=THEMES[theme]["middle"], linewidth=1)
+    axes.axvline(100, color=COLOURS["middle"], linewidth=1)
     for number, (gpu, like) in enumerate(zip(documents.FROM_SCRATCH_GPUS, ("torch-flash", "torch-plain"), strict=True)):
-        _dots(axes, [x[2 * number + 1] for _, x in documents.FROM_SCRATCH_KERNELS], gpu, _hollow(like, theme))
+        _dots(axes, [x[2 * number + 1] for _, x in documents.FROM_SCRATCH_KERNELS], gpu, _hollow(like))
     _rows(axes, [name if len(name) < 34 else name[:32] + "…" for name in names], "% of FlashAttention-2, harmonic mean")
     return found | {"published": figure}
 
 
-def _t4(record: Record, theme: str) -> dict[str, Figure]:
+def _t4(record: Record) -> dict[str, Figure]:
     names = [name for name in record["implementations"] if name not in record["missing"]]
     found = {}
     for pass_ in record["passes"]:
         figure, axes = new(f"{pass_}, B·N 32, head_dim 64", 4.2)
         for name in names:
-            _lengths(axes, record, name, [figures.time(row, name, pass_) for row in record["rows"]], 1e-3, theme)
+            _lengths(axes, record, name, [figures.time(row, name, pass_) for row in record["rows"]], 1e-3)
         for name in documents.T4_IMPLEMENTATIONS:
             points = [(row["cell"]["length"], row["published"][pass_].get(name)) for row in record["rows"]]
             known = [(x, y) for x, y in points if y is not None]
             label = "published, T4 (hollow)" if name == "flash2" else None
             label = label if name in names else f"published: {LABELS[name]}"
-            axes.plot(*zip(*known, strict=True), linestyle=":", linewidth=1, label=label, **_hollow(name, theme))
+            axes.plot(*zip(*known, strict=True), linestyle=":", linewidth=1, label=label, **_hollow(name))
         axes.set_yscale("log")
         _plain_numbers(axes.yaxis)
         _length_axis(axes, record, "ms a call")
@@ -223,18 +226,18 @@ def _t4(record: Record, theme: str) -> dict[str, Figure]:
     figure, axes = new("memory, forward + backward")
     for name in names:
         sizes = [figures.memory(row, name) for row in record["rows"]]
-        _lengths(axes, record, name, [None if x is None else (x, x, x) for x in sizes], 2.0**20, theme)
+        _lengths(axes, record, name, [None if x is None else (x, x, x) for x in sizes], 2.0**20)
     axes.set_yscale("log")
     _plain_numbers(axes.yaxis)
     _length_axis(axes, record, "MiB at the peak, by XLA's analysis")
     found["memory"] = figure
-    found["errors"] = _errors("largest errors, float16", theme, {
+    found["errors"] = _errors("largest errors, float16", {
         name: errors for name in names if (errors := figures.worst_errors(record, name))
     }, {name: dict(zip(NAMES, some, strict=True)) for name, some in documents.T4_ERRORS.items()})  # fmt: skip
     return found
 
 
-def _naive(record: Record, theme: str) -> dict[str, Figure]:
+def _naive(record: Record) -> dict[str, Figure]:
     found = {}
     for dtype in documents.NAIVE_FIGURES:
         part = {**record, "rows": [row for row in record["rows"] if row["group"] == dtype]}
@@ -244,7 +247,7 @@ def _naive(record: Record, theme: str) -> dict[str, Figure]:
         published = {
             name: {key: x[key] for key in NAMES} for name, x in part["rows"][0]["published"].items()
         }  # fmt: skip
-        found[f"errors-{dtype}"] = _errors(f"largest errors, {dtype}", theme, errors, published)
+        found[f"errors-{dtype}"] = _errors(f"largest errors, {dtype}", errors, published)
         names = list(record["implementations"])
         labels = [f"{LABELS[name]}: {pass_}" for name in names for pass_ in ("forward", "backward")]
         figure, axes = new(f"times, {dtype}", 1.8 + 0.26 * len(labels))
@@ -252,10 +255,10 @@ def _naive(record: Record, theme: str) -> dict[str, Figure]:
             points = [figures.time(row, name, pass_) for name in names for pass_ in ("forward", "backward")]
             cell = row["cell"]
             label = f"B {cell['batch']}, N {cell['heads']}, S {cell['length']}"
-            _dots(axes, [x and tuple(1e6 * y for y in x) for x in points], label, style(like, theme))
+            _dots(axes, [x and tuple(1e6 * y for y in x) for x in points], label, style(like))
         figures_of = part["rows"][0]["published"]
         times = [figures_of.get(name, {}).get(pass_) for name in names for pass_ in ("forward", "backward")]
-        _dots(axes, times, "published", _hollow("published", theme))
+        _dots(axes, times, "published", _hollow("published"))
         axes.set_xscale("log")
         _plain_numbers(axes.xaxis)
         _rows(axes, labels, "µs a call")
@@ -266,8 +269,8 @@ def _naive(record: Record, theme: str) -> dict[str, Figure]:
 # What several figures have
 
 
-def _hollow(name: str, theme: str) -> dict[str, Any]:
-    return style(name, theme) | {"markerfacecolor": "none"}
+def _hollow(name: str) -> dict[str, Any]:
+    return style(name) | {"markerfacecolor": "none"}
 
 
 def _hundred(fraction: float | None) -> float | None:
@@ -298,12 +301,10 @@ def legend_below(axes: Axes, columns: int = 2) -> None:
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=columns)
 
 
-def _lengths(
-    axes: Axes, record: Record, name: str, points: Sequence[figures.Spread | None], scale: float, theme: str
-) -> None:
+def _lengths(axes: Axes, record: Record, name: str, points: Sequence[figures.Spread | None], scale: float) -> None:
     """A line of medians over the lengths of the rows, in a band from the lowest to the highest."""
     known = [(row["cell"]["length"], x) for row, x in zip(record["rows"], points, strict=True) if x is not None]
-    band(axes, known, scale, LABELS.get(name, name), style(name, theme))
+    band(axes, known, scale, LABELS.get(name, name), style(name))
 
 
 def band(
@@ -341,7 +342,7 @@ def _plain_numbers(axis: Any) -> None:
 
 
 def _errors(
-    title: str, theme: str, measured: Mapping[str, Mapping[str, float]], published: Mapping[str, Mapping[str, float]]
+    title: str, measured: Mapping[str, Mapping[str, float]], published: Mapping[str, Mapping[str, float]]
 ) -> Figure:
     """Errors of the four results, implementations side by side."""
     figure, axes = new(title, 3.8)
@@ -351,12 +352,12 @@ def _errors(
         along = [i + 0.7 * ((number + 0.5) / len(names) - 0.5) for i in range(len(NAMES))]
         if name in measured:
             axes.plot(along, [measured[name][key] for key in NAMES], linestyle="none", label=LABELS.get(name, name),
-                      **style(name, theme))  # fmt: skip
+                      **style(name))  # fmt: skip
         if name in published:
             label = "published (hollow)" if first else None
             label = label if name in measured else f"published: {LABELS.get(name, name)}"
             axes.plot(along, [published[name][key] for key in NAMES], linestyle="none", label=label,
-                      **_hollow(name, theme))  # fmt: skip
+                      **_hollow(name))  # fmt: skip
             first = False
     axes.set_yscale("log")
     axes.set_xticks(range(len(NAMES)), [RESULTS[key] for key in NAMES])

@@ -178,7 +178,7 @@ def _naive(record: Record) -> list[Table]:
             if published is None or name == "plain":
                 cells.append("")
             else:
-                cells.append(" / ".join(f"{published[key]:.3g}" for key in NAMES))
+                cells.append(" / ".join(str(published[key]) for key in NAMES))
             times = [figures.time(row, name, pass_) for pass_ in ("forward", "backward")]
             cells += ["-" if t is None else f"{1e6 * t[0]:.0f}" for t in times]
             if published is None:
