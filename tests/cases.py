@@ -155,7 +155,7 @@ class Problem:
     attend = staticmethod(jax_flash.attention)
 
     def __post_init__(self) -> None:
-        self._yardsticks: dict[str, dict[str, np.ndarray]] = {}
+        self._baselines: dict[str, dict[str, np.ndarray]] = {}
 
     @property
     def inputs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -175,10 +175,10 @@ class Problem:
     def right(self) -> dict[str, Any]:
         return self.solve(*self.inputs, self.dout, self.dlse, **self.options)
 
-    def yardstick(self, platform: str) -> dict[str, np.ndarray]:
-        if platform not in self._yardsticks:
-            self._yardsticks[platform] = differentiate(functools.partial(self.plain, **self.options), self)
-        return self._yardsticks[platform]
+    def baseline(self, platform: str) -> dict[str, np.ndarray]:
+        if platform not in self._baselines:
+            self._baselines[platform] = differentiate(functools.partial(self.plain, **self.options), self)
+        return self._baselines[platform]
 
     def slack(self, name: str, epsilons: float) -> Errors:
         """``epsilons`` times the magnitude of the exact result.
@@ -226,7 +226,7 @@ class Problem:
             allowed = self.slack(name, epsilons)
             if found.maximum > allowed.maximum or found.l2 > allowed.l2:
                 # Plain JAX is slow to compile and can only widen the bound.
-                base = _errors(name, self.yardstick(platform)[name], want)
+                base = _errors(name, self.baseline(platform)[name], want)
                 factor = FACTORS[name]
                 allowed = Errors(allowed.maximum + factor * base.maximum, allowed.l2 + factor * base.l2)
             assert found.maximum <= allowed.maximum, f"{name}: maximum error {found.maximum} > {allowed.maximum}"

@@ -60,7 +60,8 @@ def build(folder: pathlib.Path, sources: pathlib.Path = ROOT / "csrc") -> ctypes
     script.chmod(0o755)
     emulator = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     emulator.call_new.restype = ctypes.c_void_p
-    emulator.call_run.restype = emulator.call_prepare.restype = emulator.scale_run.restype = ctypes.c_char_p
+    emulator.call_run.restype = emulator.call_prepare.restype = ctypes.c_char_p
+    emulator.scale_run.restype = emulator.study_run.restype = ctypes.c_char_p
     emulator.emulator_waits.restype = ctypes.c_char_p
     emulator.call_scratch.restype = ctypes.c_longlong
     emulator.emulator_configure(str(script).encode(), str(folder).encode(), 2)
@@ -199,6 +200,32 @@ def scale(
     assert not error, error
     sizes.check("sizes")
     return [x.check("a scaled array") for x in made], found.check("records")
+
+
+class Study(ctypes.Structure):
+    """As csrc/study.h has it."""
+
+    _fields_ = [
+        ("arrays", 12 * ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("batch", "rows", "keys", "heads", "kv_heads")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+def study(
+    emulator: ctypes.CDLL, arrays: Sequence[np.ndarray], results: Sequence[Guarded], attributes: dict[str, Any],
+    seed: int = 0,
+) -> None:  # fmt: skip
+    """Runs the kernel of a call of jax_flash.study.kernels, which has these attributes."""
+    found = Study(**{name: attributes[name] for name, _ in Study._fields_[1:]})
+    for i, x in enumerate([*arrays, *(x.array for x in results)]):
+        assert x.flags.c_contiguous
+        found.arrays[i] = x.ctypes.data
+    call = ctypes.c_void_p(emulator.call_new(0, 1))
+    names = (attributes[name].encode() for name in ("file", "entry", "constants"))
+    error = emulator.study_run(call, *names, int(attributes["blocks"]), ctypes.byref(found), seed).decode()
+    emulator.call_delete(call)
+    assert not error, error
 
 
 # Problems and their exact results

@@ -182,7 +182,7 @@ def test_small(small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_chains() -> None:
-    """Each call takes what the one before returned, and of gradients all three."""
+    """Each call takes what the one before returned, and of gradients all three. In float32 key and value change too."""
     cell = dataclasses.replace(CELL, causal=False, length=8, q_length=4, kv_heads=1, heads=2)
     assert [x.shape for x in cell.draw()] == [(1, 4, 2, 16), (1, 8, 1, 16), (1, 8, 1, 16), (1, 4, 2, 16)]
     assert str(cell) == "B1 4x8 N2/1 D16"
@@ -192,10 +192,13 @@ def test_chains() -> None:
         assert not causal
         return query / 2 + key.sum() * value.sum() * 0.01
 
-    expected = query
-    for _ in range(race.chain_length(cell, "forward")):
-        expected = attend(expected, key, value, False)
-    np.testing.assert_allclose(race.chain(attend, cell, "forward")(query, key, value), expected)
+    for dtype, step in (("bfloat16", 1), ("float32", 1 + 2**-20)):
+        of_dtype = dataclasses.replace(cell, dtype=dtype)
+        expected, of_key, of_value = query, key, value
+        for _ in range(race.chain_length(of_dtype, "forward")):
+            expected = attend(expected, of_key, of_value, False)
+            of_key, of_value = of_key * step, of_value * step
+        np.testing.assert_allclose(race.chain(attend, of_dtype, "forward")(query, key, value), expected, rtol=1e-12)
 
     inputs = query, key, value
     for _ in range(race.chain_length(cell, "forward + backward")):

@@ -286,7 +286,7 @@ def check(function: Function, name: str, dtype: str) -> None:
     arrays, options, dout, dlse = problem(name, dtype)
     got = differentiate(function, arrays, options, dout, dlse)
     right = oracle(function, arrays, dout, **options)
-    yardstick: dict[str, np.ndarray] = {}
+    baseline: dict[str, np.ndarray] = {}
     assert got["out"].dtype == got["dq"].dtype == got["lse"].dtype == dtype
     assert set(got) == set(right)
     for key, want in right.items():
@@ -301,10 +301,10 @@ def check(function: Function, name: str, dtype: str) -> None:
         allowed = Errors(slack * size, slack)
         if (errors.maximum > allowed.maximum or errors.l2 > allowed.l2) and dtype in ("float32", "bfloat16"):
             # jax.nn's function is slow to compile and can only widen the bound.
-            if not yardstick:
-                yardstick = differentiate(FUNCTIONS["jax.nn"], arrays, options, dout, dlse)
+            if not baseline:
+                baseline = differentiate(FUNCTIONS["jax.nn"], arrays, options, dout, dlse)
                 exact = oracle(FUNCTIONS["jax.nn"], arrays, dout, **options)
-            base = _errors(key, np.where(np.isneginf(want), want, yardstick[key]), exact[key])
+            base = _errors(key, np.where(np.isneginf(want), want, baseline[key]), exact[key])
             factor = FACTORS[key]
             allowed = Errors(allowed.maximum + factor * base.maximum, allowed.l2 + factor * base.l2)
         assert errors.maximum <= allowed.maximum, f"{key}: maximum error {errors.maximum} > {allowed.maximum}"

@@ -45,7 +45,7 @@ template <typename E>
 inline void BackwardItem<E>::tile_of_pairs(int64_t t, int rows, int64_t next) {
   int padded = round_up(rows, kTilePadding<E>), keys = round_up(most_, kTilePadding<E>);
   int steps = padded / 2 * ((keys + kTileKeys - 1) / kTileKeys);
-  ask_ahead(t, rows, next, steps, steps);
+  start_prefetch(t, rows, next, steps, steps);
   [[maybe_unused]] int k_columns = round_up(p_.head_dim, kWidth<T>);
   [[maybe_unused]] int v_columns = round_up(p_.value_head_dim, kWidth<T>);
   bool later = finishes_later();

@@ -89,7 +89,7 @@ inline void BackwardItem<E>::tile(int64_t t, int rows, int64_t next) {
   int steps = (key_rows + kPanel<T> - 1) / kPanel<T> * (padded / kRows);
   next_dq_ = LinesAhead(dq(head_, t), padded * plan_.padded_head_dim * sizeof(T), steps);
   int later_steps = register_tiles<T>(key_rows, k_columns) + register_tiles<T>(key_rows, v_columns);
-  ask_ahead(t, rows, next, steps + later_steps, later_steps);
+  start_prefetch(t, rows, next, steps + later_steps, later_steps);
   find_kept(padded, key_rows);
   for (int lane = 0; lane < key_rows; lane += kPanel<T>) {
     int lanes = std::min(kPanel<T>, key_rows - lane);

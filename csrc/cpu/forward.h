@@ -358,8 +358,8 @@ class ForwardItem {
       copy_rows(v, p_.v.row_stride, count, p_.value_head_dim, padded, v_stride_, v_);
     }
     if (dropout_.active()) fill_lane_bits(first, count);
-    ask_ahead(k + count * p_.k.row_stride, v + count * p_.v.row_stride,
-              std::min<int64_t>(keys_end_ - (first + count), keys_), count_steps(first, count));
+    start_prefetch(k + count * p_.k.row_stride, v + count * p_.v.row_stride,
+                   std::min<int64_t>(keys_end_ - (first + count), keys_), count_steps(first, count));
 #if defined(__AMX_BF16__)
     Tiles tiles;
 #endif
@@ -396,7 +396,7 @@ class ForwardItem {
 
   // Prefetches K and V of the next `count` keys during the steps of the current block, and after the last keys the rows
   // of out.
-  void ask_ahead(const E* k, const E* v, int64_t count, const Steps& steps) {
+  void start_prefetch(const E* k, const E* v, int64_t count, const Steps& steps) {
     next_k_ = next_v_ = {};
     if (steps.k == 0) return;
     if (count <= 0) {

@@ -23,6 +23,13 @@ struct ScaleHandlers {
 };
 ScaleHandlers scale_handlers();
 
+// Those of study kernels (cuda/study), on CUDA.
+struct StudyHandlers {
+  XLA_FFI_Handler* prepare;
+  XLA_FFI_Handler* run;
+};
+StudyHandlers study_handlers();
+
 // When XLA queries its metadata, registers a forward that records its kernels into XLA's CUDA graphs. Otherwise runs as
 // forward_cuda does.
 XLA_FFI_Error* register_forward_cuda(XLA_FFI_CallFrame* call_frame);

@@ -200,6 +200,10 @@ NB_MODULE(_core, m) {
         scale["initialize"] = capsule(scale_handlers().prepare);
         scale["execute"] = capsule(scale_handlers().run);
         cuda["jax_flash_scale"] = scale;
+        nb::dict study;
+        study["initialize"] = capsule(study_handlers().prepare);
+        study["execute"] = capsule(study_handlers().run);
+        cuda["jax_flash_study"] = study;
         nb::dict all;
         all["cpu"] = cpu;
         all["CUDA"] = cuda;
@@ -324,6 +328,14 @@ NB_MODULE(_core, m) {
       },
       nb::kw_only(), nb::arg("arch"), nb::arg("out_dir"), nb::arg("dtypes"), nb::arg("head_dims"), nb::arg("options"),
       nb::arg("family") = "", nb::arg("passes") = kPasses);
+
+  m.def(
+      "study_shared_bytes",
+      [](int arch, const std::string& file, const std::string& entry, const std::string& constants) {
+        nb::gil_scoped_release release;
+        return cuda::study_shared_bytes(arch, {file, entry, constants});
+      },
+      nb::kw_only(), nb::arg("arch"), nb::arg("file"), nb::arg("entry"), nb::arg("constants"));
 
   m.def(
       "fetch_kernel",

@@ -125,6 +125,7 @@ def build_kernels(
     compiler's log or for a family that does not run there, ValueError for an architecture that no family serves.
     """
 
+def study_shared_bytes(*, arch: int, file: str, entry: str, constants: str) -> int: ...
 def fetch_kernel(
     *,
     arch: int,

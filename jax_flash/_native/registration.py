@@ -30,6 +30,7 @@ from jax_flash._native import private, tuned, warn  # only if there is a library
 FORWARD_TARGET = "jax_flash_forward"
 BACKWARD_TARGET = "jax_flash_backward"
 SCALE_TARGET = "jax_flash_scale"
+STUDY_TARGET = "jax_flash_study"
 
 EXPORT_SAFE_TARGETS: tuple[jax.export.DisabledSafetyCheck, ...] = tuple(
     map(jax.export.DisabledSafetyCheck.custom_call, (FORWARD_TARGET, BACKWARD_TARGET, SCALE_TARGET))

@@ -251,6 +251,17 @@ Forward = Callable[[Problem, jax.Array, jax.Array, jax.Array], tuple[jax.Array, 
 Backward = Callable[[Problem, Any, jax.Array], tuple[jax.Array, ...]]
 
 
+def checked(query: Any, key: Any, value: Any, causal: bool) -> tuple[jax.Array, jax.Array, jax.Array, bool]:
+    """The arguments, or an error that says which of them is wrong."""
+    query, key, value = checks.inputs(query=query, key=key, value=value)
+    checks.shapes(query, key, value)
+    if query.ndim != 4:
+        raise ValueError(f"query, key and value must have rank 4, [B, length, heads, head_dim], got {query.shape}")
+    if 0 in (*query.shape, *key.shape, *value.shape):
+        raise ValueError(f"query, key and value must not be empty, got {query.shape}, {key.shape}, {value.shape}")
+    return query, key, value, checks.boolean("causal", causal)
+
+
 def _algorithm(name: str, summary: str, forward: Forward, backward: Backward) -> Algorithm:
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def of_head(p: Problem, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -259,12 +270,7 @@ def _algorithm(name: str, summary: str, forward: Forward, backward: Backward) ->
     of_head.defvjp(forward, backward)
 
     def attention(query: Any, key: Any, value: Any, *, causal: bool = False) -> jax.Array:
-        if type(causal) is not bool:
-            raise TypeError(f"causal must be a bool, got {checks.describe(causal)}")
-        query, key, value = checks.inputs(query=query, key=key, value=value)
-        checks.shapes(query, key, value)
-        if query.ndim != 4:
-            raise ValueError(f"query, key and value must have rank 4, [B, length, heads, head_dim], got {query.shape}")
+        query, key, value, causal = checked(query, key, value, causal)
         (_, rows, heads, head_dim), (_, keys, kv_heads, _) = query.shape, key.shape
         p = Problem(causal, rows, keys, head_dim**-0.5)
         group = heads // kv_heads

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <fstream>
 #include <functional>
+#include <map>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -306,4 +307,45 @@ EMULATOR_CALL const char* call_run(Call* call, int backward, unsigned seed) {
 EMULATOR_CALL const char* scale_run(Call* call, int two_limbs, int bf16, const Scaling* scaling, unsigned seed) {
   the_seed = seed;
   return guarded(call, [&] { launch_scale(call->device, nullptr, two_limbs, bf16, *scaling); });
+}
+
+namespace {
+
+struct EmulatedStudy {
+  void (*kernel)(const Study&);
+  int shared_bytes;
+};
+
+EmulatedStudy study_kernel(const std::string& file, const std::string& entry, const std::string& constants) {
+  static std::map<std::string, EmulatedStudy> all;
+  EmulatedStudy& found = all[file + entry + constants];
+  if (found.kernel) return found;
+  const std::string base = folder + "/study-" + file + "-" + entry + "-" + std::to_string(all.size());
+  std::ofstream(base + ".cc") << "#include \"problem.h\"\nnamespace jax_flash {\n"
+                              << constants << "}\n#include \"cuda/study/" << file << ".cu\"\n"
+                              << "extern \"C\" void emulated(const jax_flash::Study& p) { jax_flash::" << entry
+                              << "(p); }\nextern \"C\" int emulated_bytes() { return jax_flash::shared_bytes; }\n";
+  const std::string command = compile_command + " " + base + ".cc " + base + ".so";
+  if (std::system(command.c_str()) != 0) throw std::runtime_error("can't compile " + base + ".cc");
+  void* library = dlopen((base + ".so").c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!library) throw std::runtime_error(dlerror());
+  found = {reinterpret_cast<void (*)(const Study&)>(dlsym(library, "emulated")),
+           reinterpret_cast<int (*)()>(dlsym(library, "emulated_bytes"))()};
+  return found;
+}
+
+}  // namespace
+
+// A study kernel; returns what is wrong, or an empty text.
+EMULATOR_CALL const char* study_run(Call* call, const char* file, const char* entry, const char* constants, int blocks,
+                                    const Study* study, unsigned seed) {
+  return guarded(call, [&] {
+    const EmulatedStudy found = study_kernel(file, entry, constants);
+    for (int i = 0; i < blocks; ++i) {
+      const int block = seed % 2 ? blocks - 1 - i : i;
+      const std::string error =
+          emulator::run_block(block, blocks, kStudyThreads, found.shared_bytes, seed, [&] { found.kernel(*study); });
+      if (!error.empty()) throw std::runtime_error(error);
+    }
+  });
 }

@@ -28,6 +28,13 @@ static __device__ __forceinline__ float half_to_float(unsigned short x) {
   return y;
 }
 
+// Rounded to nearest, ties to even; infinite from 65520 on.
+static __device__ __forceinline__ unsigned short float_to_half(float x) {
+  unsigned short y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+  return y;
+}
+
 // To two floats in global memory, at a multiple of 8 bytes.
 static __device__ __forceinline__ void add_pair(float* to, float x, float y) {
 #if __CUDA_ARCH__ >= 900

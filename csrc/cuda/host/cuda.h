@@ -10,6 +10,7 @@
 #include "cuda/tiles.h"
 #include "problem.h"
 #include "scaling.h"
+#include "study.h"
 
 namespace jax_flash::cuda {
 
@@ -37,6 +38,15 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& pr
 // limbs, or one.
 void prepare_scale(int device, bool two_limbs, bool bfloat16, const Scaling& scaling);
 void launch_scale(int device, Stream stream, bool two_limbs, bool bfloat16, const Scaling& scaling);
+
+// Kernel `entry` of cuda/study/<file>.cu, with `constants`, lines of C++, in front of it: compiled when first needed.
+struct StudyKernel {
+  std::string file, entry, constants;
+};
+// Needs no driver: compiles it, and returns the dynamic shared memory that a block wants.
+int study_shared_bytes(int arch, const StudyKernel& kernel);
+void prepare_study(int device, const StudyKernel& kernel);
+void launch_study(int device, Stream stream, const StudyKernel& kernel, int blocks, const Study& study);
 
 // How the split-KV forward serves a call: rows of a block, and slices of the keys. The plan is a function of the shape
 // alone, so that results are the same on every GPU of a family; it assumes kMultiprocessors for all of them.

@@ -78,18 +78,11 @@ std::string source_key(const Variant& variant) {
   return Hash().add(sources_key()).add(variant.name()).add(variant.source()).hex();
 }
 
-std::vector<std::string> compile_options(const Variant& variant, int target) {
+std::vector<std::string> compile_options(const char* suffix, int target) {
   // Verbose costs nothing, and puts registers and spills into the log. Not every kernel uses every constant of its
   // variant (177).
-  return {"--gpu-architecture=sm_" + std::to_string(target) + family_named(variant.family).suffix, "--std=c++20",
-          "--ptxas-options=-v", "--diag-suppress=177"};
-}
-
-std::string compiled_key(const Variant& variant, const Nvrtc& nvrtc, int target) {
-  Hash hash;
-  hash.add(source_key(variant)).add(nvrtc.version());
-  for (const std::string& option : compile_options(variant, target)) hash.add(option);
-  return hash.hex();
+  return {"--gpu-architecture=sm_" + std::to_string(target) + suffix, "--std=c++20", "--ptxas-options=-v",
+          "--diag-suppress=177"};
 }
 
 Nvrtc nvrtc_for(int arch) {
@@ -108,7 +101,24 @@ Nvrtc nvrtc_for(int arch) {
 
 Nvrtc::Result compile(const Variant& variant, const Nvrtc& nvrtc) {
   return nvrtc.compile(variant.name(), variant.source(), sources().files,
-                       compile_options(variant, nvrtc.target(variant.arch)));
+                       compile_options(family_named(variant.family).suffix, nvrtc.target(variant.arch)));
+}
+
+// From the cache on disk, or compiled. `key` is what the sources say.
+Fetched cached_or_compiled(const std::string& name, const std::string& source, const std::string& key, int arch,
+                           const char* suffix) {
+  const Nvrtc nvrtc = nvrtc_for(arch);
+  const std::vector<std::string> options = compile_options(suffix, nvrtc.target(arch));
+  Hash hash;
+  hash.add(key).add(nvrtc.version());
+  for (const std::string& option : options) hash.add(option);
+  const std::string full_key = hash.hex();
+  const KernelFolder cache = KernelFolder::cache(true);
+  if (auto cubin = cache.read(name, full_key)) return {*cubin, "cached"};
+  std::string cubin = nvrtc.compile(name, source, sources().files, options).cubin;
+  // A disk that can't take it costs the next process a compilation, and nothing else.
+  cache.write(name, full_key, cubin);
+  return {std::move(cubin), "compiled"};
 }
 
 }  // namespace
@@ -119,14 +129,11 @@ Fetched fetch(const Variant& variant) {
   for (const std::string& dir : settings.prebuilt_dirs) {
     if (auto cubin = KernelFolder::trusted(dir, false).read(name, key)) return {*cubin, "prebuilt"};
   }
-  const Nvrtc nvrtc = nvrtc_for(variant.arch);
-  const std::string full_key = compiled_key(variant, nvrtc, nvrtc.target(variant.arch));
-  const KernelFolder cache = KernelFolder::cache(true);
-  if (auto cubin = cache.read(name, full_key)) return {*cubin, "cached"};
-  std::string cubin = compile(variant, nvrtc).cubin;
-  // A disk that can't take it costs the next process a compilation, and nothing else.
-  cache.write(name, full_key, cubin);
-  return {std::move(cubin), "compiled"};
+  return cached_or_compiled(name, variant.source(), key, variant.arch, family_named(variant.family).suffix);
+}
+
+Fetched fetch_source(const std::string& name, const std::string& source, int arch) {
+  return cached_or_compiled(name, source, Hash().add(sources_key()).add(name).add(source).hex(), arch, "");
 }
 
 namespace {

@@ -69,6 +69,8 @@ struct Fetched {
   const char* origin;  // "prebuilt", "cached" or "compiled"
 };
 Fetched fetch(const Variant& variant);
+// The same of a source that is no variant, and never prebuilt. It includes the device sources by their names.
+Fetched fetch_source(const std::string& name, const std::string& source, int arch);
 
 // The kernels of a variant, ready to launch on the device. Thread-safe: a variant is compiled once, different variants
 // concurrently.
