@@ -10,7 +10,7 @@ from jax_flash import __version__
 from jax_flash._tools import doctor
 from jax_flash._tools import kernels as _kernels
 from jax_flash._tools import report as _report
-from jax_flash._tools.bench import grid
+from jax_flash._tools.bench import grid, seeds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,9 +19,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.command != "kernels":
         # By default JAX preallocates most of a GPU's memory, which fails if another job uses the GPU.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if args.command in ("doctor", "report"):
-        return 0 if (doctor.examine() if args.command == "doctor" else _report.write(args.quick)) else 1
+    if args.command == "doctor":
+        return 0 if doctor.examine() else 1
     try:
+        if args.command == "report":
+            if args.html:
+                seeds.needed("report --html")
+                _writable(args.html)
+            return 0 if _report.write(args.quick, args.html) else 1
         if args.command == "bench":
             return 0 if grid.run(args) else 1
         if args.action == "build":
@@ -31,9 +36,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _kernels.list_(args.arch)
     except (RuntimeError, ValueError, OSError) as error:
-        print(f"jax_flash {args.command} {args.action}: {error}", file=sys.stderr)
+        action = f" {args.action}" if "action" in args else ""
+        print(f"jax_flash {args.command}{action}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _writable(file: pathlib.Path) -> None:
+    """Raises OSError if a file can't be written: better before minutes of measuring than after."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8"):
+        pass
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,7 +67,13 @@ def _parser() -> argparse.ArgumentParser:
         "benchmark (against jax.nn.dot_product_attention) as one block of text. The exit code is 0 when the self-test "
         "passed, else 1.",
     )
-    report.add_argument("--quick", action="store_true", help="fewer cases: about a minute")
+    report.add_argument("--quick", action="store_true", help="fewer cases: about a minute, and four with --html")
+    report.add_argument(
+        "--html",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="write a page too, with speed, memory, errors of every implementation and the rows of bench seeds",
+    )
 
     grid.add_arguments(commands.add_parser("bench", help="measure the kernels against other implementations"))
 

@@ -144,21 +144,21 @@ def _v100(record: Record) -> dict[str, Figure]:
         for other in others:
             points = [figures.speed_up(row, "ours", other, pass_) for row in rows]
             label = "measured here" if other == "plain" else "over PyTorch's, here"
-            _dots(axes, points, label, style("ours" if other == "plain" else other))
-        _dots(axes, [row["published"][pass_] for row in rows], "published, V100", _hollow("published"))
+            dots(axes, points, label, style("ours" if other == "plain" else other))
+        dots(axes, [row["published"][pass_] for row in rows], "published, V100", _hollow("published"))
         axes.set_xscale("log")
-        _plain_numbers(axes.xaxis)
-        _rows(axes, labels, "times as fast as plain attention")
+        plain_numbers(axes.xaxis)
+        row_axis(axes, labels, "times as fast as plain attention")
         found[pass_] = figure
     figure, axes = new("memory saved, forward + backward", height)
-    _dots(axes, [_hundred(figures.saved(row, "ours", "plain")) for row in rows], "XLA's analysis", style("ours"))
+    dots(axes, [_hundred(figures.saved(row, "ours", "plain")) for row in rows], "XLA's analysis", style("ours"))
     measured = [_hundred(figures.saved(row, "ours", "plain", "measured_memory")) for row in rows]
     if any(x is not None for x in measured):
-        _dots(axes, measured, "measured on this GPU", style("flash1"))
+        dots(axes, measured, "measured on this GPU", style("flash1"))
     published = [float(row["published"]["memory"].strip("~%")) for row in rows]
-    _dots(axes, published, "published, V100", _hollow("published"))
+    dots(axes, published, "published, V100", _hollow("published"))
     axes.set_xlim(-4, 104)
-    _rows(axes, labels, "% of plain attention's memory that is not needed")
+    row_axis(axes, labels, "% of plain attention's memory that is not needed")
     return found | {"memory": figure}
 
 
@@ -171,7 +171,7 @@ def _from_scratch(record: Record) -> dict[str, Figure]:
         for name in names:
             _lengths(axes, record, name, [figures.rate(row, name, pass_) for row in record["rows"]], scale)
         axes.set_yscale("log")
-        _plain_numbers(axes.yaxis)
+        plain_numbers(axes.yaxis)
         _length_axis(axes, record, f"{unit}")
         found[pass_] = figure
         rivals = [name for name in ("fa2-jax", "torch-flash") if name in names]
@@ -190,19 +190,20 @@ def _from_scratch(record: Record) -> dict[str, Figure]:
             continue
         figure, axes = new(f"the ladder, {pass_}", 1.6 + 0.24 * len(rates))
         means = [figures.harmonic_mean(some.values()) for some in rates.values()]
-        _dots(axes, [x and x / 1e12 for x in means], "harmonic mean of the lengths", style("ours"))
+        dots(axes, [x and x / 1e12 for x in means], "harmonic mean of the lengths", style("ours"))
         if rival := seed_tables.rival_rates(record, pass_):
             mean = figures.harmonic_mean(rival[1].values()) or math.nan
             axes.axvline(mean / 1e12, color=style(rival[0])["color"], linestyle="--", label=LABELS[rival[0]])
         axes.set_xlim(left=0)
-        _rows(axes, list(rates), "TFLOP/s")
+        row_axis(axes, list(rates), "TFLOP/s")
         found[f"ladder-{pass_}"] = figure
     names = [name for name, _ in documents.FROM_SCRATCH_KERNELS]
     figure, axes = new("published: forward, its 16 kernels", 5.0)
     axes.axvline(100, color=COLOURS["middle"], linewidth=1)
     for number, (gpu, like) in enumerate(zip(documents.FROM_SCRATCH_GPUS, ("torch-flash", "torch-plain"), strict=True)):
-        _dots(axes, [x[2 * number + 1] for _, x in documents.FROM_SCRATCH_KERNELS], gpu, _hollow(like))
-    _rows(axes, [name if len(name) < 34 else name[:32] + "…" for name in names], "% of FlashAttention-2, harmonic mean")
+        dots(axes, [x[2 * number + 1] for _, x in documents.FROM_SCRATCH_KERNELS], gpu, _hollow(like))
+    short = [name if len(name) < 34 else name[:32] + "…" for name in names]
+    row_axis(axes, short, "% of FlashAttention-2, harmonic mean")
     return found | {"published": figure}
 
 
@@ -220,7 +221,7 @@ def _t4(record: Record) -> dict[str, Figure]:
             label = label if name in names else f"published: {LABELS[name]}"
             axes.plot(*zip(*known, strict=True), linestyle=":", linewidth=1, label=label, **_hollow(name))
         axes.set_yscale("log")
-        _plain_numbers(axes.yaxis)
+        plain_numbers(axes.yaxis)
         _length_axis(axes, record, "ms a call")
         found[pass_.replace(" + ", "-")] = figure
     figure, axes = new("memory, forward + backward")
@@ -228,7 +229,7 @@ def _t4(record: Record) -> dict[str, Figure]:
         sizes = [figures.memory(row, name) for row in record["rows"]]
         _lengths(axes, record, name, [None if x is None else (x, x, x) for x in sizes], 2.0**20)
     axes.set_yscale("log")
-    _plain_numbers(axes.yaxis)
+    plain_numbers(axes.yaxis)
     _length_axis(axes, record, "MiB at the peak, by XLA's analysis")
     found["memory"] = figure
     found["errors"] = _errors("largest errors, float16", {
@@ -255,13 +256,13 @@ def _naive(record: Record) -> dict[str, Figure]:
             points = [figures.time(row, name, pass_) for name in names for pass_ in ("forward", "backward")]
             cell = row["cell"]
             label = f"B {cell['batch']}, N {cell['heads']}, S {cell['length']}"
-            _dots(axes, [x and tuple(1e6 * y for y in x) for x in points], label, style(like))
+            dots(axes, [x and tuple(1e6 * y for y in x) for x in points], label, style(like))
         figures_of = part["rows"][0]["published"]
         times = [figures_of.get(name, {}).get(pass_) for name in names for pass_ in ("forward", "backward")]
-        _dots(axes, times, "published", _hollow("published"))
+        dots(axes, times, "published", _hollow("published"))
         axes.set_xscale("log")
-        _plain_numbers(axes.xaxis)
-        _rows(axes, labels, "µs a call")
+        plain_numbers(axes.xaxis)
+        row_axis(axes, labels, "µs a call")
         found[f"times-{dtype}"] = figure
     return found
 
@@ -277,7 +278,7 @@ def _hundred(fraction: float | None) -> float | None:
     return None if fraction is None else 100 * fraction
 
 
-def _dots(axes: Axes, points: Sequence[Any], label: str, like: Mapping[str, Any]) -> None:
+def dots(axes: Axes, points: Sequence[Any], label: str, like: Mapping[str, Any]) -> None:
     """A marker in each row, with a bar from the lowest to the highest; a point is a figure, a spread or None."""
     known = [(y, x if isinstance(x, tuple | list) else (x, x, x)) for y, x in enumerate(points) if x is not None]
     if not known:
@@ -287,7 +288,7 @@ def _dots(axes: Axes, points: Sequence[Any], label: str, like: Mapping[str, Any]
     axes.errorbar(middles, [y for y, _ in known], xerr=bars, linestyle="none", elinewidth=1.2, label=label, **like)
 
 
-def _rows(axes: Axes, labels: Sequence[str], what: str) -> None:
+def row_axis(axes: Axes, labels: Sequence[str], what: str) -> None:
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set_xlabel(what)
@@ -334,10 +335,11 @@ def length_axis(axes: Axes, lengths: Sequence[int], what: str) -> None:
     legend_below(axes)
 
 
-def _plain_numbers(axis: Any) -> None:
-    """1, 10, 100 on a logarithmic axis in place of powers; figures between where it is short."""
-    axis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5), numticks=9))
-    axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:g}"))
+def plain_numbers(axis: Any) -> None:
+    """1, 10, 100 on a logarithmic axis in place of powers, and what lies between where there is room."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,), numticks=12))
+    axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}"))
     axis.set_minor_formatter(matplotlib.ticker.NullFormatter())
 
 

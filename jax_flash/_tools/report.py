@@ -4,10 +4,12 @@ A failure becomes a note below its table and the report continues: reports are n
 is broken.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
 import os
+import pathlib
 import statistics
 import subprocess
 import sys
@@ -33,23 +35,45 @@ _PASSES = {"forward": 1.0, "forward + backward": 3.5}
 """The timed passes, and their work as a multiple of forward's."""
 
 
-def write(quick: bool) -> bool:
-    """Prints the report, and progress to the standard error. Returns True if the self-test passed."""
+@dataclasses.dataclass
+class Findings:
+    """What the text is made of, for `html_report`.
+
+    Attributes:
+      device: what was measured.
+      machine: rows on versions and devices.
+      self_test: the rows of its table, titles first.
+      verdict: whether the self-test passed, as a line.
+      benchmark: the times of every shape, by pass.
+    """
+
+    device: jax.Device
+    machine: list[list[str]] = dataclasses.field(default_factory=list)
+    self_test: list[list[str]] = dataclasses.field(default_factory=list)
+    verdict: str = ""
+    benchmark: list[tuple[Cell, dict[str, Race]]] = dataclasses.field(default_factory=list)
+
+
+def write(quick: bool, html: pathlib.Path | None = None) -> bool:
+    """Prints the report, and progress to the standard error. Returns True if the self-test passed, and with ``html``,
+    the file of a page that measures more, if the results there are right too."""
     began = time.perf_counter()
     here = doctor.machine()
     platform = "cuda" if "cuda" in here.devices else "cpu"
     device = here.devices[platform][0]
+    found = Findings(device)
     print("```text")
     print(f"jax_flash {jax_flash.__version__} report{', quick' if quick else ''}")
-    _machine(here)
+    found.machine = _machine(here)
 
     notes = Notes()
     print(f"\nself-test on {platform}:{device.id}, forward and backward against the reference in float64 on the CPU;")
     print("out, lse, gradients: largest errors; ratio: that of the worst result as a fraction of what is allowed")
     problems = self_tests(platform, quick)
     with jax.default_device(device):
-        failed = _self_test(problems, device, platform, notes)
-    print(f"self-test: {'passed' if not failed else 'FAILED'}, {len(problems) - failed} of {len(problems)}")
+        failed, found.self_test = _self_test(problems, device, platform, notes)
+    found.verdict = f"self-test: {'passed' if not failed else 'FAILED'}, {len(problems) - failed} of {len(problems)}"
+    print(found.verdict)
 
     print(
         f"\nbenchmark on {platform}:{device.id}; /xla, /cudnn: times as fast as that of jax.nn.dot_product_attention,"
@@ -60,10 +84,15 @@ def write(quick: bool) -> bool:
     with jax.default_device(device):
         if platform == "cuda":
             _clocks()
-        _benchmark(benchmarks(platform, quick, _memory(device)), platform, notes, rounds=3 if quick else 5)
+        shapes = benchmarks(platform, quick, _memory(device))
+        found.benchmark = _benchmark(shapes, platform, notes, rounds=3 if quick else 5)
     print(f"\ntook {time.perf_counter() - began:.0f} s")
-    print("```")
-    return not failed
+    print("```", flush=True)
+    if html is None:
+        return not failed
+    from jax_flash._tools import html_report
+
+    return html_report.write(html, found, quick, _say) and not failed
 
 
 class Notes:
@@ -93,7 +122,8 @@ def _say(text: str) -> None:
 # Versions and devices
 
 
-def _machine(here: doctor.Machine) -> None:
+def _machine(here: doctor.Machine) -> list[list[str]]:
+    """Prints and returns rows on versions and devices."""
     problems: list[str] = []
     rows = [*doctor.versions(problems), *doctor.gpu_versions(here)]
     settings = [f"{name}={x}" for name, x in sorted(os.environ.items()) if name.startswith(("JAX_FLASH_", "XLA_FLAGS"))]
@@ -102,10 +132,14 @@ def _machine(here: doctor.Machine) -> None:
     print("\ndevices")
     lines, _ = doctor.gpus(here)
     print("\n".join(f"  {line}" for line in lines))
+    rows += [["device", " ".join(line.split())] for line in lines]
     if "cuda" in here.devices:
+        figures = smi()
         print("\nnvidia-smi, at rest")
-        print(table(smi(), indent="  "))
+        print(table(figures, indent="  "))
+        rows += [["nvidia-smi, at rest", ", ".join(line)] for line in figures]
     sys.stdout.flush()
+    return rows
 
 
 _SMI = (
@@ -172,8 +206,10 @@ def self_tests(platform: str, quick: bool) -> list[accuracy.Problem]:
     return [*causal, *full, *everything]
 
 
-def _self_test(problems: Iterable[accuracy.Problem], device: jax.Device, platform: str, notes: Notes) -> int:
-    """Prints the table; returns how many problems failed."""
+def _self_test(
+    problems: Iterable[accuracy.Problem], device: jax.Device, platform: str, notes: Notes
+) -> tuple[int, list[list[str]]]:
+    """Prints the table; returns how many problems failed, and the table."""
     judge = next(iter(doctor._devices("cpu")), device)
     rows, failed = [["dtype", "head_dim", "options", "served by", "out", "lse", "gradients", "worst", "ratio", ""]], 0
     for problem in problems:
@@ -196,7 +232,7 @@ def _self_test(problems: Iterable[accuracy.Problem], device: jax.Device, platfor
         rows.append(row)
     print(table(rows, indent="  ", right=(1, 4, 5, 6, 8)))
     notes.print()
-    return failed
+    return failed, rows
 
 
 def _dtype_name(problem: accuracy.Problem) -> str:
@@ -268,14 +304,17 @@ def race(cell: Cell, pass_: str, names: Iterable[str], rounds: int) -> Race:
     return _race.race({name: functools.partial(_entry, name, cell, pass_, arrays) for name in names}, rounds)
 
 
-def _benchmark(cells: Iterable[Cell], platform: str, notes: Notes, rounds: int) -> None:
+def _benchmark(cells: Iterable[Cell], platform: str, notes: Notes, rounds: int) -> list[tuple[Cell, dict[str, Race]]]:
+    """Prints the table; returns the times by pass."""
     rivals = ("xla", "cudnn") if platform == "cuda" else ("xla",)
     # Rates mean something on a GPU, whose clock is in the report; on a CPU with other load only ratios do.
     rates = ("ms", "TFLOP/s") if platform == "cuda" else ()
     titles = [title for pass_ in ("forward", "both") for title in (*rates, *(f"/{name}" for name in rivals))]
     titles[0], titles[len(titles) // 2] = f"forward: {titles[0]}", f"both: {titles[len(titles) // 2]}"
     rows = [["dtype", "head_dim", "S", "", "B", "N", *titles]]
+    measured: list[tuple[Cell, dict[str, Race]]] = []
     for cell in cells:
+        measured.append((cell, {}))
         kind = "causal" if cell.causal else "full"
         row = [cell.dtype, *map(str, (cell.head_dim, cell.length)), kind, str(cell.batch), str(cell.heads)]
         _say(f"benchmark: {' '.join(row)}")
@@ -284,11 +323,13 @@ def _benchmark(cells: Iterable[Cell], platform: str, notes: Notes, rounds: int) 
                 found = race(cell, pass_, ("jax_flash", *rivals), rounds)
             except Exception as error:  # too little memory for the arrays
                 found = Race(errors={"jax_flash": error})
+            measured[-1][1][pass_] = found
             row += _figures(found, rivals, work * cell.work, bool(rates), notes)
         rows.append(row)
     print()
     print(table(rows, indent="  ", right=[i for i in range(len(rows[0])) if i not in (0, 3)]))
     notes.print()
+    return measured
 
 
 def _figures(found: Race, rivals: Iterable[str], work: float, rates: bool, notes: Notes) -> list[str]:

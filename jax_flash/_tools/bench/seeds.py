@@ -214,9 +214,9 @@ def _implementation(name: str, platform: str) -> Implementation:
     if name == "plain":
         return Implementation("plain attention in JAX, which keeps all weights", peers.plain)
     if name in STUDIES:
-        kernels: Mapping[str, Any] = getattr(study, "KERNELS", {}) if platform == "cuda" else {}
-        how = "a CUDA kernel of jax_flash.study" if name in kernels else "loops in plain JAX, jax_flash.study"
-        return Implementation(f"{STUDIES[name]}: {how}", functools.partial(_study, {**study.LOOPS, **kernels}[name]))
+        algorithms, how = (study.LOOPS, "loops in plain JAX") if platform == "cpu" else (study.KERNELS, "CUDA kernels")
+        what = f"{STUDIES[name]}: {how} of jax_flash.study"
+        return Implementation(what, functools.partial(_study, algorithms[name]))
     what = {
         "fa2-jax": "FlashAttention-2 by flash_attn_jax",
         "torch-flash": "FlashAttention-2 by PyTorch",

@@ -17,36 +17,40 @@ Attend = Callable[[Any, Any, Any, bool], Any]
 
 
 def cudnn() -> Callable[..., Entry]:
-    return _maker(_sdpa(SDPBackend.CUDNN_ATTENTION))
+    return _maker(_ATTENDS["cudnn"]())
 
 
 def fa2() -> Callable[..., Entry]:
-    return _maker(_sdpa(SDPBackend.FLASH_ATTENTION))
+    return _maker(_ATTENDS["fa2"]())
 
 
 def fa4() -> Callable[..., Entry]:
-    from flash_attn.cute import flash_attn_func
-
-    def attend(query: Any, key: Any, value: Any, causal: bool) -> Any:
-        found = flash_attn_func(query, key, value, causal=causal)
-        return found[0] if isinstance(found, tuple) else found
-
-    return _maker(attend)
+    return _maker(_ATTENDS["fa4"]())
 
 
 def plain() -> Callable[..., Entry]:
-    return _maker(_plain)
+    return _maker(_ATTENDS["plain"]())
 
 
 def results(name: str, arrays: Sequence[jax.Array], causal: bool) -> tuple[jax.Array, ...]:
-    """out, dquery, dkey and dvalue of "fa2" or "plain" for JAX's query, key, value and dout, as arrays of JAX."""
-    attend = {"fa2": _sdpa(SDPBackend.FLASH_ATTENTION), "plain": _plain}[name]
+    """out, dquery, dkey and dvalue of "cudnn", "fa2", "fa4" or "plain", from and to arrays of JAX."""
+    attend = _ATTENDS[name]()
     query, key, value, dout = (torch.from_dlpack(x) for x in arrays)
     inputs = [x.detach().clone().requires_grad_() for x in (query, key, value)]
     out = attend(inputs[0], inputs[1], inputs[2], causal)
     gradients = torch.autograd.grad(out, inputs, dout)
     torch.cuda.synchronize()
     return tuple(jax.dlpack.from_dlpack(x.detach().contiguous()) for x in (out, *gradients))
+
+
+def _fa4() -> Attend:
+    from flash_attn.cute import flash_attn_func
+
+    def attend(query: Any, key: Any, value: Any, causal: bool) -> Any:
+        found = flash_attn_func(query, key, value, causal=causal)
+        return found[0] if isinstance(found, tuple) else found
+
+    return attend
 
 
 def _plain(query: Any, key: Any, value: Any, causal: bool) -> Any:
@@ -66,6 +70,14 @@ def _sdpa(backend: SDPBackend) -> Attend:
             return F.scaled_dot_product_attention(*heads_first, is_causal=causal).transpose(1, 2)
 
     return attend
+
+
+_ATTENDS: dict[str, Callable[[], Attend]] = {
+    "cudnn": lambda: _sdpa(SDPBackend.CUDNN_ATTENTION),
+    "fa2": lambda: _sdpa(SDPBackend.FLASH_ATTENTION),
+    "fa4": _fa4,
+    "plain": lambda: _plain,
+}
 
 
 def _maker(attend: Attend) -> Callable[..., Entry]:
