@@ -124,6 +124,10 @@ def speed(found: Findings, platform: str) -> Section:
             "out crosses memory once; the roof is made of the memory bandwidth and the fastest matrix product "
             f"measured here, {roofs[dtype][1]}"
         )
+        # Neither has instructions of bfloat16, nor tiles for these sizes alone.
+        caption += (
+            "; kernels may exceed it, as these products do not use every instruction" if platform == "cpu" else ""
+        )
         section.figures[caption] = _roofline(dtype, found.benchmark, roofs[dtype])
     section.notes += section_notes
     rows = []
@@ -166,9 +170,16 @@ def measure_roofs(dtypes: Sequence[str], platform: str) -> tuple[dict[str, Roof]
             raise found.errors["it"]
         return min(found.seconds["it"])
 
-    x = jnp.ones(elements, jnp.float32)
-    double = jax.jit(lambda x: x * 2)
-    bandwidth = 2 * x.nbytes / best(lambda: double(x))
+    # In place: a result of its own would be new pages each time, and their first use is what would be timed.
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    held = [jnp.ones(elements, jnp.float32)]
+
+    def stream() -> jax.Array:
+        held[0] = add(held[0])
+        return held[0]
+
+    bandwidth = 8.0 * elements / best(stream)
+    held.clear()
     product = jax.jit(lambda a, b: a @ b)
     rates: dict[str, float] = {}
     for dtype in dict.fromkeys([*dtypes, *(["float32"] if platform == "cpu" else [])]):
@@ -343,8 +354,8 @@ def accuracy(platform: str, cells: Sequence[Cell] = ACCURACY) -> Section:
         eps = float(jnp.finfo(cell.dtype).eps)
         own = [name for name in errors if name.startswith(("jax_flash", "study"))]
         for name in own:
-            # float32 on GPUs has TF32's accuracy by default.
-            allowed = 4 * (2.0**-10 if cell.dtype == "float32" and platform == "cuda" else eps)
+            # In float32 the sums round too, and on GPUs products have TF32's accuracy by default.
+            allowed = 4 * eps if cell.dtype != "float32" else 2.0**-8 if platform == "cuda" else 16 * eps
             if not max(errors[name]) < allowed:
                 section.wrong.append(f"{cell.dtype}: {name}: a relative error of {max(errors[name]):.2g}")
         section.wrong += [
@@ -355,6 +366,7 @@ def accuracy(platform: str, cells: Sequence[Cell] = ACCURACY) -> Section:
         for number, (result, like) in enumerate(zip(plots.RESULTS.values(), plots.STYLES, strict=False)):
             plots.dots(axes, [x[number] for x in errors.values()], result, plots.style(like))
         axes.set_xscale("log")
+        plots.plain_numbers(axes.xaxis)
         plots.row_axis(axes, list(errors), "relative L2 error against float64")
         section.figures[f"{cell.dtype}: errors of out, dq, dk and dv"] = figure
         rows = [[name, *(f"{x:.2e}" for x in some)] for name, some in errors.items()]

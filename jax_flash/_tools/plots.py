@@ -339,7 +339,7 @@ def plain_numbers(axis: Any) -> None:
     """1, 10, 100 on a logarithmic axis in place of powers, and what lies between where there is room."""
     low, high = axis.get_view_interval()
     axis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,), numticks=12))
-    axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}"))
+    axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:.3g}"))
     axis.set_minor_formatter(matplotlib.ticker.NullFormatter())
 
 
@@ -362,6 +362,7 @@ def _errors(
                       **_hollow(name))  # fmt: skip
             first = False
     axes.set_yscale("log")
+    plain_numbers(axes.yaxis)
     axes.set_xticks(range(len(NAMES)), [RESULTS[key] for key in NAMES])
     axes.set_xlim(-0.5, len(NAMES) - 0.5)
     axes.set_ylabel("largest error against float64")
