@@ -1,5 +1,9 @@
 """``report``: its self-test finds errors, its benchmark computes its figures right, and no failure stops it."""
 
+import dataclasses
+import functools
+import html.parser
+import pathlib
 import re
 import subprocess
 import sys
@@ -13,9 +17,9 @@ from test_cli import faked
 from test_cli import remembered as remembered
 
 from jax_flash.__main__ import main
-from jax_flash._tools import accuracy, doctor
+from jax_flash._tools import accuracy, doctor, html_report, plots
 from jax_flash._tools import report as _report
-from jax_flash._tools.bench import race
+from jax_flash._tools.bench import peers, race, seed_rows, seeds
 
 
 @pytest.fixture(autouse=True)
@@ -282,6 +286,135 @@ def test_accuracy_rule() -> None:
     coarse = plain | {"lse": np.array([-np.inf, 3.003], np.float32)}
     assert accuracy.compare(coarse, plain, exact, tf32=True)["lse"].right
     assert not accuracy.compare(coarse, plain, exact)["lse"].right
+
+
+@pytest.fixture
+def small_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Presets of one small row, and one shape for the accuracy."""
+    for name, preset in seeds.PRESETS.items():
+
+        def rows(platform: str, whole: Any = preset.rows) -> list[seeds.Row]:
+            row = whole(platform)[0]
+            cell = dataclasses.replace(row.cell, batch=1, heads=2, length=64, head_dim=16)
+            return [dataclasses.replace(row, cell=cell, quick=True)]
+
+        monkeypatch.setitem(seeds.PRESETS, name, dataclasses.replace(preset, rows=rows))
+    cells = (race.Cell("float16", 16, 64, True, 1, 2), race.Cell("float32", 16, 64, True, 1, 2))
+    accuracy_of, compiled = html_report.accuracy, seed_rows.compile_both
+    monkeypatch.setattr(html_report, "accuracy", lambda platform: accuracy_of(platform, cells))
+    monkeypatch.setattr(
+        html_report, "measure_roofs", lambda dtypes, _: ({x: (1e11, "a product", 1e10) for x in dtypes}, [])
+    )
+    short = functools.partial(dataclasses.replace, heads=1, head_dim=8)
+    monkeypatch.setattr(seed_rows, "compile_both", lambda f, cell, *more: compiled(f, short(cell), *more)
+                        if cell.length >= 256 else compiled(f, cell, *more))  # fmt: skip
+
+
+SECTIONS = ("machine", "self-test", "speed", "memory", "accuracy", "seeds-v100", "seeds-from-scratch", "seeds-t4",
+            "seeds-naive")  # fmt: skip
+
+
+class Page(html.parser.HTMLParser):
+    """What a page consists of; fails on an element that is not closed."""
+
+    VOID = ("meta", "path", "use", "rect", "circle", "line", "image", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.inside: dict[str, list[str]] = {}
+        self._open: list[tuple[str, str]] = []
+        self.feed(text)
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        found = dict(attrs)
+        self.ids += [found["id"]] if "id" in found else []
+        self.links += [value for name, value in attrs if name in ("href", "src", "srcset", "xlink:href")]
+        for _, section in self._open:
+            self.inside.setdefault(section, []).append(tag)
+        if tag not in self.VOID:
+            self._open.append((tag, found.get("id", "") if tag == "section" else ""))
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self._open.pop()[0] == tag
+
+
+def test_a_page(small_page: None, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+    """It needs nothing else, and has every section with its figures and tables."""
+    file = tmp_path / "new" / "report.html"
+    code = main(["report", "--quick", "--html", str(file)])
+    text = file.read_text(encoding="utf-8")
+    assert code == 0, re.findall(r'class="(?:wrong|verdict)">([^<]*)', text)
+    assert "self-test: passed, 2 of 2" in capsys.readouterr().out  # the text is still there
+    page = Page(text)
+    assert not re.search(r"https?:|@import|<script|<link|<img", text)
+    assert set(page.links) <= {f"#{x}" for x in page.ids}
+    assert len(set(page.ids)) == len(page.ids)
+    assert [x for x in page.ids if x in SECTIONS] == list(SECTIONS)
+    for section in SECTIONS:
+        assert "table" in page.inside[section], section
+        figures = page.inside[section].count("figure")
+        assert (figures == 0) == (section in ("machine", "self-test")), section
+        assert page.inside[section].count("svg") == page.inside[section].count("figcaption") == figures
+    assert "prefers-color-scheme: dark" in text
+    for colour in plots.dark():
+        assert text.count(colour) == 1 or colour not in text.split("</style>")[1], colour  # elsewhere a variable
+    assert f"python -m jax_flash report --html {file} --quick" in text
+    assert jax.__version__ in text
+    assert "every result is right" in text
+
+
+def test_a_section_that_fails_says_why(
+    small_page: None, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no <room> left\nat all")
+
+    monkeypatch.setattr(seeds, "measure", fails)
+    file = tmp_path / "report.html"
+    assert main(["report", "--quick", "--html", str(file)]) == 1
+    text = file.read_text(encoding="utf-8")
+    assert text.count("failed: RuntimeError: no &lt;room&gt; left</li>") == len(seeds.PRESETS)
+    assert "4 wrong: seeds: v100" in text
+    Page(text)
+
+
+def test_a_wrong_implementation_is_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = race.Cell("float16", 16, 64, True, 1, 2)
+    right = peers.attend
+    monkeypatch.setattr(peers, "attend", lambda *args, **options: right(*args, **options) * np.float16(1.02))
+    section = html_report.accuracy("cpu", [cell])
+    assert any(text.startswith("float16: jax_flash, cpu: a relative error of 0.02") for text in section.wrong)
+    assert not any("study" in text for text in section.wrong)
+    assert any(note.startswith("fa4: not here, needs a GPU") for note in section.notes)
+
+
+def test_the_roof() -> None:
+    cell = race.Cell("bfloat16", 64, 1024, False, 2, 4)
+    assert html_report.intensity(cell, "forward") == 1024 / 2
+    assert html_report.intensity(cell, "forward + backward") == 3.5 * 1024 / 4
+    roofs, notes = html_report.measure_roofs(["float32"], "cpu")
+    assert not notes
+    rate, what, bandwidth = roofs["float32"]
+    assert 1e9 < rate < 1e14
+    assert what.endswith("in float32")
+    assert 1e8 < bandwidth < 1e13
+
+
+def test_a_page_that_cannot_be_written(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says so before it measures."""
+    assert main(["report", "--html", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert "jax_flash report: " in said.err
+    assert not said.out
 
 
 @pytest.mark.slow
