@@ -1,7 +1,6 @@
 """``report``: its self-test finds errors, its benchmark computes its figures right, and no failure stops it."""
 
 import dataclasses
-import functools
 import html.parser
 import pathlib
 import re
@@ -19,7 +18,7 @@ from test_cli import remembered as remembered
 from jax_flash.__main__ import main
 from jax_flash._tools import accuracy, doctor, html_report, plots
 from jax_flash._tools import report as _report
-from jax_flash._tools.bench import peers, race, seed_rows, seeds
+from jax_flash._tools.bench import peers, race, seeds
 
 
 @pytest.fixture(autouse=True)
@@ -300,14 +299,11 @@ def small_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setitem(seeds.PRESETS, name, dataclasses.replace(preset, rows=rows))
     cells = (race.Cell("float16", 16, 64, True, 1, 2), race.Cell("float32", 16, 64, True, 1, 2))
-    accuracy_of, compiled = html_report.accuracy, seed_rows.compile_both
+    accuracy_of = html_report.accuracy
     monkeypatch.setattr(html_report, "accuracy", lambda platform: accuracy_of(platform, cells))
     monkeypatch.setattr(
         html_report, "measure_roofs", lambda dtypes, _: ({x: (1e11, "a product", 1e10) for x in dtypes}, [])
     )
-    short = functools.partial(dataclasses.replace, heads=1, head_dim=8)
-    monkeypatch.setattr(seed_rows, "compile_both", lambda f, cell, *more: compiled(f, short(cell), *more)
-                        if cell.length >= 256 else compiled(f, cell, *more))  # fmt: skip
 
 
 SECTIONS = ("machine", "self-test", "speed", "memory", "accuracy", "seeds-v100", "seeds-from-scratch", "seeds-t4",

@@ -230,11 +230,21 @@ def test_what_does_not_fit_is_left_out(conditions: seed_rows.Conditions, monkeyp
         found = seed_rows.measure(CELL, {"plain": PLAIN}, 1e-3, conditions)["plain"]
         assert set(found["skipped"]) == skipped
         assert all(
-            reason.startswith("needs 0.0 GiB by XLA's analysis, of which") for reason in found["skipped"].values()
+            reason.startswith("needs 0.0 GiB by XLA's analysis, and 0.0 GiB") for reason in found["skipped"].values()
         )
         assert set(found["seconds"]) == {"forward", "backward"} - skipped
         assert found["memory"] == whole
         assert found["errors"] == {}
+
+
+def test_arrays_that_do_not_fit(conditions: seed_rows.Conditions, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise MemoryError("RESOURCE_EXHAUSTED: out of memory\nand much more")
+
+    monkeypatch.setattr(seed_rows.exact, "exact_results", fails)
+    found = seed_rows.measure(CELL, {"plain": PLAIN}, 1e-3, conditions)["plain"]
+    reason = "MemoryError: RESOURCE_EXHAUSTED: out of memory"
+    assert found["skipped"] == dict.fromkeys(("forward", "backward", "errors"), reason)
 
 
 def test_what_takes_too_long_is_left_out(conditions: seed_rows.Conditions) -> None:
