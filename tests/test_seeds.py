@@ -385,12 +385,12 @@ def test_figures() -> None:
 
 
 def test_the_ladder_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = seeds._ladders(jax.local_devices(backend="cpu")[0], 1)
+    missing = seeds._ladders(jax.local_devices(backend="cpu")[0], 1, (512,))
     assert "CUDA kernels" in missing["ladder_missing"]
     gpu = types.SimpleNamespace(platform="gpu")
     status = {"devices": [{"family": "sm75", "compute_capability": 75, "name": "Tesla T4"}]}
     monkeypatch.setattr(seeds.registration, "cuda_status", lambda: status)
-    assert "there is no ladder of sm75's forward" in seeds._ladders(gpu, 1)["ladder_missing"]
+    assert "there is no ladder of sm75's forward" in seeds._ladders(gpu, 1, (512,))["ladder_missing"]
 
     status["devices"][0] |= {"family": "sm80"}
     rungs = ladder.rungs("sm80", "forward")

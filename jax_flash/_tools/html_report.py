@@ -124,10 +124,8 @@ def speed(found: Findings, platform: str) -> Section:
             "out crosses memory once; the roof is made of the memory bandwidth and the fastest matrix product "
             f"measured here, {roofs[dtype][1]}"
         )
-        # Neither has instructions of bfloat16, nor tiles for these sizes alone.
-        caption += (
-            "; kernels may exceed it, as these products do not use every instruction" if platform == "cpu" else ""
-        )
+        if platform == "cpu":
+            caption += "; kernels may be above it, because no library's product is the most that a processor can do"
         section.figures[caption] = _roofline(dtype, found.benchmark, roofs[dtype])
     section.notes += section_notes
     rows = []

@@ -73,9 +73,9 @@ def worst_errors(record: Mapping[str, Any], name: str) -> dict[str, float] | Non
 
 
 def ladder_rate(rung: Mapping[str, Any], work: Mapping[str, float], length: str) -> float | None:
-    """FLOP/s of a rung at a length, of its best round, as ``bench ladder`` has it."""
+    """FLOP/s of a rung at a length, of the median round like those that it is compared with."""
     times = rung["seconds"].get(length)
-    return work[length] / min(times) if times else None
+    return work[length] / statistics.median(times) if times else None
 
 
 def add(record: dict[str, Any]) -> None:

@@ -62,7 +62,8 @@ class Preset:
       names: the implementations, ours first.
       passes: what is timed.
       tolerances: by dtype; an error of at most ``tolerance * (1 + |exact|)`` is right.
-      extra: what is measured besides the rows, as further entries of the record.
+      extra: what is measured besides the rows, as further entries of the record, from the device, the number of rounds
+        and the lengths of the rows.
     """
 
     title: str
@@ -71,7 +72,7 @@ class Preset:
     names: Sequence[str]
     passes: Sequence[str]
     tolerances: Mapping[str, float]
-    extra: Callable[[Any, int], Record] | None = None
+    extra: Callable[[Any, int, Sequence[int]], Record] | None = None
 
 
 # Rows
@@ -96,7 +97,7 @@ def _from_scratch(platform: str) -> list[Row]:
         cell = _ladder.cell_of(documents.FROM_SCRATCH_HEAD_DIM, length, False)
         if platform == "cpu":
             cell = dataclasses.replace(cell, batch=1, heads=2)
-        rows.append(Row(f"S {length}", cell, {}, length <= 2048))
+        rows.append(Row(f"S {length}", cell, {}, length <= (2048 if platform == "cpu" else 4096)))
     return rows
 
 
@@ -132,7 +133,7 @@ def _finite(x: float) -> float | None:
     return x if x < documents.INFINITE else None
 
 
-def _ladders(device: Any, rounds: int, lengths: Sequence[int] = documents.FROM_SCRATCH_LENGTHS) -> Record:
+def _ladders(device: Any, rounds: int, lengths: Sequence[int]) -> Record:
     """Milliseconds of every rung at every length, by pass."""
     if device.platform == "cpu":
         return {"ladder": {}, "ladder_missing": "the ladder is made of CUDA kernels, and JAX has no CUDA device here"}
@@ -295,7 +296,7 @@ def measure(
                 }
             )
         say("the rest", len(rows), len(rows))
-        record |= preset.extra(device, rounds) if preset.extra else {}
+        record |= preset.extra(device, rounds, [row.cell.length for row in rows]) if preset.extra else {}
     seed_figures.add(record)
     record["wrong"] = wrong(record)
     record["took"] = round(time.perf_counter() - began, 1)
