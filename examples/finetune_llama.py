@@ -24,7 +24,6 @@ import pathlib
 import resource
 import sys
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -37,11 +36,9 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import jax_flash
-from llama import checkpoint, data, lora, pretraining, training
+from llama import checkpoint, data, flags, lora, pretraining, training
+from llama.data import TEMPLATE
 from llama.model import Attention, Llama, LlamaConfig, count_parameters, generate
-
-RUNS = pathlib.Path("runs", "llama")
-TEMPLATE = "### Instruction:\n{prompt}\n\n### Response:\n"  # Alpaca's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +67,7 @@ class Settings:
     remat: str = "attention"
 
     @property
-    def lora(self) -> lora.LoRA:
+    def adapter(self) -> lora.LoRA:
         return lora.LoRA(self.rank, self.alpha, tuple(self.targets))
 
     def check(self) -> None:
@@ -94,7 +91,7 @@ class Run(NamedTuple):
 
     config: LlamaConfig
     settings: Settings
-    rows: data.Rows
+    rows: data.Rows[np.ndarray]
     summary: str
     tokenizer: tokenizers.Tokenizer | None
     prompt: str  # of the sample
@@ -142,7 +139,7 @@ def make_model(run: Run, attention: Attention) -> Llama:
         model = Llama(run.config, rngs=nnx.Rngs(settings.seed), **options)
     else:
         model = checkpoint.load_model(pathlib.Path(settings.model), run.config, **options)
-    lora.add_lora(model, settings.lora, rngs=nnx.Rngs(settings.seed + 1))
+    lora.add_lora(model, settings.adapter, rngs=nnx.Rngs(settings.seed + 1))
     return model
 
 
@@ -162,7 +159,7 @@ def check_attention(attention: Attention, run: Run) -> str:
         jax.ShapeDtypeStruct((settings.batch, settings.length, heads, config.head_dim), settings.dtype)
         for heads in (config.num_attention_heads, config.num_key_value_heads)
     )
-    segments = jax.ShapeDtypeStruct(query.shape[:2], jnp.int32) if settings.packing else None
+    segments = jnp.ones(query.shape[:2], jnp.int32) if settings.packing else None
     try:
         explanation = jax_flash.explain(
             query,
@@ -200,9 +197,7 @@ def open_checkpoints(folder: pathlib.Path) -> ocp.CheckpointManager:
 
 
 def save_checkpoint(checkpoints: ocp.CheckpointManager, state: training.State, record: Record) -> None:
-    items = ocp.args.Composite(
-        state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(dataclasses.asdict(record))
-    )
+    items = ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(dataclasses.asdict(record)))
     checkpoints.save(int(state.step), args=items)
 
 
@@ -254,7 +249,7 @@ def train(
     """Trains to the last step, or until Ctrl-C."""
     settings = run.settings
 
-    def rows_of(step: int) -> data.Rows:
+    def rows_of(step: int) -> data.Rows[jax.Array]:
         rows = data.rows_of_step(run.rows, step, settings.accumulation, settings.batch, settings.seed)
         return jax.tree.map(jnp.asarray, rows)
 
@@ -282,7 +277,7 @@ def train(
             state, metrics = step_of(state, frozen, rows)
             values = training.Metrics(*(x.item() for x in jax.device_get(metrics)))
             seconds = time.perf_counter() - mark
-            line = {
+            line: dict[str, Any] = {
                 "step": step,
                 "loss": values.loss,
                 "grad_norm": values.grad_norm,
@@ -298,9 +293,7 @@ def train(
             record.history.append(line)
             file.write(json.dumps(line) + "\n")
             file.flush()
-            bar.set_postfix(
-                {"loss": f"{values.loss:.3f}", "tokens/s": f"{line['tokens_per_s']:,.0f}"}, refresh=False
-            )
+            bar.set_postfix({"loss": f"{values.loss:.3f}", "tokens/s": f"{line['tokens_per_s']:,.0f}"}, refresh=False)
             bar.update(step - bar.n)
             stop = interrupted()
             if stop or step == settings.steps or step % checkpoint_every == 0:
@@ -361,16 +354,16 @@ def choose_folder(out: pathlib.Path | None, resume: bool) -> pathlib.Path:
         return [path for path in folder.glob("checkpoints/*") if path.name.isdigit()]
 
     if resume:
-        runs = [out] if out else list(RUNS.glob("*"))
+        runs = [out] if out else list(flags.RUNS.glob("*"))
         newest = max((step for run in runs for step in finished(run)), key=lambda p: p.stat().st_mtime, default=None)
         if newest is None:
-            raise ValueError(f"--resume found no checkpoint in {out or RUNS}")
+            raise ValueError(f"--resume found no checkpoint in {out or flags.RUNS}")
         return newest.parent.parent
     if out:
         if finished(out):
             raise ValueError(f"--out {out} already holds a run: add --resume to continue it, or name another")
         return out
-    return next(folder for number in itertools.count(1) if not (folder := RUNS / str(number)).exists())
+    return next(folder for number in itertools.count(1) if not (folder := flags.RUNS / str(number)).exists())
 
 
 def choose_settings(args: argparse.Namespace, record: Record | None) -> tuple[Settings, LlamaConfig]:
@@ -433,8 +426,9 @@ def train_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
     )
     print(f"LoRA       {trained:,} parameters: rank {settings.rank}, alpha {settings.alpha:g}")
     print(f"attention  {served}")
-    graphdef, params, frozen = nnx.split(model, nnx.LoRAParam, ...)
-    del model
+    graphdef, *split = nnx.split(model, nnx.LoRAParam, ...)
+    params, frozen = split
+    del model, split
     scale = settings.loss_scale if settings.dtype == "float16" else 1.0
     state = training.initial_state(params, optimizer_of(settings)[1], scale)
     del params
@@ -457,7 +451,7 @@ def train_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
         return 130
 
     written = [folder / "metrics.jsonl", folder / "loss.png", folder / "checkpoints"]
-    lora.save_adapter(folder / "adapter", nnx.merge(graphdef, state.params, frozen), settings.lora, settings.model)
+    lora.save_adapter(folder / "adapter", nnx.merge(graphdef, state.params, frozen), settings.adapter, settings.model)
     written.append(folder / "adapter")
     if count:
         after = write_sample(run, graphdef, (state.params, frozen), count, args.temperature)
@@ -540,32 +534,6 @@ def merge_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
 # ---- The command line
 
 
-def at_least(minimum: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = None
-        if number is None or number < minimum:
-            raise argparse.ArgumentTypeError(f"must be an integer of at least {minimum}, got {text!r}")
-        return number
-
-    return convert
-
-
-def real(zero: bool) -> Callable[[str], float]:
-    def convert(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not (math.isfinite(number) and (number > 0 or (zero and number == 0))):
-            raise argparse.ArgumentTypeError(f"must be a number {'>=' if zero else '>'} 0, got {text!r}")
-        return number
-
-    return convert
-
-
 def parse(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     description, _, rest = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
@@ -581,143 +549,12 @@ def parse(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argpars
             "merge": "add an adapter to the weights of its checkpoint, and write that as a checkpoint",
         }.items()
     }
-    add_pretrain_flags(subparsers["pretrain"])
+    flags.add_pretrain_flags(subparsers["pretrain"])
     subparsers["prompts"].add_argument("--out", type=pathlib.Path, required=True, metavar="FILE", help="to write")
-    add_train_flags(subparsers["train"])
-    add_merge_flags(subparsers["merge"])
+    flags.add_train_flags(subparsers["train"])
+    flags.add_merge_flags(subparsers["merge"])
     args = parser.parse_args(arguments)
     return subparsers[args.command], args
-
-
-def add_implementation(parser: Any) -> None:
-    parser.add_argument(
-        "--implementation",
-        choices=["auto", "reference", "xla", "cpu", "cuda"],
-        default="auto",
-        help="of jax_flash's attention (default: auto, the fastest here)",
-    )
-
-
-def add_pretrain_flags(parser: argparse.ArgumentParser) -> None:
-    positive = at_least(1)
-    sizes = pretraining.Sizes
-    parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="folder of the checkpoint")
-    add_implementation(parser)
-    for name, text in {
-        "layers": "of the transformer",
-        "width": "of the residual stream",
-        "heads": "query heads",
-        "kv-heads": "key and value heads; fewer than --heads is GQA",
-        "vocabulary": "tokens of the tokenizer",
-        "length": "tokens in a window, the model's context",
-        "batch": "windows in a batch",
-        "steps": "batches to train on",
-    }.items():
-        default = getattr(sizes, name.replace("-", "_"))
-        parser.add_argument(f"--{name}", type=positive, metavar="N", help=f"{text} (default: {default})")
-    parser.add_argument(
-        "--learning-rate", type=real(zero=False), metavar="X", help=f"at its peak (default: {sizes.learning_rate})"
-    )
-    parser.add_argument("--seed", type=at_least(0), metavar="N", help="of the model and of the batches (default: 0)")
-    parser.add_argument(
-        "--tied",
-        action=argparse.BooleanOptionalAction,
-        help="whether the embedding also reads out (default: it does)",
-    )
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], default="float32", help="to compute in (default: float32)"
-    )
-    parser.add_argument(
-        "--shard-megabytes", type=positive, default=2, metavar="N", help="of a file of weights (default: 2)"
-    )
-
-
-def add_train_flags(parser: argparse.ArgumentParser) -> None:
-    positive = at_least(1)
-    run = parser.add_argument_group("the run")
-    run.add_argument("--out", type=pathlib.Path, metavar="DIR", help=f"folder of the run (default: {RUNS}/NUMBER)")
-    run.add_argument(
-        "--resume",
-        action="store_true",
-        help=f"continue the run in --out, or else the newest in {RUNS}, exactly where its last checkpoint left it; of "
-        "its settings it takes --steps, which stretches the learning rate's schedule to the new end",
-    )
-    run.add_argument(
-        "--checkpoint-every", type=positive, default=10, metavar="N", help="steps between checkpoints (default: 10)"
-    )
-    run.add_argument(
-        "--attention",
-        choices=["ours", "cudnn", "xla"],
-        default="ours",
-        help="jax_flash's, or jax.nn.dot_product_attention by cuDNN or by XLA (default: ours)",
-    )
-    add_implementation(run)
-
-    model = parser.add_argument_group("model and data")
-    model.add_argument("--model", metavar="DIR", help="folder of a Llama checkpoint in Hugging Face's files")
-    model.add_argument("--data", metavar="FILE", help='JSONL: a line is {"prompt": "...", "answer": "..."}')
-    model.add_argument(
-        "--random-weights",
-        action="store_true",
-        default=None,
-        help="do not read weights or data, to measure speed: --model may then name a config.json alone",
-    )
-    model.add_argument("--length", type=positive, metavar="N", help="tokens in a row (default: 2048, or the context)")
-    model.add_argument(
-        "--packing",
-        action=argparse.BooleanOptionalAction,
-        help="several examples in a row, told apart by segment ids (default: one in a row, padded)",
-    )
-    model.add_argument("--template", metavar="TEXT", help=f"around a prompt (default: {TEMPLATE!r})")
-    model.add_argument("--rank", type=positive, metavar="N", help="of LoRA (default: 16)")
-    model.add_argument("--alpha", type=real(zero=False), metavar="X", help="of LoRA (default: --rank)")
-    model.add_argument(
-        "--targets",
-        type=lambda text: tuple(text.split(",")),
-        metavar="NAMES",
-        help=f"projections with adapters (default: {','.join(lora.TARGETS)})",
-    )
-
-    step = parser.add_argument_group("training")
-    step.add_argument("--steps", type=positive, metavar="N", help="updates (default: 20)")
-    step.add_argument("--batch", type=positive, metavar="N", help="rows in a micro-batch (default: 4)")
-    step.add_argument("--accumulation", type=positive, metavar="N", help="micro-batches in a step (default: 4)")
-    step.add_argument("--learning-rate", type=real(zero=False), metavar="X", help="at its peak (default: 2e-4)")
-    step.add_argument("--warmup", type=at_least(0), metavar="N", help="steps up to the peak (default: 2)")
-    step.add_argument("--clip", type=real(zero=False), metavar="X", help="largest gradient norm (default: 1)")
-    step.add_argument("--weight-decay", type=real(zero=True), metavar="X", help="of AdamW (default: 0)")
-    step.add_argument("--seed", type=at_least(0), metavar="N", help="of the adapters and of the order (default: 0)")
-    step.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16", "float16"],
-        help="of the base model and to compute in (default: bfloat16 on a GPU, else float32); adapters are float32 "
-        "always, and float16 comes with dynamic loss scaling",
-    )
-    step.add_argument(
-        "--loss-scale", type=real(zero=False), metavar="X", help="to begin with in float16 (default: 65536)"
-    )
-    step.add_argument(
-        "--remat",
-        choices=["none", "full", "attention"],
-        help="what the backward pass recomputes: nothing, every layer, or all of it but attention (default)",
-    )
-
-    sample = parser.add_argument_group("the sample before and after")
-    sample.add_argument("--prompt", metavar="TEXT", help="what the model answers (default: the data's first prompt)")
-    sample.add_argument(
-        "--sample", type=at_least(0), metavar="N", help="tokens to write (default: what fits, at most 64)"
-    )
-    sample.add_argument("--temperature", type=real(zero=True), default=0.0, metavar="X", help="default: 0, greedy")
-
-
-def add_merge_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=pathlib.Path, required=True, metavar="DIR", help="the base checkpoint")
-    parser.add_argument("--adapter", type=pathlib.Path, required=True, metavar="DIR", help="in PEFT's files")
-    parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="folder of the new checkpoint")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="(default: the checkpoint's)")
-    parser.add_argument(
-        "--shard-megabytes", type=at_least(1), default=5000, metavar="N", help="of a file of weights (default: 5000)"
-    )
 
 
 def flag(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: config.json, tokenizer.json, and weights in one safetensors file or in shards with an index.
+"""Hugging Face checkpoints: config.json, tokenizer.json, and safetensors in one file or in shards with an index.
 
 A folder is written under another name first and renamed when it is complete, so that no half of one is ever read.
 """
@@ -20,7 +20,7 @@ import safetensors.numpy
 import tokenizers
 from flax import nnx
 
-from llama.model import Attention, Llama, LlamaConfig, Remat
+from llama.model import OURS, Attention, Llama, LlamaConfig, Remat
 
 CONFIG, TOKENIZER, WEIGHTS, INDEX = (
     "config.json",
@@ -102,7 +102,7 @@ def load_model(
     *,
     dtype: Any,
     param_dtype: Any,
-    attention: Attention = Attention(),
+    attention: Attention = OURS,
     remat: Remat = "none",
 ) -> Llama:
     """The model of a folder. Tensors go to the device one by one, so that no second copy of the model is in memory."""
@@ -143,7 +143,7 @@ def load_model(
 
 
 def hugging_face_name(path: tuple[Any, ...]) -> str:
-    """The tensor for a parameter's path: ("layers", 0, "mlp", "up_proj", "kernel") is model.layers.0.mlp.up_proj.weight."""
+    """The tensor of a parameter: ("layers", 0, "mlp", "up_proj", "kernel") is model.layers.0.mlp.up_proj.weight."""
     *module, _ = path
     name = ".".join(map(str, module))
     return f"{name}.weight" if module[0] == "lm_head" else f"model.{name}.weight"

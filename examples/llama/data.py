@@ -7,11 +7,13 @@ import pathlib
 import string
 import sysconfig
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
+import jax
 import numpy as np
 import tokenizers
 
+TEMPLATE = "### Instruction:\n{prompt}\n\n### Response:\n"  # Alpaca's
 
 # ---- JSONL
 
@@ -82,21 +84,24 @@ def encode(
 # ---- Rows
 
 
-class Rows(NamedTuple):
+Array = TypeVar("Array", np.ndarray, jax.Array)
+
+
+class Rows(NamedTuple, Generic[Array]):
     """What the model reads, what it should predict, and where that counts; all [..., T].
 
     A sequence of n tokens takes n - 1 places of a row. ``segments`` counts a row's sequences from 1, 0 is padding, and
     ``positions`` begin at 0 in each, so that packed sequences are computed as they are alone.
     """
 
-    tokens: np.ndarray  # int32
-    targets: np.ndarray  # int32
-    weights: np.ndarray  # float32: 1 where the target belongs to an answer
-    segments: np.ndarray  # int32
-    positions: np.ndarray  # int32
+    tokens: Array  # int32
+    targets: Array  # int32
+    weights: Array  # float32: 1 where the target belongs to an answer
+    segments: Array  # int32
+    positions: Array  # int32
 
 
-def make_rows(sequences: list[Sequence], length: int, *, packing: bool) -> tuple[Rows, str]:
+def make_rows(sequences: list[Sequence], length: int, *, packing: bool) -> tuple[Rows[np.ndarray], str]:
     """Rows of ``length`` places, one sequence in each or as many as fit; and a line about what became of the data.
 
     A sequence that is too long loses its end, and is left out if that leaves nothing of the answer.
@@ -150,13 +155,13 @@ def _pack(sequences: list[Sequence], length: int) -> list[list[Sequence]]:
     return bins
 
 
-def random_rows(count: int, length: int, vocabulary: int, seed: int) -> Rows:
+def random_rows(count: int, length: int, vocabulary: int, seed: int) -> Rows[np.ndarray]:
     """Full rows of random tokens, all of which count: to measure speed without data."""
     tokens = np.random.default_rng(seed).integers(0, vocabulary, (count, length + 1), dtype=np.int32)
     return full_rows(tokens)
 
 
-def full_rows(tokens: np.ndarray) -> Rows:
+def full_rows(tokens: np.ndarray) -> Rows[np.ndarray]:
     """Of windows [..., T + 1] of a text."""
     shape = tokens[..., 1:].shape
     positions = np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape)
@@ -164,7 +169,7 @@ def full_rows(tokens: np.ndarray) -> Rows:
     return Rows(tokens[..., :-1], tokens[..., 1:], ones.astype(np.float32), ones, positions)
 
 
-def rows_of_step(rows: Rows, step: int, accumulation: int, batch: int, seed: int) -> Rows:
+def rows_of_step(rows: Rows[np.ndarray], step: int, accumulation: int, batch: int, seed: int) -> Rows[np.ndarray]:
     """[accumulation, batch, T]: every epoch has all rows in an order of its own, which follows from ``seed``."""
     count, size = len(rows.tokens), accumulation * batch
     chosen: list[int] = []
@@ -178,7 +183,7 @@ def rows_of_step(rows: Rows, step: int, accumulation: int, batch: int, seed: int
     return Rows(*(array[chosen].reshape(accumulation, batch, -1) for array in rows))
 
 
-def fingerprint(rows: Rows) -> str:
+def fingerprint(rows: Rows[np.ndarray]) -> str:
     digest = hashlib.sha256()
     for array in rows:
         digest.update(np.ascontiguousarray(array).tobytes())

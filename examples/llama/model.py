@@ -99,7 +99,7 @@ class LlamaConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
-        ids = (self.eos_token_ids if self.bos_token_id is None else (self.bos_token_id, *self.eos_token_ids))
+        ids = self.eos_token_ids if self.bos_token_id is None else (self.bos_token_id, *self.eos_token_ids)
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 raise ValueError(
@@ -163,9 +163,7 @@ class Attention(NamedTuple):
     kind: Literal["ours", "cudnn", "xla"] = "ours"
     implementation: jax_flash.Implementation | None = None  # of ours
 
-    def __call__(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None
-    ) -> jax.Array:
+    def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None) -> jax.Array:
         """Causal attention of query [B, T, N, H] to key and value [B, T, K, H], within segments [B, T] if given."""
         if self.kind == "ours":
             return jax_flash.attention(
@@ -179,6 +177,9 @@ class Attention(NamedTuple):
             )
         mask = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
         return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True, implementation=self.kind)
+
+
+OURS = Attention()
 
 
 def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
@@ -309,7 +310,7 @@ class Llama(nnx.Module):
         *,
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
-        attention: Attention = Attention(),
+        attention: Attention = OURS,
         remat: Remat = "none",
         rngs: nnx.Rngs,
     ):
@@ -362,10 +363,8 @@ class Llama(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., vocab_size] in float32, which a narrower product would round."""
-        if self.config.tie_word_embeddings:
-            weight = self.embed_tokens.embedding[...].T
-        else:
-            weight = self.lm_head.kernel[...]
+        tied = self.config.tie_word_embeddings
+        weight = self.embed_tokens.embedding[...].T if tied else self.lm_head.kernel[...]
         return jnp.matmul(hidden, weight.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
     def __call__(
@@ -391,9 +390,7 @@ class Llama(nnx.Module):
         return [Cache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)) for _ in self.layers]
 
 
-def _rematerialised(
-    layer: Layer, remat: Remat, x: jax.Array, rotary: Rotary, segments: jax.Array | None
-) -> jax.Array:
+def _rematerialised(layer: Layer, remat: Remat, x: jax.Array, rotary: Rotary, segments: jax.Array | None) -> jax.Array:
     graphdef, params = nnx.split(layer)
     policy = jax_flash.checkpoint_policies.save_attention if remat == "attention" else None
 

@@ -70,7 +70,7 @@ def pretrain(out: pathlib.Path, sizes: Sizes, attention: Attention, dtype: str, 
     texts = [text for _, text in data.standard_library()]
     # Every eighth file has enough words for so small a vocabulary, and the training of the tokenizer is not the point.
     tokenizer = train_tokenizer(texts[::8], sizes.vocabulary)
-    bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
+    bos, eos = (tokenizer.encode(text).ids[0] for text in (BOS, EOS))
     # As many files as the steps can read, spread over the library; a token is about three bytes.
     wanted = 3 * sizes.steps * sizes.batch * sizes.length
     total = sum(map(len, texts))
@@ -114,7 +114,8 @@ def pretrain(out: pathlib.Path, sizes: Sizes, attention: Attention, dtype: str, 
 
 
 def _train(model: Llama, stream: np.ndarray, sizes: Sizes) -> list[float]:
-    graphdef, params, frozen = nnx.split(model, nnx.Param, ...)
+    graphdef, *split = nnx.split(model, nnx.Param, ...)
+    params, frozen = split
     learning_rate = training.schedule(sizes.learning_rate, sizes.steps, warmup=sizes.steps // 10)
     optimizer = training.make_optimizer(learning_rate, weight_decay=0.1)
     state = training.initial_state(params, optimizer, loss_scale=1.0)

@@ -69,7 +69,10 @@ def schedule(peak: float, steps: int, warmup: int) -> optax.Schedule:
 def make_optimizer(learning_rate: optax.Schedule, weight_decay: float) -> optax.GradientTransformation:
     """AdamW; weight decay on matrices only, not on the norms' scales. The step itself clips."""
     return optax.adamw(
-        learning_rate, b2=0.95, weight_decay=weight_decay, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+        learning_rate,
+        b2=0.95,
+        weight_decay=weight_decay,
+        mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
     )
 
 
@@ -79,7 +82,7 @@ def initial_state(params: nnx.State, optimizer: optax.GradientTransformation, lo
     return State(step, updates, params, optimizer.init(params), LossScale.initial(loss_scale))
 
 
-def summed_loss(model: Llama, rows: Rows, *, segmented: bool) -> jax.Array:
+def summed_loss(model: Llama, rows: Rows[jax.Array], *, segmented: bool) -> jax.Array:
     """Cross entropy in nats, summed over the targets that count, of rows [B, T].
 
     The logits are made, and in the backward pass made once more, a row at a time: of 4 x 2048 tokens and 128,000
@@ -112,15 +115,13 @@ def make_train_step(
 
     # Donated, the old state's memory becomes the new state's.
     @functools.partial(jax.jit, donate_argnums=0)
-    def train_step(state: State, frozen: nnx.State, rows: Rows) -> tuple[State, Metrics]:
+    def train_step(state: State, frozen: nnx.State, rows: Rows[jax.Array]) -> tuple[State, Metrics]:
         factor = state.loss_scale.value / jnp.maximum(rows.weights.sum(), 1)
 
-        def scaled_loss(params: nnx.State, micro: Rows) -> jax.Array:
+        def scaled_loss(params: nnx.State, micro: Rows[jax.Array]) -> jax.Array:
             return summed_loss(nnx.merge(graphdef, params, frozen), micro, segmented=segmented) * factor
 
-        def accumulate(
-            carry: tuple[jax.Array, nnx.State], micro: Rows
-        ) -> tuple[tuple[jax.Array, nnx.State], None]:
+        def accumulate(carry: tuple[jax.Array, nnx.State], micro: Rows) -> tuple[tuple[jax.Array, nnx.State], None]:
             return jax.tree.map(jnp.add, carry, jax.value_and_grad(scaled_loss)(state.params, micro)), None
 
         zeros = jax.tree.map(jnp.zeros_like, state.params)
@@ -131,11 +132,14 @@ def make_train_step(
 
         clipped = jax.tree.map(lambda g: g * jnp.minimum(1, clip / jnp.maximum(norm, 1e-12)), gradients)
         updates, optimizer_state = optimizer.update(clipped, state.optimizer, state.params)
-        changed = (state.updates + 1, optax.apply_updates(state.params, updates), optimizer_state)
-        kept = (state.updates, state.params, state.optimizer)
-        changed = jax.tree.map(lambda new, old: jnp.where(finite, new, old), changed, kept)
+        changed = state._replace(
+            updates=state.updates + 1,
+            params=optax.apply_updates(state.params, updates),
+            optimizer=optimizer_state,
+        )
+        changed = jax.tree.map(lambda new, old: jnp.where(finite, new, old), changed, state)
         metrics = Metrics(loss, norm, learning_rate(state.updates), finite, state.loss_scale.value)
-        return State(state.step + 1, *changed, state.loss_scale.adjusted(finite)), metrics
+        return changed._replace(step=state.step + 1, loss_scale=state.loss_scale.adjusted(finite)), metrics
 
     return train_step
 
