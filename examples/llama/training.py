@@ -127,7 +127,7 @@ def make_train_step(
         zeros = jax.tree.map(jnp.zeros_like, state.params)
         (loss, gradients), _ = jax.lax.scan(accumulate, (jnp.zeros(()), zeros), rows)
         loss, gradients = jax.tree.map(lambda x: x / state.loss_scale.value, (loss, gradients))
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
 
         clipped = jax.tree.map(lambda g: g * jnp.minimum(1, clip / jnp.maximum(norm, 1e-12)), gradients)
