@@ -184,6 +184,7 @@ class Record:
 
     settings: dict[str, Any]
     fingerprint: str
+    prompt: str  # of the sample
     before: str  # what the base model wrote
     history: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # the lines of metrics.jsonl
 
@@ -272,8 +273,8 @@ def train(
         # After a kill the file may be ahead of the checkpoint.
         file.writelines(json.dumps(line) + "\n" for line in record.history)
         for step in range(start + 1, settings.steps + 1):
-            rows = rows_of(step - 1)
             mark = time.perf_counter()
+            rows = rows_of(step - 1)
             state, metrics = step_of(state, frozen, rows)
             values = training.Metrics(*(x.item() for x in jax.device_get(metrics)))
             seconds = time.perf_counter() - mark
@@ -407,7 +408,9 @@ def train_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
         folder = choose_folder(args.out, args.resume)
         record = read_record(folder) if args.resume else None
         settings, config = choose_settings(args, record)
-        run = prepare(settings, config, args.prompt)
+        if record and args.prompt not in (None, record.prompt):
+            raise ValueError(f"--prompt {args.prompt!r} contradicts the run to resume, which has {record.prompt!r}")
+        run = prepare(settings, config, record.prompt if record else args.prompt)
         if record and record.fingerprint != run.fingerprint:
             raise ValueError("--resume needs the checkpoint and the data that began the run: these differ")
         count = choose_sample(run, args.sample)
@@ -434,7 +437,7 @@ def train_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
     del params
     if record is None:
         before = write_sample(run, graphdef, (state.params, frozen), count, args.temperature) if count else ""
-        record = Record(dataclasses.asdict(settings), run.fingerprint, before)
+        record = Record(dataclasses.asdict(settings), run.fingerprint, run.prompt, before)
     record.settings = dataclasses.asdict(settings)
     with open_checkpoints(folder) as checkpoints:
         if args.resume:

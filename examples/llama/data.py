@@ -26,7 +26,8 @@ class Example(NamedTuple):
 def read_examples(path: pathlib.Path) -> list[Example]:
     """Of a file with a JSON object a line, which has strings "prompt" and "answer"; other keys are left alone."""
     examples = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    # Not splitlines(), which also cuts at characters that may stand in a JSON string, as U+2028.
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:

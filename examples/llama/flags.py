@@ -148,7 +148,8 @@ def add_train_flags(parser: argparse.ArgumentParser) -> None:
     step.add_argument(
         "--remat",
         choices=["none", "full", "attention"],
-        help="what the backward pass recomputes: nothing, every layer, or all of it but attention (default)",
+        help="what the backward pass recomputes: nothing, every layer, or (default) every layer but for its "
+        "attention, which cudnn and xla recompute too",
     )
 
     sample = parser.add_argument_group("the sample before and after")

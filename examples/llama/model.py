@@ -124,10 +124,18 @@ class LlamaConfig:
         # transformers 5 writes rope_parameters, older ones rope_theta and rope_scaling.
         rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
         heads, eos = values["num_attention_heads"], values.get("eos_token_id")
+        head_dim: int = values.get("head_dim") or 0
+        if not head_dim and heads:  # no heads at all are refused below
+            head_dim, rest = divmod(values["hidden_size"], heads)
+            if rest:
+                raise ValueError(
+                    f"hidden_size must be a multiple of num_attention_heads {heads} where head_dim is not given, "
+                    f"got {values['hidden_size']}"
+                )
         return LlamaConfig(
             **{name: values[name] for name in needed},
             num_key_value_heads=values.get("num_key_value_heads") or heads,
-            head_dim=values.get("head_dim") or values["hidden_size"] // heads,
+            head_dim=head_dim,
             max_position_embeddings=values.get("max_position_embeddings", 2048),
             rms_norm_eps=values.get("rms_norm_eps", 1e-6),
             rope_theta=rope.get("rope_theta", values.get("rope_theta", 10_000.0)),

@@ -88,7 +88,9 @@ def summed_loss(model: Llama, rows: Rows[jax.Array], *, segmented: bool) -> jax.
     The logits are made, and in the backward pass made once more, a row at a time: of 4 x 2048 tokens and 128,000
     words all of them would take 4 GB, and their gradient as much.
     """
-    hidden = model.hidden(rows.tokens, rows.positions, rows.segments if segmented else None)
+    # Attention skips most blocks where segment ids ascend, so those of the padding at the end come last.
+    segments = jnp.where(rows.segments == 0, jnp.iinfo(jnp.int32).max, rows.segments) if segmented else None
+    hidden = model.hidden(rows.tokens, rows.positions, segments)
 
     @jax.checkpoint
     def of_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
