@@ -221,6 +221,7 @@ def save_curve(path: pathlib.Path, history: list[dict[str, Any]]) -> None:
     upper.set(title="Llama by LoRA", ylabel="loss (nats per token of the answers)", ylim=(0, None))
     lower.plot(steps, [line["learning_rate"] for line in history], color="C1")
     lower.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
+    lower.xaxis.get_major_locator().set_params(integer=True)
     for axes in (upper, lower):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

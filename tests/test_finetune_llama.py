@@ -900,7 +900,8 @@ def test_pretraining_writes_what_fine_tuning_reads(example, small):
 
 
 def test_a_run_leaves_metrics_curve_adapter_and_samples(example, small, tmp_path, capsys):
-    assert example.main(flags(small, tmp_path, packing=True, sample=10, prompt="open?")) == 0
+    changes = {"packing": True, "sample": 10, "prompt": "open?", "targets": "v_proj,q_proj", "alpha": 8}
+    assert example.main(flags(small, tmp_path, **changes)) == 0
     out = capsys.readouterr().out
     for expected in ("data ", "LoRA ", "attention  jax_flash by", "speed ", "peak memory ", "---- after ----"):
         assert expected in out
@@ -915,7 +916,8 @@ def test_a_run_leaves_metrics_curve_adapter_and_samples(example, small, tmp_path
     before, after = sample.split("---- before ----")[1].split("---- after ----")
     assert sample.startswith("---- prompt ----\nopen?\n")
     assert before != after
-    assert (tmp_path / "adapter" / "adapter_config.json").exists()
+    adapter = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (adapter["r"], adapter["lora_alpha"], adapter["target_modules"]) == (4, 8, ["q_proj", "v_proj"])
 
 
 def test_merged_checkpoints_compute_what_base_and_adapter_do(example, small, tmp_path):
@@ -963,6 +965,30 @@ def test_ours_and_plain_attention_learn_the_same(example, small, tmp_path, packi
         curves[kind] = np.array([line["loss"] for line in metrics_of(tmp_path / kind)])
     np.testing.assert_allclose(curves["ours"], curves["xla"], rtol=0, atol=1e-3)
     assert curves["ours"][-1] < 0.5 * curves["ours"][0]
+
+
+@pytest.mark.parametrize("kind", ["ours", "xla"])
+def test_packing_changes_no_loss(example, small, tmp_path, capsys, kind):
+    """A step over all examples has the same loss and gradients, in fewer rows."""
+    data = tmp_path / "data.jsonl"
+    lines = (small / "data.jsonl").read_text().splitlines(keepends=True)
+    data.write_text("".join(lines[:7]))
+    metrics, rows = {}, 7
+    for packing in (None, True):
+        run = tmp_path / str(packing)
+        if packing:
+            tokenizer = example.checkpoint.load_tokenizer(
+                small / "model", example.checkpoint.load_config(small / "model")
+            )
+            sequences = example.data.encode(example.data.read_examples(data), tokenizer, "{prompt} ", 0, 1)
+            rows = len(example.data.make_rows(sequences, 64, packing=True)[0].tokens)
+            assert 1 < rows < 7
+        changes = {"data": data, "batch": rows, "accumulation": 1, "attention": kind, "packing": packing}
+        assert example.main(flags(small, run, steps=1, **changes)) == 0
+        assert f"7 examples in {rows} rows of 64 tokens" in capsys.readouterr().out
+        (metrics[packing],) = metrics_of(run)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(metrics[True][name], metrics[None][name], rtol=1e-4)
 
 
 @needs_cpu
