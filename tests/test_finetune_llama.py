@@ -846,7 +846,7 @@ def small(example, tmp_path_factory):
     """A checkpoint by the pretrain command, of a small text, and prompts for it."""
     folder = tmp_path_factory.mktemp("small")
     sizes = "--layers 2 --width 32 --heads 4 --kv-heads 2 --vocabulary 300 --length 64 --batch 4 --steps 30"
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, jax.default_device(jax.devices("cpu")[0]):
         patch.setattr(example.data, "standard_library", small_library)
         arguments = ["pretrain", "--out", str(folder / "model"), *sizes.split(), "--learning-rate", "0.01"]
         assert example.main(arguments) == 0
@@ -866,6 +866,7 @@ def flags(small, out, **changes):
         "rank": 4,
         "learning-rate": 0.02,
         "template": "{prompt} ",
+        "dtype": "float32",  # the default of a GPU is another
         "sample": 0,
         **changes,
     }
@@ -967,6 +968,19 @@ def test_ours_and_plain_attention_learn_the_same(example, small, tmp_path, packi
     assert curves["ours"][-1] < 0.5 * curves["ours"][0]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("packing", [None, True])
+def test_on_a_gpu_all_three_attentions_learn_the_same(example, small, tmp_path, packing):
+    curves = {}
+    for kind in ("ours", "cudnn", "xla"):
+        changes = {"attention": kind, "packing": packing, "dtype": "bfloat16", "steps": 20}
+        assert example.main(flags(small, tmp_path / kind, **changes)) == 0
+        curves[kind] = np.array([line["loss"] for line in metrics_of(tmp_path / kind)])
+    assert curves["ours"][-1] < 0.5 * curves["ours"][0]
+    for kind in ("cudnn", "xla"):
+        np.testing.assert_allclose(curves[kind], curves["ours"], rtol=0, atol=0.1)  # bfloat16 rounds to 1/256
+
+
 @pytest.mark.parametrize("kind", ["ours", "xla"])
 def test_packing_changes_no_loss(example, small, tmp_path, capsys, kind):
     """A step over all examples has the same loss and gradients, in fewer rows."""
@@ -1042,7 +1056,8 @@ def test_random_weights_need_a_configuration_alone(example, tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config_of()))
     arguments = ["train", "--model", str(path), "--random-weights", "--out", str(tmp_path / "run"), "--steps", "2"]
-    assert example.main([*arguments, "--batch", "2", "--accumulation", "1", "--length", "16"]) == 0
+    sizes = ["--batch", "2", "--accumulation", "1", "--length", "16", "--dtype", "float32"]
+    assert example.main([*arguments, *sizes]) == 0
     assert "random tokens" in capsys.readouterr().out
     loss = metrics_of(tmp_path / "run")[0]["loss"]
     assert loss == pytest.approx(np.log(CONFIG["vocab_size"]), abs=0.3)
@@ -1146,7 +1161,7 @@ def test_the_documented_commands_halve_the_loss_in_twenty_steps(example, tmp_pat
     curves, seconds = {}, {}
     for kind in ("ours", "xla"):
         arguments = ["--model", model, "--data", prompts, "--learning-rate", "1e-2", "--attention", kind]
-        assert example.main(["train", *arguments, "--out", str(tmp_path / kind)]) == 0
+        assert example.main(["train", *arguments, "--dtype", "float32", "--out", str(tmp_path / kind)]) == 0
         lines = metrics_of(tmp_path / kind)
         curves[kind], seconds[kind] = np.array([line["loss"] for line in lines]), sum(line["seconds"] for line in lines)
     assert curves["ours"].shape == (20,)
@@ -1155,9 +1170,13 @@ def test_the_documented_commands_halve_the_loss_in_twenty_steps(example, tmp_pat
     assert seconds["ours"] < 120
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(example, small, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_loss_that_is_not_finite_stops_the_run(example, small, tmp_path, dtype):
+    """In float16 when no smaller scale is left to try."""
+    changes = {"learning-rate": 1e30, "dtype": dtype, "steps": 40}
     with pytest.raises(SystemExit, match=r"at step .*try a lower --learning-rate"):
-        example.main(flags(small, tmp_path, **{"learning-rate": 1e30}))
+        example.main(flags(small, tmp_path, **changes))
+    assert 1 <= len(metrics_of(tmp_path)) < 3 if dtype == "float32" else len(metrics_of(tmp_path)) > 15
 
 
 @pytest.mark.parametrize(
