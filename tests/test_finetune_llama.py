@@ -1155,7 +1155,7 @@ def test_resumed_after_a_kill_in_the_middle_of_a_save(example, small, tmp_path, 
 def test_the_documented_commands_halve_the_loss_in_twenty_steps(example, tmp_path, capsys):
     """With the standard library as it is; the curve is that of plain attention."""
     model, prompts = str(tmp_path / "tiny"), str(tmp_path / "prompts.jsonl")
-    assert example.main(["pretrain", "--out", model, "--steps", "100"]) == 0
+    assert example.main(["pretrain", "--out", model, "--steps", "60", "--batch", "4"]) == 0
     assert example.main(["prompts", "--out", prompts]) == 0
     assert "prompts and answers" in capsys.readouterr().out
     curves, seconds = {}, {}
