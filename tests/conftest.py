@@ -1,5 +1,6 @@
 """Strict JAX for every test: x64 on, implicit promotion forbidden; warnings are fatal by pyproject.toml."""
 
+import ctypes
 import os
 import re
 import zlib
@@ -86,3 +87,11 @@ def _default_device(request: pytest.FixtureRequest) -> Iterator[None]:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(platform == "cpu"))
     with jax.default_device(jax.devices(platform)[0]), jax.default_matmul_precision("highest"):
         yield
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Runs CUDA kernels on the CPU (docs/emulator.md)."""
+    import emulated
+
+    return emulated.build(tmp_path_factory.mktemp("emulator"))

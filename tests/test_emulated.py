@@ -115,11 +115,6 @@ def environment() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return emulated.build(tmp_path_factory.mktemp("emulator"))
-
-
 def by_turns(names: Iterable[str], always: Collection[str], *others: str) -> list[Any]:
     """Cases for parametrize, with ``others`` beside the name: those of the names that every commit runs, and those that
     take turns (.ci/run)."""

@@ -73,11 +73,6 @@ def test_without_masks_all_are_kept() -> None:
     assert scores.kept(DEFAULT, {}, "q", T, S, K) is scores.kept(DEFAULT, {}, "kv", T, S, K) is None
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return emulated.build(tmp_path_factory.mktemp("emulator"))
-
-
 RECORD = ("query", "key", "value", "dout", "ds", "in_float32", "largest_value", "value_norm")
 
 

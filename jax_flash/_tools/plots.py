@@ -85,7 +85,6 @@ def drawing() -> Iterator[None]:
         "axes.spines.top": False,
         "axes.spines.right": False,
         "font.size": 9.5,
-        "axes.titlesize": 10.5,
         "legend.fontsize": 8.5,
         "legend.frameon": False,
         "lines.linewidth": 1.6,
@@ -100,7 +99,8 @@ def drawing() -> Iterator[None]:
 def new(title: str, height: float = 3.5) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(4.9, height), layout="constrained")
     axes = figure.add_subplot()
-    axes.set_title(title, loc="left")
+    # Of the figure, not of its axes: beside long labels these leave no room for it.
+    figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize="large")
     return figure, axes
 
 
