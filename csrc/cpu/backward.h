@@ -15,10 +15,9 @@
 //
 // Heads, batch entries and chunks that share elements of dbias are one item, so its sums need no scratch.
 //
-// A weight is exp2(score - lse), but the larger lse is the more its rounding counts, until nothing of the difference is
-// right. Rows with an lse beyond kLargeLse are restated: the preparing pass runs the tiles of these rows up to their
-// scores, and puts the maximum of these, bit for bit one of them, in the place of lse, with the logarithm of the sum
-// apart.
+// A weight is exp2(score - lse), in which the rounding of a large lse would count. Rows with an lse beyond kLargeLse
+// are restated: the preparing pass runs their tiles up to the scores, and puts the maximum of these, bit for bit one of
+// them, in the place of lse, with the logarithm of the sum apart.
 //
 // bfloat16 is multiplied in pairs where the processor has instructions for that, as in the forward: weights and the
 // scores' gradients are rounded to bfloat16, sums and all else stay in float. That is 1.7 times as fast as converting
@@ -266,15 +265,7 @@ class BackwardItem {
   T* row_rest(int64_t t) const { return statistic(static_cast<T*>(p_.scratch) + plan_.row_rest, t); }
   bool is_restated(int64_t t) const { return *row_rest(t) != 0 || *row_lse(t) == -kInfinity<T>; }
   // Whether any row of the key head's group in [begin, end) is.
-  bool has_restated(int64_t begin, int64_t end) {
-    for (int member = 0; member < group(); ++member) {
-      head_ = kv_head_ * group() + member;
-      for (int64_t t = begin; t < end; ++t) {
-        if (is_restated(t)) return true;
-      }
-    }
-    return false;
-  }
+  bool has_restated(int64_t begin, int64_t end);
 
   // Restates rows [first, end) of the batch entry, in all heads.
   __attribute__((noinline)) void restate(int64_t first, int64_t end);
@@ -577,12 +568,7 @@ class BackwardItem {
   // the lanes, and K and V are read in place. All rows that a key's gradients depend on are in one item, so these are
   // written once. Against the tiles this is twice as fast for 8 rows of several heads, a tile each, but 0.8 times as
   // fast in float32 for 8 rows of one head.
-  bool may_decode() const {
-    int64_t rows = group() * sequence_.rows;
-    return !plan_.in_turn && rows > 0 && rows <= (group() > 1 ? kDecodingRows : kDecodingRows / 2) && !is_packed(p_) &&
-           !options_.any() && !options_.has_segments && !dropout_.active() && p_.head_dim % kWidth<T> == 0 &&
-           p_.value_head_dim % kWidth<T> == 0;
-  }
+  bool may_decode() const;
 
   // Returns false if it leaves the rows to tiles, because some are restated.
   bool decode();

@@ -6,6 +6,14 @@
 namespace jax_flash::cpu::JAX_FLASH_ISA {
 
 template <typename E>
+inline bool BackwardItem<E>::may_decode() const {
+  int64_t rows = group() * sequence_.rows;
+  return !plan_.in_turn && rows > 0 && rows <= (group() > 1 ? kDecodingRows : kDecodingRows / 2) && !is_packed(p_) &&
+         !options_.any() && !options_.has_segments && !dropout_.active() && p_.head_dim % kWidth<T> == 0 &&
+         p_.value_head_dim % kWidth<T> == 0;
+}
+
+template <typename E>
 inline bool BackwardItem<E>::decode() {
   int rows = static_cast<int>(sequence_.rows), most = 0;
   for (int member = 0; member < group(); ++member) {

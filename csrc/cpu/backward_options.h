@@ -95,6 +95,17 @@ __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int row
 }
 
 template <typename E>
+inline bool BackwardItem<E>::has_restated(int64_t begin, int64_t end) {
+  for (int member = 0; member < group(); ++member) {
+    head_ = kv_head_ * group() + member;
+    for (int64_t t = begin; t < end; ++t) {
+      if (is_restated(t)) return true;
+    }
+  }
+  return false;
+}
+
+template <typename E>
 void BackwardItem<E>::restate(int64_t first, int64_t end) {
   restates_ = true;
   chunk_ = 0;
