@@ -286,7 +286,7 @@ def test_memory_is_measured_where_it_is_counted(monkeypatch: pytest.MonkeyPatch)
             peak = max(peak, in_use() + sizes[name])
             return 0
 
-        program.memory_analysis = lambda: types.SimpleNamespace(  # type: ignore[attr-defined]
+        program.memory_analysis = lambda: types.SimpleNamespace(  # type: ignore[attr-defined]  # as a compiled program has
             argument_size_in_bytes=inputs, output_size_in_bytes=inputs, temp_size_in_bytes=sizes[name] - inputs
         )
         return program
@@ -310,7 +310,7 @@ def test_memory_is_measured_where_it_is_counted(monkeypatch: pytest.MonkeyPatch)
         return measured(*args)
 
     monkeypatch.setattr(seed_rows, "_peak", one)
-    found = seed_rows.measured_peaks({name: (name, CELL) for name in sizes}, device, print)  # type: ignore[misc]
+    found = seed_rows.measured_peaks({name: (name, CELL) for name in sizes}, device, print)  # type: ignore[misc]  # names stand for functions
     inputs = sum(x.size * x.dtype.itemsize for x in seed_rows.shapes(CELL))
     assert found == {name: size + inputs for name, size in sizes.items()}
     assert seed_rows.measured_peaks({}, types.SimpleNamespace(memory_stats=lambda: None), print) == {}

@@ -188,7 +188,7 @@ def test_a_name_for_each() -> None:
     for module, functions in ((loops, study.LOOPS), (kernels, study.KERNELS)):
         for name, function in functions.items():
             assert getattr(module, name) is function
-            assert function.__name__ == name  # type: ignore[attr-defined]
+            assert function.__name__ == name
             assert function.__doc__
 
 
@@ -205,4 +205,4 @@ def test_errors() -> None:
     with pytest.raises(TypeError, match="key must have the dtype of query"):
         study.LOOPS["flash1"](query, key.astype("float16"), value)
     with pytest.raises(TypeError, match="causal must be a bool that is known when the call is traced, got 1"):
-        study.LOOPS["plain"](query, key, value, causal=1)  # type: ignore[arg-type]
+        study.LOOPS["plain"](query, key, value, causal=1)  # type: ignore[arg-type]  # wrong on purpose

@@ -99,7 +99,7 @@ def drawing() -> Iterator[None]:
 def new(title: str, height: float = 3.5) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(4.9, height), layout="constrained")
     axes = figure.add_subplot()
-    # Of the figure, not of its axes: beside long labels these leave no room for it.
+    # The figure has the title, since axes with long labels are too narrow for one.
     figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize="large")
     return figure, axes
 

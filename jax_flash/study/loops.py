@@ -31,6 +31,8 @@ BLOCK = 64
 class Algorithm(Protocol):
     """A function of query, key and value: see the module."""
 
+    __name__: str
+
     def __call__(self, query: Any, key: Any, value: Any, *, causal: bool = False) -> jax.Array: ...
 
 

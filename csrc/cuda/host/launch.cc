@@ -269,15 +269,21 @@ Launch float32_launch(int device, const Loaded& loaded, CuKernel kernel, const P
   return {loaded, kernel, problem, {}, false, blocks, kFloat32Threads, 1, kFloat32SharedBytes, false, waits};
 }
 
-void run(const Launch& launch, CuStream stream) {
+// `starts_ahead`: the kernel waits itself for the one before it.
+void enqueue(bool starts_ahead, CuKernel kernel, unsigned blocks, unsigned threads, unsigned shared_bytes,
+             CuStream stream, const void* const* arguments, unsigned cluster = 1) {
   const Driver& driver = Driver::get();
-  const void* const arguments[] = {&launch.problem, &launch.maps};
-  if (launch.starts_ahead()) {
-    driver.launch_small(launch.kernel, launch.blocks, launch.threads, launch.shared_bytes, stream, arguments,
-                        launch.cluster);
+  if (starts_ahead) {
+    driver.launch_small(kernel, blocks, threads, shared_bytes, stream, arguments, cluster);
   } else {
-    driver.launch(launch.kernel, launch.blocks, launch.threads, launch.shared_bytes, stream, arguments);
+    driver.launch(kernel, blocks, threads, shared_bytes, stream, arguments);
   }
+}
+
+void run(const Launch& launch, CuStream stream) {
+  const void* const arguments[] = {&launch.problem, &launch.maps};
+  enqueue(launch.starts_ahead(), launch.kernel, launch.blocks, launch.threads, launch.shared_bytes, stream, arguments,
+          launch.cluster);
 }
 
 // The heads of a group as rows of one head, where each has a single row of query and nothing tells them apart: a tile
@@ -410,19 +416,15 @@ void prepare_scale(int device, bool two_limbs, bool bfloat16, const Scaling& sca
 
 void launch_scale(int device, Stream stream, bool two_limbs, bool bfloat16, const Scaling& scaling) {
   const Loaded& loaded = find_scale(device, two_limbs, bfloat16, scaling);
-  const Driver& driver = Driver::get();
   const bool single = scaling.chunks == 1;
   const int64_t heads = int64_t{scaling.batch} * scaling.kv_heads;
   const unsigned blocks = grid(single ? heads : heads * scaling.count * scaling.chunks);
   const unsigned threads = single ? loaded.traits.threads : 32 * kChunkWarps;
   const CuStream on = static_cast<CuStream>(stream);
   const void* const arguments[] = {&scaling};
+  const bool ahead = arch_of(device) >= 90;
   auto run = [&](CuKernel kernel) {
-    if (arch_of(device) >= 90) {
-      driver.launch_small(kernel, blocks, threads, loaded.traits.shared_bytes, on, arguments, 1);
-    } else {
-      driver.launch(kernel, blocks, threads, loaded.traits.shared_bytes, on, arguments);
-    }
+    enqueue(ahead, kernel, blocks, threads, loaded.traits.shared_bytes, on, arguments);
   };
   if (!single) run(loaded.row_sizes);
   run(loaded.main);

@@ -44,11 +44,11 @@ extern "C" __global__ void forward(const __grid_constant__ Study p) {
         for (int j = 0; j < tile; ++j) largest = fmaxf(largest, s.p.x[i][j]);
         for (int j = 0; j < tile; ++j) {
           const bool kept = head.keeps(row, first_key + j);
-          sum += s.p.x[i][j] = kept ? exp2_approx((s.p.x[i][j] - largest) * 1.44269504f) : 0.f;
+          sum += s.p.x[i][j] = kept ? natural_exp(s.p.x[i][j] - largest) : 0.f;
         }
         const float both = fmaxf(maximum[row], largest);
-        const float old = total[row] * exp2_approx((maximum[row] - both) * 1.44269504f);
-        const float fresh = exp2_approx((largest - both) * 1.44269504f), all = old + fresh * sum;
+        const float old = total[row] * natural_exp(maximum[row] - both);
+        const float fresh = natural_exp(largest - both), all = old + fresh * sum;
         s.old[i] = all ? old / all : 0.f;
         s.fresh[i] = all ? fresh / all : 0.f;
         maximum[row] = both;
@@ -96,7 +96,7 @@ extern "C" __global__ void backward(const __grid_constant__ Study p) {
       for_tile<tile>([&](int i, int j) {
         const bool kept = head.keeps(first_row + i, first_key + j);
         const float score = dot(s.q, i, s.k, j) * p.scale;
-        const float weight = kept ? exp2_approx((score - s.maximum[i]) * 1.44269504f) / s.total[i] : 0.f;
+        const float weight = kept ? natural_exp(score - s.maximum[i]) / s.total[i] : 0.f;
         s.p.x[i][j] = weight;
         s.ds.x[i][j] = weight * (dot(s.dout, i, s.v, j) - s.d[i]) * p.scale;
       });

@@ -1,6 +1,6 @@
 // FlashAttention-2 with a backward in two passes: dq with a block for every tile of rows, dk and dv with one for every
 // tile of keys. Weights are computed twice, and no two blocks write to the same place.
-#include "cuda/study/flash2.cuh"
+#include "cuda/study/flash2_backward.cuh"
 
 namespace jax_flash {
 
@@ -29,35 +29,6 @@ extern "C" __global__ void backward_dq(const __grid_constant__ Study p) {
 }
 
 // query, key, value, dout, lse, d -> dk, dv
-extern "C" __global__ void backward_dkv(const __grid_constant__ Study p) {
-  extern __shared__ __align__(128) char memory[];
-  Shared& s = *reinterpret_cast<Shared*>(memory);
-  const Head head(p, blockIdx.x / tiles(p.keys));
-  const int first_key = blockIdx.x % tiles(p.keys) * tile;
-  Sums<head_dim> dk;
-  Sums<value_head_dim> dv;
-  read_keys(s, head, first_key);
-  for (int first_row = causal ? first_key : 0; first_row < p.rows; first_row += tile) {
-    __syncthreads();  // all are done with the last tiles
-    read_rows(s, head, first_row);
-    __syncthreads();  // the tiles are there
-    make_gradients(s, head, first_row, first_key);
-    __syncthreads();  // P and dS are there
-    for_sums(dk, [&](float& sum, int j, int d) {
-      for (int i = 0; i < tile; ++i) sum += s.ds.x[i][j] * s.q.x[i][d];
-    });
-    for_sums(dv, [&](float& sum, int j, int d) {
-      for (int i = 0; i < tile; ++i) sum += s.p.x[i][j] * s.dout.x[i][d];
-    });
-  }
-  for_sums(dk, [&](float sum, int j, int d) {
-    const int key = first_key + j;
-    if (key < p.keys) static_cast<float*>(p.arrays[6])[head.of_key_gradient(key, head_dim) + d] = sum;
-  });
-  for_sums(dv, [&](float sum, int j, int d) {
-    const int key = first_key + j;
-    if (key < p.keys) static_cast<float*>(p.arrays[7])[head.of_key_gradient(key, value_head_dim) + d] = sum;
-  });
-}
+extern "C" __global__ void backward_dkv(const __grid_constant__ Study p) { backward_of_keys<false>(p, 6); }
 
 }  // namespace jax_flash

@@ -1,4 +1,4 @@
-// FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691): the forward, and what both backwards need.
+// FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691): the forward, and what blocks have.
 //
 // The numbers of a result that a thread adds up stay in its registers: `sums` of them, where for_sums() meets them in
 // the same order every time.
@@ -60,9 +60,9 @@ extern "C" __global__ void forward(const __grid_constant__ Study p) {
       for (int j = 0; j < tile; ++j) largest = fmaxf(largest, s.p.x[i][j]);
       for (int j = 0; j < tile; ++j) {
         const bool kept = head.keeps(first_row + i, first_key + j);
-        sum += s.p.x[i][j] = kept ? exp2_approx((s.p.x[i][j] - largest) * 1.44269504f) : 0.f;
+        sum += s.p.x[i][j] = kept ? natural_exp(s.p.x[i][j] - largest) : 0.f;
       }
-      s.shrink[i] = exp2_approx((s.maximum[i] - largest) * 1.44269504f);
+      s.shrink[i] = natural_exp(s.maximum[i] - largest);
       s.maximum[i] = largest;
       s.total[i] = s.total[i] * s.shrink[i] + sum;
     }
@@ -82,33 +82,6 @@ extern "C" __global__ void forward(const __grid_constant__ Study p) {
     static_cast<float*>(p.arrays[4])[head.of_row(row)] =
         s.maximum[threadIdx.x] + log2_approx(s.total[threadIdx.x]) * 0.69314718f;
   }
-}
-
-// The backward's arguments are query, key, value, dout, lse and d = rowsum(dout out), in this order.
-static __device__ void read_rows(Shared& s, const Head& head, int first_row) {
-  const Study& p = head.p;
-  s.q.read(p.arrays[0], first_row, p.rows, [&](int row) { return head.of_query(row, head_dim); });
-  s.dout.read(p.arrays[3], first_row, p.rows, [&](int row) { return head.of_query(row, value_head_dim); });
-  const int row = first_row + static_cast<int>(threadIdx.x);
-  if (threadIdx.x < tile) {
-    s.lse[threadIdx.x] = row < p.rows ? static_cast<const float*>(p.arrays[4])[head.of_row(row)] : 0.f;
-    s.d[threadIdx.x] = row < p.rows ? static_cast<const float*>(p.arrays[5])[head.of_row(row)] : 0.f;
-  }
-}
-static __device__ void read_keys(Shared& s, const Head& head, int first_key) {
-  const Study& p = head.p;
-  s.k.read(p.arrays[1], first_key, p.keys, [&](int key) { return head.of_key(key, head_dim); });
-  s.v.read(p.arrays[2], first_key, p.keys, [&](int key) { return head.of_key(key, value_head_dim); });
-}
-// P_ij and dS_ij of the rows and keys that are in shared memory.
-static __device__ void make_gradients(Shared& s, const Head& head, int first_row, int first_key) {
-  for_tile<tile>([&](int i, int j) {
-    const bool kept = head.keeps(first_row + i, first_key + j);
-    const float score = dot(s.q, i, s.k, j) * head.p.scale;
-    const float weight = kept ? exp2_approx((score - s.lse[i]) * 1.44269504f) : 0.f;
-    s.p.x[i][j] = weight;
-    s.ds.x[i][j] = weight * (dot(s.dout, i, s.v, j) - s.d[i]) * head.p.scale;
-  });
 }
 
 }  // namespace jax_flash

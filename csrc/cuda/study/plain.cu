@@ -47,7 +47,7 @@ extern "C" __global__ void forward(const __grid_constant__ Study p) {
   }
   maximum = of_block<true>(maximum, shared);
   for (int key = threadIdx.x; key < p.keys; key += threads) {
-    weights[key] = head.keeps(row, key) ? exp2_approx((weights[key] - maximum) * 1.44269504f) : 0.f;
+    weights[key] = head.keeps(row, key) ? natural_exp(weights[key] - maximum) : 0.f;
     total += weights[key];
   }
   total = of_block<false>(total, shared);

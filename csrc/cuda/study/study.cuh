@@ -85,6 +85,7 @@ static __device__ void for_tile(const Body& body) {
   for (int x = threadIdx.x; x < tile * columns; x += threads) body(x / columns, x % columns);
 }
 
+static __device__ float natural_exp(float x) { return exp2_approx(x * 1.44269504f); }
 static __device__ int tiles(int length) { return (length + tile - 1) / tile; }
 constexpr float lowest = -3.4e38f;  // where a maximum begins: not -inf, whose difference with itself is NaN
 
