@@ -36,6 +36,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import jax_flash
+from command_line import interruptions
 from llama import checkpoint, data, flags, lora, pretraining, training
 from llama.data import TEMPLATE
 from llama.model import Attention, Llama, LlamaConfig, count_parameters, generate
@@ -267,7 +268,7 @@ def train(
     start = int(state.step)
     pace = 0.1 if sys.stderr.isatty() else 10  # seconds between two pictures of the bar: a log file wants few
     with (
-        training.interruptions() as interrupted,
+        interruptions() as interrupted,
         metrics_path.open("w", encoding="utf-8") as file,
         tqdm(total=settings.steps, initial=start, unit="step", dynamic_ncols=True, mininterval=pace) as bar,
     ):

@@ -10,7 +10,6 @@ trained model wrote. Install what it needs with: pip install "jax_flash[examples
 """
 
 import argparse
-import contextlib
 import csv
 import dataclasses
 import functools
@@ -18,12 +17,11 @@ import hashlib
 import itertools
 import math
 import pathlib
-import signal
 import sys
 import sysconfig
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +34,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import jax_flash
+from command_line import at_least, interruptions, real
 
 BYTES = 256  # the vocabulary: every value of a byte is a token
 
@@ -415,55 +414,10 @@ def read_state(checkpoints: ocp.CheckpointManager, like: State) -> State:
     return checkpoints.restore(checkpoints.latest_step(), args=items).state
 
 
-@contextlib.contextmanager
-def interruptions() -> Iterator[Callable[[], bool]]:
-    """Says whether Ctrl-C (or SIGTERM) came, so that a step is never cut in two. A second one stops at once."""
-    came = False
-
-    def note(number: int, frame: object) -> None:
-        nonlocal came
-        came = True
-        restore()
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: came
-    finally:
-        restore()
-
-
 # ---- The command
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    def at_least(minimum: int) -> Callable[[str], int]:
-        def convert(text: str) -> int:
-            try:
-                number = int(text)
-            except ValueError:
-                number = None
-            if number is None or number < minimum:
-                raise argparse.ArgumentTypeError(f"must be an integer of at least {minimum}, got {text!r}")
-            return number
-
-        return convert
-
-    def real(zero: bool) -> Callable[[str], float]:
-        def convert(text: str) -> float:
-            try:
-                number = float(text)
-            except ValueError:
-                number = math.nan
-            if not (math.isfinite(number) and (number > 0 or (zero and number == 0))):
-                raise argparse.ArgumentTypeError(f"must be a number {'>=' if zero else '>'} 0, got {text!r}")
-            return number
-
-        return convert
-
     description, _, rest = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         usage="%(prog)s [options]",

@@ -95,3 +95,15 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     import emulated
 
     return emulated.build(tmp_path_factory.mktemp("emulator"))
+
+
+@pytest.fixture(scope="module")
+def as_an_example_runs() -> Iterator[None]:
+    """An example is a program of its own: without x64, and with the implicit promotion that optax and flax use."""
+    settings = {"jax_enable_x64": False, "jax_numpy_dtype_promotion": "standard"}
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)

@@ -17,6 +17,7 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
+pytestmark = pytest.mark.usefixtures("as_an_example_runs")
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 needs_cpu = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="compares with the CPU kernel: JAX runs elsewhere"
@@ -83,18 +84,6 @@ def example():
     sys.path.remove(str(EXAMPLES))
     for name in [name for name in sys.modules if name in ("finetune_llama", "llama") or name.startswith("llama.")]:
         del sys.modules[name]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _as_the_command_runs():
-    """The example is a program of its own: without x64, and with the implicit promotion that optax and flax use."""
-    settings = {"jax_enable_x64": False, "jax_numpy_dtype_promotion": "standard"}
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 # ---- A checkpoint that the test makes, and the model in NumPy

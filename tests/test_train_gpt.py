@@ -18,6 +18,7 @@ SMALL = [
     *("--layers", "2", "--width", "32", "--heads", "4", "--kv-heads", "2", "--length", "64", "--batch", "4"),
     *("--dtype", "float32", "--learning-rate", "0.01", "--sample", "0"),
 ]
+pytestmark = pytest.mark.usefixtures("as_an_example_runs")
 IMPLEMENTATIONS = ["reference", "xla", *(["cpu"] if jax.default_backend() == "cpu" else [])]
 needs_cpu = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="compares with the CPU kernel: JAX runs elsewhere"
@@ -32,18 +33,6 @@ def gpt():
     spec.loader.exec_module(module)
     yield module
     del sys.modules[spec.name]
-
-
-@pytest.fixture(autouse=True)
-def _as_the_command_runs():
-    """The example is a program of its own: without x64, and with the implicit promotion that optax and flax use."""
-    settings = {"jax_enable_x64": False, "jax_numpy_dtype_promotion": "standard"}
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 def losses(folder):

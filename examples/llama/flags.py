@@ -1,41 +1,14 @@
 """The flags of `finetune_llama.py`'s commands. Where a default is None, the settings of a run decide."""
 
 import argparse
-import math
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
+from command_line import at_least, real
 from llama import lora, pretraining
 from llama.data import TEMPLATE
 
 RUNS = pathlib.Path("runs", "llama")
-
-
-def at_least(minimum: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = None
-        if number is None or number < minimum:
-            raise argparse.ArgumentTypeError(f"must be an integer of at least {minimum}, got {text!r}")
-        return number
-
-    return convert
-
-
-def real(zero: bool) -> Callable[[str], float]:
-    def convert(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not (math.isfinite(number) and (number > 0 or (zero and number == 0))):
-            raise argparse.ArgumentTypeError(f"must be a number {'>=' if zero else '>'} 0, got {text!r}")
-        return number
-
-    return convert
 
 
 def add_implementation(parser: Any) -> None:

@@ -1,9 +1,6 @@
 """The step of training: accumulated gradients, clipping, a schedule with warm-up, and scaled losses for float16."""
 
-import contextlib
 import functools
-import signal
-from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -144,24 +141,3 @@ def make_train_step(
         return changed._replace(step=state.step + 1, loss_scale=state.loss_scale.adjusted(finite)), metrics
 
     return train_step
-
-
-@contextlib.contextmanager
-def interruptions() -> Iterator[Callable[[], bool]]:
-    """Says whether Ctrl-C (or SIGTERM) came, so that a step is never cut in two. A second one stops at once."""
-    came = False
-
-    def note(number: int, frame: object) -> None:
-        nonlocal came
-        came = True
-        restore()
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: came
-    finally:
-        restore()
