@@ -4,7 +4,7 @@
 
 namespace jax_flash {
 
-constexpr int kScaleWarps = 16;  // of a block that has a whole key head
+constexpr int kScaleWarps = 16;  // of a block that has all rows of an array and key head
 constexpr int kChunkWarps = 8;   // of a block that has a chunk of one
 constexpr int kScaledColumns = 256;
 
@@ -28,13 +28,15 @@ struct RowSizes {
   float largest_ds, smallest_ds;
 };
 
-// A record of Problem::descale.
+// A record of Problem::descale: of a key head and the query heads that attend to it.
 struct ScaleRecord {
-  float query, key, value, dout;  // each undoes its array's scale
-  float ds;                       // the scale of dS
-  float in_float32;               // 1: the head is computed in float32; 0: it is not
-  float largest_value;            // the largest size of a row of value
-  float value_norm;               // and Euclidean norm, for two limbs
+  // Each undoes its array's scale. 0: the array's rows differ too much for one scale, so that the head is computed in
+  // float32. Every array has its own, so that the blocks that find them need not wait for each other.
+  float query, key, value, dout;
+  float ds;             // the scale of dS
+  float largest_value;  // the largest size of a row of value
+  float value_norm;     // and Euclidean norm, for two limbs
+  float unused;         // a record has a sector of memory
 };
 
 struct Scaling {
@@ -42,7 +44,7 @@ struct Scaling {
   int kv_heads;
   int count;  // of arrays: query, key, value; or dout
   ScaledArray arrays[3];
-  int chunks;            // into which the rows of a key head are divided, a block each; 1: a block has all arrays
+  int chunks;            // into which the rows of an array and key head are divided, a block each
   RowSizes* sizes;       // [batch, kv_heads, count, chunks]: scratch
   ScaleRecord* records;  // [batch, kv_heads], written
   // For gradients, else null: the records of query, key and value; and [batch, heads, length].

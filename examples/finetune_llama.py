@@ -105,14 +105,14 @@ class Run(NamedTuple):
 
 def prepare(settings: Settings, config: LlamaConfig, prompt: str | None) -> Run:
     """Reads what the settings name, but for the weights themselves."""
-    if settings.length > config.max_position_embeddings:
+    if settings.length > config.max_position_embeddings and not settings.random_weights:
         raise ValueError(
             f"--length must be at most the model's max_position_embeddings {config.max_position_embeddings}, "
             f"got {settings.length}"
         )
     if settings.data is None:
         count = settings.batch * settings.accumulation
-        rows = data.random_rows(count, settings.length, config.vocab_size, settings.seed)
+        rows = data.random_rows(count, settings.length, config.vocab_size, settings.seed, packing=settings.packing)
         return Run(config, settings, rows, "random tokens", None, "", "random")
     folder = pathlib.Path(settings.model)
     if not folder.is_dir():

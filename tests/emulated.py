@@ -281,7 +281,8 @@ class Problem:
             if "in_float32" in options:
                 self.in_float32 = np.add.outer(np.arange(batch), np.arange(kv_heads)) % 2 == 1
             ds = np.full((batch, kv_heads, 1), 64)
-            records = [factors, ds, self.in_float32[..., None], np.full((batch, kv_heads, 2), np.nan)]
+            flagged = self.in_float32[..., None] & (np.arange(4) == np.arange(kv_heads)[:, None] % 3)
+            records = [np.where(flagged, 0, factors), ds, np.full((batch, kv_heads, 3), np.nan)]
             self.arrays["descale"] = np.concatenate(records, -1, dtype=np.float32)
             true_k, true_v = (x * factors[:, None, :, i, None] for i, x in ((1, true_k), (2, true_v)))
             by_query = np.repeat(factors, q_heads // kv_heads, axis=1)

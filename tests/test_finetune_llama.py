@@ -1041,15 +1041,26 @@ def test_float16_goes_on_after_overflows(example, small, tmp_path, capsys):
     assert lines[first]["learning_rate"] == lines[0]["learning_rate"]
 
 
-def test_random_weights_need_a_configuration_alone(example, tmp_path, capsys):
+@pytest.mark.parametrize("packing", [False, True])
+def test_random_weights_need_a_configuration_alone(example, tmp_path, capsys, packing):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config_of()))
     arguments = ["train", "--model", str(path), "--random-weights", "--out", str(tmp_path / "run"), "--steps", "2"]
     sizes = ["--batch", "2", "--accumulation", "1", "--length", "16", "--dtype", "float32"]
-    assert example.main([*arguments, *sizes]) == 0
+    assert example.main([*arguments, *sizes, *(["--packing"] if packing else [])]) == 0
     assert "random tokens" in capsys.readouterr().out
     loss = metrics_of(tmp_path / "run")[0]["loss"]
     assert loss == pytest.approx(np.log(CONFIG["vocab_size"]), abs=0.3)
+
+
+def test_random_rows_are_full_or_hold_several_sequences(example):
+    full = example.data.random_rows(3, 64, 50, 0, packing=False)
+    assert (full.segments == 1).all()
+    packed = example.data.random_rows(3, 64, 50, 0, packing=True)
+    assert packed.tokens.shape == (3, 64)
+    assert (packed.segments.max(axis=1) >= 2).all()
+    assert np.mean(packed.segments > 0) > 0.8
+    np.testing.assert_array_equal(packed.weights, packed.segments > 0)
 
 
 @pytest.mark.slow

@@ -238,7 +238,7 @@ def test_gates_of_scale(arch: int, tmp_path: pathlib.Path) -> None:
     for kernel in rows:
         print(kernel["name"], kernel["registers"], kernel["spill_bytes"], kernel["local_bytes"])
         assert 2 * kernel["registers"] * kernel["threads"] <= REGISTERS_PER_BLOCK
-        assert kernel["spill_bytes"] <= 104, kernel["name"]
+        assert kernel["spill_bytes"] <= 108, kernel["name"]
 
 
 @pytest.mark.slow

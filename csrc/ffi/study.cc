@@ -24,7 +24,9 @@ cuda::StudyKernel kernel_of(std::string_view file, std::string_view entry, std::
   return {std::string(file), std::string(entry), std::string(constants)};
 }
 
-ffi::Error prepare(int32_t device, std::string_view file, std::string_view entry, std::string_view constants) {
+// XLA calls a handler of every stage with all attributes, so that both have the same parameters.
+ffi::Error prepare(int32_t device, std::string_view file, std::string_view entry, std::string_view constants, int32_t,
+                   int32_t, int32_t, int32_t, int32_t, int32_t, float, ffi::RemainingArgs, ffi::RemainingRets) {
   return guarded([&] { cuda::prepare_study(device, kernel_of(file, entry, constants)); });
 }
 
@@ -37,29 +39,27 @@ ffi::Error run(cuda::Stream stream, int32_t device, std::string_view file, std::
   });
 }
 
-XLA_FFI_DEFINE_HANDLER(kPrepare, prepare,
-                       ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .Attr<std::string_view>("file")
-                           .Attr<std::string_view>("entry")
-                           .Attr<std::string_view>("constants"));
-XLA_FFI_DEFINE_HANDLER(kRun, run,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cuda::Stream>>()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .Attr<std::string_view>("file")
-                           .Attr<std::string_view>("entry")
-                           .Attr<std::string_view>("constants")
-                           .Attr<int32_t>("blocks")
-                           .Attr<int32_t>("batch")
-                           .Attr<int32_t>("rows")
-                           .Attr<int32_t>("keys")
-                           .Attr<int32_t>("heads")
-                           .Attr<int32_t>("kv_heads")
-                           .Attr<float>("scale")
-                           .RemainingArgs()
-                           .RemainingRets(),
-                       {ffi::Traits::kCmdBufferCompatible});
+#define JAX_FLASH_STUDY_ATTRIBUTES         \
+  Attr<std::string_view>("file")           \
+      .Attr<std::string_view>("entry")     \
+      .Attr<std::string_view>("constants") \
+      .Attr<int32_t>("blocks")             \
+      .Attr<int32_t>("batch")              \
+      .Attr<int32_t>("rows")               \
+      .Attr<int32_t>("keys")               \
+      .Attr<int32_t>("heads")              \
+      .Attr<int32_t>("kv_heads")           \
+      .Attr<float>("scale")                \
+      .RemainingArgs()                     \
+      .RemainingRets()
+
+XLA_FFI_DEFINE_HANDLER(
+    kPrepare, prepare,
+    ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<ffi::DeviceOrdinal>().JAX_FLASH_STUDY_ATTRIBUTES);
+XLA_FFI_DEFINE_HANDLER(
+    kRun, run,
+    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>().Ctx<ffi::DeviceOrdinal>().JAX_FLASH_STUDY_ATTRIBUTES,
+    {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 

@@ -156,10 +156,16 @@ def _pack(sequences: list[Sequence], length: int) -> list[list[Sequence]]:
     return bins
 
 
-def random_rows(count: int, length: int, vocabulary: int, seed: int) -> Rows[np.ndarray]:
-    """Full rows of random tokens, all of which count: to measure speed without data."""
-    tokens = np.random.default_rng(seed).integers(0, vocabulary, (count, length + 1), dtype=np.int32)
-    return full_rows(tokens)
+def random_rows(count: int, length: int, vocabulary: int, seed: int, *, packing: bool) -> Rows[np.ndarray]:
+    """Rows of random tokens, all of which count, to measure speed without data: full ones, or sequences of a sixteenth
+    to a half of a row that are packed."""
+    random = np.random.default_rng(seed)
+    if not packing:
+        return full_rows(random.integers(0, vocabulary, (count, length + 1), dtype=np.int32))
+    sizes = random.integers(max(1, length // 16), max(1, length // 2), 16 * count, endpoint=True)
+    sequences = [Sequence(random.integers(0, vocabulary, size + 1).tolist(), 1) for size in sizes]
+    rows, _ = make_rows(sequences, length, packing=True)
+    return Rows(*(array[:count] for array in rows))
 
 
 def full_rows(tokens: np.ndarray) -> Rows[np.ndarray]:

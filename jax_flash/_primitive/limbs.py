@@ -16,8 +16,8 @@ _CHUNK_BYTES, _BLOCKS, _MOST_CHUNKS = 1 << 14, 2048, 128
 """The rows of a key head are divided into chunks, a block each, of so many bytes at least, and of more where there
 would be more blocks than that. On an H200 about 500 run at a time."""
 
-_SINGLE_BYTES = 3 << 15
-"""Up to so many bytes of a key head in all arrays they are not divided: one kernel does for two."""
+_SINGLE_BYTES = 1 << 15
+"""Up to so many bytes of a key head in each array they are not divided: one kernel does for two."""
 
 
 def scaled(
@@ -71,7 +71,7 @@ def scaled(
 def _chunks(arrays: list[jax.Array], kv_heads: int) -> int:
     """Into how many chunks the rows of a key head are divided."""
     of_head = [x.shape[1] * (x.shape[2] // kv_heads) * x.shape[3] * x.dtype.itemsize for x in arrays]
-    if sum(of_head) <= _SINGLE_BYTES:
+    if max(of_head) <= _SINGLE_BYTES:
         return 1
     batch = arrays[0].shape[0]
     heads = (batch if isinstance(batch, int) else 1) * kv_heads * len(arrays)

@@ -108,7 +108,8 @@ JAX_FLASH_DEVICE Descale descale_of(const Problem& problem, int batch, int kv_he
 // Whether a key head and its query heads are left to the kernels of float32.cuh.
 JAX_FLASH_DEVICE bool computed_in_float32(const Problem& problem, int batch, int kv_head) {
   if constexpr (!has_descale) return false;
-  return scale_record(problem, batch, kv_head).in_float32 != 0.f;
+  const ScaleRecord& x = scale_record(problem, batch, kv_head);
+  return fminf(fminf(x.query, x.key), fminf(x.value, x.dout)) == 0.f;
 }
 
 // Forward, weights are at most 2^weight_bits, against the row's maximum so far: in float16 those of many keys would

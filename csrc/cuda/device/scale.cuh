@@ -11,8 +11,8 @@
 // in float32, from the arrays as they were (float32.cuh).
 //
 // Two kernels: jax_flash_row_sizes finds the sizes of rows, and jax_flash_scale makes float16 and a ScaleRecord of
-// them. A block of either has a chunk of the rows of one array and one key head. Where a key head has few rows it is a
-// single chunk: there is jax_flash_scale alone, a block of which has all arrays and finds the sizes itself.
+// them. A block of either has a chunk of the rows of one array and one key head. Where a key head has few rows these
+// are a single chunk, and there is jax_flash_scale alone, which finds the sizes itself.
 #pragma once
 
 #include "cuda/device/programmatic_launch.cuh"
@@ -21,7 +21,7 @@ namespace jax_flash {
 
 extern "C" __constant__ KernelTraits jax_flash_scale_traits = {
     .threads = 32 * kScaleWarps,  // at most
-    .shared_bytes = sizeof(RowSizes) * (kScaleWarps + 3),
+    .shared_bytes = sizeof(RowSizes) * (kScaleWarps + 1),
 };
 
 // By so much may the largest values of a head's rows differ. A row that is smaller by as much than the largest one
@@ -105,24 +105,16 @@ struct ScaleChunk {
     int index = blockIdx.x;
     chunk = index % scaling.chunks;
     index /= scaling.chunks;
-    const int in_grid = scaling.chunks == 1 ? 1 : scaling.count;
-    array = index % in_grid;
-    index /= in_grid;
+    array = index % scaling.count;
+    index /= scaling.count;
     kv_head = index % scaling.kv_heads;
     batch = index / scaling.kv_heads;
   }
 
   __device__ __forceinline__ i64 head() const { return static_cast<i64>(batch) * scaling.kv_heads + kv_head; }
-  __device__ __forceinline__ RowSizes* sizes(int of_array) const {
-    return scaling.sizes + (head() * scaling.count + of_array) * scaling.chunks;
-  }
-
-  // Of all chunks; all lanes of a warp get them.
-  __device__ __forceinline__ RowSizes whole(int of_array) const {
-    RowSizes found = no_rows();
-#pragma unroll 1
-    for (int i = threadIdx.x % 32; i < scaling.chunks; i += 32) found = of_both(found, sizes(of_array)[i]);
-    return of_warp(found, has_gradients());
+  // Of the chunks of its array and key head.
+  __device__ __forceinline__ RowSizes* sizes() const {
+    return scaling.sizes + (head() * scaling.count + array) * scaling.chunks;
   }
   __device__ __forceinline__ bool has_gradients() const { return scaling.of_inputs != nullptr; }
 
@@ -221,7 +213,7 @@ JAX_FLASH_DEVICE float norm_of(const LaneRow& row, float size) {
   return fminf(sqrtf(over_row(sum, [](float a, float b) { return a + b; })) / scale, largest_float);
 }
 
-// Of a block's chunk, for its first warp. All warps pass the barrier.
+// Of a block's chunk, for its first warp.
 JAX_FLASH_DEVICE RowSizes sizes_of_rows(const ScaleChunk& chunk, RowSizes* of_warps) {
   const Scaling& scaling = chunk.scaling;
   const bool gradients = chunk.has_gradients(), wants_norm = limbs == 2 && (gradients || chunk.array == 2);
@@ -258,34 +250,40 @@ extern "C" __global__ void __launch_bounds__(32 * kChunkWarps)
   wait_for_the_kernel_before();
   const ScaleChunk chunk(scaling);
   const RowSizes sizes = sizes_of_rows(chunk, reinterpret_cast<RowSizes*>(memory));
-  if (threadIdx.x == 0) chunk.sizes(chunk.array)[chunk.chunk] = sizes;
+  if (threadIdx.x == 0) chunk.sizes()[chunk.chunk] = sizes;
 }
 
 JAX_FLASH_DEVICE bool differ_too_much(const RowSizes& rows, float most) { return rows.smallest < rows.largest / most; }
 
-JAX_FLASH_DEVICE ScaleRecord record_of_inputs(const RowSizes& query, const RowSizes& key, const RowSizes& value) {
-  const bool in_float32 =
-      differ_too_much(query, spread) || differ_too_much(key, spread) || differ_too_much(value, spread);
-  return {1.f / scale_for(query.largest),
-          1.f / scale_for(key.largest),
-          1.f / scale_for(value.largest),
-          1.f,
-          1.f,
-          in_float32 ? 1.f : 0.f,
-          value.largest,
-          value.norm};
-}
-
-JAX_FLASH_DEVICE ScaleRecord record_of_gradients(const Scaling& scaling, const RowSizes& dout, ScaleRecord record) {
-  record.dout = 1.f / scale_for(dout.largest);
-  // Norms are nearer: low limbs of dS have fewer digits the smaller dS is against its bound.
-  const float dp =
-      limbs == 2 ? dout.norm * record.value_norm : dout.largest * record.largest_value * scaling.value_head_dim;
-  record.ds = scale_for(dp * scaling.dropout_factor + dout.delta);
-  if (differ_too_much(dout, gradient_spread) || dout.smallest_ds < dout.largest_ds / gradient_spread) {
-    record.in_float32 = 1.f;
+// What the record has of a block's array.
+JAX_FLASH_DEVICE void write_record(const ScaleChunk& chunk, const RowSizes& rows) {
+  const Scaling& scaling = chunk.scaling;
+  ScaleRecord& record = scaling.records[chunk.head()];
+  const float descale = 1.f / scale_for(rows.largest);
+  if (chunk.has_gradients()) {
+    const ScaleRecord& inputs = scaling.of_inputs[chunk.head()];
+    // Norms are nearer: low limbs of dS have fewer digits the smaller dS is against its bound.
+    const float dp = limbs == 2 ? rows.norm * inputs.value_norm
+                                : rows.largest * inputs.largest_value * static_cast<float>(scaling.value_head_dim);
+    record = inputs;
+    record.ds = scale_for(dp * scaling.dropout_factor + rows.delta);
+    const bool in_float32 =
+        differ_too_much(rows, gradient_spread) || rows.smallest_ds < rows.largest_ds / gradient_spread;
+    record.dout = in_float32 ? 0.f : descale;
+    return;
   }
-  return record;
+  const float input = differ_too_much(rows, spread) ? 0.f : descale;
+  if (chunk.array == 0) {
+    record.query = input;
+    record.dout = record.ds = 1.f;
+    record.unused = 0.f;
+  } else if (chunk.array == 1) {
+    record.key = input;
+  } else {
+    record.value = input;
+    record.largest_value = rows.largest;
+    record.value_norm = rows.norm;
+  }
 }
 
 // Eight columns in float16, and with two limbs the same of what that leaves. What is not finite leaves nothing.
@@ -325,35 +323,21 @@ extern "C" __global__ void __launch_bounds__(32 * kScaleWarps, 2)
   RowSizes* const shared = reinterpret_cast<RowSizes*>(memory);
   let_the_next_kernel_begin();
   wait_for_the_kernel_before();
-  ScaleChunk chunk(scaling);
-  RowSizes* const of_arrays = shared + kScaleWarps;
-  const bool single = scaling.chunks == 1;
-  if (single) {
+  const ScaleChunk chunk(scaling);
+  if (scaling.chunks == 1) {
+    const RowSizes sizes = sizes_of_rows(chunk, shared);
+    if (threadIdx.x == 0) shared[kScaleWarps] = sizes;
+  } else if (threadIdx.x < 32) {
+    RowSizes whole = no_rows();
 #pragma unroll 1
-    for (chunk.array = 0; chunk.array < scaling.count; ++chunk.array) {
-      const RowSizes sizes = sizes_of_rows(chunk, shared);
-      if (threadIdx.x == 0) of_arrays[chunk.array] = sizes;
-      __syncthreads();  // the sizes of warps have been read, and those of the array are there
-    }
-    chunk.array = 0;
-  } else if (chunk.array == 0 && chunk.chunk == 0) {
-    const int warp = threadIdx.x / 32;
-    if (warp < scaling.count) {
-      const RowSizes whole = chunk.whole(warp);
-      if (threadIdx.x % 32 == 0) of_arrays[warp] = whole;
-    }
-    __syncthreads();  // the sizes of all arrays are there
+    for (int i = threadIdx.x; i < scaling.chunks; i += 32) whole = of_both(whole, chunk.sizes()[i]);
+    whole = of_warp(whole, chunk.has_gradients());
+    if (threadIdx.x == 0) shared[kScaleWarps] = whole;
   }
-  if (chunk.array == 0 && chunk.chunk == 0 && threadIdx.x == 0) {
-    scaling.records[chunk.head()] = chunk.has_gradients()
-                                        ? record_of_gradients(scaling, of_arrays[0], scaling.of_inputs[chunk.head()])
-                                        : record_of_inputs(of_arrays[0], of_arrays[1], of_arrays[2]);
-  }
-  const int end = single ? scaling.count : chunk.array + 1;
-#pragma unroll 1
-  for (; chunk.array < end; ++chunk.array) {
-    scale_rows(chunk, scale_for(single ? of_arrays[chunk.array].largest : chunk.whole(chunk.array).largest));
-  }
+  __syncthreads();  // the sizes of all rows are there
+  const RowSizes& rows = shared[kScaleWarps];
+  if (chunk.chunk == 0 && threadIdx.x == 0) write_record(chunk, rows);
+  scale_rows(chunk, scale_for(rows.largest));
 }
 
 }  // namespace jax_flash

@@ -417,8 +417,7 @@ void prepare_scale(int device, bool two_limbs, bool bfloat16, const Scaling& sca
 void launch_scale(int device, Stream stream, bool two_limbs, bool bfloat16, const Scaling& scaling) {
   const Loaded& loaded = find_scale(device, two_limbs, bfloat16, scaling);
   const bool single = scaling.chunks == 1;
-  const int64_t heads = int64_t{scaling.batch} * scaling.kv_heads;
-  const unsigned blocks = grid(single ? heads : heads * scaling.count * scaling.chunks);
+  const unsigned blocks = grid(int64_t{scaling.batch} * scaling.kv_heads * scaling.count * scaling.chunks);
   const unsigned threads = single ? loaded.traits.threads : 32 * kChunkWarps;
   const CuStream on = static_cast<CuStream>(stream);
   const void* const arguments[] = {&scaling};

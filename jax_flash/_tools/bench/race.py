@@ -109,26 +109,33 @@ def chain(attend: Attend, cell: Cell, pass_: str) -> Callable[..., Any]:
     """A function of query, key and value for shapes whose single call is dominated by dispatch: a chain of calls, each
     on the result of the one before. ``pass_`` is "forward" or "forward + backward".
 
-    In float32 key and value change from call to call too: what a build makes of them alone, as of float32 on GPUs, XLA
-    would compute once for the whole chain.
+    In float32 the inputs of all calls differ, and a barrier stands between: what a build makes of its inputs alone, as
+    of float32 on GPUs, XLA can neither compute once for several calls nor fuse with what computes the inputs. Nor are
+    gradients inputs there: a row of them that is 0 but for rounding is 2^20 times smaller than others, and such heads
+    are computed another way.
     """
-    step = 1 + 2.0**-20 if cell.dtype == "float32" else 1
+    wide = cell.dtype == "float32"
 
     def call(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         return attend(query, key, value, cell.causal)
 
     def forward(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         for _ in range(chain_length(cell, pass_)):
-            query = call(query, key, value)
-            if step != 1:
-                key, value = key * step, value * step
+            out = call(query, key, value)
+            query, key, value = jax.lax.optimization_barrier((out, key, value)) if wide else (out, key, value)
         return query
 
     def with_gradients(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[Any, ...]:
+        inputs = query, key, value
         for _ in range(chain_length(cell, pass_)):
-            out, pullback = jax.vjp(call, query, key, value)
-            query, key, value = pullback(out)
-        return query, key, value
+            out, pullback = jax.vjp(call, *inputs)
+            gradients = pullback(out)
+            if wide:
+                moved = tuple(x - 2.0**-10 * dx for x, dx in zip(inputs, gradients, strict=True))
+                inputs = jax.lax.optimization_barrier(moved)
+            else:
+                inputs = gradients
+        return inputs
 
     return forward if pass_ == "forward" else with_gradients
 
