@@ -1,0 +1,208 @@
+"""Functions of the user's in plain JAX, on blocks of pairs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from jax_flash._functions.trace import Function
+
+Scalars = Callable[..., jax.Array]
+
+
+class Pairs(NamedTuple):
+    """The indices of a block of pairs: batch entries [B], heads [K, G], rows of query [B or 1, rows], keys [columns];
+    and which call of those that vmap has joined a batch entry belongs to, [B], or None."""
+
+    b: jax.Array
+    h: jax.Array
+    q: jax.Array
+    kv: jax.Array
+    call: jax.Array | None
+
+
+def scores_of(
+    function: Function, captured: Sequence[jax.Array], scores: jax.Array, keep: jax.Array | None, pairs: Pairs
+) -> jax.Array:
+    """Scores [B, K, G, rows, columns] changed by a score function; -inf where a pair is not kept.
+
+    ``keep`` is broadcast to the scores. A pair that is not kept adds exactly 0 to every gradient, whatever the function
+    and its derivatives are there.
+    """
+    parts = split_loads(function)
+    keep = jnp.broadcast_to(jnp.asarray(True) if keep is None else keep, scores.shape)
+
+    def pair(captured: Sequence[jax.Array], keep: jax.Array, score: jax.Array, *indices: jax.Array) -> jax.Array:
+        if parts is None:
+            return jnp.where(keep, _evaluated(function, captured, score, *indices), -jnp.inf)
+        loads = parts.loads(*captured, score, *indices)
+        return _kept(parts.value, -jnp.inf, keep, (score, *loads), indices)
+
+    return _over_pairs(pair, function, captured, (keep, scores), pairs)
+
+
+def mask_of(function: Function, captured: Sequence[jax.Array], pairs: Pairs) -> jax.Array:
+    """What a mask function keeps, bool [B, K, G, rows, columns]."""
+
+    def pair(captured: Sequence[jax.Array], *indices: jax.Array) -> jax.Array:
+        return _evaluated(function, captured, *indices)
+
+    return _over_pairs(pair, function, captured, (), pairs)
+
+
+def _evaluated(function: Function, captured: Sequence[jax.Array], *scalars: jax.Array) -> jax.Array:
+    (result,) = jaxpr_as_fun(ClosedJaxpr(function.jaxpr, ()))(*captured, *scalars)
+    return result
+
+
+def _over_pairs(
+    pair: Scalars, function: Function, captured: Sequence[jax.Array], arrays: tuple[jax.Array, ...], pairs: Pairs
+) -> jax.Array:
+    """Maps ``pair(captured, *elements of arrays, b, h, q, kv)`` over all pairs."""
+    # A captured array of several calls has one axis more than the function knows.
+    of_calls = [
+        x.ndim > variable.aval.ndim for x, variable in zip(captured, function.jaxpr.invars, strict=False)
+    ]
+    captured = [
+        x.astype(variable.aval.dtype) for x, variable in zip(captured, function.jaxpr.invars, strict=False)
+    ]
+    mapped = (0,) * len(arrays)
+    f = jax.vmap(pair, (None, *mapped, None, None, None, 0))  # keys
+    f = jax.vmap(f, (None, *mapped, None, None, 0, None))  # rows
+    for _ in range(2):  # query heads of a key head, and these
+        f = jax.vmap(f, (None, *mapped, None, 0, None, None))
+    q = jnp.broadcast_to(pairs.q, (pairs.b.shape[0], pairs.q.shape[1]))
+    if not any(of_calls):
+        f = jax.vmap(f, (None, *mapped, 0, None, 0, None))
+        return f(captured, *arrays, pairs.b, pairs.h, q, pairs.kv)
+    assert pairs.call is not None
+    # An entry takes its call's arrays: so many as there are entries, each once.
+    captured = [x[pairs.call] if several else x for x, several in zip(captured, of_calls, strict=True)]
+    of_entry = [0 if several else None for several in of_calls]
+    f = jax.vmap(f, (of_entry, *mapped, 0, None, 0, None))
+    return f(captured, *arrays, pairs.b, pairs.h, q, pairs.kv)
+
+
+# A function as loads of single elements and a function of these
+
+
+class Parts(NamedTuple):
+    """A score function in two: ``loads(*captured, score, b, h, q, kv)`` are the elements of captured arrays that it
+    reads, and ``value((score, *loads), (b, h, q, kv))`` makes the score of them."""
+
+    loads: Callable[..., Sequence[jax.Array]]
+    value: Callable[[Sequence[jax.Array], Sequence[jax.Array]], jax.Array]
+
+
+_LOADS = ("dynamic_slice", "gather")
+_INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+
+
+@functools.cache
+def split_loads(function: Function) -> Parts | None:
+    """The two parts; None if the function uses its captured arrays in other ways than by single elements."""
+    jaxpr = inlined(function.jaxpr)
+    count = len(function.captured)
+    captured, scalars = jaxpr.invars[:count], jaxpr.invars[count:]
+    loads = [x for x in jaxpr.eqns if x.primitive.name in _LOADS and x.invars[0] in captured and _size(x.outvars[0]) == 1]
+    found = [x.outvars[0] for x in loads]
+    rest = [x for x in jaxpr.eqns if x not in loads]
+    if any(x in captured for equation in rest for x in equation.invars) or any(x in captured for x in jaxpr.outvars):
+        return None
+    load = jaxpr_as_fun(ClosedJaxpr(jaxpr.replace(outvars=found, debug_info=None), ()))
+    of_loads = jaxpr.replace(invars=[*found, *scalars], eqns=rest, debug_info=None)
+    value = jaxpr_as_fun(ClosedJaxpr(of_loads, ()))
+    shapes = [x.aval.shape for x in found]
+
+    def read(*args: jax.Array) -> Sequence[jax.Array]:
+        return [x.reshape(()) for x in load(*args)]
+
+    def of_values(floats: Sequence[jax.Array], indices: Sequence[jax.Array]) -> jax.Array:
+        score, *values = floats
+        shaped = [x.reshape(shape) for x, shape in zip(values, shapes, strict=True)]
+        return value(*shaped, score, *indices)[0]
+
+    return Parts(read, of_values)
+
+
+def _size(variable: Any) -> int:
+    size: int = variable.aval.size
+    return size
+
+
+def inlined(jaxpr: Any) -> Any:
+    """The jaxpr with the bodies of nested jits in place of their calls; rules of custom derivatives stay."""
+    equations: list[Any] = []
+
+    def add(jaxpr: Any, names: dict[Any, Any]) -> list[Any]:
+        def renamed(x: Any) -> Any:
+            return x if hasattr(x, "val") else names.get(x, x)
+
+        for equation in jaxpr.eqns:
+            invars = [renamed(x) for x in equation.invars]
+            body = equation.params.get(_INLINED.get(equation.primitive.name, ""))
+            body = getattr(body, "jaxpr", body) if not getattr(body, "consts", ()) else None
+            if body is not None:
+                results = add(body, dict(zip(body.invars, invars, strict=True)))
+                names |= dict(zip(equation.outvars, results, strict=True))
+                continue
+            # New variables, as the body of one function may be called several times.
+            outvars = [type(x)(x.aval) if type(x).__name__ == "Var" else x for x in equation.outvars]
+            names |= dict(zip(equation.outvars, outvars, strict=True))
+            equations.append(equation.replace(invars=invars, outvars=outvars))
+        return [renamed(x) for x in jaxpr.outvars]
+
+    outvars = add(jaxpr, {})
+    return jaxpr.replace(eqns=equations, outvars=outvars, debug_info=None)
+
+
+def _kept(
+    value: Callable[[Sequence[jax.Array], Sequence[jax.Array]], jax.Array],
+    fill: float,
+    keep: jax.Array,
+    floats: Sequence[jax.Array],
+    indices: Sequence[jax.Array],
+) -> jax.Array:
+    """``value(floats, indices)`` where ``keep``, else ``fill``; derivatives of any order are 0 there, never 0 * NaN."""
+
+    @jax.custom_jvp
+    def f(keep: jax.Array, floats: Any, indices: Any) -> jax.Array:
+        x = value(floats, indices)
+        return jnp.where(keep, x, jnp.asarray(fill, x.dtype))
+
+    @functools.partial(f.defjvp, symbolic_zeros=True)
+    def rule(primals: Any, tangents: Any) -> Any:
+        keep, floats, indices = primals
+        result = f(keep, floats, indices)
+        moved = jnp.zeros_like(result)
+        for i, tangent in enumerate(tangents[1]):
+            if isinstance(tangent, jax.custom_derivatives.SymbolicZero) or not _is_float(floats[i]):
+                continue
+            partial = functools.partial(_partial, value, i)
+            moved += _kept(partial, 0.0, keep, floats, indices) * tangent.astype(result.dtype)
+        return result, moved
+
+    return f(keep, tuple(floats), tuple(indices))
+
+
+def _is_float(x: jax.Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def _partial(
+    value: Callable[[Sequence[jax.Array], Sequence[jax.Array]], jax.Array],
+    i: int,
+    floats: Sequence[jax.Array],
+    indices: Sequence[jax.Array],
+) -> jax.Array:
+    """The derivative of ``value`` by the i-th float."""
+
+    def of_one(x: jax.Array) -> jax.Array:
+        return value((*floats[:i], x, *floats[i + 1 :]), indices)
+
+    return jax.jvp(of_one, (floats[i],), (jnp.ones_like(floats[i]),))[1]
