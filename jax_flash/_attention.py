@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
@@ -20,14 +20,19 @@ from jax_flash._call.options import (
     positions_matter,
     segment_ranges,
 )
+from jax_flash._functions import arguments as _functions
+from jax_flash._functions.trace import Functions
 from jax_flash._implementations import choice, chunked, dropout, reference, scores, varlen, varying
 from jax_flash._native import private, registration
+from jax_flash.flex import BlockMask
 
 if private.MISSING is None:
     from jax_flash import _primitive
 
 ArrayLike = jax.typing.ArrayLike
 Integers = ArrayLike | Sequence[Any]
+ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
+MaskMod = Callable[[Any, Any, Any, Any], Any]
 Window = ArrayLike | tuple[ArrayLike | None, ArrayLike | None] | None
 
 
@@ -43,6 +48,9 @@ class _Shared(TypedDict, total=False):
     sinks: ArrayLike | None
     dropout_rate: float
     dropout_key: ArrayLike | None
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
+    block_mask: BlockMask | None
     precision: Precision | None
     deterministic_backward: bool | None
     implementation: Implementation | None
@@ -114,6 +122,9 @@ def attention(
     kv_segment_ids: Integers | None = None,
     q_lengths: Integers | None = None,
     kv_lengths: Integers | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    block_mask: BlockMask | None = None,
     precision: Precision | None = None,
     deterministic_backward: bool | None = None,
     return_lse: bool = False,
@@ -122,7 +133,7 @@ def attention(
     r"""Exact attention, ``softmax(scale * query @ key.T) @ value``, in O(T + S) memory, forward and backward.
 
     Query row t is at position t + ``q_offset``, key s at position s. The order of operations on the scores is scale,
-    softcap, bias and ALiBi, masks, softmax, dropout; docs/options.md has every formula. The algorithm is
+    softcap, bias and ALiBi, score_mod, masks, softmax, dropout; docs/options.md has every formula. The algorithm is
     FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691, algorithms 1 and 2): tiles with an online softmax
     forward, recomputation from lse backward. Differentiable in query, key, value, bias, alibi_slopes, sinks and a scale
     that is an array, through both results, to any order and in both modes: the kernels serve the first derivative in
@@ -167,6 +178,15 @@ def attention(
       q_lengths: integers that broadcast to the leading dimensions: rows from these on are padding, which is never read;
         their results are those of a row that keeps no key. Clipped to [0, T].
       kv_lengths: the same for keys, clipped to [0, S].
+      score_mod: ``score_mod(score, b, h, q, kv)`` returns the score that a pair has instead: a function of scalars, the
+        score in the dtype of lse and int32 indices: b the batch entry (of leading dimensions as one), h the query head,
+        q = t + ``q_offset`` and kv = s. It may capture up to 16 arrays, with gradients by those that are floating; their
+        values, and whether the function is another object, change no compiled program. A pair that is not kept adds
+        exactly 0 to every gradient, whatever the function gives there; indices out of range are clamped.
+      mask_mod: ``mask_mod(b, h, q, kv)`` returns whether a pair is kept, a boolean scalar.
+      block_mask: a `jax_flash.flex.BlockMask`: blocks that it says are empty are skipped, in full ones its mask function
+        is not evaluated. It is enough by itself; with ``mask_mod`` a pair is kept if both keep it. One that was made for
+        another ``q_offset`` raises; where that is traced its function decides every pair.
       precision: accuracy of float32 products on GPUs: "default" and "high" mean TF32's, "highest" float32's own; None
         follows ``jax.default_matmul_precision``. Other dtypes and CPUs always have their full accuracy.
       deterministic_backward: True: the backward pass on GPUs sums in a fixed order, and its results are bit for bit
@@ -206,10 +226,16 @@ def attention(
         precision,
         deterministic_backward,
     )
-    record = _record(arguments, query, leading, q_heads)
+    functions, of_functions = _functions.functions_of(
+        _functions.Arguments(score_mod, mask_mod, block_mask),
+        _dtypes.accumulation_dtype(query.dtype),
+        (math.prod(leading), q_heads, q_length, kv_length),
+        q_offset,
+    )
+    record = _record(arguments, query, leading, q_heads, functions)
     return_lse = checks.boolean("return_lse", return_lse)
 
-    operands = record.operands
+    operands = record.operands | of_functions
     wide = _dtypes.accumulation_dtype(query.dtype)
     scores_shape = (*leading, q_heads, q_length, kv_length)
     if bias is not None:
@@ -315,6 +341,9 @@ def attention_varlen(
     sinks: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    block_mask: BlockMask | None = None,
     precision: Precision | None = None,
     deterministic_backward: bool | None = None,
     return_lse: bool = False,
@@ -347,6 +376,9 @@ def attention_varlen(
       dropout_rate: see `attention`.
       dropout_key: the mask is ``dropout_mask(dropout_key, dropout_rate, (D, N, max_q_length, max_kv_length))``, whose
         bits don't depend on the maxima.
+      score_mod: see `attention`; b is the sequence, and q and kv count from its first row and key.
+      mask_mod: likewise.
+      block_mask: for one or D "batch entries", the sequences, of lengths (max_q_length, max_kv_length).
       precision: see `attention`.
       deterministic_backward: see `attention`.
       return_lse: also return lse.
@@ -389,7 +421,14 @@ def attention_varlen(
         precision,
         deterministic_backward,
     )
-    record = _record(arguments, query, (sequences,), q_heads)
+    functions, of_functions = _functions.functions_of(
+        _functions.Arguments(score_mod, mask_mod, block_mask),
+        _dtypes.accumulation_dtype(query.dtype),
+        (sequences, q_heads, *limits),
+        q_offset,
+        packed=True,
+    )
+    record = _record(arguments, query, (sequences,), q_heads, functions)
     return_lse = checks.boolean("return_lse", return_lse)
     options = dataclasses.replace(record.options, sequences=sequences)
     choice.check_implementation(implementation, query, value, options)
@@ -403,7 +442,7 @@ def attention_varlen(
 
     # The record has one batch entry for each sequence; here the sequences share one batch entry.
     operands = {name: _of_sequences(name, x) for name, x in record.operands.items()}
-    operands |= {"cu_q_lengths": cu_q[None], "cu_kv_lengths": cu_kv[None]}
+    operands |= {"cu_q_lengths": cu_q[None], "cu_kv_lengths": cu_kv[None], **of_functions}
     packed_query = record.query[None]
     if record.scale is not None:
         packed_query, operands["traced_scale"] = _with_positive_scale(record.scale, packed_query, operands)
@@ -438,7 +477,9 @@ class _Record(NamedTuple):
     operands: dict[str, jax.Array]  # of a batch, with one sequence each
 
 
-def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q_heads: int) -> _Record:
+def _record(
+    arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q_heads: int, functions: Functions | None
+) -> _Record:
     causal = checks.boolean("causal", arguments.causal)
     wide = _dtypes.accumulation_dtype(query.dtype)
     left, right = checks.window("window", arguments.window)
@@ -462,6 +503,7 @@ def _record(arguments: _Arguments, query: jax.Array, leading: tuple[int, ...], q
         dropout_rate=rate,
         separate_dq=choice.deterministic_by_default() if deterministic is None else deterministic,
         highest_precision=checks.highest_precision(arguments.precision, query.dtype),
+        functions=functions,
     )
     if arguments.alibi_slopes is not None:
         slopes = checks.per_head("alibi_slopes", arguments.alibi_slopes, (*leading, q_heads), wide)

@@ -92,7 +92,8 @@ def explain(
     elif platform not in PLATFORMS:
         raise ValueError(f"platform must be None or one of {', '.join(PLATFORMS)}, got {checks.describe(platform)}")
     platform = "cuda" if platform == "gpu" else platform
-    call = choice.Call(np.dtype(shapes[0].dtype).name, shapes[0].shape[-1], shapes[2].shape[-1], precise)
+    has_functions = any(options.get(name) is not None for name in ("score_mod", "mask_mod", "block_mask"))
+    call = choice.Call(np.dtype(shapes[0].dtype).name, shapes[0].shape[-1], shapes[2].shape[-1], precise, has_functions)
     obstacles: dict[str, str] = {
         name: reason for name in choice.IMPLEMENTATIONS if (reason := choice.obstacle(name, platform, call))
     }

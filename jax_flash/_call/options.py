@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_flash._functions.trace import Functions
+
 Implementation = Literal["cuda", "cpu", "xla", "reference"]
 """The names of the implementations; "reference" is only used if named."""
 
@@ -35,6 +37,7 @@ class Options:
     window_right: int = UNLIMITED
     softcap: float = 0.0  # 0: none
     dropout_rate: float = 0.0  # 0: none, and no dropout_seeds
+    functions: Functions | None = None  # score and mask functions; None: none
 
 
 Operands = Mapping[str, jax.Array]
@@ -45,8 +48,8 @@ class Operand:
     """An option that is an array: what lowering, vmap and sharding need to know about it.
 
     ``dims`` has a letter for each dimension, as in csrc/options.h: b batch, d sequences, e sequences + 1, n query
-    heads, k key heads, t and s lengths, i and j lengths in blocks of `SEGMENT_BLOCK`, h head_dim, v value_head_dim, 2 a
-    pair, 8 a record of eight.
+    heads, k key heads, t and s lengths, i and j lengths in blocks of `SEGMENT_BLOCK`, x and y in blocks of a block mask, h
+    head_dim, v value_head_dim, 2 a pair, 8 a record of eight.
 
     ``dtype`` is a dtype's name, "wide" for the accumulation dtype, or "original" for float32, and bfloat16 where
     ``Options.original_bfloat16`` says so.
@@ -87,29 +90,44 @@ def _ranges_of_rows(operands: Operands, first_row: jax.Array, rows: int) -> jax.
     return segment_ranges(operands["q_segment_ids"])  # in blocks that begin with the device's first row
 
 
-OPERANDS: dict[str, Operand] = {
-    "traced_scale": Operand("b", "wide"),
-    "window_bounds": Operand("b2", "int32", positional=True),
-    "q_offset": Operand("bd", "int32", of_rows=_offset_of_rows),
-    "q_lengths": Operand("b", "int32", of_rows=_lengths_of_rows),
-    "kv_lengths": Operand("b", "int32"),
-    "cu_q_lengths": Operand("be", "int32"),
-    "cu_kv_lengths": Operand("be", "int32"),
-    "q_segment_ids": Operand("bt", "int32"),
-    "kv_segment_ids": Operand("bs", "int32"),
-    "q_segment_ranges": Operand("bi2", "int32", of_rows=_ranges_of_rows),
-    "kv_segment_ranges": Operand("bj2", "int32"),
-    "mask": Operand("bnts", "bool", broadcast=True),
-    "dropout_seeds": Operand("bdn2", "uint32"),
-    "descale": Operand("bk8", "float32"),
-    "original_query": Operand("btnh", "original"),
-    "original_key": Operand("bskh", "original"),
-    "original_value": Operand("bskv", "original"),
-    "original_dout": Operand("btnv", "original"),
-    "sinks": Operand("bn", "wide"),
-    "alibi_slopes": Operand("bdn", "wide", trainable=True, positional=True),
-    "bias": Operand("bnts", "wide", may_be_narrow=True, trainable=True, broadcast=True),
-}
+class _Operands(dict[str, Operand]):
+    """The built-in operands by name; every other name is that of an array that a function has captured."""
+
+    def __missing__(self, name: str) -> Operand:
+        return CAPTURED
+
+
+CAPTURED = Operand("", "any", trainable=True)
+"""An array that a score or mask function captured. Its dims are written "." each, and "m" for a first one of the calls
+that vmap has joined in the batch."""
+
+OPERANDS: dict[str, Operand] = _Operands(
+    {
+        "traced_scale": Operand("b", "wide"),
+        "window_bounds": Operand("b2", "int32", positional=True),
+        "q_offset": Operand("bd", "int32", of_rows=_offset_of_rows),
+        "q_lengths": Operand("b", "int32", of_rows=_lengths_of_rows),
+        "kv_lengths": Operand("b", "int32"),
+        "cu_q_lengths": Operand("be", "int32"),
+        "cu_kv_lengths": Operand("be", "int32"),
+        "q_segment_ids": Operand("bt", "int32"),
+        "kv_segment_ids": Operand("bs", "int32"),
+        "q_segment_ranges": Operand("bi2", "int32", of_rows=_ranges_of_rows),
+        "kv_segment_ranges": Operand("bj2", "int32"),
+        "mask": Operand("bnts", "bool", broadcast=True),
+        "mask_blocks": Operand("bdnxy", "int8", broadcast=True),
+        "index_offsets": Operand("2", "int32"),
+        "dropout_seeds": Operand("bdn2", "uint32"),
+        "descale": Operand("bk8", "float32"),
+        "original_query": Operand("btnh", "original"),
+        "original_key": Operand("bskh", "original"),
+        "original_value": Operand("bskv", "original"),
+        "original_dout": Operand("btnv", "original"),
+        "sinks": Operand("bn", "wide"),
+        "alibi_slopes": Operand("bdn", "wide", trainable=True, positional=True),
+        "bias": Operand("bnts", "wide", may_be_narrow=True, trainable=True, broadcast=True),
+    }
+)
 """Each is optional; csrc/options.h defines their meaning. sinks has a gradient too, one that needs no kernel; descale
 and the originals are no options of attention() but belong to the float16 form of float32 arrays
 (csrc/cuda/device/scale.cuh)."""
@@ -119,4 +137,9 @@ def positions_matter(options: Options, operands: Collection[str]) -> bool:
     """Whether a result depends on the positions of the rows of query, which q_offset shifts."""
     window = (options.window_left, options.window_right)
     in_window = window != (UNLIMITED, UNLIMITED)
-    return options.causal or in_window or any(OPERANDS[name].positional for name in operands)
+    return (
+        options.causal
+        or in_window
+        or options.functions is not None
+        or any(OPERANDS[name].positional for name in operands)
+    )

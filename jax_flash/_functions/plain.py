@@ -65,12 +65,8 @@ def _over_pairs(
 ) -> jax.Array:
     """Maps ``pair(captured, *elements of arrays, b, h, q, kv)`` over all pairs."""
     # A captured array of several calls has one axis more than the function knows.
-    of_calls = [
-        x.ndim > variable.aval.ndim for x, variable in zip(captured, function.jaxpr.invars, strict=False)
-    ]
-    captured = [
-        x.astype(variable.aval.dtype) for x, variable in zip(captured, function.jaxpr.invars, strict=False)
-    ]
+    of_calls = [x.ndim > variable.aval.ndim for x, variable in zip(captured, function.jaxpr.invars, strict=False)]
+    captured = [x.astype(variable.aval.dtype) for x, variable in zip(captured, function.jaxpr.invars, strict=False)]
     mapped = (0,) * len(arrays)
     f = jax.vmap(pair, (None, *mapped, None, None, None, 0))  # keys
     f = jax.vmap(f, (None, *mapped, None, None, 0, None))  # rows
@@ -109,7 +105,9 @@ def split_loads(function: Function) -> Parts | None:
     jaxpr = inlined(function.jaxpr)
     count = len(function.captured)
     captured, scalars = jaxpr.invars[:count], jaxpr.invars[count:]
-    loads = [x for x in jaxpr.eqns if x.primitive.name in _LOADS and x.invars[0] in captured and _size(x.outvars[0]) == 1]
+    loads = [
+        x for x in jaxpr.eqns if x.primitive.name in _LOADS and x.invars[0] in captured and _size(x.outvars[0]) == 1
+    ]
     found = [x.outvars[0] for x in loads]
     rest = [x for x in jaxpr.eqns if x not in loads]
     if any(x in captured for equation in rest for x in equation.invars) or any(x in captured for x in jaxpr.outvars):

@@ -54,12 +54,14 @@ class Functions:
       score: changes the scores, after bias and ALiBi.
       masks: keep a pair if all of them do.
       partial_mask: decides in the blocks of a block mask that are neither full nor empty; True without one.
+      block_size: rows of query and keys of a block of the operand mask_blocks.
       batch: batch entries of one call, where vmap has joined several in the batch; None: all are one call's.
     """
 
     score: Function | None = None
     masks: tuple[Function, ...] = ()
     partial_mask: Function | None = None
+    block_size: tuple[int, int] = (1, 1)
     batch: int | None = None
 
     @property

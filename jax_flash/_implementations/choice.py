@@ -29,10 +29,17 @@ class Call:
     head_dim: int
     value_head_dim: int
     highest_precision: bool = False
+    has_functions: bool = False
 
     @classmethod
     def of(cls, query: Any, value: Any, options: Options) -> "Call":
-        return cls(np.dtype(query.dtype).name, query.shape[-1], value.shape[-1], options.highest_precision)
+        return cls(
+            np.dtype(query.dtype).name,
+            query.shape[-1],
+            value.shape[-1],
+            options.highest_precision,
+            options.functions is not None,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +55,16 @@ class Rule:
 CUDA_DTYPES = ("float16", "bfloat16", "float32")
 CUDA_HEAD_DIM = 256
 
+_FUNCTIONS = Rule(
+    "score_mod, mask_mod and block_mask",
+    lambda call: call.has_functions,
+    lambda call: "its kernels do not evaluate score_mod, mask_mod and block_mask",
+)
+
 RULES: dict[str, tuple[Rule, ...]] = {
+    "cpu": (_FUNCTIONS,),
     "cuda": (
+        _FUNCTIONS,
         Rule(
             "float64",
             lambda call: call.dtype not in CUDA_DTYPES,

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash._call import dtypes
-from jax_flash._call.options import OPERANDS, Operands, Options
+from jax_flash._call.options import CAPTURED, OPERANDS, Operands, Options
 from jax_flash._implementations import scores as _scores
 from jax_flash._implementations import varying
 
@@ -59,7 +59,7 @@ def _online_softmax(
     queries = _rows(query, kv_heads, q_chunk)
     keys, values = _columns(key, kv_chunk), _columns(value, kv_chunk)
     q_starts, kv_starts = _starts(queries, q_chunk), _starts(keys, kv_chunk)
-    groups = _grouped(_with_padded_keys(operands, key, kv_chunk), accumulate)
+    groups = _grouped(_with_padding(operands, options, query, key, q_chunk, kv_chunk), accumulate)
     by_row = _split_operands(groups["t"] | groups["ts"], "t", q_chunk)
     by_column = _split_operands(groups["s"], "s", kv_chunk)
 
@@ -193,7 +193,7 @@ def tangent(
         if name in inputs
     }
     q_starts, kv_starts = _starts(inputs["query"], q_chunk), _starts(inputs["key"], kv_chunk)
-    padded = _with_padded_keys(operands, key, kv_chunk)
+    padded = _with_padding(operands, options, query, key, q_chunk, kv_chunk)
     groups = _grouped(padded, accumulate)
     moved_groups = _grouped(
         {name: x for name, x in tangents.items() if name in operands and name != "sinks"}, accumulate
@@ -390,6 +390,21 @@ def _grouped(operands: Operands, accumulate: jax.typing.DTypeLike) -> dict[str, 
     return groups
 
 
+def _with_padding(
+    operands: Operands, options: Options, query: jax.Array, key: jax.Array, q_chunk: int, kv_chunk: int
+) -> Operands:
+    """The operands, with lengths that mark the padding of the last chunks: of keys, and where functions of scores would
+    see them, of rows."""
+    operands = _with_padded_keys(operands, key, kv_chunk)
+    batch, q_length = query.shape[:2]
+    if q_length % q_chunk == 0 or options.functions is None:
+        return operands
+    lengths = varying.vary_alike(jnp.full(batch, q_length, jnp.int32), query)
+    if "q_lengths" in operands:
+        lengths = jnp.minimum(lengths, operands["q_lengths"])
+    return {**operands, "q_lengths": lengths}
+
+
 def _with_padded_keys(operands: Operands, key: jax.Array, chunk: int) -> Operands:
     """The operands, with kv_lengths that mark the padding of the last chunk of keys."""
     batch, kv_length = key.shape[:2]
@@ -404,13 +419,14 @@ def _with_padded_keys(operands: Operands, key: jax.Array, chunk: int) -> Operand
 def _lengths(name: str, x: jax.Array) -> str:
     """Which of "t" and "s" are dimensions of an operand; one of size 1 that is broadcast is not."""
     operand = OPERANDS[name]
-    sizes = zip(operand.dims, x.shape, strict=True)
+    sizes = zip(operand.dims, x.shape, strict=operand is not CAPTURED)
     return "".join(dim for dim, size in sizes if dim in "ts" and not (operand.broadcast and size == 1))
 
 
 def _wide(name: str, x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """An operand; in the wide dtype if its gradient is summed over chunks."""
-    return x.astype(dtype) if OPERANDS[name].trainable and _lengths(name, x) != "ts" else x
+    summed = OPERANDS[name].trainable and _lengths(name, x) != "ts" and jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(dtype) if summed else x
 
 
 def _split_operands(operands: Operands, dim: str, chunk: int) -> dict[str, jax.Array]:

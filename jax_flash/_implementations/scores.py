@@ -12,9 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash._call.options import UNLIMITED, Operands, Options
+from jax_flash._functions import plain
+from jax_flash._functions.trace import Function, captured_name
 from jax_flash._implementations import dropout
 
 _INT32 = np.iinfo(np.int32)
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+"""The kinds of blocks in the operand mask_blocks: no pair is kept, the block mask's function decides, all are."""
 
 
 def precision(options: Options) -> jax.lax.Precision:
@@ -91,8 +96,37 @@ def of_products(
             distance = distance + operands["q_offset"].astype(dtype)[:, :, None]
         slopes = grouped(operands["alibi_slopes"][:, 0], kv_heads)
         scores = scores - slopes[..., None, None] * jnp.abs(distance)[:, None, None]
-    keep = _keep(options, operands, rows, columns, kv_heads)
+    pairs = _pairs(options, operands, scores.shape, rows, columns)
+    keep = _keep(options, operands, rows, columns, kv_heads, pairs)
+    if options.functions is not None and options.functions.score is not None:
+        assert pairs is not None
+        score = options.functions.score
+        return plain.scores_of(score, _captured(score, operands), scores, keep, pairs)
     return scores if keep is None else jnp.where(keep, scores, -jnp.inf)
+
+
+def _pairs(
+    options: Options, operands: Operands, shape: tuple[int, ...], rows: jax.Array, columns: jax.Array
+) -> plain.Pairs | None:
+    """The indices of a block of scores [B, K, G, rows, columns] for score and mask functions; None if there are none."""
+    if options.functions is None:
+        return None
+    batch, kv_heads, group = shape[:3]
+    b, h = jnp.arange(batch, dtype=jnp.int32), jnp.arange(kv_heads * group, dtype=jnp.int32).reshape(kv_heads, group)
+    if "index_offsets" in operands:
+        b, h = b + operands["index_offsets"][0], h + operands["index_offsets"][1]
+    call = None
+    if options.functions.batch is not None:
+        call, b = b // options.functions.batch, b % options.functions.batch
+    q = rows[None]
+    if "q_offset" in operands:
+        offset = operands["q_offset"][:, :1]
+        q = jnp.where(offset > _INT32.max - q, _INT32.max, offset + q)  # positions beyond int32 have the largest one
+    return plain.Pairs(b, h, q, columns, call)
+
+
+def _captured(function: Function, operands: Operands) -> list[jax.Array]:
+    return [operands[captured_name(i)] for i in function.captured]
 
 
 @jax.custom_jvp
@@ -145,8 +179,18 @@ def grouped(x: jax.Array, kv_heads: int) -> jax.Array:
     return x.reshape(x.shape[0], min(kv_heads, x.shape[1]), -1, *x.shape[2:])
 
 
-def _keep(options: Options, operands: Operands, rows: jax.Array, columns: jax.Array, kv_heads: int) -> jax.Array | None:
-    """Which pairs are kept, to be broadcast to [B, K, G, rows, columns]; None for all of them."""
+def _keep(
+    options: Options,
+    operands: Operands,
+    rows: jax.Array,
+    columns: jax.Array,
+    kv_heads: int,
+    pairs: plain.Pairs | None = None,
+) -> jax.Array | None:
+    """Which pairs are kept, to be broadcast to [B, K, G, rows, columns]; None for all of them.
+
+    Mask functions and block masks count where ``pairs`` are given.
+    """
     conditions = []
     lower, upper = _band(options, operands)
     difference = (columns - rows[:, None])[None]
@@ -165,6 +209,18 @@ def _keep(options: Options, operands: Operands, rows: jax.Array, columns: jax.Ar
         conditions.append(grouped(operands["mask"], kv_heads))
     if "bias" in operands:  # what -inf hides may be so large that its score is infinite
         conditions.append(~jnp.isneginf(grouped(operands["bias"], kv_heads)))
+    if pairs is not None and options.functions is not None:
+        functions = options.functions
+        conditions += [plain.mask_of(mask, _captured(mask, operands), pairs) for mask in functions.masks]
+        if "mask_blocks" in operands:
+            kinds = operands["mask_blocks"][:, 0]
+            height, width = functions.block_size
+            kinds = jnp.take(kinds, rows // height, axis=2, mode="clip")
+            kinds = grouped(jnp.take(kinds, columns // width, axis=3, mode="clip"), kv_heads)
+            kept = kinds != EMPTY
+            if (mask := functions.partial_mask) is not None:
+                kept = (kinds == FULL) | (kept & plain.mask_of(mask, _captured(mask, operands), pairs))
+            conditions.append(kept)
     if not conditions:
         return None
     keep = conditions[0]
@@ -237,6 +293,14 @@ def may_keep(options: Options, operands: Operands, rows: jax.Array, columns: jax
         conditions.append(rows[0] < operands["q_lengths"])
     if "kv_lengths" in operands:
         conditions.append(columns[0] < operands["kv_lengths"])
+    if "mask_blocks" in operands:
+        assert options.functions is not None
+        kinds = operands["mask_blocks"]
+        for axis, (indices, size) in enumerate(zip((rows, columns), options.functions.block_size, strict=True), 3):
+            # So many blocks may the indices meet, wherever they begin.
+            met = min((indices.size + size - 2) // size + 1, kinds.shape[axis])
+            kinds = jax.lax.dynamic_slice_in_dim(kinds, indices[0] // size, met, axis)
+        conditions.append((kinds != EMPTY).any()[None])
     if not conditions:
         return None
     may = conditions[0]

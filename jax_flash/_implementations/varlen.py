@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
-from jax_flash._call.options import OPERANDS, Operands, Options
+from jax_flash._call.options import CAPTURED, OPERANDS, Operands, Options
 from jax_flash._implementations import chunked
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Operands, Options], tuple[jax.Array, jax.Array]]
@@ -80,7 +80,10 @@ class _Packing:
     def __init__(
         self, operands: Operands, options: Options, tokens: int, max_q_length: int, max_kv_length: int
     ) -> None:
-        self.options = dataclasses.replace(options, sequences=1)
+        functions = options.functions
+        if functions is not None and functions.batch is not None:
+            functions = dataclasses.replace(functions, batch=functions.batch * options.sequences)
+        self.options = dataclasses.replace(options, sequences=1, functions=functions)
         self._sequences, self._tokens = options.sequences, tokens
         self._q_length, self._kv_length = max(max_q_length, 1), max(max_kv_length, 1)
         self._cu_q_lengths, self._cu_kv_lengths = operands["cu_q_lengths"], operands["cu_kv_lengths"]
@@ -100,7 +103,13 @@ class _Packing:
         """The operands with a batch entry for each sequence, to which those of its packed batch entry apply."""
         of_sequences = {}
         for name, x in operands.items():
-            if "d" in OPERANDS[name].dims:
+            if OPERANDS[name] is CAPTURED:
+                of_sequences[name] = x
+            elif name == "mask_blocks":
+                shared = x.shape[:2] == (1, 1)
+                x = x if shared else jnp.broadcast_to(x, (len(self._q_lengths), self._sequences, *x.shape[2:]))
+                of_sequences[name] = x.reshape(-1, 1, *x.shape[2:])
+            elif "d" in OPERANDS[name].dims:
                 of_sequences[name] = x.reshape(-1, 1, *x.shape[2:])
             elif "e" not in OPERANDS[name].dims:
                 of_sequences[name] = jnp.repeat(x, self._sequences, axis=0)

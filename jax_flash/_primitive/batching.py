@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_flash._call.options import CAPTURED, OPERANDS
 from jax_flash._native.private import Primitive
 from jax_flash._primitive import plain
 from jax_flash._primitive.params import ARGUMENTS, Params, result_shapes
@@ -23,7 +24,8 @@ def batch(
     fixed, count = len(ARGUMENTS[pass_]), len(params.operands)
     per_head = any("n" in dims for _, dims in params.operands)
 
-    if pass_ == "forward" and axes[0] is not None and not any(mapped[1:]) and not per_head:
+    functions = params.options.functions
+    if pass_ == "forward" and axes[0] is not None and not any(mapped[1:]) and not per_head and functions is None:
         # Only the queries are mapped: they join the query heads of each key head, and no key is copied.
         query, key = jnp.moveaxis(args[0], axes[0], 0), args[1]
         batch, q_length, q_heads, head_dim = query.shape[1:]
@@ -48,21 +50,52 @@ def batch(
     stays = {name for (name, dims), axis in zip(params.operands, axes[fixed : fixed + count], strict=True)
              if dims[0] == "1" and axis is None and name not in of_their_own}  # fmt: skip
 
+    dims_before = dict(params.operands)
+    calls = 1  # that earlier maps have joined in the batch
+    if functions is not None:
+        calls = batch // (functions.batch or batch)
+        # A function's array that is not mapped is one of all calls, unless its gradients differ.
+        stays |= {
+            name
+            for (name, dims), axis in zip(params.operands, axes[fixed : fixed + count], strict=True)
+            if OPERANDS[name] is CAPTURED and "m" not in dims and axis is None and name not in of_their_own
+        }
+        functions = dataclasses.replace(functions, batch=functions.batch or batch)
+
     def merge(x: Any, axis: int | None, name: str | None) -> Any:
         if name in stays:
             return x
+        if name is not None and OPERANDS[name] is CAPTURED:
+            x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+            if "m" not in dims_before[name]:
+                x = jnp.broadcast_to(x[:, None], (size, calls, *x.shape[1:]))
+            return x.reshape(size * calls, *x.shape[2:])
         x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
         if x.shape[1] != batch:
             x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
         return x.reshape(size * batch, *x.shape[2:])
 
+    def merged_dims(name: str, dims: str) -> str:
+        if name in stays:
+            return dims
+        if OPERANDS[name] is CAPTURED:
+            return dims if "m" in dims else "m" + dims
+        return "b" + dims[1:]
+
     merged_params = dataclasses.replace(
-        params, operands=tuple((name, dims if name in stays else "b" + dims[1:]) for name, dims in params.operands)
+        params,
+        options=dataclasses.replace(params.options, functions=functions),
+        operands=tuple((name, merged_dims(name, dims)) for name, dims in params.operands),
     )
     names = [None] * fixed + params.names + list(params.tangents)
     merged = primitive.bind(*map(merge, args, axes, names), params=merged_params)
     split = []
-    for x, shape in zip(merged, results, strict=True):
+    gradients = (None,) * (len(merged) - len(params.gradients)) + params.gradients
+    for x, shape, name in zip(merged, results, gradients, strict=True):
+        if name is not None and OPERANDS[name] is CAPTURED:
+            x = x.reshape(size, calls, *x.shape[1:])
+            split.append(x if "m" in dims_before[name] else x.sum(axis=1))
+            continue
         x = x.reshape(size, batch, *x.shape[1:])
         # The gradient of an operand that the batch shared is the sum over the batch.
         split.append(x.sum(axis=1, keepdims=True) if shape.shape[0] != batch else x)

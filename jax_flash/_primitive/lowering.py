@@ -120,10 +120,15 @@ def _summed_to(shape: tuple[int, ...], x: jax.Array) -> jax.Array:
 def _attributes(pass_: str, params: Params, *args: jax.Array) -> dict[str, Any]:
     """The record by name, as the handlers decode it: int32 for ints."""
     attributes: dict[str, Any] = {
-        name: np.int32(x) if type(x) is int else x for name, x in dataclasses.asdict(params.options).items()
+        name: np.int32(x) if type(x) is int else x
+        for name, x in (
+            (field.name, getattr(params.options, field.name)) for field in dataclasses.fields(params.options)
+        )
+        if name != "functions"
     }
     _, operands, _ = params.split(pass_, args)
-    for name, described in OPERANDS.items():
+    for name, _ in _core.OPERANDS:
+        described = OPERANDS[name]
         attributes[f"has_{name}"] = name in operands
         if described.trainable:
             attributes[f"has_d{name}"] = name in params.gradients

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jax_flash._call import dtypes
-from jax_flash._call.options import OPERANDS, Options
+from jax_flash._call.options import CAPTURED, OPERANDS, Options
 from jax_flash._native import _core
 
 # Dimensions of every fixed argument and result: b batch, t and s lengths, n and k heads, h and v head dims. Operands
@@ -75,11 +75,14 @@ def params_of(
 
 
 def in_order(names: Collection[str]) -> tuple[str, ...]:
-    return tuple(name for name, _ in _core.OPERANDS if name in names)
+    known = [name for name, _ in _core.OPERANDS if name in names]
+    return (*known, *sorted(set(names) - set(known), key=lambda name: (len(name), name)))
 
 
 def dims_of(name: str, operand: Any) -> str:
     declared = OPERANDS[name]
+    if declared is CAPTURED:
+        return "." * operand.ndim
     if not declared.broadcast:
         return declared.dims
     # Comparing a symbolic size with 1 is decidable too.

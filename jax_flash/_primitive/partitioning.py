@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_a
 
 from jax_flash._call import dtypes
 from jax_flash._call.options import OPERANDS, positions_matter
+from jax_flash._implementations import scores
 from jax_flash._native.private import Primitive, ShapedArray, custom_partitioning, mlir
 from jax_flash._primitive import lowering
 from jax_flash._primitive.params import Params
@@ -127,7 +128,8 @@ def partitioned(pass_: str, target: lowering.Target, params: Params) -> Callable
         order: dict[str, None] = {}
 
         def factors(dims: str, name: str) -> str:
-            found = [f"{name}{i}" if dim == "1" else letters.get(dim, dim) for i, dim in enumerate(dims)]
+            own = "1.m"  # dimensions of this argument alone
+            found = [f"{name}{i}" if dim in own else letters.get(dim, dim) for i, dim in enumerate(dims)]
             order.update(dict.fromkeys(found))
             return " ".join(found)
 
@@ -154,6 +156,8 @@ def _of_one_device(
         key_heads = _key_heads(split.heads, query.shape[2], kv_heads)
         for arrays in (fixed, tangents):
             arrays.update({name: arrays[name][:, :, key_heads] for name in ("key", "value") if name in arrays})
+    if params.options.functions is not None:
+        params, operands = _with_index_offsets(split, params, operands, query.shape)
     results = list(lowering.call(pass_, target, params, *fixed.values(), *operands.values(), *tangents.values()))
 
     everything, axes = _mesh_axes(split.batch, split.rows, split.heads), split.axes()
@@ -177,7 +181,39 @@ def _of_rows(first_row: jax.Array, shape: tuple[int, ...], params: Params, opera
         operands = {"q_offset": jnp.zeros((batch, 1), jnp.int32)} | operands
     params = params.with_operands(operands)
     of_rows = {name: OPERANDS[name].of_rows for name in params.names}
-    return params, {name: f(operands, first_row, rows) if f else operands[name] for name, f in of_rows.items()}
+    found = {name: f(operands, first_row, rows) if f else operands[name] for name, f in of_rows.items()}
+    if "mask_blocks" in found:
+        assert params.options.functions is not None
+        found["mask_blocks"] = _blocks_of_rows(
+            found["mask_blocks"], first_row, rows, params.options.functions.block_size[0]
+        )
+    return params, found
+
+
+def _blocks_of_rows(kinds: jax.Array, first_row: jax.Array, rows: int, height: int) -> jax.Array:
+    """The blocks [b, d, n, blocks, y] of the rows from ``first_row`` on, which need not begin with a block: then each
+    meets two, and is full or empty only if both are."""
+    blocks = -(-rows // height)
+    first = first_row // height + jnp.arange(blocks, dtype=jnp.int32)
+    last = jnp.minimum(first_row + jnp.arange(1, blocks + 1, dtype=jnp.int32) * height, first_row + rows) - 1
+    here = jnp.take(kinds, first, axis=3, mode="clip")
+    there = jnp.take(kinds, last // height, axis=3, mode="clip")
+    return jnp.where(here == there, here, jnp.asarray(scores.PARTIAL, kinds.dtype))
+
+
+def _with_index_offsets(
+    split: Split, params: Params, operands: Arrays, query_shape: tuple[int, ...]
+) -> tuple[Params, Arrays]:
+    """With what the device's batch entries and query heads count from, for score and mask functions."""
+    if split.batch is None and split.heads is None:
+        return params, operands
+    offsets = [
+        jnp.int32(0) if axes is None else jax.lax.axis_index(axes) * np.int32(size)
+        for axes, size in ((split.batch, query_shape[0]), (split.heads, query_shape[2]))
+    ]
+    operands = {**operands, "index_offsets": jnp.stack(offsets)}
+    params = params.with_operands(operands)
+    return params, {name: operands[name] for name in params.names}
 
 
 def _key_heads(heads: Axes, q_heads: int, kv_heads: int) -> jax.Array:
