@@ -1,0 +1,300 @@
+"""Simplifications of a program's operations: constants, ranges of integers, and the forms of Python's // and %."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from jax_flash._functions.program import Builder, Op
+
+_COMPARISONS = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+                "ge": np.greater_equal}  # fmt: skip
+_INTEGERS: dict[str, Callable[..., Any]] = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "neg": lambda x: -x,
+    "abs": abs,
+    "sign": lambda x: (x > 0) - (x < 0),
+    "max": max,
+    "min": min,
+    "div": lambda x, y: -1 if y == 0 else abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1),
+    "rem": lambda x, y: x if y == 0 else abs(x) % abs(y) * (-1 if x < 0 else 1),
+    "square": lambda x: x * x,
+}
+_FLOATS: dict[str, Callable[..., Any]] = {
+    **{"add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "rem": np.fmod},
+    **{"neg": np.negative, "abs": np.abs, "sign": np.sign, "max": np.maximum, "min": np.minimum, "sqrt": np.sqrt},
+    **{"exp": np.exp, "exp2": np.exp2, "log": np.log, "log1p": np.log1p, "expm1": np.expm1, "tanh": np.tanh},
+    **{"sin": np.sin, "cos": np.cos, "floor": np.floor, "ceil": np.ceil, "pow": np.power, "square": np.square},
+}
+ELEMENTWISE = {
+    *_COMPARISONS, *_INTEGERS, *_FLOATS,
+    *("and", "or", "xor", "not", "select_n", "clamp", "convert_element_type", "integer_pow", "logistic", "rsqrt"),
+    *("cbrt", "round", "is_finite", "erf", "erfc", "atan2", "tan", "sinh", "cosh", "asin", "acos", "atan", "asinh"),
+    *("acosh", "atanh", "shift_left", "shift_right_logical", "shift_right_arithmetic", "population_count", "clz"),
+}  # fmt: skip
+"""Primitives that work element by element."""
+
+
+def parameters(name: str, params: Any, lowering: Any) -> Any:
+    """What of an elementwise primitive's parameters its operation depends on."""
+    if name == "integer_pow":
+        return int(params["y"])
+    if name == "round":
+        return int(params["rounding_method"])
+    return None
+
+
+def is_integer(dtype: str) -> bool:
+    return dtype.startswith(("int", "uint"))
+
+
+def is_float(dtype: str) -> bool:
+    return "float" in dtype
+
+
+def limits(dtype: str) -> tuple[int, int]:
+    if dtype == "bool":
+        return 0, 1
+    info = np.iinfo(dtype)
+    return int(info.min), int(info.max)
+
+
+def range_of(builder: Builder, op: Op) -> tuple[int, int] | None:
+    """The smallest and largest value of an integer; None for other dtypes."""
+    if not is_integer(op.dtype):
+        return None
+    least, most = limits(op.dtype)
+    if op.name == "constant":
+        return int(op.params), int(op.params)
+    if op.name == "input":
+        return builder.least.get(op.params, least), most
+    found = _range_of_args(op, [builder.ranges[i] for i in op.args])
+    if found is None or found[0] < least or found[1] > most:  # it may wrap around
+        return least, most
+    return found
+
+
+def _range_of_args(op: Op, args: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
+    if op.name == "select_n":
+        args = args[1:]
+        if all(args):
+            return min(x[0] for x in args if x), max(x[1] for x in args if x)
+        return None
+    known = [x for x in args if x is not None]
+    if len(known) != len(args):
+        return (0, 1) if op.name == "convert_element_type" else None
+    if op.name == "convert_element_type":
+        return known[0]
+    if op.name in ("add", "sub", "mul", "max", "min"):
+        f = _INTEGERS[op.name]
+        corners = [f(x, y) for x in known[0] for y in known[1]]
+        return min(corners), max(corners)
+    if op.name == "sign":
+        return int(known[0][0] > 0) - int(known[0][0] < 0), int(known[0][1] > 0) - int(known[0][1] < 0)
+    if op.name == "neg":
+        return -known[0][1], -known[0][0]
+    if op.name == "abs":
+        low, high = known[0]
+        return (low, high) if low >= 0 else (0, max(-low, high))
+    if op.name in ("div", "rem") and known[1][0] == known[1][1] and known[1][0] > 0:
+        (low, high), by = known[0], known[1][0]
+        if op.name == "div":
+            return _INTEGERS["div"](low, by), _INTEGERS["div"](high, by)
+        return (0 if low >= 0 else max(low, 1 - by)), (0 if high <= 0 else min(high, by - 1))
+    if op.name == "and" and min(known[0][0], known[1][0]) >= 0:
+        return 0, min(known[0][1], known[1][1])
+    return None
+
+
+def simplified(builder: Builder, name: str, dtype: str, args: tuple[int, ...], params: Any) -> int | None:
+    """The number of an operation that is already there, or a simpler one, with the same value; None if there is none."""
+    of_args = builder.ops[args[-1]].dtype
+    values = [builder.value(i) for i in args]
+    if name == "add_any":
+        name = "add"
+        if is_float(dtype):
+            for zero, other in ((0, 1), (1, 0)):
+                if values[zero] is not None and values[zero] == 0:
+                    return args[other]
+        return builder.apply(name, dtype, args)
+    if name == "select_n":
+        return _selected(builder, dtype, args, values)
+    if name == "clamp":
+        low = builder.apply("max", dtype, (args[0], args[1]))
+        return builder.apply("min", dtype, (low, args[2]))
+    if name == "convert_element_type" and builder.ops[args[0]].dtype == dtype:
+        return args[0]
+    if all(v is not None for v in values):
+        found = _constant(name, dtype, of_args, values, params)
+        if found is not None:
+            return builder.constant(found, dtype)
+    if name == "integer_pow":
+        return _power(builder, dtype, args[0], params)
+    if name == "square":
+        return builder.apply("mul", dtype, (args[0], args[0]))
+    if name in _COMPARISONS:
+        return _compared(builder, name, args)
+    if name == "not" and dtype == "bool" and builder.ops[args[0]].name == "not":
+        return builder.ops[args[0]].args[0]
+    if name in ("and", "or", "xor"):
+        return _joined(builder, name, dtype, args, values)
+    if is_integer(dtype):
+        return _integer(builder, name, dtype, args, values)
+    if is_float(dtype) and len(args) == 2:
+        if values[1] is not None and values[1] == 1 and name in ("mul", "div"):
+            return args[0]
+        if values[0] is not None and values[0] == 1 and name == "mul":
+            return args[1]
+        if name == "max" or name == "min":
+            return args[0] if args[0] == args[1] else None
+    return None
+
+
+def _constant(name: str, dtype: str, of_args: str, values: Sequence[Any], params: Any) -> Any:
+    with np.errstate(all="ignore"):
+        if name == "convert_element_type":
+            if is_float(of_args) and is_integer(dtype):
+                x = float(values[0])
+                low, high = limits(dtype)
+                return 0 if np.isnan(x) else low if x <= low else high if x >= high else int(x)
+            return np.asarray(values[0]).astype(dtype)
+        if name in _COMPARISONS:
+            return _COMPARISONS[name](*values)
+        if name in ("and", "or", "xor", "not"):
+            f = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert}[name]
+            return f(*values)
+        if is_integer(dtype) and name in _INTEGERS:
+            found = _INTEGERS[name](*(int(v) for v in values))
+            bits = 8 * np.dtype(dtype).itemsize
+            found &= (1 << bits) - 1
+            return found - (1 << bits) if not dtype.startswith("u") and found >> (bits - 1) else found
+        if dtype == "float32" and name in _FLOATS:
+            return np.float32(_FLOATS[name](*values))
+    return None
+
+
+def _selected(builder: Builder, dtype: str, args: tuple[int, ...], values: Sequence[Any]) -> int | None:
+    which, *cases = args
+    if values[0] is not None:
+        return cases[min(max(int(values[0]), 0), len(cases) - 1)]
+    if all(case == cases[0] for case in cases):
+        return cases[0]
+    if builder.ops[which].dtype != "bool":
+        found = cases[-1]  # a number beyond the last is the last
+        for i in reversed(range(len(cases) - 1)):
+            here = builder.apply("le", "bool", (which, builder.constant(i, builder.ops[which].dtype)))
+            found = builder.apply("select_n", dtype, (here, found, cases[i]))
+        return found
+    if dtype == "bool" and values[1] is not None and values[2] is not None:
+        return which if values[2] else builder.apply("not", "bool", (which,))
+    return None
+
+
+def _power(builder: Builder, dtype: str, x: int, n: int) -> int:
+    if n < 0:
+        one = builder.constant(1, dtype)
+        return builder.apply("div", dtype, (one, _power(builder, dtype, x, -n)))
+    result, base = builder.constant(1, dtype), x
+    found: int | None = None
+    while n:
+        if n & 1:
+            found = base if found is None else builder.apply("mul", dtype, (found, base))
+        n >>= 1
+        if n:
+            base = builder.apply("mul", dtype, (base, base))
+    return result if found is None else found
+
+
+def _compared(builder: Builder, name: str, args: tuple[int, ...]) -> int | None:
+    (x, y), dtype = args, builder.ops[args[0]].dtype
+    if dtype == "bool" and name in ("eq", "ne"):
+        for value, other in ((builder.value(y), x), (builder.value(x), y)):
+            if value is not None:
+                return other if bool(value) == (name == "eq") else builder.apply("not", "bool", (other,))
+    of_x, of_y = builder.ranges[x], builder.ranges[y]
+    if of_x is None or of_y is None:
+        return None
+    if x == y:
+        return builder.constant(name in ("eq", "le", "ge"), "bool")
+    below, above = of_x[1] < of_y[0], of_x[0] > of_y[1]  # always
+    at_most, at_least = of_x[1] <= of_y[0], of_x[0] >= of_y[1]
+    true, false = {
+        "lt": (below, at_least),
+        "le": (at_most, above),
+        "gt": (above, at_most),
+        "ge": (at_least, below),
+        "eq": (False, below or above),
+        "ne": (below or above, False),
+    }[name]
+    return builder.constant(true, "bool") if true or false else None
+
+
+def _joined(builder: Builder, name: str, dtype: str, args: tuple[int, ...], values: Sequence[Any]) -> int | None:
+    x, y = args
+    if x == y and name != "xor":
+        return x
+    if dtype != "bool":
+        return None
+    for value, other in ((values[0], y), (values[1], x)):
+        if value is None:
+            continue
+        if name == "xor":
+            return builder.apply("not", "bool", (other,)) if value else other
+        return other if bool(value) == (name == "and") else builder.constant(name == "or", "bool")
+    if name == "and":
+        for first, second in ((x, y), (y, x)):
+            found = _rounds_down(builder, builder.ops[first], builder.ops[second])
+            if found is not None:
+                return found
+    return None
+
+
+def _rounds_down(builder: Builder, signs: Op, remainder: Op) -> int | None:
+    """Whether a remainder by a positive constant is negative, for what // and % test: that it is not 0, and that the
+    signs differ, of dividend and divisor or of remainder and divisor."""
+    if remainder.name != "ne" or builder.value(remainder.args[1]) != 0:
+        return None
+    rest = remainder.args[0]
+    of_rest = builder.ops[rest]
+    zero = remainder.args[1]
+    if signs.name == "lt" and signs.args == (rest, zero):
+        return builder.numbers[("lt", "bool", (rest, zero), None)]
+    if of_rest.name != "rem" or signs.name != "ne":
+        return None
+    dividend, divisor = of_rest.args
+    by = builder.value(divisor)
+    if by is None or by <= 0:
+        return None
+    of_dividend = builder.ops[signs.args[0]]
+    if of_dividend.name == "sign" and of_dividend.args == (dividend,) and builder.value(signs.args[1]) == 1:
+        return builder.apply("lt", "bool", (rest, zero))
+    return None
+
+
+def _integer(builder: Builder, name: str, dtype: str, args: tuple[int, ...], values: Sequence[Any]) -> int | None:
+    if name in ("add", "sub") and values[-1] is not None and values[-1] == 0:
+        return args[0]
+    if name == "add" and values[0] is not None and values[0] == 0:
+        return args[1]
+    if name in ("mul", "div") and values[-1] is not None and values[-1] == 1:
+        return args[0]
+    if name == "mul" and values[0] is not None and values[0] == 1:
+        return args[1]
+    if name in ("max", "min"):
+        x, y = (builder.ranges[i] for i in args)
+        assert x is not None and y is not None
+        if name == "min":
+            x, y = (-x[1], -x[0]), (-y[1], -y[0])
+        if x[0] >= y[1]:
+            return args[0]
+        if y[0] >= x[1]:
+            return args[1]
+    low = builder.ranges[args[0]]
+    if name == "abs" and low is not None and low[0] >= 0:
+        return args[0]
+    return None
