@@ -1,0 +1,125 @@
+// The operations of score and mask functions, as JAX defines them: integers wrap around, a division by 0 gives -1 and
+// its remainder the dividend, a maximum with NaN is NaN, and conversions to integers saturate.
+#pragma once
+
+#include "cuda/device/transcendental.cuh"
+#include "problem.h"
+
+#define JAX_FLASH_FUNCTION static __device__ __forceinline__
+
+namespace jax_flash {
+
+// An element of a captured array. What no kernel writes is read by way of the read-only cache, so that the compiler may
+// move loads and share them between pairs.
+struct Half {
+  unsigned short bits;
+};
+struct BFloat16 {
+  unsigned short bits;
+};
+template <typename T>
+struct Loaded {
+  static __device__ __forceinline__ T from(const void* array, long long i) {
+    return __ldg(static_cast<const T*>(array) + i);
+  }
+};
+template <>
+struct Loaded<Half> {
+  static __device__ __forceinline__ float from(const void* array, long long i) {
+    return half_to_float(__ldg(static_cast<const unsigned short*>(array) + i));
+  }
+};
+template <>
+struct Loaded<BFloat16> {
+  static __device__ __forceinline__ float from(const void* array, long long i) {
+    return __uint_as_float(static_cast<unsigned>(__ldg(static_cast<const unsigned short*>(array) + i)) << 16);
+  }
+};
+template <typename T, typename Stored>
+JAX_FLASH_FUNCTION T load(const void* array, long long i) {
+  return static_cast<T>(Loaded<Stored>::from(array, i));
+}
+
+template <typename T>
+struct Rounded;
+template <>
+struct Rounded<Half> {
+  static __device__ __forceinline__ float of(float x) { return half_to_float(float_to_half(x)); }
+};
+template <>
+struct Rounded<BFloat16> {
+  static __device__ __forceinline__ float of(float x) {
+    const unsigned bits = __float_as_uint(x);
+    return x != x ? x : __uint_as_float((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
+  }
+};
+template <typename T>
+JAX_FLASH_FUNCTION float rounded(float x) {
+  return Rounded<T>::of(x);
+}
+
+JAX_FLASH_FUNCTION float add(float x, float y) { return x + y; }
+JAX_FLASH_FUNCTION float sub(float x, float y) { return x - y; }
+JAX_FLASH_FUNCTION float mul(float x, float y) { return x * y; }
+JAX_FLASH_FUNCTION float div(float x, float y) { return x / y; }
+JAX_FLASH_FUNCTION float rem(float x, float y) { return fmodf(x, y); }
+JAX_FLASH_FUNCTION float neg(float x) { return -x; }
+JAX_FLASH_FUNCTION float absolute(float x) { return fabsf(x); }
+JAX_FLASH_FUNCTION float sign(float x) { return x > 0.f ? 1.f : x < 0.f ? -1.f : x; }
+JAX_FLASH_FUNCTION float maximum(float x, float y) { return x > y || x != x ? x : y; }
+JAX_FLASH_FUNCTION float minimum(float x, float y) { return x < y || x != x ? x : y; }
+JAX_FLASH_FUNCTION bool is_finite(float x) { return x - x == 0.f; }
+JAX_FLASH_FUNCTION float logistic(float x) {
+  return reciprocal_approx(1.f + exp2_approx(-1.4426950408889634f * x));
+}
+
+// Of integers: T, and the unsigned type U in which it wraps around.
+#define JAX_FLASH_INTEGER(T, U)                                                                              \
+  JAX_FLASH_FUNCTION T add(T x, T y) { return static_cast<T>(static_cast<U>(x) + static_cast<U>(y)); }       \
+  JAX_FLASH_FUNCTION T sub(T x, T y) { return static_cast<T>(static_cast<U>(x) - static_cast<U>(y)); }       \
+  JAX_FLASH_FUNCTION T mul(T x, T y) { return static_cast<T>(static_cast<U>(x) * static_cast<U>(y)); }       \
+  JAX_FLASH_FUNCTION T neg(T x) { return sub(0, x); }                                                        \
+  JAX_FLASH_FUNCTION T maximum(T x, T y) { return x > y ? x : y; }                                           \
+  JAX_FLASH_FUNCTION T minimum(T x, T y) { return x < y ? x : y; }                                           \
+  JAX_FLASH_FUNCTION T shift_left(T x, T n) {                                                                \
+    return static_cast<U>(n) < 8 * sizeof(T) ? static_cast<T>(static_cast<U>(x) << static_cast<U>(n)) : T(0); \
+  }                                                                                                          \
+  JAX_FLASH_FUNCTION T shift_right_logical(T x, T n) {                                                       \
+    return static_cast<U>(n) < 8 * sizeof(T) ? static_cast<T>(static_cast<U>(x) >> static_cast<U>(n)) : T(0); \
+  }                                                                                                          \
+  JAX_FLASH_FUNCTION T shift_right_arithmetic(T x, T n) {                                                    \
+    return x >> static_cast<T>(static_cast<U>(n) < 8 * sizeof(T) ? static_cast<U>(n) : 8 * sizeof(T) - 1);   \
+  }
+#define JAX_FLASH_SIGNED(T, U)                                                           \
+  JAX_FLASH_INTEGER(T, U)                                                                \
+  JAX_FLASH_FUNCTION T absolute(T x) { return x < 0 ? neg(x) : x; }                      \
+  JAX_FLASH_FUNCTION T sign(T x) { return static_cast<T>((x > 0) - (x < 0)); }           \
+  JAX_FLASH_FUNCTION T div(T x, T y) { return y == 0 ? T(-1) : y == -1 ? neg(x) : x / y; } \
+  JAX_FLASH_FUNCTION T rem(T x, T y) { return y == 0 ? x : y == -1 ? T(0) : x % y; }
+#define JAX_FLASH_UNSIGNED(T)                                                  \
+  JAX_FLASH_INTEGER(T, T)                                                      \
+  JAX_FLASH_FUNCTION T absolute(T x) { return x; }                             \
+  JAX_FLASH_FUNCTION T sign(T x) { return x != 0; }                            \
+  JAX_FLASH_FUNCTION T div(T x, T y) { return y == 0 ? ~T(0) : x / y; }        \
+  JAX_FLASH_FUNCTION T rem(T x, T y) { return y == 0 ? x : x % y; }
+JAX_FLASH_SIGNED(int, unsigned)
+JAX_FLASH_SIGNED(long long, unsigned long long)
+JAX_FLASH_UNSIGNED(unsigned)
+JAX_FLASH_UNSIGNED(unsigned long long)
+#undef JAX_FLASH_UNSIGNED
+#undef JAX_FLASH_SIGNED
+#undef JAX_FLASH_INTEGER
+
+JAX_FLASH_FUNCTION int population_count(int x) { return __popc(static_cast<unsigned>(x)); }
+JAX_FLASH_FUNCTION unsigned population_count(unsigned x) { return __popc(x); }
+JAX_FLASH_FUNCTION int leading_zeros(int x) { return __clz(x); }
+JAX_FLASH_FUNCTION unsigned leading_zeros(unsigned x) { return __clz(static_cast<int>(x)); }
+
+JAX_FLASH_FUNCTION int to_int(float x) {
+  return x != x ? 0 : x >= 0x1p31f ? 2147483647 : x <= -0x1p31f ? -2147483647 - 1 : static_cast<int>(x);
+}
+JAX_FLASH_FUNCTION unsigned to_unsigned(float x) {
+  return x >= 0x1p32f ? 4294967295u : x > 0.f ? static_cast<unsigned>(x) : 0u;
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,22 @@
+// For calls without score and mask functions: what jax_flash/_functions/cuda.py prints for calls that have some.
+#pragma once
+
+#include "problem.h"
+
+namespace jax_flash {
+
+constexpr bool has_functions = false, has_score_function = false, has_mask_function = false, has_partial_mask = false;
+// Whether the derivative of a score by the score before differs from 1; and whether gradients of captured arrays are
+// wanted.
+constexpr bool derives_scores = false, adds_captured = false;
+constexpr int function_batch = 0;  // batch entries of a call, where vmap has joined several; 0: all are one call's
+constexpr int mask_block_rows = 1, mask_block_keys = 1;
+
+static __device__ __forceinline__ float score_function(const Problem&, int, float score, int, int, int, int, float&) {
+  return score;
+}
+static __device__ __forceinline__ bool mask_function(const Problem&, int, int, int, int, int) { return true; }
+static __device__ __forceinline__ bool partial_mask(const Problem&, int, int, int, int, int) { return true; }
+static __device__ __forceinline__ void add_to_captured(const Problem&, int, int, int, int, int, float) {}
+
+}  // namespace jax_flash

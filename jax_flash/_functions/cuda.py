@@ -1,0 +1,263 @@
+"""Score and mask functions as text for the CUDA kernels, which NVRTC compiles into them.
+
+The text defines what csrc/cuda/device/no_functions.cuh defines for calls without functions, by the operations of
+csrc/cuda/device/function_operations.cuh.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jax_flash._functions import program
+from jax_flash._functions.program import Op, Program, Unprintable
+from jax_flash._functions.trace import Function, Functions
+
+_TYPES = {
+    "bool": "bool",
+    **{f"int{bits}": "int" for bits in (8, 16, 32)},
+    **{f"uint{bits}": "unsigned" for bits in (8, 16, 32)},
+    "int64": "long long",
+    "uint64": "unsigned long long",
+    **{name: "float" for name in ("float16", "bfloat16", "float32")},
+}
+"""In which a value is computed."""
+
+_STORED = {
+    **{"bool": "unsigned char", "int8": "signed char", "uint8": "unsigned char", "int16": "short"},
+    **{"uint16": "unsigned short", "float16": "Half", "bfloat16": "BFloat16"},
+}
+"""In which it is in memory, or what it wraps around as, where that differs."""
+
+_INFIX = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "and": "&", "or": "|", "xor": "^"}
+_CALLS = {
+    **{name: name for name in ("add", "sub", "mul", "div", "rem", "neg", "sign", "floor", "ceil")},
+    **{"abs": "absolute", "max": "maximum", "min": "minimum", "tanh": "hyperbolic_tangent", "logistic": "logistic"},
+    **{name: f"{name}f" for name in ("exp", "exp2", "log", "log1p", "expm1", "sin", "cos", "tan", "sqrt", "rsqrt")},
+    **{name: f"{name}f" for name in ("cbrt", "erf", "erfc", "sinh", "cosh", "asinh", "acosh", "atanh", "pow")},
+    **{"asin": "asinf", "acos": "acosf", "atan": "atanf", "atan2": "atan2f", "floor": "floorf", "ceil": "ceilf"},
+    **{name: name for name in ("shift_left", "shift_right_logical", "shift_right_arithmetic")},
+    **{"population_count": "population_count", "clz": "leading_zeros", "is_finite": "is_finite"},
+}
+_ARGUMENTS = "const Problem& problem, int call, {}int b, int h, int q, int kv"
+
+
+def source(functions: Functions, several: frozenset[int] = frozenset(), derives: bool = False,
+           gradients: Sequence[int] = (), positions_from_0: bool = False) -> str:  # fmt: skip
+    """The text of a call's functions.
+
+    Args:
+      functions: the call's.
+      several: the captured arrays that have a first dimension of the calls that vmap has joined.
+      derives: for the backward pass.
+      gradients: the captured arrays whose gradients are wanted, in the order of the results.
+      positions_from_0: q is never negative.
+
+    Raises:
+      Unprintable: a function can't be printed.
+    """
+    return _source(functions, several, derives, tuple(gradients), positions_from_0)
+
+
+@functools.lru_cache(maxsize=256)
+def _source(
+    functions: Functions, several: frozenset[int], derives: bool, gradients: tuple[int, ...], positions_from_0: bool
+) -> str:
+    sizes = _sizes(functions)
+    text = ["namespace jax_flash {", f"constexpr int function_batch = {functions.batch or 0};"]
+    height, width = functions.block_size
+    text.append(f"constexpr int mask_block_rows = {height}, mask_block_keys = {width};")
+    flags = {
+        "has_functions": True,
+        "has_score_function": functions.score is not None,
+        "has_mask_function": bool(functions.masks),
+        "has_partial_mask": functions.partial_mask is not None,
+    }
+    scored = None
+    if functions.score is not None:
+        scored = program.score_program(functions.score, gradients, derives, positions_from_0)
+        _check_loads(scored)
+    flags["derives_scores"] = scored is not None and derives and scored.keeps_derivative
+    flags["adds_captured"] = scored is not None and bool(scored.loads)
+    text += [f"constexpr bool {name} = {str(flag).lower()};" for name, flag in flags.items()]
+
+    def printer(of: Program) -> _Printer:
+        return _Printer(of, sizes, several)
+
+    score_arguments = _ARGUMENTS.format("float score, ")
+    text.append(f"JAX_FLASH_FUNCTION float score_function({score_arguments}, float& derivative) {{")
+    if scored is None:
+        text.append("  return score;")
+    else:
+        value, derivative = scored.program.outputs[:2]
+        lines, names = printer(scored.program).lines([value, derivative] if flags["derives_scores"] else [value])
+        text += lines
+        if flags["derives_scores"]:
+            text.append(f"  derivative = {names[derivative]};")
+        text.append(f"  return {names[value]};")
+    text.append("}")
+    for name, masks in (("mask_function", functions.masks), ("partial_mask", (functions.partial_mask,))):
+        text.append(f"JAX_FLASH_FUNCTION bool {name}({_ARGUMENTS.format('')}) {{")
+        found = [mask for mask in masks if mask is not None]
+        results = []
+        for i, mask in enumerate(found):
+            of = program.mask_program(mask, positions_from_0)
+            lines, names = printer(of).lines(of.outputs, prefix=f"m{i}_")
+            text += lines
+            results.append(names[of.outputs[0]])
+        text += [f"  return {' & '.join(results) or 'true'};", "}"]
+    text.append(f"JAX_FLASH_FUNCTION void add_to_captured({_ARGUMENTS.format('')}, float ds) {{")
+    if scored is not None and scored.loads:
+        of = scored.program
+        wanted = [of.outputs[i] for load in scored.loads for i in (load.derivative, *load.index)]
+        wanted += [of.outputs[load.valid] for load in scored.loads if load.valid is not None]
+        own = printer(of)
+        lines, names = own.lines(wanted)
+        text += lines
+        for load in scored.loads:
+            index = own.offset(load.captured, [names[of.outputs[i]] for i in load.index])
+            to = f"static_cast<float*>(problem.dcaptured[{gradients.index(load.captured)}]) + {index}"
+            condition = "" if load.valid is None else f"if ({names[of.outputs[load.valid]]}) "
+            text.append(f"  {condition}atomicAdd({to}, ds * {names[of.outputs[load.derivative]]});")
+    text += ["}", "}  // namespace jax_flash", ""]
+    return "\n".join(text)
+
+
+def _check_loads(scored: program.ScoreProgram) -> None:
+    for load in scored.loads:
+        if "score" in scored.program.inputs(load.derivative):
+            raise Unprintable("a derivative by a captured array that depends on the score")
+
+
+def _sizes(functions: Functions) -> dict[int, tuple[int, ...]]:
+    """The shapes of the captured arrays, by number."""
+    found: dict[int, tuple[int, ...]] = {}
+    for function in functions.all:
+        for number, x in zip(function.captured, function.jaxpr.invars, strict=False):
+            found[number] = tuple(x.aval.shape)
+    return found
+
+
+class _Printer:
+    def __init__(self, of: Program, sizes: dict[int, tuple[int, ...]], several: frozenset[int]) -> None:
+        self.of, self.sizes, self.several = of, sizes, several
+
+    def lines(self, wanted: Sequence[int], prefix: str = "v") -> tuple[list[str], dict[int, str]]:
+        """Definitions of values and what these depend on; and for each operation its name or literal."""
+        ops, used = self.of.ops, set(wanted)
+        for i in reversed(range(len(ops))):
+            if i in used:
+                used.update(ops[i].args)
+        names: dict[int, str] = {}
+        found = []
+        for i in sorted(used):
+            op = ops[i]
+            if op.name == "constant":
+                names[i] = literal(op.params, op.dtype)
+            elif op.name == "input":
+                names[i] = op.params
+            else:
+                names[i] = f"{prefix}{i}"
+                found.append(f"  const {_type(op.dtype)} {names[i]} = {self.expression(op, names)};")
+        return found, names
+
+    def offset(self, captured: int, index: Sequence[str]) -> str:
+        sizes = self.sizes[captured]
+        size = int(np.prod(sizes, dtype=np.int64))
+        wide = size > np.iinfo(np.int32).max
+        text = ""
+        for name, n in zip(index, sizes, strict=True):
+            own = f"static_cast<long long>({name})" if wide else f"static_cast<int>({name})"
+            text = own if not text else f"({text}) * {n} + {own}"
+        text = text or "0"
+        return f"static_cast<long long>(call) * {size} + {text}" if captured in self.several else text
+
+    def expression(self, op: Op, names: dict[int, str]) -> str:
+        args = [names[i] for i in op.args]
+        if op.name == "load":
+            stored = _STORED.get(op.dtype, _type(op.dtype))
+            return f"load<{_type(op.dtype)}, {stored}>(problem.captured[{op.params}], {self.offset(op.params, args)})"
+        of = self.of.ops[op.args[-1]].dtype
+        if op.name == "select_n":
+            return f"{args[0]} ? {args[2]} : {args[1]}"
+        if op.name in _INFIX:
+            return f"{args[0]} {_INFIX[op.name]} {args[1]}"
+        if op.name == "not":
+            return f"!{args[0]}" if op.dtype == "bool" else _wrapped(f"~{args[0]}", op.dtype)
+        if op.name == "convert_element_type":
+            return _converted(args[0], of, op.dtype)
+        if op.name == "round":
+            return _wrapped(f"{'roundf' if op.params == 0 else 'rintf'}({args[0]})", op.dtype)
+        if op.name == "div" and op.dtype == "float32" and self.of.ops[op.args[1]].name == "constant":
+            with np.errstate(all="ignore"):
+                inverse = np.float32(1) / np.float32(self.of.ops[op.args[1]].params)
+            if np.isfinite(inverse) and abs(inverse) >= np.finfo(np.float32).tiny:
+                return f"{args[0]} * {literal(inverse, 'float32')}"
+        if op.name not in _CALLS:
+            raise Unprintable(f"primitive {op.name}")
+        if op.name in ("population_count", "clz") and of not in ("int32", "uint32"):
+            raise Unprintable(f"primitive {op.name} of {of}")
+        return _wrapped(f"{_CALLS[op.name]}({', '.join(args)})", op.dtype)
+
+
+def _type(dtype: str) -> str:
+    if dtype not in _TYPES:
+        raise Unprintable(f"dtype {dtype}")
+    return _TYPES[dtype]
+
+
+def _wrapped(text: str, dtype: str) -> str:
+    """``text``, a value, as one of the narrower dtype for which it is computed in a wider type."""
+    if dtype in ("float16", "bfloat16"):
+        return f"rounded<{_STORED[dtype]}>({text})"
+    if dtype in ("int8", "int16", "uint8", "uint16"):
+        return f"static_cast<{_STORED[dtype]}>({text})"
+    return text
+
+
+def _converted(x: str, before: str, after: str) -> str:
+    if after == "bool":
+        return f"{x} != 0"
+    if "float" in before and "int" in after:
+        if after not in ("int32", "uint32"):
+            raise Unprintable(f"a conversion of {before} to {after}")
+        return f"to_{_type(after)}({x})"
+    return _wrapped(f"static_cast<{_type(after)}>({x})", after)
+
+
+def literal(x: object, dtype: str) -> str:
+    if dtype == "bool":
+        return "true" if x else "false"
+    if "float" in dtype:
+        value = float(x)  # type: ignore[arg-type]
+        if np.isnan(value):
+            return "__int_as_float(0x7fffffff)"
+        if np.isinf(value):
+            return f"__int_as_float({'0x7f800000' if value > 0 else '0xff800000'})"
+        text = f"{value.hex()}f"
+    else:
+        number = int(x)  # type: ignore[call-overload]
+        suffix = {"int64": "ll", "uint64": "ull"}.get(dtype, "u" if dtype.startswith("u") else "")
+        if number == np.iinfo(np.int32).min or number == np.iinfo(np.int64).min:
+            return f"({number + 1}{suffix} - 1)"
+        text = f"{number}{suffix}"
+    return f"({text})" if text.startswith("-") else text
+
+
+def reason(check: Callable[[], object]) -> str | None:
+    """Why ``check``, which prints something, fails; None if it does not."""
+    try:
+        check()
+    except Unprintable as error:
+        return str(error)
+    return None
+
+
+def unprintable(functions: Functions, gradients: Sequence[int] = (), derives: bool = True) -> str | None:
+    """What is in the way of printing a call's functions; None: nothing."""
+    return reason(lambda: source(functions, derives=derives, gradients=gradients))
+
+
+__all__ = ["Function", "literal", "source", "unprintable"]
