@@ -14,7 +14,7 @@
 //                                nobody asks for it; a CUDA kernel is compiled with `has_d<name>`
 //
 // `dims` has a letter for each dimension: b batch, d sequences, e sequences + 1, n query heads, k key heads, t and s
-// lengths, i and j lengths in blocks of kSegmentBlock, h head_dim, v value_head_dim, 2 a pair, 8 a record of eight.
+// lengths, i and j lengths in blocks of kSegmentBlock, x and y in blocks of mask_blocks, h head_dim, v value_head_dim, 2 a pair, 8 a record of eight.
 // Arrays are dense and row-major. One that has `<name>_strides` in Problem may have size 1 in any dimension, which is
 // then broadcast.
 //
@@ -70,6 +70,18 @@
   /* smallest and largest segment in each block of kSegmentBlock rows; there with the segment ids */                \
   OPERAND(int, q_segment_ranges, "bi2")                                                                             \
   OPERAND(int, kv_segment_ranges, "bj2")                                                                            \
+  /* with score and mask functions (struct Options): rows and keys of a block of mask_blocks; 1 without one */      \
+  VALUE(int, mask_block_rows)                                                                                       \
+  VALUE(int, mask_block_keys)                                                                                       \
+  /* the arrays that these functions captured, which follow the operands; and how many of them have gradients, */   \
+  /* which follow those of operands */                                                                              \
+  VALUE(int, captured)                                                                                              \
+  VALUE(int, dcaptured)                                                                                             \
+  /* kinds of blocks of pairs, counted from the first row and key of a sequence: 0 no pair is kept, 1 the partial */ \
+  /* mask of the functions decides, 2 all are kept */                                                               \
+  OPERAND(Int8, mask_blocks, "bdnxy")                                                                               \
+  /* what batch entries and query heads count from, for score and mask functions; absent means 0 */                 \
+  OPERAND(int, index_offsets, "2")                                                                                  \
   /* keep pairs where true */                                                                                       \
   OPERAND(bool, mask, "bnts")                                                                                       \
   /* the key of the counter-based generator, one per head; there with dropout_rate */                               \
@@ -95,6 +107,7 @@
 namespace jax_flash {
 
 constexpr int kSegmentBlock = 32;
+using Int8 = signed char;
 struct Original;  // an element of an array whose dtype is known where it is read
 
 #define JAX_FLASH_FIELD(type, name) type name;
@@ -103,6 +116,9 @@ struct Original;  // an element of an array whose dtype is known where it is rea
 #define JAX_FLASH_PRESENCES(type, name, dims) bool has_##name, has_d##name;
 struct Options {
   JAX_FLASH_OPTIONS(JAX_FLASH_FIELD, JAX_FLASH_FIELD, JAX_FLASH_FEATURE, JAX_FLASH_PRESENCE, JAX_FLASH_PRESENCES)
+  // The source of the call's score and mask functions (jax_flash/_functions/cuda.py), compiled into CUDA kernels. On the
+  // host one pointer for equal texts, which lives as long as the process; null: none.
+  const char* functions = nullptr;
 };
 #undef JAX_FLASH_PRESENCES
 #undef JAX_FLASH_PRESENCE

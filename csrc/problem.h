@@ -22,12 +22,24 @@ enum class Pass {
 // The most slices into which the keys of a head are split.
 constexpr int kMostSlices = 64;
 
+// The most arrays that the functions of a call capture.
+constexpr int kMostCaptured = 16;
+
 // A [batch, length, heads, head_dim] array whose head_dim is contiguous. Strides are in elements.
 struct Tensor {
   void* data;
   long long batch_stride;
   long long row_stride;
   long long head_stride;
+};
+
+// Strides in elements of a [batch, sequences, heads, rows, columns] array; 0 where a dimension is broadcast.
+struct BlockStrides {
+  long long batch;
+  long long sequence;
+  long long head;
+  long long row;
+  long long column;
 };
 
 // Strides in elements of a [batch, heads, rows, columns] array; 0 where a dimension is broadcast.
@@ -91,6 +103,14 @@ struct Problem {
   void* group_sums;  // float [B, K, group_splits or 1, S, H + V]; null where group_splits is 1
 
   void* dlse;  // [B, N, T]; backward on CPUs only, where the kernels make delta of it and of out
+
+  BlockStrides mask_blocks_strides;
+  // The arrays that score and mask functions captured; null beyond them. The functions' source knows shapes and dtypes.
+  const void* captured[kMostCaptured];
+  // backward only: the gradients, float, of those that have one, in their order, and their elements. The pass adds to
+  // them.
+  void* dcaptured[kMostCaptured];
+  long long dcaptured_elements[kMostCaptured];
 };
 
 }  // namespace jax_flash

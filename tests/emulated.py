@@ -124,13 +124,15 @@ class Call:
 
     def put(self, name: str, array: np.ndarray) -> None:
         strides = [
-            0 if size == 1 and name in ("bias", "dbias", "mask") else stride // array.itemsize
+            0 if size == 1 and name in ("bias", "dbias", "mask", "mask_blocks") else stride // array.itemsize
             for stride, size in zip(array.strides, array.shape, strict=True)
         ]
+        if name.startswith("dcaptured_"):
+            strides = [array.size]
         self.kept.append(array)
         pointer = ctypes.c_void_p(array.ctypes.data)
-        four = (ctypes.c_longlong * 4)(*(strides + [0] * 4)[:4])
-        assert self.emulator.call_array(self.call, name.encode(), pointer, four), name
+        all_strides = (ctypes.c_longlong * 5)(*(strides + [0] * 5)[:5])
+        assert self.emulator.call_array(self.call, name.encode(), pointer, all_strides), name
 
     def give_scratch(self, elements: int) -> None:
         """Allocates scratch of the size that the call wants, or of another one; 0: none."""

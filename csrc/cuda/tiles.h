@@ -221,7 +221,7 @@ inline bool is_plain(const Options& options) {
 #undef JAX_FLASH_OPERAND
 #undef JAX_FLASH_FEATURE
 #undef JAX_FLASH_NOTHING
-  return plain;
+  return plain && !options.functions;
 }
 
 // nullptr if no row serves. `rows` is the wanted block_q; 0: any.

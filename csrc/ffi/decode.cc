@@ -2,6 +2,7 @@
 
 #include <limits>
 #include <sstream>
+#include <type_traits>
 
 namespace jax_flash {
 
@@ -82,6 +83,11 @@ void* statistic(const ffi::AnyBuffer& buffer, const Problem& p, ffi::DataType ty
   return buffer.untyped_data();
 }
 
+int64_t blocks_of_mask(int length, int size) {
+  require(size >= 1, "blocks of mask_blocks must have a row and a key at least");
+  return (static_cast<int64_t>(length) + size - 1) / size;
+}
+
 int64_t extent(char dim, const Problem& p) {
   auto blocks = [](int length) { return (static_cast<int64_t>(length) + kSegmentBlock - 1) / kSegmentBlock; };
   switch (dim) {
@@ -97,6 +103,8 @@ int64_t extent(char dim, const Problem& p) {
     case 's': return p.kv_length;
     case 'i': return blocks(p.q_length);
     case 'j': return blocks(p.kv_length);
+    case 'x': return blocks_of_mask(p.q_length, p.options.mask_block_rows);
+    case 'y': return blocks_of_mask(p.kv_length, p.options.mask_block_keys);
     case '2': return 2;
     default: throw std::logic_error("an operand has a dimension of no meaning");
   }
@@ -104,16 +112,22 @@ int64_t extent(char dim, const Problem& p) {
 
 // The elements of an operand whose dimensions are `dims` of options.h. With `broadcast`, dimensions of size 1 are
 // allowed and the strides are written there.
+template <typename To>
 void* operand(const ffi::AnyBuffer& buffer, const Problem& p, const std::string& dims, ffi::DataType type,
-              const char* name, Strides* broadcast) {
-  int64_t sizes[4];
+              const char* name, To broadcast) {
+  int64_t sizes[5];
   for (size_t i = 0; i < dims.size(); ++i) sizes[i] = extent(dims[i], p);
-  check(buffer, type, {sizes, dims.size()}, name, broadcast);
+  check(buffer, type, {sizes, dims.size()}, name, broadcast != nullptr);
   Sizes got = buffer.dimensions();
-  if (broadcast) *broadcast = strides({got.begin(), got.end()});
+  if constexpr (std::is_same_v<To, Strides*>) *broadcast = strides({got.begin(), got.end()});
+  if constexpr (std::is_same_v<To, BlockStrides*>) {
+    const Strides of = strides({got.begin() + 1, got.end()});
+    *broadcast = {got[0] == 1 ? 0 : got[1] * got[2] * got[3] * got[4], of.batch, of.head, of.row, of.column};
+  }
   return buffer.untyped_data();
 }
 
+ffi::DataType type_of(const signed char*, ffi::DataType, const Options&) { return ffi::DataType::S8; }
 ffi::DataType type_of(const int*, ffi::DataType, const Options&) { return ffi::DataType::S32; }
 ffi::DataType type_of(const unsigned*, ffi::DataType, const Options&) { return ffi::DataType::U32; }
 ffi::DataType type_of(const float*, ffi::DataType, const Options&) { return ffi::DataType::F32; }
@@ -195,13 +209,13 @@ Call decode(Platform platform, Pass pass, const Options& options, ffi::Remaining
   if (options.has_##name) {                                                                              \
     const bool* const is_wide = JAX_FLASH_FIND(options, wide_##name);                                    \
     const ffi::DataType element = is_wide && !*is_wide ? type : type_of(p.name, type, options);          \
-    Strides* const found = JAX_FLASH_FIND(p, name##_strides);                                            \
+    const auto found = JAX_FLASH_FIND(p, name##_strides);                                                \
     p.name = static_cast<const type_*>(operand(argument(args, next++), p, dims, element, #name, found)); \
   }
 #define JAX_FLASH_TRAINABLE(type_, name, dims)                                           \
   JAX_FLASH_OPERAND(type_, name, dims)                                                   \
   if (options.has_d##name) {                                                             \
-    Strides* const found = JAX_FLASH_FIND(p, d##name##_strides);                         \
+    const auto found = JAX_FLASH_FIND(p, d##name##_strides);                             \
     p.d##name = operand(result(rets, results++), p, dims, wide(type), "d" #name, found); \
   }
   JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_CONSTANT, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND, JAX_FLASH_TRAINABLE)
@@ -211,6 +225,18 @@ Call decode(Platform platform, Pass pass, const Options& options, ffi::Remaining
 #undef JAX_FLASH_CONSTANT
   require(options.sequences == 1 || (options.has_cu_q_lengths && options.has_cu_kv_lengths),
           "sequences need cu_q_lengths and cu_kv_lengths");
+  // The functions' source knows the shapes of what they capture.
+  require(options.captured >= 0 && options.captured <= kMostCaptured,
+          "captured must be in [0, " + std::to_string(kMostCaptured) + "], got " + std::to_string(options.captured));
+  require(options.dcaptured >= 0 && options.dcaptured <= options.captured,
+          "dcaptured must be in [0, captured], got " + std::to_string(options.dcaptured));
+  for (int i = 0; i < options.captured; ++i) p.captured[i] = argument(args, next++).untyped_data();
+  for (int i = 0; i < options.dcaptured; ++i) {
+    ffi::AnyBuffer gradient = result(rets, results++);
+    check(gradient, ffi::DataType::F32, gradient.dimensions(), "the gradient of a captured array");
+    p.dcaptured[i] = gradient.untyped_data();
+    p.dcaptured_elements[i] = static_cast<long long>(gradient.element_count());
+  }
   if (rets.size() == results + 1) {
     ffi::AnyBuffer buffer = result(rets, results++);
     check(buffer, wide(type), buffer.dimensions(), "scratch");

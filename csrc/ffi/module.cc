@@ -62,6 +62,10 @@ Options named_options(const nb::dict& attributes) {
     field = nb::cast<std::remove_reference_t<decltype(field)>>(attributes[name]);
     ++known;
   });
+  if (attributes.contains("functions")) {
+    options.functions = interned(nb::cast<std::string>(attributes["functions"]));
+    ++known;
+  }
   if (known != attributes.size()) throw std::invalid_argument("options must be named as in the option record");
   return options;
 }
@@ -124,8 +128,10 @@ struct Scratch {
         problem(shape_of(named_options(options), 1, q_length, kv_length, q_heads, kv_heads)) {
     problem.head_dim = head_dim / limbs_of(problem.options);
     problem.value_head_dim = value_head_dim / limbs_of(problem.options);
-    auto read = [&](const char* name, Strides* found) {
-      if (found && shapes.contains(name)) *found = strides(nb::cast<std::vector<int64_t>>(shapes[name]));
+    auto read = [&](const char* name, auto found) {
+      if constexpr (std::is_same_v<decltype(found), Strides*>) {
+        if (shapes.contains(name)) *found = strides(nb::cast<std::vector<int64_t>>(shapes[name]));
+      }
     };
 #define JAX_FLASH_NOTHING(...)
 #define JAX_FLASH_OPERAND(type, name, dims) read(#name, JAX_FLASH_FIND(problem, name##_strides));

@@ -5,7 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
+#include <mutex>
 #include <optional>
+#include <set>
+#include <string>
 #include <string_view>
 #include <type_traits>
 
@@ -13,6 +16,17 @@
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_flash {
+
+// The text of a call's functions as Options has it.
+inline const char* interned(std::string_view text) {
+  if (text.empty()) return nullptr;
+  static std::mutex mutex;
+  static std::set<std::string, std::less<>> all;
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = all.find(text);
+  if (found == all.end()) found = all.emplace(text).first;
+  return found->c_str();
+}
 
 // Calls read(name, field) for the fields of the option record, in its order.
 template <typename Read>
@@ -52,7 +66,7 @@ struct AttrDecoding<jax_flash::Options> {
 #define JAX_FLASH_OPERAND_NAME(type, name, dims) "has_" #name,
 #define JAX_FLASH_TRAINABLE_NAME(type, name, dims) "has_" #name, "has_d" #name,
   static constexpr std::string_view kNames[] = {JAX_FLASH_OPTIONS(
-      JAX_FLASH_NAME, JAX_FLASH_NAME, JAX_FLASH_FEATURE_NAME, JAX_FLASH_OPERAND_NAME, JAX_FLASH_TRAINABLE_NAME)};
+      JAX_FLASH_NAME, JAX_FLASH_NAME, JAX_FLASH_FEATURE_NAME, JAX_FLASH_OPERAND_NAME, JAX_FLASH_TRAINABLE_NAME) "functions"};
 #undef JAX_FLASH_TRAINABLE_NAME
 #undef JAX_FLASH_OPERAND_NAME
 #undef JAX_FLASH_FEATURE_NAME
@@ -74,7 +88,7 @@ struct AttrDecoding<jax_flash::Options> {
     Type options{};
     bool complete = attrs.size == static_cast<int64_t>(kCount);
     size_t next = 0;
-    jax_flash::for_each_field(options, [&](const char*, auto& field) {
+    auto decode = [&](auto& field) {
       const size_t name = next++, place = kPlaces[name];
       if (!complete) return;
       const XLA_FFI_ByteSpan& found = *attrs.names[place];
@@ -84,7 +98,11 @@ struct AttrDecoding<jax_flash::Options> {
                                                                                   attrs.attrs[place], diagnostic);
       complete = value.has_value();
       if (complete) field = *value;
-    });
+    };
+    jax_flash::for_each_field(options, [&](const char*, auto& field) { decode(field); });
+    std::string_view functions;
+    decode(functions);
+    options.functions = jax_flash::interned(functions);
     if (complete) return options;
     diagnostic.Emit("The attributes are not those of jax_flash's options");
     return std::nullopt;

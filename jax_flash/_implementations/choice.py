@@ -6,13 +6,15 @@ Used by the lowering of the primitives, which knows the platform, and by `explai
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import jax
 import numpy as np
 
 from jax_flash._call.options import Implementation, Options
+from jax_flash._functions import cuda
+from jax_flash._functions.trace import MOST_CAPTURED, Functions, captured_name
 from jax_flash._native import _core, origins, registration
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
@@ -29,17 +31,26 @@ class Call:
     head_dim: int
     value_head_dim: int
     highest_precision: bool = False
-    has_functions: bool = False
+    functions: Functions | None = None
+    gradients: tuple[int, ...] = ()
+    """The captured arrays whose gradients are wanted."""
 
     @classmethod
-    def of(cls, query: Any, value: Any, options: Options) -> "Call":
+    def of(cls, query: Any, value: Any, options: Options, gradients: Sequence[str] = ()) -> "Call":
+        captured = {captured_name(i): i for i in range(MOST_CAPTURED)}
         return cls(
             np.dtype(query.dtype).name,
             query.shape[-1],
             value.shape[-1],
             options.highest_precision,
-            options.functions is not None,
+            options.functions,
+            tuple(captured[name] for name in gradients if name in captured),
         )
+
+
+def _unprintable(call: Call) -> str | None:
+    """What is in the way of compiling the functions of a call into CUDA's kernels; None: nothing."""
+    return None if call.functions is None else cuda.unprintable(call.functions, call.gradients)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +68,19 @@ CUDA_HEAD_DIM = 256
 
 _FUNCTIONS = Rule(
     "score_mod, mask_mod and block_mask",
-    lambda call: call.has_functions,
+    lambda call: call.functions is not None,
     lambda call: "its kernels do not evaluate score_mod, mask_mod and block_mask",
 )
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "cpu": (_FUNCTIONS,),
     "cuda": (
-        _FUNCTIONS,
+        Rule(
+            "a score_mod or mask_mod with operations that it does not know, and gradients of captured arrays whose "
+            "derivative depends on the score",
+            lambda call: _unprintable(call) is not None,
+            lambda call: f"its kernels can't be compiled with {_unprintable(call)}",
+        ),
         Rule(
             "float64",
             lambda call: call.dtype not in CUDA_DTYPES,

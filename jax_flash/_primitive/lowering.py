@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash._call import dtypes
-from jax_flash._call.options import OPERANDS
+from jax_flash._call.options import CAPTURED, OPERANDS
+from jax_flash._functions import cuda
+from jax_flash._functions.trace import MOST_CAPTURED, captured_name
 from jax_flash._implementations import choice
 from jax_flash._native import _core, registration
 from jax_flash._primitive import limbs, plain
@@ -34,7 +36,8 @@ def call(pass_: str, target: Target, params: Params, *args: jax.Array) -> tuple[
     if pass_ == "tangent":
         return plain.evaluate(pass_, params, *args)
     platform = target.platform
-    chosen = choice.choose(params.implementation, platform, choice.Call.of(args[0], args[2], params.options))
+    described = choice.Call.of(args[0], args[2], params.options, params.gradients if pass_ == "backward" else ())
+    chosen = choice.choose(params.implementation, platform, described)
     if chosen == "cuda":
         if pass_ == "backward":
             args = (*args[:5], delta(*args[3:7]), *args[6:])
@@ -87,7 +90,7 @@ def _custom_call(
     pass_: str, platform: str, params: Params, results: Sequence[jax.ShapeDtypeStruct], *args: jax.Array
 ) -> tuple[jax.Array, ...]:
     shapes = tuple(x.shape for x in results)
-    attributes = _attributes(pass_, params, *args)
+    attributes = _attributes(pass_, platform, params, *args)
     if platform == "cuda" and pass_ == "backward":
         dims, gradients = dict(params.operands), zip(params.gradients, results[len(INPUTS) :], strict=True)
         results = [*results[: len(INPUTS)], *(_of_cuda(name, dims[name], x, args[0]) for name, x in gradients)]
@@ -117,7 +120,7 @@ def _summed_to(shape: tuple[int, ...], x: jax.Array) -> jax.Array:
     return x.sum(axis=axes, keepdims=True) if axes else x
 
 
-def _attributes(pass_: str, params: Params, *args: jax.Array) -> dict[str, Any]:
+def _attributes(pass_: str, platform: str, params: Params, *args: jax.Array) -> dict[str, Any]:
     """The record by name, as the handlers decode it: int32 for ints."""
     attributes: dict[str, Any] = {
         name: np.int32(x) if type(x) is int else x
@@ -134,7 +137,28 @@ def _attributes(pass_: str, params: Params, *args: jax.Array) -> dict[str, Any]:
             attributes[f"has_d{name}"] = name in params.gradients
         if described.may_be_narrow:
             attributes[f"wide_{name}"] = name in operands and operands[name].dtype != args[0].dtype
-    return attributes
+    return attributes | _of_functions(pass_, platform, params)
+
+
+def _of_functions(pass_: str, platform: str, params: Params) -> dict[str, Any]:
+    """The attributes of score and mask functions, and of what they captured."""
+    functions = params.options.functions
+    captured = {name: dims for name, dims in params.operands if OPERANDS[name] is CAPTURED}
+    numbers = {captured_name(i): i for i in range(MOST_CAPTURED)}
+    gradients = [numbers[name] for name in params.gradients if name in captured]
+    height, width = (1, 1) if functions is None else functions.block_size
+    text = ""
+    if functions is not None and platform == "cuda":
+        several = frozenset(numbers[name] for name, dims in captured.items() if "m" in dims)
+        from_0 = "q_offset" not in params.names
+        text = cuda.source(functions, several, pass_ == "backward", gradients, positions_from_0=from_0)
+    return {
+        "functions": text,
+        "captured": np.int32(len(captured)),
+        "dcaptured": np.int32(len(gradients)),
+        "mask_block_rows": np.int32(height),
+        "mask_block_keys": np.int32(width),
+    }
 
 
 def _scratch(pass_: str, platform: str, params: Params, attributes: Mapping[str, Any], *args: jax.Array) -> Any:

@@ -215,6 +215,11 @@ EMULATOR_CALL Call* call_new(int bf16, int device) {
   call->problem.options.sequences = 1;
   return call;
 }
+// The source of score and mask functions.
+EMULATOR_CALL void call_functions(Call* call, const char* text) {
+  static std::map<std::string, int> all;
+  call->problem.options.functions = all.emplace(text, 0).first->first.c_str();
+}
 EMULATOR_CALL void call_delete(Call* call) { delete call; }
 
 // Sizes, and options that are numbers; 0 when there is none of that name.
@@ -251,6 +256,13 @@ EMULATOR_CALL int call_array(Call* call, const char* name_, void* data, const lo
   if (name == "bias") p.bias_strides = all;
   if (name == "dbias") p.dbias_strides = all;
   if (name == "mask") p.mask_strides = all;
+  if (name == "mask_blocks") p.mask_blocks_strides = {strides[0], strides[1], strides[2], strides[3], strides[4]};
+  if (name.starts_with("captured_")) return p.captured[std::stoi(name.substr(9))] = data, 1;
+  if (name.starts_with("dcaptured_")) {
+    const int i = std::stoi(name.substr(10));
+    p.options.dcaptured = std::max(p.options.dcaptured, i + 1);
+    return p.dcaptured[i] = data, p.dcaptured_elements[i] = strides[0], 1;
+  }
   if (name == "lse") return p.lse = data, 1;
   if (name == "delta") return p.delta = data, 1;
   if (name == "scratch") return p.scratch = data, 1;

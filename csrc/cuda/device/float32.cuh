@@ -202,7 +202,7 @@ struct Float32Scores : HeadScores {
       kept = kept && bias != -JAX_FLASH_INFINITY;
     }
     if constexpr (has_mask) kept = kept && masks.at(masks.row(row, extent), column, extent);
-    if constexpr (modifies_scores) score = modified.modify(score, bias, row, column, derivative);
+    if constexpr (modifies_scores) score = modified.modify(keep.functions, score, bias, row, column, derivative);
     return kept ? score : -JAX_FLASH_INFINITY;
   }
 
@@ -257,17 +257,27 @@ struct Float32Place {
   __device__ __forceinline__ bool is_empty() const { return packed && first >= rows().stored; }
 
   // The tiles of the other side that may have pairs with this one.
-  __device__ __forceinline__ TileWalk<kFloat32Tile> others(const Problem& problem) const {
+  template <bool keys>
+  __device__ __forceinline__ auto others(const Problem& problem) const {
     const Band band = band_of(problem, extent);
-    return of_keys ? walk_of_rows<kFloat32Tile, kFloat32Tile>(problem, extent, band, first)
-                   : walk_of_keys<kFloat32Tile, kFloat32Tile>(problem, extent, band, first);
+    if constexpr (keys) {
+      return walk_of_rows<kFloat32Tile, kFloat32Tile>(problem, extent, band, 0, problem.q_heads, first);
+    } else {
+      return walk_of_keys<kFloat32Tile, kFloat32Tile>(problem, extent, band, 0, problem.q_heads, first);
+    }
   }
   // Calls `visit` with the first row of each.
   template <typename Visit>
   __device__ __forceinline__ void walk(const Problem& problem, const Visit& visit) const {
-    const TileWalk<kFloat32Tile> tiles = others(problem);
-    for (int tile = tiles.after(tiles.range.begin - 1); tile < tiles.range.end; tile = tiles.after(tile)) {
-      visit(tile * kFloat32Tile);
+    const auto over = [&](const auto& tiles) {
+      for (int tile = tiles.after(tiles.range.begin - 1); tile < tiles.range.end; tile = tiles.after(tile)) {
+        visit(tile * kFloat32Tile);
+      }
+    };
+    if (of_keys) {
+      over(others<true>(problem));
+    } else {
+      over(others<false>(problem));
     }
   }
 };

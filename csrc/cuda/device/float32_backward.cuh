@@ -58,6 +58,11 @@ JAX_FLASH_DEVICE void float32_backward_item(const Problem& problem, Float32Stora
           slope -= ds * pairs.scores.modified.distance(pairs.row_of(i, j, other), pairs.key_of(i, j, other));
         }
         if constexpr (has_dbias) keys[i] += ds;
+        if constexpr (adds_captured) {
+          if (of == Float32Gradient::dk) {
+            pairs.scores.keep.functions.add(pairs.row_of(i, j, other), pairs.key_of(i, j, other), ds);
+          }
+        }
       });
       sums.add(shared, others, other);
     });

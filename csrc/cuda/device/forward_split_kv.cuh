@@ -37,7 +37,7 @@ using VReader = Mma::ColumnReader<VTile, group>;
 // Whether more is read than query, key and value, from the first lines on.
 #define JAX_FLASH_NOTHING(...)
 #define JAX_FLASH_IS_THERE(type, name, dims) || has_##name
-constexpr bool reads_operands = false JAX_FLASH_OPTIONS(JAX_FLASH_NOTHING, JAX_FLASH_NOTHING, JAX_FLASH_NOTHING,
+constexpr bool reads_operands = has_functions JAX_FLASH_OPTIONS(JAX_FLASH_NOTHING, JAX_FLASH_NOTHING, JAX_FLASH_NOTHING,
                                                         JAX_FLASH_IS_THERE, JAX_FLASH_IS_THERE);
 #undef JAX_FLASH_IS_THERE
 #undef JAX_FLASH_NOTHING
@@ -419,11 +419,12 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       VReader(shared_address(storage.v()), lane),
   };
 
-  TileWalk<block_kv> tiles = walk_of_keys<block_kv>(
-      problem, block.batch,
+  KeyTiles<block_kv> tiles = walk_of_keys<block_kv>(
+      problem, extent,
       key_tiles_of<block_kv>(forward.rows[0].keep.band, extent, first_row, last_row - first_row + 1),
       in_segments ? segments_of_rows(problem, block.batch, first_row, at_most(last_row, problem.q_length - 1))
-                  : SegmentRange{0, 0});
+                  : SegmentRange{0, 0},
+      block.first_head, block.heads, first_row, last_row - first_row + 1);
   tiles.trim(threadIdx.x % 32);
   const int first_tile = tiles.range.begin, all = tiles.range.end - first_tile;
   const int slice_tiles = ceil_div(all, problem.kv_slices), team_tiles = ceil_div(slice_tiles, teams);

@@ -78,7 +78,7 @@ JAX_FLASH_FUNCTION float logistic(float x) {
   JAX_FLASH_FUNCTION T add(T x, T y) { return static_cast<T>(static_cast<U>(x) + static_cast<U>(y)); }       \
   JAX_FLASH_FUNCTION T sub(T x, T y) { return static_cast<T>(static_cast<U>(x) - static_cast<U>(y)); }       \
   JAX_FLASH_FUNCTION T mul(T x, T y) { return static_cast<T>(static_cast<U>(x) * static_cast<U>(y)); }       \
-  JAX_FLASH_FUNCTION T neg(T x) { return sub(0, x); }                                                        \
+  JAX_FLASH_FUNCTION T neg(T x) { return sub(T(0), x); }                                                     \
   JAX_FLASH_FUNCTION T maximum(T x, T y) { return x > y ? x : y; }                                           \
   JAX_FLASH_FUNCTION T minimum(T x, T y) { return x < y ? x : y; }                                           \
   JAX_FLASH_FUNCTION T shift_left(T x, T n) {                                                                \

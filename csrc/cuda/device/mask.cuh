@@ -2,13 +2,15 @@
 // keep every pair are not tested; and pair by pair for the tiles between.
 #pragma once
 
-#include "cuda/device/extent.cuh"
+#include "cuda/device/pair_functions.cuh"
 
 namespace jax_flash {
 
 constexpr bool bounded_right = option_causal || with_window_right || has_window_bounds;
 constexpr bool bounded_left = with_window_left || has_window_bounds;
 constexpr bool in_segments = has_q_segment_ids;
+// Whether tiles in between are skipped.
+constexpr bool skips_tiles = in_segments || has_mask_blocks;
 
 // Row t keeps keys s with t + low <= s <= t + high.
 struct Band {
@@ -68,7 +70,8 @@ JAX_FLASH_DEVICE TileRange tile_range(int first_any, int last_any, int first_all
   const int end = ceil_div(at_least(0, at_most(length, last_any + 1)), tile);
   const int full_begin = ceil_div(at_least(0, first_all), tile);
   const int full_end = at_least(0, at_most(length, last_all + 1)) / tile;
-  const TileRange range{starts_at_0 ? 0 : at_most(begin, end), end, full_begin, full_end};
+  const TileRange range{starts_at_0 ? 0 : at_most(begin, end), end, has_mask_function ? end : full_begin,
+                        has_mask_function ? end : full_end};
   JAX_FLASH_ASSERT(range.canonical(ceil_div(at_least(0, length), tile)), "a range of tiles that is not canonical");
   return range;
 }
@@ -94,8 +97,8 @@ JAX_FLASH_DEVICE TileRange row_tiles_of(const Band& band, const Extent& extent, 
   TileRange range = tile_range<tile, !bounded_right>(
       bounded_right ? column - band.high : 0, bounded_left ? last_column - band.low : length - 1,
       bounded_right ? end - band.high : 0, bounded_left ? column - band.low : length - 1, length);
-  // Rows beyond the end add nothing to any sum.
-  if (!bounded_left) range.full_end = range.end;
+  // Rows beyond the end add nothing to any sum, unless a function makes NaN of their scores.
+  if (!bounded_left && !has_functions) range.full_end = range.end;
   if (end >= extent.kv.length) range.full_begin = range.full_end = range.end;
   JAX_FLASH_ASSERT(range.canonical(ceil_div(length, tile)), "a range of tiles that is not canonical");
   return range;
@@ -147,29 +150,6 @@ struct SegmentTiles {
     const SegmentRange other = of(i);
     return own.first == own.last && other.first == other.last && own.first == other.first;
   }
-
-  // Leaves off what need not be visited at both ends. Every lane looks at its own share of the tiles, so that their
-  // loads fly together.
-  __device__ __forceinline__ void trim(TileRange& range, int lane) const {
-    if constexpr (!in_segments) return;
-    const TileRange all = range;
-    int begin = range.end, end = range.begin;
-#pragma unroll 4
-    for (int i = range.begin + lane; i < range.end; i += 32) {
-      if (!visits(i)) continue;
-      begin = at_most(begin, i);
-      end = at_least(end, i + 1);
-    }
-#pragma unroll
-    for (int other = 1; other < 32; other *= 2) {
-      begin = at_most(begin, __shfl_xor_sync(0xffffffffu, begin, other));
-      end = at_least(end, __shfl_xor_sync(0xffffffffu, end, other));
-    }
-    range.begin = begin;
-    range.end = at_least(begin, end);
-    JAX_FLASH_ASSERT(all.begin <= range.begin && range.begin <= range.end && range.end <= all.end,
-                     "a range of tiles that grows where it is trimmed");
-  }
 };
 
 // The test of single pairs but for `mask`; row and column count within the extent.
@@ -177,13 +157,21 @@ struct Keep {
   const Problem& problem;
   const Extent& extent;
   Band band;
+  PairFunctions functions;
 
   __device__ __forceinline__ bool operator()(int row, int column) const {
     bool kept = column < extent.kv.length && in_band(band, row, column);
     if constexpr (in_segments) kept &= in_segment(row, column);  // read always: a branch for each would cost registers
+    return kept & by_functions(row, column);
+  }
+  // What mask functions and the block mask say. Where a row is beyond the end a score function may give anything.
+  __device__ __forceinline__ bool by_functions(int row, int column) const {
+    bool kept = true;
+    if constexpr (has_functions) kept = row < extent.q.length;
+    if constexpr (tests_pairs) kept &= functions.keep(extent, row, column);
     return kept;
   }
-  // The keys that a row keeps as far as segments let it are one range, from `first` to `last`.
+  // The keys that a row keeps as far as segments and functions let it are one range, from `first` to `last`.
   __device__ __forceinline__ int first(int row) const { return bounded_left ? row + band.low : 0; }
   __device__ __forceinline__ int last(int row) const {
     return bounded_right ? at_most(row + band.high, extent.kv.length - 1) : extent.kv.length - 1;

@@ -41,7 +41,7 @@ struct ScoreColumns : HeadScores {
               if constexpr (has_bias) {
                 b = as_float(masked ? biases.at(bias, own_key, extent) : bias[own_key * biases.column_stride]);
               }
-              logit = modified.logit(x, b, row, own_key, keeps_derivatives ? derivatives[m][n].x[e] : unused);
+              logit = modified.logit(keep.functions, x, b, row, own_key, keeps_derivatives ? derivatives[m][n].x[e] : unused);
             }
             x = probability(logit, odd ? lse_log2.y : lse_log2.x);
             bool kept = true;
@@ -49,7 +49,11 @@ struct ScoreColumns : HeadScores {
             if constexpr (has_mask) {
               kept &= masked ? masks.at(mask, own_key, extent) : mask[own_key * masks.column_stride];
             }
-            if constexpr (masked || has_mask) x = kept ? x : 0.f;
+            if constexpr (masked || has_mask) {
+              x = kept ? x : 0.f;
+              // Where a pair is dropped the derivative may be anything.
+              if constexpr (derives_scores) derivatives[m][n].x[e] = kept ? derivatives[m][n].x[e] : 0.f;
+            }
           }
         }
       }
@@ -100,6 +104,14 @@ struct ScoreColumns : HeadScores {
         }
         if constexpr (has_dbias || has_dalibi_slopes) {
           if (counts) gradients[m].add(problem, extent, modified, head, first_row + column, key + 16 * m, ds);
+        }
+        if constexpr (adds_captured) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            if (counts) {
+              keep.functions.add(first_row + column + e % 2, key + 16 * m + e / 2 * 8, ds.x[e] * gradients[m].descale);
+            }
+          }
         }
         if constexpr (keeps_derivatives) {
 #pragma unroll

@@ -17,7 +17,7 @@ struct ScoreRows : HeadScores {
                                          int first_key, int lane) const {
     constexpr int together = tiles % 4 == 0 ? 4 : 2;
     // The assembler would read for all rows at once, and spill. Of 16 keys or 64 it spills more with the barrier.
-    if (loads_take_registers && tiles == 4 && (has_bias || has_mask || in_segments)) __syncwarp();
+    if (loads_take_registers && tiles == 4 && (has_bias || has_mask || in_segments || has_functions)) __syncwarp();
     // Against what is constant, a column of a lane is tested by one instruction for each end. Where loads take
     // registers too, the two ends would be spilled.
     constexpr bool by_ends = !(loads_take_registers && (has_bias || has_mask || in_segments));
@@ -39,7 +39,7 @@ struct ScoreRows : HeadScores {
           if constexpr (modifies_scores) {
             float b = 0.f, derivative;
             if constexpr (has_bias) b = as_float(bias[n][odd]);
-            score = modified.logit(score, b, row, column, derivative);
+            score = modified.logit(keep.functions, score, b, row, column, derivative);
             if constexpr (keeps_derivatives) {
               if (derivatives) derivatives[first_n + n].x[2 * half + odd] = derivative;
             }
@@ -52,10 +52,15 @@ struct ScoreRows : HeadScores {
               // Segments are read always: a branch for each would cost registers.
               kept = (!bounded_left || here >= first_kept) && here <= last_kept;
               if constexpr (in_segments) kept &= keep.in_segment(row, column);
+              kept &= keep.by_functions(row, column);
             } else {
               kept = keep(row, column);
             }
             score = kept ? score : -JAX_FLASH_INFINITY;
+          }
+          if constexpr (derives_scores && (masked || has_mask)) {
+            // Where a pair is dropped the derivative may be anything.
+            if (derivatives && score == -JAX_FLASH_INFINITY) derivatives[first_n + n].x[2 * half + odd] = 0.f;
           }
         }
       }

@@ -1,15 +1,17 @@
-// What is done to the scores between the product and the softmax: softcap, bias, ALiBi, in this order.
+// What is done to the scores between the product and the softmax: softcap, bias, ALiBi and the score function, in this
+// order.
 #pragma once
 
-#include "cuda/device/extent.cuh"
+#include "cuda/device/pair_functions.cuh"
+#include "cuda/device/transcendental.cuh"
 
 namespace jax_flash {
 
 // Whether something happens to the scores between product and softmax.
-constexpr bool modifies_scores = with_softcap || has_bias || has_alibi_slopes;
+constexpr bool modifies_scores = with_softcap || has_bias || has_alibi_slopes || has_score_function;
 // Whether the derivative of a score by its product differs from pair to pair: then it is kept from the score to its
 // gradient.
-constexpr bool keeps_derivatives = with_softcap;
+constexpr bool keeps_derivatives = with_softcap || derives_scores;
 
 JAX_FLASH_DEVICE float as_float(float x) { return x; }
 JAX_FLASH_DEVICE float as_float(u16 x) {
@@ -83,20 +85,6 @@ struct Plane {
   }
 };
 
-// tanh to a few units of float32's rounding. Scores are mostly small against the cap, and then the series to x^11 is as
-// good as the rounding of its result; beyond 1/4 the exponential is, whose cancellation would be felt below.
-JAX_FLASH_DEVICE float hyperbolic_tangent(float x) {
-  const float square = x * x;
-  float y = -0.0088632355f;
-  y = y * square + 0.021869488f;
-  y = y * square - 0.053968254f;
-  y = y * square + 0.13333333f;
-  y = y * square - 0.33333333f;
-  y = x + x * square * y;
-  if (fabsf(x) >= 0.25f) y = 1.f - 2.f * reciprocal_approx(exp2_approx(2.f * kLog2e * x) + 1.f);
-  return y;
-}
-
 // The modifications for one head of an extent.
 struct Scores {
   const Problem& problem;
@@ -126,8 +114,9 @@ struct Scores {
     return fabsf(static_cast<float>(row - column) + offset);
   }
 
-  // A modified score of a raw one, and d modified / d (scale * score).
-  __device__ __forceinline__ float modify(float score, float bias, int row, int column, float& derivative) const {
+  // A modified score of a raw one, and d modified / d (scale * score), where derivatives are kept.
+  __device__ __forceinline__ float modify(const PairFunctions& functions, float score, float bias, int row, int column,
+                                          float& derivative) const {
     float x = score * scale;
     if constexpr (with_softcap) {
       const float t = hyperbolic_tangent(x * inverse_softcap);
@@ -136,11 +125,19 @@ struct Scores {
     }
     if constexpr (has_bias) x += bias;
     if constexpr (has_alibi_slopes) x -= slope * distance(row, column);
+    if constexpr (has_score_function) {
+      float outer = 1.f;
+      const bool hidden = has_bias && bias == -JAX_FLASH_INFINITY;
+      x = functions.score(x, row, column, outer);
+      if (hidden) x = -JAX_FLASH_INFINITY;
+      if constexpr (derives_scores) derivative = hidden ? 0.f : with_softcap ? outer * derivative : outer;
+    }
     return x;
   }
   // The same in units of log2, ready for exp2.
-  __device__ __forceinline__ float logit(float score, float bias, int row, int column, float& derivative) const {
-    return modify(score, bias, row, column, derivative) * kLog2e;
+  __device__ __forceinline__ float logit(const PairFunctions& functions, float score, float bias, int row, int column,
+                                         float& derivative) const {
+    return modify(functions, score, bias, row, column, derivative) * kLog2e;
   }
 };
 

@@ -103,7 +103,7 @@ bool only_causal(const Options& options) {
 #undef JAX_FLASH_OPERAND
 #undef JAX_FLASH_FEATURE
 #undef JAX_FLASH_NOTHING
-  return absent;
+  return absent && !options.functions;
 }
 
 }  // namespace

@@ -249,6 +249,7 @@ std::string Variant::name() const {
 #undef JAX_FLASH_NOTHING
 #undef JAX_FLASH_CONSTANT
   if (rows) name += "-q" + std::to_string(rows);
+  if (options.functions) name += "-functions-" + Hash().add(options.functions).hex();
   return name + "-sm_" + std::to_string(arch);
 }
 
@@ -279,7 +280,13 @@ std::string Variant::source() const {
 #define JAX_FLASH_FIELD(field) out << "constexpr int " #field " = " << tile.field << ";\n";
   JAX_FLASH_TILE_FIELDS(JAX_FLASH_FIELD)
 #undef JAX_FLASH_FIELD
-  out << "}  // namespace jax_flash\n#include \"cuda/" << family << "/" << pass_name(pass) << ".cu\"\n";
+  out << "}  // namespace jax_flash\n";
+  if (options.functions) {
+    out << "#include \"cuda/device/function_operations.cuh\"\n" << options.functions;
+  } else {
+    out << "#include \"cuda/device/no_functions.cuh\"\n";
+  }
+  out << "#include \"cuda/" << family << "/" << pass_name(pass) << ".cu\"\n";
   return out.str();
 }
 

@@ -72,6 +72,7 @@ auto key_of(int device, Pass pass, DType dtype, const Problem& problem, const Fo
                     number(2 * plan.split_kv.rows + plan.single_tile),
                     number(rows),
                     number(pass == Pass::backward && shares_bias(problem)),
+                    static_cast<int64_t>(reinterpret_cast<intptr_t>(problem.options.functions)),
                     JAX_FLASH_OPTIONS(JAX_FLASH_CONSTANT, JAX_FLASH_NOTHING, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND,
                                       JAX_FLASH_TRAINABLE)};
 #undef JAX_FLASH_TRAINABLE
@@ -348,6 +349,9 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
                                 std::to_string(scratch_elements));
   }
   if (zeros) driver.zero(problem.scratch, zeros, on);
+  for (int i = 0; i < problem.options.dcaptured; ++i) {
+    if (problem.dcaptured_elements[i]) driver.zero(problem.dcaptured[i], problem.dcaptured_elements[i], on);
+  }
   if (problem.dbias && !found.bias.main) driver.zero(problem.dbias, bias_elements(problem), on);
   const bool common = !found.dq.main;  // kernels that add dQ add these too
   problem.group_splits = found.main.sum_splits ? shares_of_groups(problem, common, scratch_elements) : 1;

@@ -60,12 +60,13 @@ extern "C" __constant__ KernelTraits jax_flash_backward_dq_traits = {
 struct Block {
   const Problem& problem;
   Place place;
-  TileWalk<block_kv> tiles;  // of keys
+  KeyTiles<block_kv> tiles;  // of keys
 
   __device__ __forceinline__ explicit Block(const Problem& problem)
       : problem(problem),
         place(place_of(problem, blockIdx.x)),
-        tiles(walk_of_keys<block_kv, block_q>(problem, place.extent, band_of(problem, place.extent), place.first_row)) {
+        tiles(walk_of_keys<block_kv, block_q>(problem, place.extent, band_of(problem, place.extent), place.head, 1,
+                                              place.first_row)) {
     tiles.trim(threadIdx.x % 32);
   }
 };
@@ -244,8 +245,8 @@ struct BackwardDq {
     // What this warpgroup's rows keep of the tiles.
     const TileRange own =
         key_tiles_of<block_kv>(rows.keep.band, block.place.extent, block.place.first_row + group * 64, 64);
-    const TileWalk<block_kv>& tiles = block.tiles;
-    const auto is_full = [&](int tile) { return own.is_full(tile) && tiles.segments.uniform(tile); };
+    const KeyTiles<block_kv>& tiles = block.tiles;
+    const auto is_full = [&](int tile) { return own.is_full(tile) && tiles.uniform(tile); };
     int tile = tiles.last();
     for (; tile >= at_least(own.end, tiles.range.begin); tile = tiles.before(tile)) skip();
     const int last = at_least(own.begin, tiles.range.begin);
