@@ -400,13 +400,13 @@ class Lowering:
         x = x.reshape(-1, *aval.shape)
         if not len(x):
             raise Unprintable(f"primitive reduce_{name}, of no elements")
-        found = x[0]
-        for other in x[1:]:
-            pairs = np.empty(aval.shape, object)
-            for place in np.ndindex(aval.shape):
-                pairs[place] = self.builder.apply(name, dtype, (found[place], other[place]))
-            found = pairs
-        return np.asarray(found, object).reshape(aval.shape)
+        found = np.empty(aval.shape, object)
+        for place in np.ndindex(aval.shape):
+            first, *others = (int(x[(i, *place)]) for i in range(len(x)))
+            for other in others:
+                first = self.builder.apply(name, dtype, (first, other))
+            found[place] = first
+        return found
 
     def lower_reduce_sum(self, x: Value, *, aval: Any, params: Any) -> Value:
         return self.reduced("add", x, aval, params)

@@ -266,18 +266,19 @@ struct Float32Place {
       return walk_of_keys<kFloat32Tile, kFloat32Tile>(problem, extent, band, 0, problem.q_heads, first);
     }
   }
+  template <typename Tiles, typename Visit>
+  static __device__ __forceinline__ void walk(const Tiles& tiles, const Visit& visit) {
+    for (int tile = tiles.after(tiles.range.begin - 1); tile < tiles.range.end; tile = tiles.after(tile)) {
+      visit(tile * kFloat32Tile);
+    }
+  }
   // Calls `visit` with the first row of each.
   template <typename Visit>
   __device__ __forceinline__ void walk(const Problem& problem, const Visit& visit) const {
-    const auto over = [&](const auto& tiles) {
-      for (int tile = tiles.after(tiles.range.begin - 1); tile < tiles.range.end; tile = tiles.after(tile)) {
-        visit(tile * kFloat32Tile);
-      }
-    };
     if (of_keys) {
-      over(others<true>(problem));
+      walk(others<true>(problem), visit);
     } else {
-      over(others<false>(problem));
+      walk(others<false>(problem), visit);
     }
   }
 };

@@ -1,0 +1,76 @@
+"""Score and mask functions as users write them, with the arrays that they capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def functions(batch: int = 2, heads: int = 4, length: int = 333) -> tuple[dict[str, Callable[..., Any]], ...]:
+    """Mask functions, and score functions, by name; for positions below ``length``."""
+    random = np.random.default_rng(0)
+    ids = jnp.asarray(np.sort(random.integers(0, 5, (batch, length))), jnp.int32)
+    prefix = jnp.asarray(random.integers(1, length, batch), jnp.int32)
+    shared = jnp.asarray(random.integers(0, 3, length), jnp.int8)
+    ancestors = jnp.asarray(random.random((length, length)) < 0.3)
+    slopes = jnp.asarray(2.0 ** -np.arange(1, heads + 1), jnp.float32)
+    relative = jnp.asarray(random.standard_normal((heads, 2 * length)), jnp.float32)
+    table = jnp.asarray(random.standard_normal((heads, 16)), jnp.bfloat16)
+    distances = jnp.asarray(random.integers(0, 16, (length, length)), jnp.int8)
+    width, radius = 16, 3
+
+    def causal(b, h, q, kv):
+        return q >= kv
+
+    def prefix_lm(b, h, q, kv):
+        return (q >= kv) | (kv < prefix[b])
+
+    def block_diffusion(b, h, q, kv):
+        half, size = length // 2, 16
+        block_q, block_kv = (q % half) // size, (kv % half) // size
+        noisy_q, noisy_kv = q < half, kv < half
+        return jnp.where(noisy_kv, noisy_q & (block_q == block_kv), jnp.where(noisy_q, block_q > block_kv, block_q >= block_kv))
+
+    def neighbourhood(b, h, q, kv):
+        return (abs(q // width - kv // width) <= radius) & (abs(q % width - kv % width) <= radius)
+
+    def sliding_tile(b, h, q, kv):
+        tile_q, tile_kv = q // width // 4, kv // width // 4
+        centre = jnp.clip(tile_q, 1, length // width // 4 - 1)
+        return jnp.abs(centre - tile_kv) <= 1
+
+    masks = {
+        "causal": causal,
+        "window": lambda b, h, q, kv: jnp.abs(q - kv) < 40,
+        "dilated": lambda b, h, q, kv: ((q - kv) % 3 == 0) & (q >= kv),
+        "global": lambda b, h, q, kv: (kv < 7) | ((q - kv < 50) & (kv <= q)),
+        "prefix_lm": prefix_lm,
+        "sequences": lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & (q >= kv),
+        "shared_prefix": lambda b, h, q, kv: (q >= kv) & ((shared[kv] == 0) | (shared[q] == shared[kv])),
+        "block_diffusion": block_diffusion,
+        "tree": lambda b, h, q, kv: ancestors[q, kv] | (q == kv),
+        "neighbourhood": neighbourhood,
+        "sliding_tile": sliding_tile,
+        "heads": lambda b, h, q, kv: (h % 2 == 0) | (q >= kv),
+        "points": lambda b, h, q, kv: jnp.max(jnp.abs(POINTS[q] - POINTS[kv])) < 1.5,
+    }
+    scores = {
+        "alibi": lambda score, b, h, q, kv: score - slopes[h] * jnp.abs(q - kv),
+        "softcap": lambda score, b, h, q, kv: 2 * jnp.tanh(score / 2),
+        "relative": lambda score, b, h, q, kv: score + relative[h, q - kv + length],
+        "relative_chained": lambda score, b, h, q, kv: score + relative[h][q - kv + length],
+        "graphormer": lambda score, b, h, q, kv: score + table[h, distances[q, kv]].astype(score.dtype),
+        "sigmoid_distance": lambda score, b, h, q, kv: score * jax.nn.sigmoid(2 - jnp.abs(q - kv) / 32),
+        "masked": lambda score, b, h, q, kv: jnp.where(q >= kv, score, -jnp.inf),
+        "nan_above": lambda score, b, h, q, kv: score + jnp.sqrt((q - kv + 0.25).astype(jnp.float32)),
+        "filled": lambda score, b, h, q, kv: score + slopes.at[kv % 5].get(mode="fill", fill_value=0.0),
+        "exponents": lambda score, b, h, q, kv: score + jnp.log1p(jnp.exp(score)) * 0.1 + (q % 7) ** 2 * 0.01,
+    }
+    return masks, scores
+
+
+POINTS = jnp.asarray(np.random.default_rng(1).standard_normal((333, 2)), jnp.float32)
