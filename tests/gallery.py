@@ -58,17 +58,24 @@ def functions(batch: int = 2, heads: int = 4, length: int = 333) -> tuple[dict[s
         "heads": lambda b, h, q, kv: (h % 2 == 0) | (q >= kv),
         "points": lambda b, h, q, kv: jnp.max(jnp.abs(POINTS[q] - POINTS[kv])) < 1.5,
     }
+    def distance(score, q, kv):
+        return jnp.abs(q - kv).astype(score.dtype)
+
     scores = {
-        "alibi": lambda score, b, h, q, kv: score - slopes[h] * jnp.abs(q - kv),
+        "alibi": lambda score, b, h, q, kv: score - slopes[h].astype(score.dtype) * distance(score, q, kv),
         "softcap": lambda score, b, h, q, kv: 2 * jnp.tanh(score / 2),
-        "relative": lambda score, b, h, q, kv: score + relative[h, q - kv + length],
-        "relative_chained": lambda score, b, h, q, kv: score + relative[h][q - kv + length],
+        "relative": lambda score, b, h, q, kv: score + relative[h, q - kv + length].astype(score.dtype),
+        "relative_chained": lambda score, b, h, q, kv: score + relative[h][q - kv + length].astype(score.dtype),
         "graphormer": lambda score, b, h, q, kv: score + table[h, distances[q, kv]].astype(score.dtype),
-        "sigmoid_distance": lambda score, b, h, q, kv: score * jax.nn.sigmoid(2 - jnp.abs(q - kv) / 32),
+        "sigmoid_distance": lambda score, b, h, q, kv: score * jax.nn.sigmoid(2 - distance(score, q, kv) / 32),
         "masked": lambda score, b, h, q, kv: jnp.where(q >= kv, score, -jnp.inf),
-        "nan_above": lambda score, b, h, q, kv: score + jnp.sqrt((q - kv + 0.25).astype(jnp.float32)),
-        "filled": lambda score, b, h, q, kv: score + slopes.at[kv % 5].get(mode="fill", fill_value=0.0),
-        "exponents": lambda score, b, h, q, kv: score + jnp.log1p(jnp.exp(score)) * 0.1 + (q % 7) ** 2 * 0.01,
+        "nan_above": lambda score, b, h, q, kv: score + jnp.sqrt((q - kv).astype(score.dtype)) * jnp.sin(score),
+        "filled": lambda score, b, h, q, kv: (
+            score + slopes.at[kv % 5].get(mode="fill", fill_value=0.0).astype(score.dtype) * 3
+        ),
+        "exponents": lambda score, b, h, q, kv: (
+            score + jnp.log1p(jnp.exp(score)) * 0.1 + ((q % 7) ** 2).astype(score.dtype) * 0.01
+        ),
     }
     return masks, scores
 
