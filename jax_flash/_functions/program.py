@@ -378,8 +378,9 @@ class Lowering:
         self.check(aval.shape, aval.dtype.name)
         return np.concatenate([self.elements(x) for x in xs], axis=params["dimension"])
 
-    def lower_split(self, *xs: Value, aval: Any, params: Any) -> Value:
-        raise Unprintable("primitive split")
+    def lower_stack(self, *xs: Value, aval: Any, params: Any) -> Value:
+        self.check(aval.shape, aval.dtype.name)
+        return np.stack([self.elements(x) for x in xs], axis=params.get("axis", 0))
 
     def lower_rev(self, x: Value, *, aval: Any, params: Any) -> Value:
         return np.flip(self.elements(x), params["dimensions"])
