@@ -62,8 +62,8 @@ class BlockMask:
       kinds: int8 ``[B or 1, N or 1, rows of blocks, columns of blocks]``: 0 empty, 1 partial, 2 full.
       block_size: (rows of query, keys) of a block.
       lengths: (T, S) of the queries and keys that it is for.
-      q_offset: the position of query row 0 that it was made for: an int, or where that is traced a scalar array; None if
-        it holds for any.
+      q_offset: the position of query row 0 that it was made for: an int, or where that is traced a scalar array; None
+        if it holds for any.
       mask_mod: the mask function, or None.
     """
 
@@ -84,7 +84,7 @@ class BlockMask:
         if self._function is None:
             return None
         call = jaxpr_as_fun(ClosedJaxpr(self._function.jaxpr, ()))
-        return lambda b, h, q, kv: call(*self._captured, b, h, q, kv)[0]
+        return lambda *indices: call(*self._captured, *(jnp.asarray(x, jnp.int32) for x in indices))[0]
 
     @classmethod
     def from_lists(
@@ -203,8 +203,8 @@ def create_block_mask(
 ) -> BlockMask:
     """Evaluates a mask function at every pair, and keeps which blocks are empty, partial and full.
 
-    It takes the time of B * N * T * S evaluations, in O(T + S) memory and that of the blocks, and may run under jit: make
-    it once, outside of the layers that use it.
+    It takes the time of B * N * T * S evaluations, in O(T + S) memory and that of the blocks, and may run under jit:
+    make it once, outside of the layers that use it.
 
     Args:
       mask_mod: the function (b, h, q, kv) -> bool of int32 scalars.

@@ -108,7 +108,7 @@ def of_products(
 def _pairs(
     options: Options, operands: Operands, shape: tuple[int, ...], rows: jax.Array, columns: jax.Array
 ) -> plain.Pairs | None:
-    """The indices of a block of scores [B, K, G, rows, columns] for score and mask functions; None if there are none."""
+    """The indices of a block of scores [B, K, G, rows, columns] for the functions of a call; None if it has none."""
     if options.functions is None:
         return None
     batch, kv_heads, group = shape[:3]
