@@ -3,14 +3,15 @@
     python examples/flex_gallery.py                  # all, on this machine's device
     python examples/flex_gallery.py --only relative_bias --length 512
 
-Each is a function of the arrays that it captures, which are trained where that makes sense. The program compares out and
-all gradients with dense attention in float64 and prints a line for each.
+Each is a function of the arrays that it captures, which are trained where that makes sense. The program compares out
+and all gradients with dense attention in float64 and prints a line for each.
 """
 
 import argparse
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -267,32 +268,39 @@ def gradients_of(attend: Callable[..., jax.Array], dout: jax.Array, inputs: Any,
     return out, *pullback(dout)
 
 
-def main() -> None:
+def run(name: str, length: int) -> str:
+    """A line on an example: what serves it, its largest errors, and how long out and all gradients take."""
+    sizes = Sizes(batch=2, heads=4, length=length)
+    random = np.random.default_rng(0)
+    *exact, exact_dout = (jnp.asarray(random.standard_normal((2, length, n, 32))) for n in (4, 2, 2, 4))
+    arrays = draw(name, sizes, dtype=np.float64)
+    narrow = {k: x.astype(jnp.float32) if x.dtype == jnp.float64 else x for k, x in arrays.items()}
+    inputs = [x.astype(jnp.float32) for x in exact]
+    ours = jax.jit(functools.partial(gradients_of, functools.partial(attend, name, sizes)))
+    args = exact_dout.astype(jnp.float32), inputs, narrow
+    found = jax.block_until_ready(ours(*args))
+    began = time.perf_counter()
+    jax.block_until_ready(ours(*args))
+    took = 1e3 * (time.perf_counter() - began)
+    wanted = gradients_of(functools.partial(dense, name, sizes), exact_dout, exact, arrays)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    errors = [float(np.abs(np.asarray(x, np.float64) - np.asarray(y)).max()) for x, y in pairs]
+    score_mod, mask_mod = GALLERY[name].mods(narrow, sizes)
+    served = jax_flash.explain(*inputs, score_mod=score_mod, mask_mod=mask_mod).implementation
+    return f"{name:<20}{served:<12}{errors[0]:>14.1e}{max(errors[1:]):>14.1e}{took:>8.1f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=list(GALLERY), action="append", help="an example (default: all)")
     parser.add_argument("--length", type=int, default=256, metavar="N", help="rows and keys (default: 256)")
-    args = parser.parse_args()
-    jax.config.update("jax_enable_x64", True)
-    sizes = Sizes(batch=2, heads=4, length=args.length)
-    random = np.random.default_rng(0)
-    exact = [jnp.asarray(random.standard_normal((2, sizes.length, n, 32))) for n in (4, 2, 2, 4)]
+    args = parser.parse_args(arguments)
+    if args.length < 16:
+        parser.error(f"--length must be at least 16, got {args.length}")
     print(f"{'example':<20}{'served by':<12}{'error of out':>14}{'of gradients':>14}{'ms':>8}")
-    for name in args.only or GALLERY:
-        arrays = draw(name, sizes, dtype=np.float64)
-        *inputs, dout = (x.astype(jnp.float32) for x in exact)
-        narrow = {k: x.astype(jnp.float32) if x.dtype == jnp.float64 else x for k, x in arrays.items()}
-        ours = jax.jit(lambda dout, inputs, arrays, name=name: gradients_of(
-            lambda q, k, v, a: attend(name, sizes, q, k, v, a), dout, inputs, arrays))  # fmt: skip
-        found = jax.block_until_ready(ours(dout, inputs, narrow))
-        began = time.perf_counter()
-        jax.block_until_ready(ours(dout, inputs, narrow))
-        took = 1e3 * (time.perf_counter() - began)
-        wanted = gradients_of(lambda q, k, v, a, name=name: dense(name, sizes, q, k, v, a), exact[3], exact[:3], arrays)
-        errors = [float(np.abs(a - b).max()) for a, b in zip(map(np.asarray, jax.tree.leaves(found)),
-                  map(np.asarray, jax.tree.leaves(wanted)), strict=True)]  # fmt: skip
-        score_mod, mask_mod = GALLERY[name].mods(narrow, sizes)
-        served = jax_flash.explain(*inputs, score_mod=score_mod, mask_mod=mask_mod).implementation
-        print(f"{name:<20}{served:<12}{errors[0]:>14.1e}{max(errors[1:]):>14.1e}{took:>8.1f}")
+    with jax.enable_x64(True):
+        for name in args.only or GALLERY:
+            print(run(name, args.length))
 
 
 if __name__ == "__main__":

@@ -159,8 +159,9 @@ def test_with_every_other_option(implementation: str) -> None:
         # The same by a bias whose values the function gives: nothing but the order of the operations is repeated here.
         products = jnp.einsum("btnh,bsnh->bnts", q, jnp.repeat(k, N // K, axis=2)) * H**-0.5
         rows, columns = jnp.arange(t)[:, None] + offset, jnp.arange(s)
-        before = 2.0 * jnp.tanh(products / 2.0) + bias - slopes[:, None, None] * jnp.abs(rows - columns)
-        after = before * table + (rows - columns) * 0.01
+        distance = (rows - columns).astype(jnp.float64)
+        before = 2.0 * jnp.tanh(products / 2.0) + bias - slopes[:, None, None] * jnp.abs(distance)
+        after = before * table + distance * 0.01
         keep = (jnp.arange(s) + jnp.arange(N)[:, None]) % 3 != 0
         zeros = jnp.zeros_like(q)
         plain_options = {name: x for name, x in options.items() if name != "softcap"}
@@ -282,15 +283,17 @@ def test_no_program_is_compiled_again() -> None:
             query = jax_flash.attention(query, key, value, score_mod=relative(table, 8), block_mask=block_mask)
         return query
 
-    first = layer(query, jnp.ones((N, 16)), jnp.zeros(8, jnp.int32))
-    second = layer(query, jnp.zeros((N, 16)), jnp.arange(8, dtype=jnp.int32))
+    first = layer(query, jnp.ones((N, 16), jnp.float32), jnp.zeros(8, jnp.int32))
+    second = layer(query, jnp.zeros((N, 16), jnp.float32), jnp.arange(8, dtype=jnp.int32))
     assert len(traced) == 1
     assert not np.allclose(first, second)
-    records = [trace.trace("score_mod", relative(jnp.ones((N, 16)), 8), "score", jnp.float32, trace.Captured())
+    records = [trace.trace("score_mod", relative(jnp.ones((N, 16), jnp.float32), 8), "score", jnp.float32, trace.Captured())
                for _ in range(2)]  # fmt: skip
     assert records[0] == records[1]
     assert hash(records[0]) == hash(records[1])
-    other = trace.trace("score_mod", relative(jnp.ones((N, 16)), 7), "score", jnp.float32, trace.Captured())
+    other = trace.trace(
+        "score_mod", relative(jnp.ones((N, 16), jnp.float32), 7), "score", jnp.float32, trace.Captured()
+    )
     assert records[0] != other
 
 
@@ -318,7 +321,7 @@ def test_vmap(mapped: str) -> None:
             return (ids[b, q] == ids[b, kv]) | (q == kv)
 
         def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-            return relative(table, t)(score, b, h, q, kv) + b.astype(score.dtype) * (kv == 0)
+            return relative(table, t)(score, b, h, q, kv) + b.astype(score.dtype) * (kv == 0).astype(score.dtype)
 
         block_mask = create_block_mask(mask_mod, B, None, t, t, block_size=8)
         return jax_flash.attention(query, key, value, score_mod=score_mod, block_mask=block_mask)
@@ -335,13 +338,8 @@ def test_vmap(mapped: str) -> None:
         args = [jnp.stack([x, x[::-1]]) for x in args]
         args[3], axes = args[3][:, 0], (0,) * 5
         found = jax.vmap(jax.vmap(run, (0, 0, 0, None, 0)))(*args)
-        each = [
-            [run(*(x[i, j] if n != 3 else x[i] for n, x in enumerate(args))) for j in range(size)] for i in range(2)
-        ]
-        wanted = jax.tree.map(lambda *xs: jnp.stack(xs).reshape(2, size, *xs[0].shape), *each[0], *each[1])
-        close(found, jax.tree.map(lambda *xs: jnp.stack(xs).reshape(2, size, *xs[0].shape),
-                                  *[x for some in each for x in some]))  # fmt: skip
-        del wanted
+        each = [run(*(x[i, j] if n != 3 else x[i] for n, x in enumerate(args))) for i in range(2) for j in range(size)]
+        close(found, jax.tree.map(lambda *xs: jnp.stack(xs).reshape(2, size, *xs[0].shape), *each))
         return
     found = jax.vmap(run, axes)(*args)
     each = [run(*(x[i] if axis == 0 else x for x, axis in zip(args, axes, strict=True))) for i in range(size)]
@@ -637,7 +635,7 @@ MASK = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 20, 30)
             TypeError,
             "score_mod must return a score of dtype float32, got int32",
         ),
-        ({"score_mod": lambda s, b, h, q, kv: s.astype(jnp.float64)}, TypeError, "of dtype float32, got float64"),
+        ({"score_mod": lambda s, b, h, q, kv: s.astype(jnp.float64)}, TypeError, "float32, got float64"),
         ({"score_mod": lambda s, b, h, q, kv: s * jnp.ones(2, s.dtype)}, ValueError, r"a scalar, got.*shape \(2,\)"),
         ({"score_mod": lambda s, b, h, q, kv: (s, s)}, TypeError, "score_mod must return a scalar, got tuple"),
         (

@@ -146,7 +146,7 @@ def _checked_result(name: str, result: Any, kind: str, dtype: Any) -> jax.Array:
         return array
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{name} must return a score of dtype {np.dtype(dtype).name}, got {array.dtype.name}")
-    if jnp.promote_types(array.dtype, dtype) != dtype:
+    if array.dtype.itemsize > np.dtype(dtype).itemsize:
         raise TypeError(f"{name} must return a score of dtype {np.dtype(dtype).name}, got {array.dtype.name}")
     return array.astype(dtype)
 

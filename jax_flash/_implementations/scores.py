@@ -297,9 +297,13 @@ def may_keep(options: Options, operands: Operands, rows: jax.Array, columns: jax
         assert options.functions is not None
         kinds = operands["mask_blocks"]
         for axis, (indices, size) in enumerate(zip((rows, columns), options.functions.block_size, strict=True), 3):
-            # So many blocks may the indices meet, wherever they begin.
+            # So many blocks the indices may meet, wherever they begin; fewer if they begin with one.
             met = min((indices.size + size - 2) // size + 1, kinds.shape[axis])
-            kinds = jax.lax.dynamic_slice_in_dim(kinds, indices[0] // size, met, axis)
+            first = jnp.minimum(indices[0] // size, kinds.shape[axis] - met)
+            kinds = jax.lax.dynamic_slice_in_dim(kinds, first, met, axis)
+            blocks = first + jnp.arange(met, dtype=jnp.int32)
+            meets = (indices[0] // size <= blocks) & (blocks <= indices[-1] // size)
+            kinds = jnp.where(jnp.expand_dims(meets, tuple(range(1, kinds.ndim - axis))), kinds, EMPTY)
         conditions.append((kinds != EMPTY).any()[None])
     if not conditions:
         return None
