@@ -48,17 +48,17 @@ struct Block {
   const Problem& problem;
   Place place;
   Band band;
-  TileWalk<block_q> tiles;
   int first_head, last_head;
+  TileWalk<block_q> tiles;
 
   __device__ __forceinline__ explicit Block(const Problem& problem)
       : problem(problem),
         place(place_of(problem, blockIdx.x)),
         band(band_of(problem, place.extent)),
-        tiles(walk_of_rows<block_q, block_kv>(problem, place.extent, band, place.first_key)) {
-    const int group = heads_of_share(problem);
-    first_head = place.share * group;
-    last_head = first_head + group - 1;
+        first_head(place.share * heads_of_share(problem)),
+        last_head(first_head + heads_of_share(problem) - 1),
+        tiles(walk_of_rows<block_q, block_kv>(problem, place.extent, band, {first_head, last_head - first_head + 1},
+                                              place.first_key)) {
     tiles.trim(threadIdx.x % 32);
   }
   __device__ __forceinline__ Walk first() const { return {first_head, tiles.range.begin}; }
