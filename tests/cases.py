@@ -1018,7 +1018,7 @@ SMALL_EVERYTHING = dataclasses.replace(
     sinks=True,
     dropout_rate=0.2,
     segments=2,
-    intervals="kv_start:bt q_end:ns",
+    intervals="kv_start:t q_end:ns",
     q_lengths=(5, 4),
     kv_lengths=(6, 7),
 )

@@ -84,19 +84,29 @@ JAX_FLASH_DEVICE IntervalRanges key_intervals(const Problem& problem, const Exte
           problem.kv_length};
 }
 
-// The tiles of the other side whose intervals hold some of the block's positions [begin, end), or all of them.
-template <int tile>
+// The tiles of the other side whose intervals hold some of the block's positions [begin, end), or all of them. A base
+// rather than a member, like IntervalPlanes: absent it takes no place, and the machine code is as without it.
+template <int tile, bool present>
 struct IntervalTiles {
   IntervalRanges ranges;
   int begin;
   int end;
 
-  __device__ __forceinline__ bool present() const { return in_intervals && ranges.data; }
+  __device__ __forceinline__ IntervalTiles(const IntervalRanges& ranges, int begin, int end)
+      : ranges(ranges), begin(begin), end(end) {}
+  __device__ __forceinline__ bool filters() const { return ranges.data; }
   __device__ __forceinline__ IntervalRange of(int i) const {
     return ranges.template of<tile>(i * tile, (i + 1) * tile);
   }
-  __device__ __forceinline__ bool visits(int i) const { return !present() || of(i).meets(begin, end); }
-  __device__ __forceinline__ bool cover(int i) const { return !present() || of(i).covers(begin, end); }
+  __device__ __forceinline__ bool meets(int i) const { return !filters() || of(i).meets(begin, end); }
+  __device__ __forceinline__ bool covers(int i) const { return !filters() || of(i).covers(begin, end); }
+};
+template <int tile>
+struct IntervalTiles<tile, false> {
+  __device__ __forceinline__ IntervalTiles(const IntervalRanges&, int, int) {}
+  __device__ __forceinline__ bool filters() const { return false; }
+  __device__ __forceinline__ bool meets(int) const { return true; }
+  __device__ __forceinline__ bool covers(int) const { return true; }
 };
 
 // The intervals of a head, by index in the extent.
@@ -119,6 +129,25 @@ template <>
 struct IntervalPlane<false> {
   __device__ __forceinline__ IntervalPlane(const int*, const Strides&, int, int, const Rows&) {}
   __device__ __forceinline__ int2 at(int) const { return {0, 0x7fffffff}; }
+};
+
+// Both of a head.
+template <bool present>
+struct IntervalPlanes {
+  IntervalPlane<has_kv_intervals> of_rows;
+  IntervalPlane<has_q_intervals> of_keys;
+
+  __device__ __forceinline__ IntervalPlanes(const Problem& problem, const Extent& extent, int head)
+      : of_rows(problem.kv_intervals, problem.kv_intervals_strides, extent.batch, head, extent.q),
+        of_keys(problem.q_intervals, problem.q_intervals_strides, extent.batch, head, extent.kv) {}
+  __device__ __forceinline__ int2 keys_of(int row) const { return of_rows.at(row); }
+  __device__ __forceinline__ int2 rows_of(int key) const { return of_keys.at(key); }
+};
+template <>
+struct IntervalPlanes<false> {
+  __device__ __forceinline__ IntervalPlanes(const Problem&, const Extent&, int) {}
+  __device__ __forceinline__ int2 keys_of(int) const { return {0, 0x7fffffff}; }
+  __device__ __forceinline__ int2 rows_of(int) const { return {0, 0x7fffffff}; }
 };
 
 JAX_FLASH_DEVICE bool holds(const int2& interval, int position) {

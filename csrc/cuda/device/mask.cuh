@@ -9,6 +9,7 @@ namespace jax_flash {
 constexpr bool bounded_right = option_causal || with_window_right || has_window_bounds;
 constexpr bool bounded_left = with_window_left || has_window_bounds;
 constexpr bool in_segments = has_q_segment_ids;
+constexpr bool tests_keys = in_segments || has_q_intervals;  // of a tile one by one, with what is read of each
 
 // Row t keeps keys s with t + low <= s <= t + high.
 struct Band {
@@ -150,49 +151,36 @@ struct SegmentTiles {
 };
 
 // The test of single pairs but for `mask`; row and column count within the extent.
-struct Keep {
+struct Keep : IntervalPlanes<in_intervals> {
   const Problem& problem;
   const Extent& extent;
   Band band;
-  IntervalPlane<has_kv_intervals> of_rows;
-  IntervalPlane<has_q_intervals> of_keys;
 
-  __device__ __forceinline__ Keep(const Problem& problem, const Extent& extent, const Band& band, int head)
-      : problem(problem),
-        extent(extent),
-        band(band),
-        of_rows(problem.kv_intervals, problem.kv_intervals_strides, extent.batch, head, extent.q),
-        of_keys(problem.q_intervals, problem.q_intervals_strides, extent.batch, head, extent.kv) {}
-
+  // What depends on the head.
   __device__ __forceinline__ void enter(int head) {
-    of_rows = {problem.kv_intervals, problem.kv_intervals_strides, extent.batch, head, extent.q};
-    of_keys = {problem.q_intervals, problem.q_intervals_strides, extent.batch, head, extent.kv};
+    static_cast<IntervalPlanes<in_intervals>&>(*this) = {problem, extent, head};
   }
 
-  // What a row keeps by itself is `keys`, of_rows.at(row).
+  // The interval of the row is `keys`.
   __device__ __forceinline__ bool operator()(int row, int column, const int2& keys) const {
     bool kept = column < extent.kv.length && in_band(band, row, column);
     if constexpr (has_kv_intervals) kept &= holds(keys, column);
-    return kept & keeps_of_key(row, column);
+    if constexpr (tests_keys) kept &= keeps_of_key(row, column);  // read always: a branch for each costs registers
+    return kept;
   }
-  __device__ __forceinline__ bool operator()(int row, int column) const {
-    return (*this)(row, column, of_rows.at(row));
-  }
+  __device__ __forceinline__ bool operator()(int row, int column) const { return (*this)(row, column, keys_of(row)); }
   // The keys that a row keeps as far as keeps_of_key lets it are one range, from `first` to `last`.
   __device__ __forceinline__ int first(int row) const {
     const int low = bounded_left ? row + band.low : 0;
-    return has_kv_intervals ? at_least(low, of_rows.at(row).x) : low;
+    return has_kv_intervals ? at_least(low, keys_of(row).x) : low;
   }
   __device__ __forceinline__ int last(int row) const {
     const int high = bounded_right ? at_most(row + band.high, extent.kv.length - 1) : extent.kv.length - 1;
-    return has_kv_intervals ? at_most(high, of_rows.at(row).y - 1) : high;
+    return has_kv_intervals ? at_most(high, keys_of(row).y - 1) : high;
   }
-  // What is read is read always: a branch for each would cost registers.
   __device__ __forceinline__ bool keeps_of_key(int row, int column) const {
-    bool kept = true;
-    if constexpr (in_segments) kept &= in_segment(row, column);
-    if constexpr (has_q_intervals) kept &= holds(of_keys.at(column), row);
-    return kept;
+    if constexpr (!has_q_intervals) return in_segment(row, column);
+    return in_segment(row, column) & holds(rows_of(column), row);
   }
   __device__ __forceinline__ bool in_segment(int row, int column) const {
     if constexpr (!in_segments) return true;

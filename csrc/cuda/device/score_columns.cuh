@@ -27,7 +27,7 @@ struct ScoreColumns : HeadScores {
         const int row = first_row + column + odd;
         const Bias* bias = nullptr;
         const bool* mask = nullptr;
-        const int2 keys = keep.of_rows.at(row);
+        const int2 keys = keep.keys_of(row);
         if constexpr (has_bias) bias = biases.row(row, extent);
         if constexpr (has_mask) mask = masks.row(row, extent);
 #pragma unroll

@@ -51,7 +51,8 @@ struct ScoreRows : HeadScores {
             bool kept;
             if constexpr (by_ends) {
               kept = (!bounded_first || here >= first_kept) && here <= last_kept;
-              kept &= keep.keeps_of_key(row, column);
+              // What is read is read always: a branch for each would cost registers.
+              if constexpr (tests_keys) kept &= keep.keeps_of_key(row, column);
             } else {
               kept = keep(row, column);
             }

@@ -11,15 +11,15 @@ constexpr bool skips_tiles = in_segments || in_intervals;
 // Tiles of `size` keys or rows: a range, less those whose segments the block's do not meet, and those whose intervals
 // hold none of the block's positions. What the block's own intervals leave out is not in the range.
 template <int size>
-struct TileWalk {
+struct TileWalk : IntervalTiles<size, in_intervals> {
   TileRange range;
   SegmentTiles<size> segments;
-  IntervalTiles<size> intervals;
 
   // Leaves off what need not be visited at both ends. By a whole warp, every lane of which looks at its own share of
   // the tiles, so that their loads fly together.
   __device__ __forceinline__ void trim(int lane) {
-    if (!in_segments && !intervals.present()) return;
+    if constexpr (!skips_tiles) return;
+    if (!in_segments && !this->filters()) return;
     const TileRange all = range;
     int begin = range.end, end = range.begin;
 #pragma unroll 4
@@ -45,7 +45,7 @@ struct TileWalk {
   }
   // Whether every pair of the tile is kept, as far as `mask` lets it; and as far as the range lets it too.
   __device__ __forceinline__ bool is_full(int tile) const { return range.is_full(tile) && is_uniform(tile); }
-  __device__ __forceinline__ bool is_uniform(int tile) const { return segments.uniform(tile) && intervals.cover(tile); }
+  __device__ __forceinline__ bool is_uniform(int tile) const { return segments.uniform(tile) && this->covers(tile); }
 
   // Upwards from range.begin: the next tile, or `end` where there is none before it.
   __device__ __forceinline__ int after(int tile, int end) const {
@@ -65,7 +65,7 @@ struct TileWalk {
 
  private:
   // Of a tile in the range.
-  __device__ __forceinline__ bool has_pairs(int tile) const { return segments.visits(tile) && intervals.visits(tile); }
+  __device__ __forceinline__ bool has_pairs(int tile) const { return segments.visits(tile) && this->meets(tile); }
 };
 
 // With these the tiles to visit, or the full tiles among them, are not one range up to the last.
@@ -98,9 +98,9 @@ JAX_FLASH_DEVICE TileRange kept_key_tiles(const Problem& problem, const Extent& 
 template <int size>
 JAX_FLASH_DEVICE TileWalk<size> walk_of_keys(const Problem& problem, const Extent& extent, const TileRange& range,
                                              const SegmentRange& own, const Heads& heads, int row, int end) {
-  return {range,
-          {problem.kv_segment_ranges, extent.batch, problem.kv_length, own},
-          {key_intervals(problem, extent, heads), row, at_most(end, extent.q.length)}};
+  return {{key_intervals(problem, extent, heads), row, at_most(end, extent.q.length)},
+          range,
+          {problem.kv_segment_ranges, extent.batch, problem.kv_length, own}};
 }
 // Those of the rows [row, row + rows).
 template <int size, int rows>
@@ -122,11 +122,11 @@ JAX_FLASH_DEVICE TileWalk<size> walk_of_rows(const Problem& problem, const Exten
   if constexpr (has_q_intervals) {
     range = within<size>(range, key_intervals(problem, extent, heads).of<keys>(key, end), extent.q.length);
   }
-  return {range,
+  return {{row_intervals(problem, extent, heads), key, end},
+          range,
           {problem.q_segment_ranges, extent.batch, problem.q_length,
            in_segments ? segment_range<keys>(problem.kv_segment_ranges, extent.batch, problem.kv_length, key)
-                       : SegmentRange{0, 0}},
-          {row_intervals(problem, extent, heads), key, end}};
+                       : SegmentRange{0, 0}}};
 }
 
 }  // namespace jax_flash
