@@ -123,7 +123,7 @@ class BlockMask:
         kinds: jax.Array | None = None
         if (full_kv_num_blocks is None) != (full_kv_indices is None):
             raise ValueError("full_kv_indices must be given with full_kv_num_blocks, got one of them alone")
-        lists = [("kv", kv_num_blocks, kv_indices, PARTIAL)]
+        lists: list[tuple[str, ArrayLike, object, int]] = [("kv", kv_num_blocks, kv_indices, PARTIAL)]
         if full_kv_num_blocks is not None:
             lists.append(("full_kv", full_kv_num_blocks, full_kv_indices, FULL))
         for name, counts, indices, kind in lists:
@@ -198,7 +198,7 @@ def create_block_mask(
     T: int,
     S: int,
     *,
-    q_offset: int = 0,
+    q_offset: int | jax.Array = 0,
     block_size: int | tuple[int, int] = 128,
 ) -> BlockMask:
     """Evaluates a mask function at every pair, and keeps which blocks are empty, partial and full.
@@ -212,7 +212,7 @@ def create_block_mask(
       N: query heads; None if it is the same for all.
       T: rows of query.
       S: keys.
-      q_offset: the position of query row 0, as in attention().
+      q_offset: the position of query row 0, as in attention(): one int32, which may be traced.
       block_size: rows of query and keys of a block, an int for both or a pair.
 
     Raises:

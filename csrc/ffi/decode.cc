@@ -98,6 +98,7 @@ int64_t extent(char dim, const Problem& p) {
     case 'i': return blocks(p.q_length);
     case 'j': return blocks(p.kv_length);
     case '2': return 2;
+    case '4': return 4;
     default: throw std::logic_error("an operand has a dimension of no meaning");
   }
 }

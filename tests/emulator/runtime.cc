@@ -251,6 +251,10 @@ EMULATOR_CALL int call_array(Call* call, const char* name_, void* data, const lo
   if (name == "bias") p.bias_strides = all;
   if (name == "dbias") p.dbias_strides = all;
   if (name == "mask") p.mask_strides = all;
+  if (name == "kv_intervals") p.kv_intervals_strides = all;
+  if (name == "q_intervals") p.q_intervals_strides = all;
+  if (name == "kv_interval_ranges") p.kv_interval_ranges_strides = all;
+  if (name == "q_interval_ranges") p.q_interval_ranges_strides = all;
   if (name == "lse") return p.lse = data, 1;
   if (name == "delta") return p.delta = data, 1;
   if (name == "scratch") return p.scratch = data, 1;

@@ -37,7 +37,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       ds_factor,
   };
 
-  TileWalk<block_kv> tiles = walk_of_keys<block_kv, block_q>(problem, extent, backward.rows.keep.band, first_row);
+  const Heads own_head{head, 1};
+  TileWalk<block_kv> tiles =
+      walk_of_keys<block_kv, block_q>(problem, extent, backward.rows.keep.band, own_head, first_row);
   if (!tiles.empty()) {
     load_tile<QTile, head_dim, threads>(shared_address(shared.q), head_of(problem.q, batch, head, extent.q.first),
                                         problem.q.row_stride, first_row, extent.q.length, threadIdx.x);
@@ -51,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   tiles.trim(threadIdx.x % 32);
   if (!tiles.empty()) backward.begin(tiles.last());
   copies_commit();
-  if (in_segments && tiles.empty()) {
+  if (skips_tiles && tiles.empty()) {
     copies_wait<0>();
     __syncthreads();  // Q has landed before dQ takes its place
   }

@@ -257,15 +257,15 @@ struct Float32Place {
   __device__ __forceinline__ bool is_empty() const { return packed && first >= rows().stored; }
 
   // The tiles of the other side that may have pairs with this one.
-  __device__ __forceinline__ TileWalk<kFloat32Tile> others(const Problem& problem) const {
+  __device__ __forceinline__ TileWalk<kFloat32Tile> others(const Problem& problem, const Heads& heads) const {
     const Band band = band_of(problem, extent);
-    return of_keys ? walk_of_rows<kFloat32Tile, kFloat32Tile>(problem, extent, band, first)
-                   : walk_of_keys<kFloat32Tile, kFloat32Tile>(problem, extent, band, first);
+    return of_keys ? walk_of_rows<kFloat32Tile, kFloat32Tile>(problem, extent, band, heads, first)
+                   : walk_of_keys<kFloat32Tile, kFloat32Tile>(problem, extent, band, heads, first);
   }
-  // Calls `visit` with the first row of each.
+  // Calls `visit` with the first row of each, for a query head.
   template <typename Visit>
-  __device__ __forceinline__ void walk(const Problem& problem, const Visit& visit) const {
-    const TileWalk<kFloat32Tile> tiles = others(problem);
+  __device__ __forceinline__ void walk(const Problem& problem, int head, const Visit& visit) const {
+    const TileWalk<kFloat32Tile> tiles = others(problem, {head, 1});
     for (int tile = tiles.after(tiles.range.begin - 1); tile < tiles.range.end; tile = tiles.after(tile)) {
       visit(tile * kFloat32Tile);
     }

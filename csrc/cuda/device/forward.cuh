@@ -45,7 +45,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     }
   }
 
-  TileWalk<block_kv> tiles = walk_of_keys<block_kv, block_q>(problem, extent, forward.rows.keep.band, first_row);
+  const Heads own_head{head, 1};
+  TileWalk<block_kv> tiles =
+      walk_of_keys<block_kv, block_q>(problem, extent, forward.rows.keep.band, own_head, first_row);
   if (!tiles.empty()) {
     load_tile<QTile, head_dim, threads>(shared_address(shared.q), head_of(problem.q, batch, head, extent.q.first),
                                         problem.q.row_stride, first_row, extent.q.length, threadIdx.x);
@@ -53,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   tiles.trim(threadIdx.x % 32);
   if (!tiles.empty()) forward.start_k(tiles.last());
   copies_commit();
-  if (in_segments && tiles.empty()) {
+  if (skips_tiles && tiles.empty()) {
     copies_wait<0>();
     __syncthreads();  // Q has landed before out takes its place
   }

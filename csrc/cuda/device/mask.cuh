@@ -2,13 +2,14 @@
 // keep every pair are not tested; and pair by pair for the tiles between.
 #pragma once
 
-#include "cuda/device/extent.cuh"
+#include "cuda/device/intervals.cuh"
 
 namespace jax_flash {
 
 constexpr bool bounded_right = option_causal || with_window_right || has_window_bounds;
 constexpr bool bounded_left = with_window_left || has_window_bounds;
 constexpr bool in_segments = has_q_segment_ids;
+constexpr bool tests_keys = in_segments || has_q_intervals;  // of a tile one by one, with what is read of each
 
 // Row t keeps keys s with t + low <= s <= t + high.
 struct Band {
@@ -147,46 +148,39 @@ struct SegmentTiles {
     const SegmentRange other = of(i);
     return own.first == own.last && other.first == other.last && own.first == other.first;
   }
-
-  // Leaves off what need not be visited at both ends. Every lane looks at its own share of the tiles, so that their
-  // loads fly together.
-  __device__ __forceinline__ void trim(TileRange& range, int lane) const {
-    if constexpr (!in_segments) return;
-    const TileRange all = range;
-    int begin = range.end, end = range.begin;
-#pragma unroll 4
-    for (int i = range.begin + lane; i < range.end; i += 32) {
-      if (!visits(i)) continue;
-      begin = at_most(begin, i);
-      end = at_least(end, i + 1);
-    }
-#pragma unroll
-    for (int other = 1; other < 32; other *= 2) {
-      begin = at_most(begin, __shfl_xor_sync(0xffffffffu, begin, other));
-      end = at_least(end, __shfl_xor_sync(0xffffffffu, end, other));
-    }
-    range.begin = begin;
-    range.end = at_least(begin, end);
-    JAX_FLASH_ASSERT(all.begin <= range.begin && range.begin <= range.end && range.end <= all.end,
-                     "a range of tiles that grows where it is trimmed");
-  }
 };
 
 // The test of single pairs but for `mask`; row and column count within the extent.
-struct Keep {
+struct Keep : IntervalPlanes<in_intervals> {
   const Problem& problem;
   const Extent& extent;
   Band band;
 
-  __device__ __forceinline__ bool operator()(int row, int column) const {
+  // What depends on the head.
+  __device__ __forceinline__ void enter(int head) {
+    static_cast<IntervalPlanes<in_intervals>&>(*this) = {problem, extent, head};
+  }
+
+  // The interval of the row is `keys`.
+  __device__ __forceinline__ bool operator()(int row, int column, const int2& keys) const {
     bool kept = column < extent.kv.length && in_band(band, row, column);
-    if constexpr (in_segments) kept &= in_segment(row, column);  // read always: a branch for each would cost registers
+    if constexpr (has_kv_intervals) kept &= holds(keys, column);
+    if constexpr (tests_keys) kept &= keeps_of_key(row, column);  // read always: a branch for each costs registers
     return kept;
   }
-  // The keys that a row keeps as far as segments let it are one range, from `first` to `last`.
-  __device__ __forceinline__ int first(int row) const { return bounded_left ? row + band.low : 0; }
+  __device__ __forceinline__ bool operator()(int row, int column) const { return (*this)(row, column, keys_of(row)); }
+  // The keys that a row keeps as far as keeps_of_key lets it are one range, from `first` to `last`.
+  __device__ __forceinline__ int first(int row) const {
+    const int low = bounded_left ? row + band.low : 0;
+    return has_kv_intervals ? at_least(low, keys_of(row).x) : low;
+  }
   __device__ __forceinline__ int last(int row) const {
-    return bounded_right ? at_most(row + band.high, extent.kv.length - 1) : extent.kv.length - 1;
+    const int high = bounded_right ? at_most(row + band.high, extent.kv.length - 1) : extent.kv.length - 1;
+    return has_kv_intervals ? at_most(high, keys_of(row).y - 1) : high;
+  }
+  __device__ __forceinline__ bool keeps_of_key(int row, int column) const {
+    if constexpr (!has_q_intervals) return in_segment(row, column);
+    return in_segment(row, column) & holds(rows_of(column), row);
   }
   __device__ __forceinline__ bool in_segment(int row, int column) const {
     if constexpr (!in_segments) return true;

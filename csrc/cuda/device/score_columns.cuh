@@ -27,6 +27,7 @@ struct ScoreColumns : HeadScores {
         const int row = first_row + column + odd;
         const Bias* bias = nullptr;
         const bool* mask = nullptr;
+        const int2 keys = keep.keys_of(row);
         if constexpr (has_bias) bias = biases.row(row, extent);
         if constexpr (has_mask) mask = masks.row(row, extent);
 #pragma unroll
@@ -45,7 +46,7 @@ struct ScoreColumns : HeadScores {
             }
             x = probability(logit, odd ? lse_log2.y : lse_log2.x);
             bool kept = true;
-            if constexpr (masked) kept = keep(row, own_key);
+            if constexpr (masked) kept = keep(row, own_key, keys);
             if constexpr (has_mask) {
               kept &= masked ? masks.at(mask, own_key, extent) : mask[own_key * masks.column_stride];
             }

@@ -5,26 +5,52 @@
 
 namespace jax_flash {
 
-// Tiles of `size` rows or keys: a range, less those whose segments the block's do not meet.
+// Whether tiles in the middle of a range may be left out, and trim() may leave none.
+constexpr bool skips_tiles = in_segments || in_intervals;
+
+// Tiles of `size` keys or rows: a range, less those whose segments the block's do not meet, and those whose intervals
+// hold none of the block's positions. What the block's own intervals leave out is not in the range.
 template <int size>
-struct TileWalk {
+struct TileWalk : IntervalTiles<size, in_intervals> {
   TileRange range;
   SegmentTiles<size> segments;
 
-  // Leaves off what need not be visited at both ends. By a whole warp.
-  __device__ __forceinline__ void trim(int lane) { segments.trim(range, lane); }
+  // Leaves off what need not be visited at both ends. By a whole warp, every lane of which looks at its own share of
+  // the tiles, so that their loads fly together.
+  __device__ __forceinline__ void trim(int lane) {
+    if constexpr (!skips_tiles) return;
+    if (!in_segments && !this->filters()) return;
+    const TileRange all = range;
+    int begin = range.end, end = range.begin;
+#pragma unroll 4
+    for (int i = range.begin + lane; i < range.end; i += 32) {
+      if (!has_pairs(i)) continue;
+      begin = at_most(begin, i);
+      end = at_least(end, i + 1);
+    }
+#pragma unroll
+    for (int other = 1; other < 32; other *= 2) {
+      begin = at_most(begin, __shfl_xor_sync(0xffffffffu, begin, other));
+      end = at_least(end, __shfl_xor_sync(0xffffffffu, end, other));
+    }
+    range.begin = begin;
+    range.end = at_least(begin, end);
+    JAX_FLASH_ASSERT(all.begin <= range.begin && range.begin <= range.end && range.end <= all.end,
+                     "a range of tiles that grows where it is trimmed");
+  }
 
   __device__ __forceinline__ bool empty() const { return range.begin >= range.end; }
   __device__ __forceinline__ bool visits(int tile) const {
-    return tile >= range.begin && tile < range.end && segments.visits(tile);
+    return tile >= range.begin && tile < range.end && has_pairs(tile);
   }
-  // Whether every pair of the tile is kept, as far as `mask` lets it.
-  __device__ __forceinline__ bool is_full(int tile) const { return range.is_full(tile) && segments.uniform(tile); }
+  // Whether every pair of the tile is kept, as far as `mask` lets it; and as far as the range lets it too.
+  __device__ __forceinline__ bool is_full(int tile) const { return range.is_full(tile) && is_uniform(tile); }
+  __device__ __forceinline__ bool is_uniform(int tile) const { return segments.uniform(tile) && this->covers(tile); }
 
   // Upwards from range.begin: the next tile, or `end` where there is none before it.
   __device__ __forceinline__ int after(int tile, int end) const {
     ++tile;
-    while (in_segments && tile < end && !segments.visits(tile)) ++tile;
+    while (skips_tiles && tile < end && !has_pairs(tile)) ++tile;
     return tile;
   }
   __device__ __forceinline__ int after(int tile) const { return after(tile, range.end); }
@@ -33,37 +59,73 @@ struct TileWalk {
   __device__ __forceinline__ int last() const { return range.end - 1; }
   __device__ __forceinline__ int before(int tile) const {
     --tile;
-    while (in_segments && tile >= range.begin && !segments.visits(tile)) --tile;
+    while (skips_tiles && tile >= range.begin && !has_pairs(tile)) --tile;
     return tile;
   }
+
+ private:
+  // Of a tile in the range.
+  __device__ __forceinline__ bool has_pairs(int tile) const { return segments.visits(tile) && this->meets(tile); }
 };
 
 // With these the tiles to visit, or the full tiles among them, are not one range up to the last.
-constexpr bool irregular = bounded_left || in_segments;
+constexpr bool irregular = bounded_left || skips_tiles;
 
-// The tiles of keys that rows of the segments `own` attend to, which lie in `range`.
+// The tiles of `range` in which the block's intervals hold something; the full ones are those that all of them hold.
 template <int size>
-JAX_FLASH_DEVICE TileWalk<size> walk_of_keys(const Problem& problem, int batch, const TileRange& range,
-                                             const SegmentRange& own) {
-  return {range, {problem.kv_segment_ranges, batch, problem.kv_length, own}};
+JAX_FLASH_DEVICE TileRange within(const TileRange& range, const IntervalRange& own, int length) {
+  const int begin = at_least(range.begin, own.first / size), end = at_most(range.end, ceil_div(own.end, size));
+  TileRange found{at_most(begin, range.end), at_least(end, range.begin), range.full_begin, range.full_end};
+  found.end = at_least(found.begin, found.end);
+  if (begin >= end) found.end = found.begin;
+  found.full_begin = at_least(range.full_begin, ceil_div(at_most(own.full_first, length), size));
+  if (own.full_end < length) found.full_end = at_most(range.full_end, own.full_end / size);
+  JAX_FLASH_ASSERT(found.canonical(ceil_div(length, size)), "a range of tiles that is not canonical");
+  return found;
 }
-// Those of the rows [first_row, first_row + rows).
+
+// The range of tiles of keys that rows [row, row + rows) keep, at most `most` of them, 0 for any number.
+template <int size, int most>
+JAX_FLASH_DEVICE TileRange kept_key_tiles(const Problem& problem, const Extent& extent, const Band& band,
+                                          const Heads& heads, int row, int rows) {
+  const TileRange range = key_tiles_of<size>(band, extent, row, rows);
+  if constexpr (!has_kv_intervals) return range;
+  const int end = at_most(row + rows, extent.q.length);
+  return within<size>(range, row_intervals(problem, extent, heads).of<most>(row, end), extent.kv.length);
+}
+
+// The tiles of keys that rows [row, end) of the segments `own` attend to, which lie in `range`.
+template <int size>
+JAX_FLASH_DEVICE TileWalk<size> walk_of_keys(const Problem& problem, const Extent& extent, const TileRange& range,
+                                             const SegmentRange& own, const Heads& heads, int row, int end) {
+  return {{key_intervals(problem, extent, heads), row, at_most(end, extent.q.length)},
+          range,
+          {problem.kv_segment_ranges, extent.batch, problem.kv_length, own}};
+}
+// Those of the rows [row, row + rows).
 template <int size, int rows>
 JAX_FLASH_DEVICE TileWalk<size> walk_of_keys(const Problem& problem, const Extent& extent, const Band& band,
-                                             int first_row) {
-  return walk_of_keys<size>(
-      problem, extent.batch, key_tiles_of<size>(band, extent, first_row, rows),
-      in_segments ? segment_range<rows>(problem.q_segment_ranges, extent.batch, problem.q_length, first_row)
-                  : SegmentRange{0, 0});
+                                             const Heads& heads, int row) {
+  return walk_of_keys<size>(problem, extent, kept_key_tiles<size, rows>(problem, extent, band, heads, row, rows),
+                            in_segments
+                                ? segment_range<rows>(problem.q_segment_ranges, extent.batch, problem.q_length, row)
+                                : SegmentRange{0, 0},
+                            heads, row, row + rows);
 }
 
-// The tiles of rows that attend to the keys [first_key, first_key + keys).
+// The tiles of rows that attend to the keys [key, key + keys).
 template <int size, int keys>
 JAX_FLASH_DEVICE TileWalk<size> walk_of_rows(const Problem& problem, const Extent& extent, const Band& band,
-                                             int first_key) {
-  return {row_tiles_of<size>(band, extent, first_key, keys),
+                                             const Heads& heads, int key) {
+  TileRange range = row_tiles_of<size>(band, extent, key, keys);
+  const int end = at_most(key + keys, extent.kv.length);
+  if constexpr (has_q_intervals) {
+    range = within<size>(range, key_intervals(problem, extent, heads).of<keys>(key, end), extent.q.length);
+  }
+  return {{row_intervals(problem, extent, heads), key, end},
+          range,
           {problem.q_segment_ranges, extent.batch, problem.q_length,
-           in_segments ? segment_range<keys>(problem.kv_segment_ranges, extent.batch, problem.kv_length, first_key)
+           in_segments ? segment_range<keys>(problem.kv_segment_ranges, extent.batch, problem.kv_length, key)
                        : SegmentRange{0, 0}}};
 }
 

@@ -65,7 +65,8 @@ struct Block {
   __device__ __forceinline__ explicit Block(const Problem& problem)
       : problem(problem),
         place(place_of(problem, blockIdx.x)),
-        tiles(walk_of_keys<block_kv, block_q>(problem, place.extent, band_of(problem, place.extent), place.first_row)) {
+        tiles(walk_of_keys<block_kv, block_q>(problem, place.extent, band_of(problem, place.extent), {place.head, 1},
+                                              place.first_row)) {
     tiles.trim(threadIdx.x % 32);
   }
 };
@@ -242,10 +243,11 @@ struct BackwardDq {
 #pragma unroll
     for (FragmentC& c : dq) c = {};
     // What this warpgroup's rows keep of the tiles.
-    const TileRange own =
-        key_tiles_of<block_kv>(rows.keep.band, block.place.extent, block.place.first_row + group * 64, 64);
+    const Place& place = block.place;
+    const TileRange own = kept_key_tiles<block_kv, 64>(block.problem, place.extent, rows.keep.band, {place.head, 1},
+                                                       place.first_row + group * 64, 64);
     const TileWalk<block_kv>& tiles = block.tiles;
-    const auto is_full = [&](int tile) { return own.is_full(tile) && tiles.segments.uniform(tile); };
+    const auto is_full = [&](int tile) { return own.is_full(tile) && tiles.is_uniform(tile); };
     int tile = tiles.last();
     for (; tile >= at_least(own.end, tiles.range.begin); tile = tiles.before(tile)) skip();
     const int last = at_least(own.begin, tiles.range.begin);

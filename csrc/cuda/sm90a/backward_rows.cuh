@@ -55,11 +55,15 @@ struct Block {
       : problem(problem),
         place(place_of(problem, blockIdx.x)),
         band(band_of(problem, place.extent)),
-        tiles(walk_of_rows<block_q, block_kv>(problem, place.extent, band, place.first_key)) {
+        tiles(walk_of_rows<block_q, block_kv>(problem, place.extent, band, heads_of(problem, place.share),
+                                              place.first_key)) {
     const int group = heads_of_share(problem);
     first_head = place.share * group;
     last_head = first_head + group - 1;
     tiles.trim(threadIdx.x % 32);
+  }
+  static __device__ __forceinline__ Heads heads_of(const Problem& problem, int share) {
+    return {share * heads_of_share(problem), heads_of_share(problem)};
   }
   __device__ __forceinline__ Walk first() const { return {first_head, tiles.range.begin}; }
   __device__ __forceinline__ bool idle() const { return tiles.empty(); }

@@ -23,7 +23,7 @@ constexpr int consumers = block_q / 64;  // warpgroups
 constexpr int threads = warpgroup * (1 + consumers);
 static_assert(block_q % 64 == 0 && warps == threads / 32 && min_blocks == 1, "a producer, and 64 rows a consumer");
 // The warpgroups share the registers that the block has at its launch: the producer needs few.
-constexpr bool producer_searches = has_q_segment_ids || has_cu_q_lengths;
+constexpr bool producer_searches = skips_tiles || has_cu_q_lengths;
 constexpr int producer_registers = consumers == 3 ? (producer_searches ? 56 : 32) : (producer_searches ? 40 : 24);
 constexpr int consumer_registers = consumers == 3 ? (producer_searches ? 152 : 160) : (producer_searches ? 232 : 240);
 
@@ -73,7 +73,9 @@ constexpr int turn_barrier = 1, own_barrier = 1 + consumers;
 
 // The tiles of keys that an item visits, from the last to the first.
 JAX_FLASH_DEVICE TileWalk<block_kv> tiles_of(const Problem& problem, const Item& item) {
-  return walk_of_keys<block_kv>(problem, item.place.batch, item.range, item.segments);
+  const Place& place = item.place;
+  return walk_of_keys<block_kv>(problem, place.extent, item.range, item.segments, {place.head, 1}, place.first_row,
+                                place.first_row + block_q);
 }
 
 // One warp, whose lane 0 issues the TMA loads.
@@ -133,10 +135,15 @@ struct Producer {
     if (packed && place.first_row >= place.extent.q.stored) return false;
     if (computed_in_float32(problem, place.batch, place.kv_head)) return false;
     item.is_last = false;
-    item.range = key_tiles_of<block_kv>(band_of(problem, place.extent), place.extent, place.first_row, block_q);
+    item.range = kept_key_tiles<block_kv, block_q>(problem, place.extent, band_of(problem, place.extent),
+                                                   {place.head, 1}, place.first_row, block_q);
     if constexpr (in_segments) {
       item.segments = segment_range<block_q>(problem.q_segment_ranges, place.batch, problem.q_length, place.first_row);
-      tiles_of(problem, item).segments.trim(item.range, lane);
+    }
+    if constexpr (skips_tiles) {
+      TileWalk<block_kv> tiles = tiles_of(problem, item);
+      tiles.trim(lane);
+      item.range = tiles.range;
     }
     publish(item);
     return true;
@@ -392,10 +399,9 @@ struct Consumer {
     const Place& place = scope.item.place;
     const TileWalk<block_kv> keys = tiles_of(problem, scope.item);
     // What this warpgroup's rows keep of them.
-    const TileRange own = key_tiles_of<block_kv>(scope.rows.keep.band, place.extent, place.first_row + number * 64, 64);
-    const auto is_full = [&](int i) {
-      return irregular ? own.is_full(i) && keys.segments.uniform(i) : i < own.full_end;
-    };
+    const TileRange own = kept_key_tiles<block_kv, 64>(problem, place.extent, scope.rows.keep.band, {place.head, 1},
+                                                       place.first_row + number * 64, 64);
+    const auto is_full = [&](int i) { return irregular ? own.is_full(i) && keys.is_uniform(i) : i < own.full_end; };
     int tile = keys.last(), next;
     while (tile >= at_least(own.end, keys.range.begin)) {
       skip();
