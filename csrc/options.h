@@ -14,7 +14,8 @@
 //                                nobody asks for it; a CUDA kernel is compiled with `has_d<name>`
 //
 // `dims` has a letter for each dimension: b batch, d sequences, e sequences + 1, n query heads, k key heads, t and s
-// lengths, i and j lengths in blocks of kSegmentBlock, x and y in blocks of mask_blocks, h head_dim, v value_head_dim, 2 a pair, 8 a record of eight.
+// lengths, i and j lengths in blocks of kSegmentBlock, x and y in blocks of mask_blocks, h head_dim, v value_head_dim,
+// 2 a pair, 4 and 8 records.
 // Arrays are dense and row-major. One that has `<name>_strides` in Problem may have size 1 in any dimension, which is
 // then broadcast.
 //
@@ -82,6 +83,14 @@
   OPERAND(Int8, mask_blocks, "bdnxy")                                                                               \
   /* what batch entries and query heads count from, for score and mask functions; absent means 0 */                 \
   OPERAND(int, index_offsets, "2")                                                                                  \
+  /* keep keys [start, end) of each row, and rows [start, end) of each key; they count from the first of their */   \
+  /* sequence. In [0, length], empty where start >= end */                                                          \
+  OPERAND(int, kv_intervals, "bnt2")                                                                                \
+  OPERAND(int, q_intervals, "bns2")                                                                                 \
+  /* of the intervals of each block of kSegmentBlock rows or keys: smallest start and largest end of those that */  \
+  /* are not empty, largest start and smallest end of all; there with the intervals */                              \
+  OPERAND(int, kv_interval_ranges, "bni4")                                                                          \
+  OPERAND(int, q_interval_ranges, "bnj4")                                                                           \
   /* keep pairs where true */                                                                                       \
   OPERAND(bool, mask, "bnts")                                                                                       \
   /* the key of the counter-based generator, one per head; there with dropout_rate */                               \

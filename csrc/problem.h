@@ -80,6 +80,11 @@ struct Problem {
   Strides bias_strides;
   Strides dbias_strides;  // dbias may have batch and heads that bias broadcasts: the caller sums over them
   Strides mask_strides;
+  // Rows of these are the rows, keys or blocks that they are of, columns the elements of an interval or a record.
+  Strides kv_intervals_strides;
+  Strides q_intervals_strides;
+  Strides kv_interval_ranges_strides;
+  Strides q_interval_ranges_strides;
 
   // The operands, null if absent, and the gradients of the trainable ones: float, or double for float64 inputs. The
   // pass adds to these, so they are zeroed before it.

@@ -17,6 +17,7 @@ from jax_flash._call.options import (
     Implementation,
     Options,
     Precision,
+    interval_ranges,
     positions_matter,
     segment_ranges,
 )
@@ -48,6 +49,10 @@ class _Shared(TypedDict, total=False):
     sinks: ArrayLike | None
     dropout_rate: float
     dropout_key: ArrayLike | None
+    kv_start: Integers | None
+    kv_end: Integers | None
+    q_start: Integers | None
+    q_end: Integers | None
     score_mod: ScoreMod | None
     mask_mod: MaskMod | None
     block_mask: BlockMask | None
@@ -122,6 +127,10 @@ def attention(
     kv_segment_ids: Integers | None = None,
     q_lengths: Integers | None = None,
     kv_lengths: Integers | None = None,
+    kv_start: Integers | None = None,
+    kv_end: Integers | None = None,
+    q_start: Integers | None = None,
+    q_end: Integers | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     block_mask: BlockMask | None = None,
@@ -178,15 +187,21 @@ def attention(
       q_lengths: integers that broadcast to the leading dimensions: rows from these on are padding, which is never read;
         their results are those of a row that keeps no key. Clipped to [0, T].
       kv_lengths: the same for keys, clipped to [0, S].
+      kv_start: integers that broadcast to ``[..., N, T]``: row t keeps keys s >= kv_start[t]. Any int32 has its plain
+        meaning; s and t are indices of keys and rows, which ``q_offset`` does not shift. Blocks of which the intervals
+        keep no pair are skipped.
+      kv_end: the same: row t keeps keys s < kv_end[t].
+      q_start: integers that broadcast to ``[..., N, S]``: key s is kept by rows t >= q_start[s].
+      q_end: the same: key s is kept by rows t < q_end[s].
       score_mod: ``score_mod(score, b, h, q, kv)`` returns the score that a pair has instead: a function of scalars, the
-        score in the dtype of lse and int32 indices: b the batch entry (of leading dimensions as one), h the query head,
-        q = t + ``q_offset`` and kv = s. It may capture up to 16 arrays, with gradients by those that are floating; their
-        values, and whether the function is another object, change no compiled program. A pair that is not kept adds
-        exactly 0 to every gradient, whatever the function gives there; indices out of range are clamped.
+        score in the dtype of lse and int32 indices: b the batch entry (of leading dimensions as one), h the query
+        head, q = t + ``q_offset`` and kv = s. It may capture up to 16 arrays, with gradients by those that are
+        floating; their values, and whether the function is another object, change no compiled program. A pair that is
+        not kept adds exactly 0 to every gradient, whatever the function gives there; indices out of range are clamped.
       mask_mod: ``mask_mod(b, h, q, kv)`` returns whether a pair is kept, a boolean scalar.
-      block_mask: a `jax_flash.flex.BlockMask`: blocks that it says are empty are skipped, in full ones its mask function
-        is not evaluated. It is enough by itself; with ``mask_mod`` a pair is kept if both keep it. One that was made for
-        another ``q_offset`` raises; where that is traced its function decides every pair.
+      block_mask: a `jax_flash.flex.BlockMask`: blocks that it says are empty are skipped, in full ones its mask
+        function is not evaluated. It is enough by itself; with ``mask_mod`` a pair is kept if both keep it. One that
+        was made for another ``q_offset`` raises; where that is traced its function decides every pair.
       precision: accuracy of float32 products on GPUs: "default" and "high" mean TF32's, "highest" float32's own; None
         follows ``jax.default_matmul_precision``. Other dtypes and CPUs always have their full accuracy.
       deterministic_backward: True: the backward pass on GPUs sums in a fixed order, and its results are bit for bit
@@ -255,6 +270,7 @@ def attention(
     for name, lengths, limit in (("q_lengths", q_lengths, q_length), ("kv_lengths", kv_lengths, kv_length)):
         if lengths is not None:
             operands[name] = checks.lengths(name, lengths, leading, limit).reshape(-1)
+    operands |= _intervals((kv_start, kv_end), (q_start, q_end), (*leading, q_heads), q_length, kv_length)
     options = record.options
     choice.check_implementation(implementation, query, value, options)
 
@@ -269,6 +285,7 @@ def attention(
     for name in ("q_segment_ids", "kv_segment_ids"):
         if name in operands:
             operands[name.replace("_ids", "_ranges")] = segment_ranges(operands[name])
+    operands |= _interval_ranges(operands)
     batch = math.prod(leading)
     query4, key4, value4 = (x.reshape(batch, *x.shape[-3:]) for x in (record.query, key, value))
     if record.scale is not None:
@@ -341,6 +358,10 @@ def attention_varlen(
     sinks: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
+    kv_start: Integers | None = None,
+    kv_end: Integers | None = None,
+    q_start: Integers | None = None,
+    q_end: Integers | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     block_mask: BlockMask | None = None,
@@ -376,6 +397,10 @@ def attention_varlen(
       dropout_rate: see `attention`.
       dropout_key: the mask is ``dropout_mask(dropout_key, dropout_rate, (D, N, max_q_length, max_kv_length))``, whose
         bits don't depend on the maxima.
+      kv_start: integers that broadcast to ``[N, tokens]``; see `attention`. Keys count from the first of the sequence.
+      kv_end: the same.
+      q_start: integers that broadcast to ``[N, key tokens]``; rows count from the first of the sequence.
+      q_end: the same.
       score_mod: see `attention`; b is the sequence, and q and kv count from its first row and key.
       mask_mod: likewise.
       block_mask: for one or D "batch entries", the sequences, of lengths (max_q_length, max_kv_length).
@@ -430,6 +455,7 @@ def attention_varlen(
     )
     record = _record(arguments, query, (sequences,), q_heads, functions)
     return_lse = checks.boolean("return_lse", return_lse)
+    intervals = _intervals((kv_start, kv_end), (q_start, q_end), (q_heads,), tokens, kv_tokens)
     options = dataclasses.replace(record.options, sequences=sequences)
     choice.check_implementation(implementation, query, value, options)
 
@@ -442,7 +468,8 @@ def attention_varlen(
 
     # The record has one batch entry for each sequence; here the sequences share one batch entry.
     operands = {name: _of_sequences(name, x) for name, x in record.operands.items()}
-    operands |= {"cu_q_lengths": cu_q[None], "cu_kv_lengths": cu_kv[None], **of_functions}
+    operands |= {"cu_q_lengths": cu_q[None], "cu_kv_lengths": cu_kv[None]}
+    operands |= intervals | _interval_ranges(intervals) | of_functions
     packed_query = record.query[None]
     if record.scale is not None:
         packed_query, operands["traced_scale"] = _with_positive_scale(record.scale, packed_query, operands)
@@ -452,6 +479,23 @@ def attention_varlen(
 
 def _of_sequences(name: str, x: jax.Array) -> jax.Array:
     return x.reshape(1, x.shape[0], *x.shape[2:]) if "d" in OPERANDS[name].dims else x[:1]
+
+
+def _intervals(
+    kv: tuple[object, object], q: tuple[object, object], heads: tuple[int, ...], q_length: int, kv_length: int
+) -> dict[str, jax.Array]:
+    """The operands of (kv_start, kv_end) and of (q_start, q_end); ``heads`` are the leading dimensions and N."""
+    operands = {}
+    if any(side is not None for side in kv):
+        operands["kv_intervals"] = checks.intervals(("kv_start", "kv_end"), kv, (*heads, q_length), kv_length)
+    if any(side is not None for side in q):
+        operands["q_intervals"] = checks.intervals(("q_start", "q_end"), q, (*heads, kv_length), q_length)
+    return operands
+
+
+def _interval_ranges(operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    names = [name for name in ("kv_intervals", "q_intervals") if name in operands]
+    return {name.replace("intervals", "interval_ranges"): interval_ranges(operands[name]) for name in names}
 
 
 class _Arguments(NamedTuple):

@@ -62,8 +62,8 @@ class BlockMask:
       kinds: int8 ``[B or 1, N or 1, rows of blocks, columns of blocks]``: 0 empty, 1 partial, 2 full.
       block_size: (rows of query, keys) of a block.
       lengths: (T, S) of the queries and keys that it is for.
-      q_offset: the position of query row 0 that it was made for: an int, or where that is traced a scalar array; None if
-        it holds for any.
+      q_offset: the position of query row 0 that it was made for: an int, or where that is traced a scalar array; None
+        if it holds for any.
       mask_mod: the mask function, or None.
     """
 
@@ -84,7 +84,7 @@ class BlockMask:
         if self._function is None:
             return None
         call = jaxpr_as_fun(ClosedJaxpr(self._function.jaxpr, ()))
-        return lambda b, h, q, kv: call(*self._captured, b, h, q, kv)[0]
+        return lambda *indices: call(*self._captured, *(jnp.asarray(x, jnp.int32) for x in indices))[0]
 
     @classmethod
     def from_lists(
@@ -123,7 +123,7 @@ class BlockMask:
         kinds: jax.Array | None = None
         if (full_kv_num_blocks is None) != (full_kv_indices is None):
             raise ValueError("full_kv_indices must be given with full_kv_num_blocks, got one of them alone")
-        lists = [("kv", kv_num_blocks, kv_indices, PARTIAL)]
+        lists: list[tuple[str, ArrayLike, object, int]] = [("kv", kv_num_blocks, kv_indices, PARTIAL)]
         if full_kv_num_blocks is not None:
             lists.append(("full_kv", full_kv_num_blocks, full_kv_indices, FULL))
         for name, counts, indices, kind in lists:
@@ -198,13 +198,13 @@ def create_block_mask(
     T: int,
     S: int,
     *,
-    q_offset: int = 0,
+    q_offset: int | jax.Array = 0,
     block_size: int | tuple[int, int] = 128,
 ) -> BlockMask:
     """Evaluates a mask function at every pair, and keeps which blocks are empty, partial and full.
 
-    It takes the time of B * N * T * S evaluations, in O(T + S) memory and that of the blocks, and may run under jit: make
-    it once, outside of the layers that use it.
+    It takes the time of B * N * T * S evaluations, in O(T + S) memory and that of the blocks, and may run under jit:
+    make it once, outside of the layers that use it.
 
     Args:
       mask_mod: the function (b, h, q, kv) -> bool of int32 scalars.
@@ -212,7 +212,7 @@ def create_block_mask(
       N: query heads; None if it is the same for all.
       T: rows of query.
       S: keys.
-      q_offset: the position of query row 0, as in attention().
+      q_offset: the position of query row 0, as in attention(): one int32, which may be traced.
       block_size: rows of query and keys of a block, an int for both or a pair.
 
     Raises:

@@ -148,6 +148,10 @@ class Problem:
     kv_segment_ids: np.ndarray | None = None
     q_lengths: np.ndarray | None = None
     kv_lengths: np.ndarray | None = None
+    kv_start: np.ndarray | None = None
+    kv_end: np.ndarray | None = None
+    q_start: np.ndarray | None = None
+    q_end: np.ndarray | None = None
     precision: str | None = None
 
     solve = staticmethod(oracle.attention)
@@ -329,6 +333,7 @@ class Case:
     segments_sorted: bool = True
     q_lengths: tuple[int, ...] | None = None
     kv_lengths: tuple[int, ...] | None = None
+    intervals: str = ""  # sides and their dimensions: "kv_start:bt q_end:s"
     precision: str | None = None
     dtypes: tuple[str, ...] = DTYPES
     core: bool = False  # also run where compiling is slow: plain JAX and, on CPUs, plain JAX's results in other dtypes
@@ -339,7 +344,7 @@ class Case:
         """Whether the case has options other than causal, q_offset and a scale that is a number."""
         values = self.window, self.softcap, self.sinks, self.alibi, self.dropout_rate, self.segments, self.precision
         optional = self.bias, self.mask, self.q_lengths, self.kv_lengths
-        return any(values) or self.arrays or any(x is not None for x in optional)
+        return any(values) or bool(self.intervals) or self.arrays or any(x is not None for x in optional)
 
 
 def random(rng: np.random.Generator, shape: Sequence[int], dtype: Any, spread: float = 1.0) -> np.ndarray:
@@ -423,7 +428,27 @@ def _drawn_options(rng: np.random.Generator, case: Case, dtype: str, wide: np.dt
     for name in ("q_lengths", "kv_lengths"):
         if (lengths := getattr(case, name)) is not None:
             options[name] = np.array(lengths, np.int32).reshape(case.leading)
-    return options
+    return options | drawn_intervals(rng, case.intervals, case.leading, case.q_heads, case.q_length, case.kv_length)
+
+
+def drawn_intervals(
+    rng: np.random.Generator, sides: str, leading: tuple[int, ...], heads: int, q_length: int, kv_length: int
+) -> dict[str, np.ndarray]:
+    """Sides of intervals, "kv_start:bt q_end:s" say, along the diagonal; some are empty, some beyond all bounds."""
+    drawn = {}
+    for side in sides.split():
+        name, dims = side.split(":")
+        own, other = (q_length, kv_length) if name.startswith("kv") else (kv_length, q_length)
+        shape = (*leading, heads, own)
+        letters = "b" * len(leading) + "n" + ("t" if name.startswith("kv") else "s")
+        shape = tuple(size if letter in dims else 1 for letter, size in zip(letters, shape, strict=True))
+        middle = np.arange(shape[-1]) * other // own if shape[-1] > 1 else np.array([other // 2])
+        far = rng.integers(-other // 8 - 1, other // 2 + 1, shape)
+        x = middle - far if name.endswith("start") else middle + far + 1
+        huge = rng.random(shape)
+        x = np.where(huge < 0.02, -(2**31), np.where(huge > 0.98, 2**31 - 1, x))
+        drawn[name] = x.astype(np.int32)
+    return drawn
 
 
 def _poison(case: Case, arrays: dict[str, np.ndarray], options: dict[str, Any]) -> None:
@@ -460,6 +485,7 @@ class PackedCase:
     alibi: str | None = None  # "n" or "dn"
     sinks: bool = False
     dropout_rate: float = 0.0
+    intervals: str = ""  # as of a batch entry without leading dimensions
     precision: str | None = None
     dtypes: tuple[str, ...] = DTYPES
     core: bool = False  # see Case
@@ -484,6 +510,12 @@ def packed_problem(case: PackedCase, dtype: str) -> Packed:
         options["sinks"] = random(rng, (case.q_heads,), wide)
     if case.dropout_rate:
         options |= {"dropout_rate": case.dropout_rate, "dropout_key": jax.random.key(int(rng.integers(2**31)))}
+    # They count within the sequences, and so they follow the diagonal of the longest.
+    longest = max(case.q_lengths), max(case.kv_lengths)
+    options |= {
+        name: np.resize(x, (*x.shape[:-1], tokens if name.startswith("kv") else kv_tokens)) if x.shape[-1] > 1 else x
+        for name, x in drawn_intervals(rng, case.intervals, (), case.q_heads, *longest).items()
+    }
     problem = Packed(
         query=random(rng, (tokens, case.q_heads, case.head_dim), dtype),
         key=random(rng, (kv_tokens, case.kv_heads, case.head_dim), dtype),
@@ -722,6 +754,25 @@ CASES = (
     Case("everything_128", 70, 90, q_heads=2, head_dim=128, **EVERYTHING),
     Case("everything_256", 70, 90, q_heads=2, head_dim=256, **EVERYTHING),
     Case("everything_192_128", 70, 90, q_heads=2, head_dim=192, value_head_dim=128, **EVERYTHING),
+    # Intervals
+    Case("kv_start", 70, 90, intervals="kv_start:bt", core=True),
+    Case("kv_end", 70, 90, 4, 2, intervals="kv_end:bnt"),
+    Case("kv_end_of_batches", 70, 90, leading=(2, 3), intervals="kv_end:b"),
+    Case("q_start", 70, 90, 4, 2, intervals="q_start:ns"),
+    Case("q_end", 70, 90, intervals="q_end:s"),
+    Case("intervals", 290, 515, 4, 2, leading=(1,), intervals="kv_start:nt kv_end:t q_start:s q_end:bns", core=True),
+    Case("intervals_of_rows", 515, 290, 4, 1, 32, intervals="kv_start:bnt kv_end:bnt", sinks=True),
+    Case("intervals_of_keys", 515, 290, 6, 2, 40, intervals="q_start:bns q_end:bns", causal=True, q_offset=-9),
+    Case("intervals_no_batch", 40, 70, leading=(), intervals="kv_start:t q_end:ns"),
+    Case("intervals_one_row", 1, 600, 8, 2, intervals="kv_start:bn q_end:bns kv_end:bt"),
+    Case("intervals_few_rows", 5, 600, 4, 2, intervals="kv_start:bnt q_start:s kv_end:t"),
+    Case("intervals_more_rows_of_heads", 20, 300, 4, 2, intervals="kv_end:bnt q_end:s"),
+    Case("intervals_window", 150, 290, 2, 1, 64, intervals="kv_start:t q_start:bs", window=(60, 40), q_offset=70),
+    Case("intervals_segments", 150, 290, intervals="kv_end:bt q_end:ns", segments=3, segments_sorted=False),
+    Case("intervals_bias", 150, 190, 4, 2, intervals="kv_start:t q_end:s", bias="nts", mask="bts", alibi="n"),
+    Case("intervals_dropout", 150, 190, 4, 2, intervals="kv_start:bt q_end:s", dropout_rate=0.3, softcap=3.0),
+    Case("intervals_lengths", 150, 190, intervals="kv_start:t q_end:s", q_lengths=(140, 9), kv_lengths=(100, 190)),
+    Case("intervals_everything", 150, 190, 4, 2, **EVERYTHING, intervals="kv_start:bt kv_end:nt q_start:s q_end:bns"),
     # float32 products at the accuracy of TF32, on platforms that have it
     Case("tf32", 37, 53, q_heads=4, kv_heads=2, precision="default", dtypes=("float32",)),
     Case("tf32_causal", 150, 290, 2, 1, 64, (1,), causal=True, q_offset=140, precision="default", dtypes=("float32",)),
@@ -832,6 +883,14 @@ CASES = (
     Case("large_array_window_all", 600, 1030, 4, 2, 64, window=(2**31 - 1, 0), arrays=True, q_offset=430, large=True),
     Case("large_dropout", 1100, 1030, 4, 2, 64, dropout_rate=0.1, large=True),
     Case("large_segments", 1100, 1100, 4, 2, 128, segments=9, causal=True, large=True),
+    *(
+        Case(f"large_intervals_{h}", 1100, 1030, 4, 2, h, intervals=sides, large=True)
+        for h, sides in ((64, "kv_start:t kv_end:bnt"), (128, "q_start:s q_end:ns"), (256, "kv_start:nt q_end:bs"))
+    ),
+    Case("large_intervals_causal", 1100, 1100, 4, 2, 128, intervals="kv_start:t q_end:s", causal=True, large=True),
+    Case("split_kv_intervals", 17, 2500, 8, 2, 64, intervals="kv_start:bnt q_end:ns kv_end:t", large=True),
+    Case("split_kv_interval_of_rows", 2, 2500, 8, 2, 64, intervals="kv_start:b kv_end:bn", large=True),
+    Case("split_intervals", 390, 300, 8, 1, 64, intervals="kv_start:nt q_end:ns", causal=True, large=True),
     Case("large_lengths", 513, 700, 4, 2, 64, q_lengths=(500, 130), kv_lengths=(260, 700), large=True),
     # Blocks of keys whose first row, and blocks of rows whose first key, would be tiles after the last one
     Case("large_short_rows", 585, 646, 4, 4, 64, (1,), value_head_dim=192, **SHORT_ROWS, large=True),
@@ -870,6 +929,8 @@ PACKED_CASES = (
     PackedCase("packed_dropout", (40, 20, 37), (40, 30, 53), dropout_rate=0.25, q_heads=4, kv_heads=2),
     PackedCase("packed_head_dims", (20, 30), (25, 31), head_dim=40, value_head_dim=24, softcap=3.0),
     PackedCase("packed_everything", (40, 0, 37), (40, 7, 53), **PACKED_EVERYTHING, core=True),
+    PackedCase("packed_intervals", (40, 0, 137), (60, 7, 153), (3, 5), 4, 2, intervals="kv_start:nt q_end:s kv_end:t"),
+    PackedCase("packed_intervals_causal", (90, 70), (90, 70), causal=True, intervals="q_start:ns q_end:s", core=True),
     PackedCase("packed_split_kv", (3, 0, 1, 16, 13), (900, 40, 1, 1500, 100), (7, 60), 8, 2, 64, large=True),
     PackedCase("packed_split_kv_all", (3, 0, 1, 16), (900, 40, 1, 1500), head_dim=128, **PACKED_EVERYTHING, large=True),
     PackedCase("packed_large", (513, 128, 700, 3), (513, 200, 600, 9), (40, 0), 4, 2, 64, large=True, causal=True),
@@ -885,6 +946,7 @@ REFERENCE_CASES = (
     *("head_dims_40_24", "bias_with_holes", "mask", "window", "softcap", "alibi", "sinks_alone", "dropout"),
     *("array_scale_zero", "array_window_behind"),
     *("segments", "lengths_bias", "everything", "packed_empty_ones", "packed_everything"),
+    *("intervals", "kv_end_of_batches", "packed_intervals"),
 )
 
 
@@ -956,6 +1018,7 @@ SMALL_EVERYTHING = dataclasses.replace(
     sinks=True,
     dropout_rate=0.2,
     segments=2,
+    intervals="kv_start:t q_end:ns",
     q_lengths=(5, 4),
     kv_lengths=(6, 7),
 )

@@ -124,7 +124,9 @@ class Call:
 
     def put(self, name: str, array: np.ndarray) -> None:
         strides = [
-            0 if size == 1 and name in ("bias", "dbias", "mask", "mask_blocks") else stride // array.itemsize
+            0
+            if size == 1 and (name in ("bias", "dbias", "mask", "mask_blocks") or "interval" in name)
+            else stride // array.itemsize
             for stride, size in zip(array.strides, array.shape, strict=True)
         ]
         if name.startswith("dcaptured_"):
@@ -239,9 +241,9 @@ FLOAT32_TOLERANCE = 1e-5
 """Of the heads that are computed in float32."""
 
 OPTIONS = (
-    "causal", "window", "arrays", "q_offset", "lengths", "short_rows", "short_keys", "segments", "sequences", "mask",
-    "bias", "bias_of_keys", "shared_bias", "alibi", "softcap", "sinks", "dropout", "descale", "in_float32",
-    "originals_in_bfloat16", "huge_query", "huge_key", "huge_value", "huge_dout", "separate_dq",
+    "causal", "window", "arrays", "q_offset", "lengths", "short_rows", "short_keys", "segments", "intervals",
+    "sequences", "mask", "bias", "bias_of_keys", "shared_bias", "alibi", "softcap", "sinks", "dropout", "descale",
+    "in_float32", "originals_in_bfloat16", "huge_query", "huge_key", "huge_value", "huge_dout", "separate_dq",
 )  # fmt: skip
 
 
@@ -351,6 +353,8 @@ class Problem:
                 self.arrays[name] = of[name] = ids
                 padded = np.pad(ids, ((0, 0), (0, -length % 32)), mode="edge").reshape(batch, -1, 32)
                 self.arrays[name.replace("ids", "ranges")] = np.stack([padded.min(-1), padded.max(-1)], -1)
+        if "intervals" in options:
+            self.add_intervals(random, of, batch, q_heads, q_length, kv_length)
         if "mask" in options:
             self.arrays["mask"] = of["mask"] = random.random((batch, 1, q_length, kv_length)) < 0.8
         if "bias" in options:
@@ -404,6 +408,27 @@ class Problem:
         self.delta, self.lse = (
             np.ascontiguousarray(np.where(rows[:, None], x, np.nan), np.float32) for x in (delta, self.right["lse"])
         )
+
+    def add_intervals(
+        self, random: np.random.Generator, of: dict[str, Any], batch: int, q_heads: int, q_length: int, kv_length: int
+    ) -> None:
+        """Of rows and head by head, and of keys and batch entry by entry; in sequences both are of all heads."""
+        for side, length, other, dims in (
+            ("kv", q_length, kv_length, (1, q_heads)),
+            ("q", kv_length, q_length, (batch, 1)),
+        ):
+            middle = np.arange(length) * other // length
+            near, far = (random.integers(-other // 16, other // 3, (*dims, length)) for _ in range(2))
+            intervals = np.clip(np.stack([middle - near, middle + far], axis=-1), 0, other).astype(np.int32)
+            self.arrays[f"{side}_intervals"] = intervals
+            of[f"{side}_start"], of[f"{side}_end"] = np.moveaxis(intervals, -1, 0)
+            if "cu_q_lengths" in self.arrays:
+                of[f"{side}_start"], of[f"{side}_end"] = intervals[0, ..., 0], intervals[0, ..., 1]
+            padded = np.pad(intervals, ((0, 0), (0, 0), (0, -length % 32), (0, 0)), mode="edge")
+            start, end = np.moveaxis(padded.reshape(*dims, -1, 32, 2), -1, 0)
+            first = np.where(start < end, start, 2**31 - 1).min(-1), np.where(start < end, end, -(2**31)).max(-1)
+            ranges = np.stack([*first, start.max(-1), end.min(-1)], -1).astype(np.int32)
+            self.arrays[f"{side}_interval_ranges"] = ranges
 
     def put_originals(self, in_bfloat16: bool, arrays: Sequence[np.ndarray]) -> None:
         """Every head is there once: as it was where it is computed in float32, else as it has been scaled."""

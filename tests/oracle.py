@@ -16,6 +16,9 @@ import numpy as np
 TRAINABLE = ("bias", "alibi_slopes", "sinks", "scale")
 """Options that have a gradient; the scale only if it is an array."""
 
+INTERVALS = ("kv_start", "kv_end", "q_start", "q_end")
+"""The sides of interval masks: of keys, by row, and of rows, by key."""
+
 WindowSide = int | np.ndarray | None
 Window = tuple[WindowSide, WindowSide]
 
@@ -77,6 +80,10 @@ def keep_pairs(
     kv_segment_ids: np.ndarray | None = None,
     q_lengths: np.ndarray | None = None,
     kv_lengths: np.ndarray | None = None,
+    kv_start: np.ndarray | None = None,
+    kv_end: np.ndarray | None = None,
+    q_start: np.ndarray | None = None,
+    q_end: np.ndarray | None = None,
 ) -> np.ndarray:
     """Boolean [*leading, N or 1, T, S]."""
 
@@ -98,6 +105,11 @@ def keep_pairs(
         keep &= t < batched(q_lengths)
     if kv_lengths is not None:
         keep &= s < batched(kv_lengths)
+    for start, end, index, axis in ((kv_start, kv_end, s, -1), (q_start, q_end, t, -2)):
+        if start is not None:
+            keep = keep & (index >= np.expand_dims(np.asarray(start), axis))
+        if end is not None:
+            keep = keep & (index < np.expand_dims(np.asarray(end), axis))
     return keep if mask is None else keep & np.asarray(mask)
 
 
@@ -138,6 +150,10 @@ def attention(
     kv_segment_ids: np.ndarray | None = None,
     q_lengths: np.ndarray | None = None,
     kv_lengths: np.ndarray | None = None,
+    kv_start: np.ndarray | None = None,
+    kv_end: np.ndarray | None = None,
+    q_start: np.ndarray | None = None,
+    q_end: np.ndarray | None = None,
     precision: str | None = None,
     dropout_factors: np.ndarray | None = None,
 ) -> dict[str, Any]:
@@ -188,6 +204,10 @@ def attention(
         kv_segment_ids=kv_segment_ids,
         q_lengths=q_lengths,
         kv_lengths=kv_lengths,
+        kv_start=kv_start,
+        kv_end=kv_end,
+        q_start=q_start,
+        q_end=q_end,
     )
     scores = np.where(keep, scores, -np.inf)
     attended = scores > -np.inf
@@ -365,6 +385,10 @@ def plain(
     kv_segment_ids: Any = None,
     q_lengths: Any = None,
     kv_lengths: Any = None,
+    kv_start: Any = None,
+    kv_end: Any = None,
+    q_start: Any = None,
+    q_end: Any = None,
     precision: str | None = None,
     dropout_factors: np.ndarray | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -404,6 +428,10 @@ def plain(
         kv_segment_ids=kv_segment_ids,
         q_lengths=q_lengths,
         kv_lengths=kv_lengths,
+        kv_start=kv_start,
+        kv_end=kv_end,
+        q_start=q_start,
+        q_end=q_end,
     )
     scores = jnp.where(keep, scores, -jnp.inf)
     competing = scores
@@ -438,6 +466,7 @@ def sequences(
     number = len(cu_q_lengths) - 1
     offsets = np.broadcast_to(options.pop("q_offset", 0), number)
     slopes = options.pop("alibi_slopes", None)
+    intervals = {name: options.pop(name) for name in INTERVALS if options.get(name) is not None}
     factors = None
     key, rate = options.pop("dropout_key", None), options.pop("dropout_rate", 0.0)
     if rate:
@@ -447,6 +476,9 @@ def sequences(
         of_sequence = {**options, "q_offset": offsets[d]}
         if slopes is not None:
             of_sequence["alibi_slopes"] = slopes if slopes.ndim == 1 else slopes[d]
+        for name, x in intervals.items():
+            x = np.broadcast_to(x, (*x.shape[:-1], shape[1] if name in INTERVALS[:2] else shape[2]))
+            of_sequence[name] = x[..., rows if name in INTERVALS[:2] else keys]
         if factors is not None:
             size = slice(rows.stop - rows.start), slice(keys.stop - keys.start)
             of_sequence["dropout_factors"] = factors[(d, slice(None), *size)]

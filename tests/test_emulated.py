@@ -33,6 +33,7 @@ IN_FLOAT32: dict[str, dict[str, Any]] = {
             "options": ["alibi", "bias_of_keys", "causal", "originals_in_bfloat16"],
         },
         "float32-256": {"head_dim": 256, "q_length": 70, "kv_length": 90, "options": ["causal", "segments"]},
+        "float32-intervals": {"batch": 2, "options": ["intervals", "window", "shared_bias", "separate_dq"]},
         "float32-split": {"head_dim": 128, "kv_length": 60, "q_heads": 16, "options": ["lengths"]},
         "float32-one-row": {"q_length": 1, "kv_length": 90, "options": []},
     }.items()
@@ -82,6 +83,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "split-256": {"head_dim": 256, "q_length": 133, "kv_length": 70, "q_heads": 8, "kv_heads": 1},
     "segments-alibi": {"options": ["segments", "alibi", "q_offset", "causal"], **ODD},
+    "intervals-64": {"options": ["intervals", "bias_of_keys"], "batch": 2, **ODD},
+    "intervals-128": {"head_dim": 128, "options": ["intervals", "separate_dq", "causal"], **ODD},
+    "intervals-256": {"head_dim": 256, "dtype": "float16", "options": ["intervals", "descale", "lengths"], **ODD},
+    "intervals-sequences": {"options": ["intervals", "sequences", "window"], **ODD},
     # Blocks of keys whose first row, or of rows whose first key, lies beyond the last one.
     "short-rows": {"value_head_dim": 192, "options": ["causal", "segments", "short_rows"], **ODD},
     "short-keys": {"q_length": 390, "kv_length": 200, "options": ["window", "segments", "short_keys"]},
@@ -121,7 +126,7 @@ def by_turns(names: Iterable[str], always: Collection[str], *others: str) -> lis
     return [pytest.param(name, *others, marks=() if name in always else pytest.mark.slow) for name in names]
 
 
-ALWAYS = ("causal-64", "descale-128", "separate_dq-alibi", "segments-alibi")
+ALWAYS = ("causal-64", "descale-128", "separate_dq-alibi", "segments-alibi", "intervals-128")
 FORWARD_ONLY = ("many-heads",)  # whose blocks of 192 rows the backward does not have
 
 
@@ -151,6 +156,9 @@ AMPERE: dict[str, dict[str, Any]] = {
     "mask-bias-sinks": {"options": ["mask", "bias", "sinks"], **SMALL},
     "softcap-dropout-window": {"options": ["softcap", "dropout", "window"], **SMALL},
     "segments-128": {"head_dim": 128, "options": ["segments", "causal"], **SMALL},
+    "intervals-64": {"options": ["intervals", "segments"], "batch": 2, "q_length": 260, "kv_length": 300},
+    "intervals-128": {"head_dim": 128, "options": ["intervals", "separate_dq", "shared_bias"], "batch": 2, **SMALL},
+    "intervals-sequences": {"options": ["intervals", "sequences", "alibi"], **SMALL},
     "short-rows": {"value_head_dim": 192, "options": ["causal", "segments", "short_rows"], **SMALL},
     "short-keys": {"q_length": 260, "kv_length": 200, "options": ["window", "segments", "short_keys"]},
     "separate_dq-64": {"options": ["separate_dq"], **SMALL},
@@ -187,6 +195,8 @@ SPLIT_KV: dict[str, dict[str, Any]] = {
     },
     "one-slice": {"q_length": 5, "kv_length": 300, "options": ["causal", "q_offset", "alibi"], **GROUPS},
     "rows-64": {"q_length": 50, "kv_length": 1200, "options": ["segments", "sinks"], "value_head_dim": 128},
+    "intervals": {"q_length": 9, "kv_length": 1200, "options": ["intervals", "sinks"], **GROUPS},
+    "intervals-sequences": {"q_length": 30, "kv_length": 200, "options": ["intervals", "sequences"], **GROUPS},
     "rows-64-options": {"q_length": 40, "kv_length": 270, "options": ["mask", "bias", "dropout", "softcap"], **GROUPS},
     "narrow": {"head_dim": 40, "value_head_dim": 24, "q_length": 17, "kv_length": 1200, "options": ["window"]},
     "256": {"head_dim": 256, "q_length": 20, "kv_length": 150, "options": ["arrays", "q_offset"], "batch": 2},

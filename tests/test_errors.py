@@ -225,6 +225,31 @@ OPTIONS = {
         ValueError,
         r"kv_segment_ids must broadcast to shape \(2, 7\), got shape \(2, 5\)",
     ),
+    "kv_start_dtype": (
+        {"kv_start": array((5,), jnp.float32)},
+        TypeError,
+        r"kv_start must be an int32 array, or integers that are known when the call is traced, got dtype float32",
+    ),
+    "kv_end_shape": (
+        {"kv_start": 0, "kv_end": array((7,), jnp.int32)},
+        ValueError,
+        r"kv_end must broadcast to shape \(2, 4, 5\), got shape \(7,\)",
+    ),
+    "q_start_without_heads": (
+        {"q_start": array((2, 7), jnp.int32)},
+        ValueError,
+        r"q_start must broadcast to shape \(2, 4, 7\), got shape \(2, 7\): use q_start\[:, None, :\]",
+    ),
+    "q_end_rank": (
+        {"q_end": array((1, 2, 4, 7), jnp.int32)},
+        ValueError,
+        r"q_end must broadcast to shape \(2, 4, 7\), got shape \(1, 2, 4, 7\)",
+    ),
+    "q_end_beyond_int32": (
+        {"q_end": [2**31]},
+        ValueError,
+        r"q_end must be in the range of int32, got 2147483648",
+    ),
     "q_lengths_ragged": (
         {"q_lengths": [[1], [2, 3]]},
         TypeError,
@@ -384,6 +409,8 @@ INTEGERS = {
     "kv_lengths": [6, 3],
     "q_lengths": [2, 5],
     "kv_segment_ids": [[0] * 4 + [1] * 3, [1] * 7],
+    "kv_start": [0, 1, 2, 3, 4],
+    "q_start": [0, 1, 2, 3, 4, 4, 0],
 }
 
 

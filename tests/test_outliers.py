@@ -187,6 +187,10 @@ HIDDEN: dict[str, dict[str, Any]] = {
         "q_segment_ids": np.where(np.arange(T) < 50, 0, 1) * np.ones((B, 1), np.int32),
         "kv_segment_ids": np.where(np.arange(S) < 60, 0, 2) * np.ones((B, 1), np.int32),
     },
+    "intervals": {
+        "kv_end": np.where(np.arange(T) < 50, np.arange(T) + 9, 0).astype(np.int32),
+        "q_end": np.where(np.arange(S) < 60, T, 0).astype(np.int32)[None, None],
+    },
     "window": {"window": (5, 5), "q_offset": np.array([30, 15], np.int32)},
     "causal": {"causal": True, "q_offset": np.array([-20, 5], np.int32)},
 }

@@ -135,6 +135,7 @@ ROWS = (
     Case("rows_causal", 16, 12, 4, 2, 8, causal=True, q_offset=(4, -3)),
     Case("rows_no_offset", 16, 24, 4, 4, 8, window=(5, 2), sinks=True),
     Case("rows_lengths", 16, 24, 4, 2, 8, q_lengths=(16, 5), kv_lengths=(9, 24), alibi="n", bias="ts"),
+    Case("rows_intervals", 80, 96, 4, 2, 8, intervals="kv_start:bnt kv_end:t q_start:s q_end:bns", bias="nt"),
     Case("rows_masks", 16, 24, 4, 2, 8, causal=True, q_offset=9, mask="bts", segments=3, bias="nt", softcap=2.0),
 )
 
@@ -151,7 +152,7 @@ def test_rows_of_query(target: Target, case: Case, kind: str) -> None:
     with jax.set_mesh(grid):
         program, arguments = split_call(target, problem, grid, PartitionSpec(None, "x"))
         for name in ("jax_flash_forward", "jax_flash_backward"):
-            assert set(kernel_shapes(program.as_text(), name)) == {(2, 16 // many, 4, 8)}
+            assert set(kernel_shapes(program.as_text(), name)) == {(2, case.q_length // many, 4, 8)}
         results = program(*arguments)
     assert results["out"].sharding.spec[1] == results["dq"].sharding.spec[1] == "x"
     problem.check(target.platform, jax.tree.map(np.asarray, results))

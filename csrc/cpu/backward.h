@@ -111,6 +111,7 @@ class BackwardItem {
     kept_begin_ = arena.take<T>(kQueries);
     kept_end_ = arena.take<T>(kQueries);
     if (options_.has_segments) segments_ = arena.take<Int<T>>(kKeys);
+    if (p.q_intervals) interval_begin_ = arena.take<Int<T>>(kKeys), interval_end_ = arena.take<Int<T>>(kKeys);
     if (dropout_.active()) key_bits_ = arena.take<uint32_t>((kQueries + 2 * kDropoutRows) * (kKeys / kDropoutKeys));
     if (p.options.has_dbias) dbias_ = arena.take<T>(kKeys);
     workspace_ = arena.used();
@@ -242,6 +243,8 @@ class BackwardItem {
     sequence_index_ = index;
     sequence_ = sequence(p_, batch_, index);
     band_ = Band(p_, batch_);
+    kv_intervals_ = kv_intervals(p_, batch_);
+    q_intervals_ = q_intervals(p_, batch_);
     scale_ = scale_of<T>(p_, batch_);
     first_block_ = is_packed(p_) ? first_block(p_, batch_, index, 1, kReduceRows) : 0;
     // Sums are padded to whole groups of rows: a tile may end in rows of zeros after those of the sequence.
@@ -321,7 +324,8 @@ class BackwardItem {
     // If a key block meets some rows only, each chunk takes consecutive blocks: then chunks share few rows, and few
     // sums of dq. Otherwise each chunk takes every chunks-th block, which divides a causal triangle evenly. If batch
     // entries have bands of their own the first entry decides, for they may share dbias.
-    bool in_a_row = is_packed(p_) || options_.has_segments || Band(p_, 0).limited_on_both_sides();
+    bool in_a_row = is_packed(p_) || options_.has_segments || options_.has_intervals;
+    in_a_row = in_a_row || Band(p_, 0).limited_on_both_sides();
     int64_t block = 0;
     for (int64_t index = 0; index < sequences; ++index) {
       go_to_sequence(index);
@@ -387,13 +391,19 @@ class BackwardItem {
     if (decodes_) decodes_ = decode();
     if (decodes_) return;
     load_keys();
-    int64_t begin = round_down(band_.row_begin(sequence_, first), kTilePadding<E>);
-    int64_t end = band_.row_end(sequence_, first + count_ - 1);
-    if (restates_) begin = std::max(begin, restated_begin_), end = std::min(end, restated_end_);
+    int64_t first_of_band = round_down(band_.row_begin(sequence_, first), kTilePadding<E>);
+    int64_t end_of_band = band_.row_end(sequence_, first + count_ - 1);
     SegmentRange segments{};
     if (options_.has_segments) segments = key_segments(p_, batch_, first, first + count_);
     for (int member = 0; member < group(); ++member) {
       head_ = kv_head_ * group() + member;
+      int64_t begin = first_of_band, end = end_of_band;
+      if (q_intervals_) {
+        keys_intervals_ = load_intervals();
+        begin = std::max(begin, round_down(std::min(keys_intervals_.begin, sequence_.rows), kTilePadding<E>));
+        end = std::min(end, keys_intervals_.end);
+      }
+      if (restates_) begin = std::max(begin, restated_begin_), end = std::min(end, restated_end_);
       if (options_.has_slope) slope_ = options_.slope(batch_, sequence_index_, head_);
       if (dropout_.active() && sequence_.rows > 0) dropout_.seed(options_.seed(batch_, sequence_index_, head_));
       for (int64_t t = begin, next; t < end; t = next) {
@@ -405,6 +415,9 @@ class BackwardItem {
           if (!segments.meets(rows)) continue;
           compare_segments_ = !segments.is_only(rows);
         }
+        rows_intervals_ = kv_intervals_.range(head_, 1, sequence_.first_row + t, sequence_.first_row + next);
+        if (!rows_intervals_.meets(first, first + count_)) continue;
+        test_intervals_ = q_intervals_ && !keys_intervals_.covers(t, next);
         int rows = static_cast<int>(next - t);
         load_queries(t, rows);
         if (most_ == 0) continue;
@@ -469,6 +482,9 @@ class BackwardItem {
     }
   }
 
+  // Those of the block's keys for the current head, of which it returns the range.
+  IntervalRange load_intervals();
+
   // The block's rows of K or V as the right operand of the first products.
   void load_columns(const E* from, ptrdiff_t stride, int columns, int depth, Pair* to);
 
@@ -478,13 +494,15 @@ class BackwardItem {
   // Rows t, t + 1, ... of head_: in place in the copies if they fill the tile, else rows `at`, ... of our buffers.
   void load_queries(int64_t t, int rows, int at = 0);
 
-  bool finishes_later() const { return options_.any() || dropout_.active() || compare_segments_ || large_; }
+  bool finishes_later() const {
+    return options_.any() || dropout_.active() || compare_segments_ || test_intervals_ || large_;
+  }
   // body(std::integral_constant<Finish, finish>) for the current tile.
   template <typename Body>
   JAX_FLASH_INLINE void with_finish(Body body) const {
     if (finishes_later()) return body(std::integral_constant<Finish, Finish::later>{});
     if (!masked_) return body(std::integral_constant<Finish, Finish::full>{});
-    if (band_.left == kUnlimited) return body(std::integral_constant<Finish, Finish::ended>{});
+    if (band_.left == kUnlimited && !kv_intervals_) return body(std::integral_constant<Finish, Finish::ended>{});
     body(std::integral_constant<Finish, Finish::masked>{});
   }
 
@@ -523,36 +541,7 @@ class BackwardItem {
   // Prefetches what the next tile reads in the copies, and the rows of results that are written after this tile: those
   // of dq that it finishes, and dk and dv after the block's last tile. These rows lie far apart in memory, and storing
   // them without a prefetch took 1.5% of a causal call's time.
-  void start_prefetch(int64_t t, int rows, int64_t next, int64_t steps, int64_t later_steps) {
-    next_q_ = next_dout_ = next_record_ = {};
-    dq_rows_ = dk_rows_ = dv_rows_ = {};
-    bool last_of_head = next <= t, last = last_of_head && head_ % group() == group() - 1;
-    bool finishes = plan_.reduce_items == 0 && band_.end(sequence_, t) <= first_ + count_ &&
-                    band_.end(sequence_, t + rows - 1) > first_;
-    prefetches_rows_ = last || finishes;
-    if (finishes) {
-      dq_rows_ = RowsAhead(row_of<E>(p_.dq, batch_, t, head_), p_.dq.row_stride, rows, p_.head_dim, later_steps,
-                           Access::write);
-    }
-    if (last) {
-      int64_t s = sequence_.first_key + first_;
-      dk_rows_ = RowsAhead(row_of<E>(p_.dk, batch_, s, kv_head_), p_.dk.row_stride, count_, p_.head_dim, later_steps,
-                           Access::write);
-      dv_rows_ = RowsAhead(row_of<E>(p_.dv, batch_, s, kv_head_), p_.dv.row_stride, count_, p_.value_head_dim,
-                           later_steps, Access::write);
-    }
-    // With plan.in_turn the next item is one of another head.
-    if (!plan_.copies || (last && plan_.in_turn)) return;
-    int64_t head = !last_of_head ? head_ : last ? kv_head_ * group() : head_ + 1, row = sequence_.first_row + next;
-    if constexpr (kPairedBackward<E>) {
-      next_record_ = LinesAhead(record(head, row), record_size(p_) * sizeof(Pair), steps);
-      return;
-    }
-    next_q_ =
-        LinesAhead(row_of_copy(plan_.q_copy, head, row, k_stride_), int64_t{kQueries} * k_stride_ * sizeof(T), steps);
-    next_dout_ = LinesAhead(row_of_copy(plan_.dout_copy, head, row, v_stride_),
-                            int64_t{kQueries} * v_stride_ * sizeof(T), steps);
-  }
+  void start_prefetch(int64_t t, int rows, int64_t next, int64_t steps, int64_t later_steps);
   JAX_FLASH_INLINE void ask_for_rows() {
     if (!prefetches_rows_) return;
     dq_rows_.step();
@@ -652,7 +641,7 @@ class BackwardItem {
   T* lse_;         // [kQueries] in units of log2; +inf where a row keeps no key
   T* rest_;        // [kQueries]
   T* delta_;       // [kQueries]
-  T* kept_begin_;  // [kQueries] the band's part of the block's keys
+  T* kept_begin_;  // [kQueries] the part of the block's keys of the band and of the rows' intervals
   T* kept_end_;
   int k_depth_, v_depth_;  // with tiles, pairs of head_dim and value_head_dim
   Pair* k_tiles_;          // [kKeys / kTileKeys][k_depth_][kTileKeys]
@@ -668,6 +657,8 @@ class BackwardItem {
   T* dk_columns_;       // [kKeys / kTileKeys][k_stride_][kTileKeys]
   T* dv_columns_;       // [kKeys / kTileKeys][v_stride_][kTileKeys]
   Int<T>* segments_;    // [keys]
+  Int<T>* interval_begin_;
+  Int<T>* interval_end_;
   uint32_t* key_bits_;  // [rows][kKeys / kDropoutKeys]
   T* dbias_;            // [kKeys] sums over the rows of a tile
   size_t workspace_;
@@ -680,6 +671,9 @@ class BackwardItem {
   int64_t batch_, kv_head_, head_, chunk_, sequence_index_;
   Sequence sequence_;
   Band band_;
+  Intervals kv_intervals_, q_intervals_;         // of the batch entry
+  IntervalRange keys_intervals_;                 // of the block's keys
+  IntervalRange rows_intervals_;                 // of the tile's rows
   double scale_;                                 // of the batch entry
   int64_t first_block_;                          // of backward_reduce
   int64_t first_sum_;                            // row of the sums of dq
@@ -689,7 +683,7 @@ class BackwardItem {
   Depths rows_of_keys_[kKeys / kRowPadding];
   int most_;     // the rows of the tile keep none of the block's keys from this one on
   bool masked_;  // whether the band clears some weight of the tile
-  bool compare_segments_;
+  bool compare_segments_, test_intervals_;
   bool decodes_;
   bool restates_ = false;  // whether tiles end with their scores, of rows [restated_begin_, restated_end_)
   bool large_;             // whether it does, or rows of the tile have been restated

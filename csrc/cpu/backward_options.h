@@ -40,6 +40,11 @@ __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int row
       if (compare_segments_) {
         put_where<T>(IntVec<T>(segments_ + lane, stdx::element_aligned) != segment, score, -kInfinity<T>);
       }
+      if (test_intervals_) {
+        IntVec<T> begin(interval_begin_ + lane, stdx::element_aligned),
+            end(interval_end_ + lane, stdx::element_aligned);
+        put_where<T>(begin > static_cast<Int<T>>(t + i) || end <= static_cast<Int<T>>(t + i), score, -kInfinity<T>);
+      }
       stdx::where(key < kept_begin_[i] || key >= kept_end_[i], score) = -kInfinity<T>;
       if (restates) {
         store(weights, score);
@@ -92,6 +97,17 @@ __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int row
   if (sums_rows_of_bias && p_.bias_strides.column != 0) {
     for (int lane = 0; lane < lanes; lane += W) add_to_bias(t, lane, load(dbias_ + lane));
   }
+}
+
+template <typename E>
+IntervalRange BackwardItem<E>::load_intervals() {
+  int64_t first = sequence_.first_key + first_;
+  for (int j = 0; j < plan_.keys; ++j) {
+    Interval rows = q_intervals_.of(head_, first + std::min(j, count_ - 1));
+    interval_begin_[j] = static_cast<Int<T>>(rows.begin);
+    interval_end_[j] = static_cast<Int<T>>(rows.end);
+  }
+  return q_intervals_.range(head_, 1, first, first + count_);
 }
 
 template <typename E>

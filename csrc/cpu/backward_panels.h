@@ -43,6 +43,7 @@ inline void BackwardItem<E>::load_queries(int64_t t, int rows, int at) {
   for (int i = 0; i < rows; ++i) large |= tile_rest_[at + i] != 0;
   large_ = large;
   bool whole = band_.begin(sequence_, t + rows - 1) <= first_ && band_.end(sequence_, t) >= first_ + count_;
+  whole = whole && (!kv_intervals_ || rows_intervals_.covers(first_, first_ + count_));
   masked_ = count_ < plan_.keys || !whole;
   if (whole) {
     std::fill_n(kept_begin_ + at, padded, T(0));
@@ -52,8 +53,10 @@ inline void BackwardItem<E>::load_queries(int64_t t, int rows, int at) {
   }
   most_ = 0;
   for (int i = 0; i < rows; ++i) {
-    int begin = static_cast<int>(std::clamp<int64_t>(band_.begin(sequence_, t + i) - first_, 0, count_));
-    int end = static_cast<int>(std::clamp<int64_t>(band_.end(sequence_, t + i) - first_, begin, count_));
+    Interval keys = kv_intervals_.of(head_, row + i);
+    keys = {std::max(keys.begin, band_.begin(sequence_, t + i)), std::min(keys.end, band_.end(sequence_, t + i))};
+    int begin = static_cast<int>(std::clamp<int64_t>(keys.begin - first_, 0, count_));
+    int end = static_cast<int>(std::clamp<int64_t>(keys.end - first_, begin, count_));
     kept_begin_[at + i] = static_cast<T>(begin);
     kept_end_[at + i] = static_cast<T>(end);
     most_ = std::max(most_, end);
@@ -79,6 +82,38 @@ inline void BackwardItem<E>::find_kept(int rows, int keys) {
     while (kept.begin < kept.end && !meets(kept.begin / N)) kept.begin += N;
     while (kept.begin < kept.end && !meets(kept.end / N - 1)) kept.end -= N;
   }
+}
+
+template <typename E>
+inline void BackwardItem<E>::start_prefetch(int64_t t, int rows, int64_t next, int64_t steps, int64_t later_steps) {
+  next_q_ = next_dout_ = next_record_ = {};
+  dq_rows_ = dk_rows_ = dv_rows_ = {};
+  bool last_of_head = next <= t, last = last_of_head && head_ % group() == group() - 1;
+  bool finishes = plan_.reduce_items == 0 && band_.end(sequence_, t) <= first_ + count_ &&
+                  band_.end(sequence_, t + rows - 1) > first_;
+  prefetches_rows_ = last || finishes;
+  if (finishes) {
+    dq_rows_ =
+        RowsAhead(row_of<E>(p_.dq, batch_, t, head_), p_.dq.row_stride, rows, p_.head_dim, later_steps, Access::write);
+  }
+  if (last) {
+    int64_t s = sequence_.first_key + first_;
+    dk_rows_ = RowsAhead(row_of<E>(p_.dk, batch_, s, kv_head_), p_.dk.row_stride, count_, p_.head_dim, later_steps,
+                         Access::write);
+    dv_rows_ = RowsAhead(row_of<E>(p_.dv, batch_, s, kv_head_), p_.dv.row_stride, count_, p_.value_head_dim,
+                         later_steps, Access::write);
+  }
+  // With plan.in_turn the next item is one of another head.
+  if (!plan_.copies || (last && plan_.in_turn)) return;
+  int64_t head = !last_of_head ? head_ : last ? kv_head_ * group() : head_ + 1, row = sequence_.first_row + next;
+  if constexpr (kPairedBackward<E>) {
+    next_record_ = LinesAhead(record(head, row), record_size(p_) * sizeof(Pair), steps);
+    return;
+  }
+  next_q_ =
+      LinesAhead(row_of_copy(plan_.q_copy, head, row, k_stride_), int64_t{kQueries} * k_stride_ * sizeof(T), steps);
+  next_dout_ =
+      LinesAhead(row_of_copy(plan_.dout_copy, head, row, v_stride_), int64_t{kQueries} * v_stride_ * sizeof(T), steps);
 }
 
 template <typename E>

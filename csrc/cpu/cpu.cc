@@ -173,6 +173,8 @@ constexpr int64_t kEnoughItems = 32;
 
 // The lengths of packed sequences are in arrays that a plan does not read: it assumes equal lengths.
 bool is_packed(const Problem& p) { return p.options.has_cu_q_lengths; }
+// Whether segments or intervals leave out blocks of rows and keys.
+bool skips_blocks(const Problem& p) { return p.q_segment_ids || p.kv_intervals || p.q_intervals; }
 int64_t average_length(const Problem& p, int length) {
   return divide_up(length, is_packed(p) ? p.options.sequences : 1);
 }
@@ -202,8 +204,10 @@ ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
   const int longest_keys = p.options.causal ? 2048 : 1024;
   constexpr int64_t kLongerBytes = 384 << 10;
   int64_t rows = average_length(p, p.q_length);
-  // Heads are not folded with dropout, whose bits are drawn for rows of one head.
-  plan.fold = rows < kShort && p.options.dropout_rate == 0 ? group : 1;
+  // Heads are not folded with dropout, whose bits are drawn for rows of one head, nor where keys have an interval for
+  // each head.
+  bool shares_keys = p.options.dropout_rate == 0 && !(p.q_intervals && p.q_intervals_strides.head != 0);
+  plan.fold = rows < kShort && shares_keys ? group : 1;
   rows *= plan.fold;
   int64_t heads = int64_t{p.batch} * (p.q_heads / plan.fold);
   int64_t sequences = heads * (is_packed(p) ? p.options.sequences : 1);
@@ -231,7 +235,7 @@ ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
   // Fewer threads need fewer items. The number of threads may decide the block only where a row's result does not
   // depend on its block: all blocks begin with key 0, see all keys, and have more than kDecodingRows rows.
   constexpr int64_t kItemsOfThread = 8;
-  bool same_rows = plan.splits == 1 && plan.fold == 1 && !is_packed(p) && !p.q_lengths && !p.q_segment_ids &&
+  bool same_rows = plan.splits == 1 && plan.fold == 1 && !is_packed(p) && !p.q_lengths && !skips_blocks(p) &&
                    p.options.window_left == 2147483647 && !p.options.has_window_bounds;
   if (same_rows && rows > kLong) {
     auto rest = [&](int64_t size) { return rows - (divide_up(rows, size) - 1) * size; };
@@ -297,16 +301,16 @@ BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads, int64
   plan.in_turn = plan.copies && p.q_length >= kTurnRows && heads >= kTurnHeads && alone && !is_packed(p) &&
                  !p.options.has_dalibi_slopes;
   // Longer blocks of keys read q and dout less often: 1.02 to 1.04 times the rate of 96 keys with head_dim 128, 1.00 to
-  // 1.01 with 64, but 0.9 with 3 blocks a thread. Not with segments, where shorter blocks skip more.
+  // 1.01 with 64, but 0.9 with 3 blocks a thread. Not with segments and intervals, where shorter blocks skip more.
   plan.keys = kBackwardKeys;
   int64_t tiles = kMostBackwardKeys * (int64_t{3} * p.head_dim + 2 * p.value_head_dim) * computed_size_of(dtype);
-  if (plan.in_turn && !p.q_segment_ids && tiles <= second_level_cache() / 2 &&
+  if (plan.in_turn && !skips_blocks(p) && tiles <= second_level_cache() / 2 &&
       heads * divide_up(p.kv_length, kMostBackwardKeys) >= kBlocksOfThread * threads) {
     plan.keys = kMostBackwardKeys;
   }
   plan.blocks = static_cast<int>(divide_up(p.kv_length, plan.keys));
   if (plan.in_turn) plan.chunks = plan.chunk_items = 1;
-  if (plan.in_turn && !p.q_segment_ids) plan.reduce_items = 0;
+  if (plan.in_turn && !skips_blocks(p)) plan.reduce_items = 0;
   plan.items = heads * (plan.in_turn ? plan.blocks : plan.chunk_items);
   int64_t parts = int64_t{plan.chunks} * p.batch;
   int64_t rows = int64_t{p.batch} * p.q_heads * (plan.copies && plan.record == 0 ? p.q_length : 0);

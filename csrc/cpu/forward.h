@@ -84,6 +84,11 @@ class ForwardItem {
     }
     if (options_.has_slope) slopes_ = arena.take<T>(lanes);
     if (options_.has_segments) segments_ = arena.take<Int<T>>(lanes);
+    if (options_.has_intervals) {
+      rows_in_lanes_ = arena.take<Int<T>>(lanes);
+      interval_begin_ = arena.take<Int<T>>(lanes);
+      interval_end_ = arena.take<Int<T>>(lanes);
+    }
     if (dropout_.active()) {
       lane_bits_ = arena.take<uint16_t>(keys * bit_rows_);
       key_bits_ = arena.take<uint32_t>(kDropoutRows * keys / kDropoutKeys);
@@ -141,10 +146,12 @@ class ForwardItem {
 
  private:
   // The keys that a range of rows keeps: some row keeps those in [begin, end), every row those in [full_begin,
-  // full_end).
+  // full_end), as far as the band lets them.
   struct Kept {
     int64_t begin, end, full_begin, full_end;
+    int64_t first_row, end_row;
     SegmentRange segments;
+    IntervalRange intervals;
   };
   struct Panel {
     int row, vectors;
@@ -211,6 +218,10 @@ class ForwardItem {
     sequence_index_ = is_packed(p_) ? sequence_of_block(p_, batch_, block, plan_.fold, plan_.block_rows) : 0;
     sequence_ = sequence(p_, batch_, sequence_index_);
     band_ = Band(p_, batch_);
+    if (options_.has_intervals) {
+      kv_intervals_ = kv_intervals(p_, batch_);
+      q_intervals_ = q_intervals(p_, batch_);
+    }
     scale_ = scale_of<T>(p_, batch_);
     if (is_packed(p_)) block -= first_block(p_, batch_, sequence_index_, plan_.fold, plan_.block_rows);
     first_row_ = block * plan_.block_rows;
@@ -273,7 +284,7 @@ class ForwardItem {
     }
   }
 
-  // Loads what the options have for each row: position, slope, segment, limits.
+  // Loads what the options have for each row: slope, segment, interval.
   void load_options(int lanes);
 
   void clear() {
@@ -295,16 +306,44 @@ class ForwardItem {
               band_.end(sequence_, last),
               band_.begin(sequence_, last),
               band_.end(sequence_, first),
+              first,
+              last + 1,
+              {},
               {}};
     kept.end = std::max(kept.begin, kept.end);
-    if (options_.has_segments) {
-      kept.segments = row_segments(p_, batch_, first, last + 1);
-      kept.begin = round_down(kept.begin, kSegmentBlock);
-      KeyRange keys = trim(p_, batch_, kept.segments, {kept.begin, kept.end});
+    if (kv_intervals_) {
+      auto [head, heads] = visited_heads();
+      kept.intervals = kv_intervals_.range(head, heads, sequence_.first_row + first, sequence_.first_row + last + 1);
+      kept.begin = std::max(kept.begin, kept.intervals.begin);
+      kept.end = std::min(kept.end, kept.intervals.end);
+      if (kept.begin >= kept.end) kept.begin = kept.end = 0;
+    }
+    if (skips_keys()) {
+      if (options_.has_segments) kept.segments = row_segments(p_, batch_, first, last + 1);
+      KeyRange keys = trim_to({round_down(kept.begin, kSegmentBlock), kept.end}, kept);
       kept.begin = keys.begin;
       kept.end = keys.end;
     }
     return kept;
+  }
+
+  struct Heads {
+    int64_t first, count;
+  };
+  // Those that visit keys together.
+  Heads visited_heads() const { return plan_.together ? Heads{0, p_.q_heads} : Heads{first_head_, plan_.fold}; }
+
+  // Whether blocks may be left out in the middle of a range of keys.
+  bool skips_keys() const { return options_.has_segments || q_intervals_; }
+  KeyRange trim_to(KeyRange keys, const Kept& kept) const {
+    return trim(keys, [&](int64_t begin, int64_t end) {
+      if (options_.has_segments && !kept.segments.meets(key_segments(p_, batch_, begin, end))) return false;
+      return !q_intervals_ || intervals_of_keys(begin, end).meets(kept.first_row, kept.end_row);
+    });
+  }
+  IntervalRange intervals_of_keys(int64_t begin, int64_t end) const {
+    auto [head, heads] = visited_heads();
+    return q_intervals_.range(head, heads, sequence_.first_key + begin, sequence_.first_key + end);
   }
 
   // body(first, count) for the blocks of at most `size` keys that the split has to visit.
@@ -321,9 +360,9 @@ class ForwardItem {
     keys_end_ = end;
     while (begin < end) {
       KeyRange block{begin, std::min<int64_t>(end, begin + size)};
-      if (options_.has_segments) {
+      if (skips_keys()) {
         // Blocks in the middle of the range that hold no kept pair are skipped here, one by one.
-        block = trim(p_, batch_, all.segments, {begin, end});
+        block = trim_to({begin, end}, all);
         end = block.end;
         block.end = std::min(end, block.begin + size);
       }
@@ -462,6 +501,9 @@ class ForwardItem {
       put_where<T>(own[v] != Int<T>{segments[j]}, score, -kInfinity<T>);
     });
   }
+
+  template <int NV>
+  void test_intervals(int row, const Kept& kept, int64_t first, int keys);
 
   // Softcap, then bias and mask, then ALiBi.
   template <int NV>
@@ -611,6 +653,9 @@ class ForwardItem {
   typename Scores<E>::Row* rows_of_options_;  // of the rows, and so on
   T* slopes_;
   Int<T>* segments_;
+  Int<T>* rows_in_lanes_;
+  Int<T>* interval_begin_;
+  Int<T>* interval_end_;
   uint16_t* lane_bits_;  // [keys_][bit_rows_]
   uint32_t* key_bits_;   // [kDropoutRows][keys_ / kDropoutKeys]
   size_t workspace_;
@@ -620,7 +665,8 @@ class ForwardItem {
   int64_t block_item_, batch_, first_head_, sequence_index_, first_row_, first_position_, padding_begin_, padding_end_;
   Sequence sequence_;
   Band band_;
-  double scale_;  // of the batch entry
+  Intervals kv_intervals_, q_intervals_;  // of the batch entry
+  double scale_;                          // likewise
   int rows_;
 };
 

@@ -20,7 +20,7 @@ inline void ForwardItem<E>::decode(int64_t first, int count) {
                });
   for (int head = 0; head < all; ++head) {
     T* scores = scores_ + head * score_stride;
-    if (all > 1 && (options_.any() || dropout_.active())) {
+    if (all > 1 && (options_.any() || options_.has_intervals || dropout_.active())) {
       go_to(first_item + head);
       load_options(kDecodingRows);
     }
@@ -90,7 +90,7 @@ JAX_FLASH_INLINE void ForwardItem<E>::with_rows(const Tensor& x, int columns, in
 template <typename E>
 inline void ForwardItem<E>::finish_decoding(int row, int64_t first, int count, T* scores) {
   int64_t t = first_position_ + static_cast<int64_t>(position_[row]);
-  if (options_.any() || options_.has_segments) {
+  if (options_.any()) {
     for (int j = 0; j < count; j += kWidth<T>) {
       Vec<T> score = load(scores + j);
       if (options_.has_cap) score = options_.cap(score).value;
@@ -105,6 +105,14 @@ inline void ForwardItem<E>::finish_decoding(int row, int64_t first, int count, T
     const int* segments = p_.kv_segment_ids + batch_ * p_.kv_length + first;
     for (int j = 0; j < count; ++j) {
       if (segments[j] != segments_[row]) scores[j] = -kInfinity<T>;
+    }
+  }
+  if (options_.has_intervals) {
+    for (int j = 0; j < count; ++j) {
+      Interval rows = q_intervals_.of(place(row).head, sequence_.first_key + first + j);
+      bool kept =
+          first + j >= interval_begin_[row] && first + j < interval_end_[row] && t >= rows.begin && t < rows.end;
+      if (!kept) scores[j] = -kInfinity<T>;
     }
   }
   int begin = static_cast<int>(std::clamp<int64_t>(band_.begin(sequence_, t) - first, 0, count));

@@ -34,13 +34,44 @@ inline void ForwardItem<E>::fill_lane_bits(int64_t first, int count) {
 }
 
 template <typename E>
+template <int NV>
+__attribute__((noinline)) void ForwardItem<E>::test_intervals(int row, const Kept& kept, int64_t first, int keys) {
+  bool rows_keep_all = !kv_intervals_ || kept.intervals.covers(first, first + keys);
+  if (rows_keep_all && (!q_intervals_ || intervals_of_keys(first, first + keys).covers(kept.first_row, kept.end_row))) {
+    return;
+  }
+  auto load = [&](const Int<T>* lanes, int v) { return IntVec<T>(lanes + row + v * kWidth<T>, stdx::element_aligned); };
+  IntVec<T> rows[NV], begin[NV], end[NV];
+  for (int v = 0; v < NV; ++v) {
+    rows[v] = load(rows_in_lanes_, v);
+    begin[v] = load(interval_begin_, v);
+    end[v] = load(interval_end_, v);
+  }
+  for (int j = 0; j < keys; ++j) {
+    // Heads are folded only where they share the intervals of keys.
+    Interval of_key = q_intervals_.of(first_head_, sequence_.first_key + first + j);
+    IntVec<T> key = static_cast<Int<T>>(first + j);
+    IntVec<T> first_row = static_cast<Int<T>>(of_key.begin), end_row = static_cast<Int<T>>(of_key.end);
+    change_scores<NV>(j, j + 1, [&](int, int v, Vec<T>& score) __attribute__((always_inline)) {
+      put_where<T>(key < begin[v] || key >= end[v] || rows[v] < first_row || rows[v] >= end_row, score, -kInfinity<T>);
+    });
+  }
+}
+
+template <typename E>
 inline void ForwardItem<E>::load_options(int lanes) {
-  if (options_.any() || options_.has_segments) {
+  if (options_.any() || options_.has_segments || options_.has_intervals) {
     for (int row = 0; row < lanes; ++row) {
       Place at = place(std::min(row, rows_ - 1));
       if (options_.has_addend) rows_of_options_[row] = options_.row(batch_, at.head, at.t);
       if (options_.has_slope) slopes_[row] = options_.slope(batch_, sequence_index_, at.head);
       if (options_.has_segments) segments_[row] = p_.q_segment_ids[batch_ * p_.q_length + at.t];
+      if (options_.has_intervals) {
+        Interval keys = kv_intervals_.of(at.head, sequence_.first_row + at.t);
+        rows_in_lanes_[row] = static_cast<Int<T>>(at.t);
+        interval_begin_[row] = static_cast<Int<T>>(keys.begin);
+        interval_end_[row] = static_cast<Int<T>>(keys.end);
+      }
     }
   }
   // One seed for all rows: heads are folded only without dropout.

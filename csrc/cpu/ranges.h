@@ -1,4 +1,5 @@
-// Which pairs of rows and keys the kernels visit: sequences and padding, the band of causal and window, segments.
+// Which pairs of rows and keys the kernels visit: sequences and padding, the band of causal and window, segments; and
+// with intervals.h interval masks.
 //
 // Rows t and keys s count from the start of their sequence, and all comparisons are made in 64 bits.
 #pragma once
@@ -126,11 +127,15 @@ struct KeyRange {
   int64_t begin, end;
 };
 
-// The range without the blocks at both ends that hold none of the segments.
-inline KeyRange trim(const Problem& p, int64_t batch, const SegmentRange& segments, KeyRange keys) {
-  auto meets = [&](int64_t begin, int64_t end) { return segments.meets(key_segments(p, batch, begin, end)); };
-  while (keys.begin < keys.end && !meets(keys.begin, keys.begin + 1)) keys.begin += kSegmentBlock;
-  while (keys.begin < keys.end && !meets(keys.end - 1, keys.end)) keys.end = round_down(keys.end - 1, kSegmentBlock);
+// The range without the blocks at both ends of which meets(begin, end) is false.
+template <typename Meets>
+KeyRange trim(KeyRange keys, Meets meets) {
+  while (keys.begin < keys.end && !meets(keys.begin, std::min(keys.end, keys.begin + kSegmentBlock))) {
+    keys.begin += kSegmentBlock;
+  }
+  while (keys.begin < keys.end && !meets(round_down(keys.end - 1, kSegmentBlock), keys.end)) {
+    keys.end = round_down(keys.end - 1, kSegmentBlock);
+  }
   return {keys.begin, std::max(keys.begin, keys.end)};
 }
 

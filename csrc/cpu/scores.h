@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "dropout.h"
+#include "intervals.h"
 #include "pack.h"
 #include "ranges.h"
 #include "softmax.h"
@@ -36,10 +37,11 @@ class Scores {
         has_addend(p.bias || p.mask),
         has_slope(p.alibi_slopes),
         has_segments(p.q_segment_ids),
+        has_intervals(p.kv_intervals || p.q_intervals),
         cap_(static_cast<T>(p.options.softcap * kLog2E)),
         cap_rate_(static_cast<T>(has_cap ? 2 / p.options.softcap : 0)) {}
 
-  // Whether any option but the band and segments changes scores.
+  // Whether any option but the band, segments and intervals changes scores.
   bool any() const { return has_cap || has_addend || has_slope; }
 
   // The capped score, and the derivative there.
@@ -122,7 +124,7 @@ class Scores {
   const Problem& p_;
 
  public:
-  const bool has_cap, has_addend, has_slope, has_segments;
+  const bool has_cap, has_addend, has_slope, has_segments, has_intervals;
 
  private:
   T cap_, cap_rate_;

@@ -106,6 +106,7 @@ int64_t extent(char dim, const Problem& p) {
     case 'x': return blocks_of_mask(p.q_length, p.options.mask_block_rows);
     case 'y': return blocks_of_mask(p.kv_length, p.options.mask_block_keys);
     case '2': return 2;
+    case '4': return 4;
     default: throw std::logic_error("an operand has a dimension of no meaning");
   }
 }

@@ -235,6 +235,29 @@ def scores(name: str, value: object, shape: tuple[int, ...], dtypes: Sequence[st
     return array.reshape(-1, *array.shape[-3:])
 
 
+def intervals(names: tuple[str, str], values: tuple[object, object], shape: tuple[int, ...], limit: int) -> jax.Array:
+    """[start, end) of integers that broadcast to ``shape``, [..., N, length], as [B or 1, N or 1, length or 1, 2].
+
+    Clipped to [0, ``limit``]; a side that is None is that end of it.
+    """
+    leading = shape[:-2]
+
+    def side(name: str, value: object, absent: int) -> jax.Array:
+        if value is None:
+            return jnp.full((1, 1), absent, jnp.int32)
+        integers = int32(name, value)
+        hint = f": use {name}[{':, ' * len(leading)}None, :]" if integers.shape == (*leading, shape[-1]) else ""
+        return _fitting(name, integers, shape, hint)
+
+    start, end = (side(*x) for x in zip(names, values, (0, _LIMIT.max), strict=True))
+    sides = jnp.stack(jnp.broadcast_arrays(start, end), axis=-1)
+    array = jnp.clip(sides, 0, limit)
+    array = array.reshape((1,) * (len(shape) + 1 - array.ndim) + array.shape)
+    if any(size != 1 for size in array.shape[:-3]):
+        array = jnp.broadcast_to(array, (*leading, *array.shape[-3:]))
+    return array.reshape(math.prod(array.shape[:-3]), *array.shape[-3:])
+
+
 def per_head(name: str, value: object, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Floats that broadcast to ``[..., N]``, such as [N], broadcast to ``shape`` in the accumulation dtype."""
     if not isinstance(value, (jax.Array, np.ndarray)):

@@ -19,8 +19,10 @@ Precision = Literal["default", "high", "highest"] | jax.lax.Precision
 UNLIMITED = 2**31 - 1
 """A side of the window that has no limit."""
 
+_INT32 = np.iinfo(np.int32)
+
 SEGMENT_BLOCK = 32
-"""Block length of q_segment_ranges and kv_segment_ranges, which have the smallest and the largest id of each block."""
+"""Rows or keys of a block, for each of which the segment ranges and the interval ranges have a record."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +50,15 @@ class Operand:
     """An option that is an array: what lowering, vmap and sharding need to know about it.
 
     ``dims`` has a letter for each dimension, as in csrc/options.h: b batch, d sequences, e sequences + 1, n query
-    heads, k key heads, t and s lengths, i and j lengths in blocks of `SEGMENT_BLOCK`, x and y in blocks of a block mask, h
-    head_dim, v value_head_dim, 2 a pair, 8 a record of eight.
+    heads, k key heads, t and s lengths, i and j lengths in blocks of `SEGMENT_BLOCK`, x and y in blocks of a block
+    mask, h head_dim, v value_head_dim, 2 a pair, 4 and 8 records of so many.
 
     ``dtype`` is a dtype's name, "wide" for the accumulation dtype, or "original" for float32, and bfloat16 where
     ``Options.original_bfloat16`` says so.
 
     ``of_rows(operands, first_row, rows)`` makes the operand for a device whose ``rows`` rows of query begin with
-    ``first_row``: one that depends on the rows without a dimension t, which is split as they are.
+    ``first_row``: one that depends on the rows without a dimension t, which is split as they are. It is called with the
+    operands as they were before.
     """
 
     dims: str
@@ -76,10 +79,23 @@ def segment_ranges(ids: jax.Array) -> jax.Array:
     return jnp.stack([grouped.min(axis=-1), grouped.max(axis=-1)], axis=-1)
 
 
+def interval_ranges(intervals: jax.Array) -> jax.Array:
+    """[b, n, blocks, 4]: of each block of ``intervals``, [b, n, length, 2], what some of them hold and what all hold.
+
+    The smallest start and the largest end of those that are not empty; the largest start and the smallest end of all.
+    """
+    *heads, length, _ = intervals.shape
+    blocks = -(-length // SEGMENT_BLOCK)
+    padded = jnp.pad(intervals, ((0, 0), (0, 0), (0, blocks * SEGMENT_BLOCK - length), (0, 0)), mode="edge")
+    start, end = jnp.moveaxis(padded.reshape(*heads, blocks, SEGMENT_BLOCK, 2), -1, 0)
+    empty = start >= end
+    some = jnp.where(empty, _INT32.max, start).min(axis=-1), jnp.where(empty, _INT32.min, end).max(axis=-1)
+    return jnp.stack([*some, start.max(axis=-1), end.min(axis=-1)], axis=-1)
+
+
 def _offset_of_rows(operands: Operands, first_row: jax.Array, rows: int) -> jax.Array:
-    largest = np.iinfo(np.int32).max  # saturate: positions beyond int32 have this one
-    offset = operands["q_offset"]
-    return jnp.where(offset > largest - first_row, largest, offset + first_row)
+    offset = operands["q_offset"]  # saturate: positions beyond int32 have the largest one
+    return jnp.where(offset > _INT32.max - first_row, _INT32.max, offset + first_row)
 
 
 def _lengths_of_rows(operands: Operands, first_row: jax.Array, rows: int) -> jax.Array:
@@ -88,6 +104,18 @@ def _lengths_of_rows(operands: Operands, first_row: jax.Array, rows: int) -> jax
 
 def _ranges_of_rows(operands: Operands, first_row: jax.Array, rows: int) -> jax.Array:
     return segment_ranges(operands["q_segment_ids"])  # in blocks that begin with the device's first row
+
+
+def _kv_interval_ranges_of_rows(operands: Operands, first_row: jax.Array, rows: int) -> jax.Array:
+    return interval_ranges(operands["kv_intervals"])
+
+
+def _q_intervals_of_rows(operands: Operands, first_row: jax.Array, rows: int) -> jax.Array:
+    return jnp.clip(operands["q_intervals"] - first_row, 0, rows)
+
+
+def _q_interval_ranges_of_rows(operands: Operands, first_row: jax.Array, rows: int) -> jax.Array:
+    return interval_ranges(_q_intervals_of_rows(operands, first_row, rows))
 
 
 class _Operands(dict[str, Operand]):
@@ -114,6 +142,10 @@ OPERANDS: dict[str, Operand] = _Operands(
         "kv_segment_ids": Operand("bs", "int32"),
         "q_segment_ranges": Operand("bi2", "int32", of_rows=_ranges_of_rows),
         "kv_segment_ranges": Operand("bj2", "int32"),
+        "kv_intervals": Operand("bnt2", "int32", broadcast=True),
+        "q_intervals": Operand("bns2", "int32", broadcast=True, of_rows=_q_intervals_of_rows),
+        "kv_interval_ranges": Operand("bni4", "int32", broadcast=True, of_rows=_kv_interval_ranges_of_rows),
+        "q_interval_ranges": Operand("bnj4", "int32", broadcast=True, of_rows=_q_interval_ranges_of_rows),
         "mask": Operand("bnts", "bool", broadcast=True),
         "mask_blocks": Operand("bdnxy", "int8", broadcast=True),
         "index_offsets": Operand("2", "int32"),

@@ -112,8 +112,8 @@ def split_loads(function: Function) -> Parts | None:
     rest = [x for x in jaxpr.eqns if x not in loads]
     if any(x in captured for equation in rest for x in equation.invars) or any(x in captured for x in jaxpr.outvars):
         return None
-    load = jaxpr_as_fun(ClosedJaxpr(jaxpr.replace(outvars=found, debug_info=None), ()))
-    of_loads = jaxpr.replace(invars=[*found, *scalars], eqns=rest, debug_info=None)
+    load = jaxpr_as_fun(ClosedJaxpr(jaxpr.replace(outvars=found), ()))
+    of_loads = jaxpr.replace(invars=[*found, *scalars], eqns=rest)
     value = jaxpr_as_fun(ClosedJaxpr(of_loads, ()))
     shapes = [x.aval.shape for x in found]
 
@@ -156,7 +156,7 @@ def inlined(jaxpr: Any) -> Any:
         return [renamed(x) for x in jaxpr.outvars]
 
     outvars = add(jaxpr, {})
-    return jaxpr.replace(eqns=equations, outvars=outvars, debug_info=None)
+    return jaxpr.replace(eqns=equations, outvars=outvars)
 
 
 def _kept(

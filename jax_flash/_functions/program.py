@@ -492,14 +492,14 @@ def score_program(
     read = [x for x in parts.read if np.issubdtype(x.aval.dtype, np.floating) or x.aval.dtype.name == "bfloat16"]
     others = [x for x in parts.read if x not in read]
     found = dict(zip(jaxpr.invars, args, strict=True))
-    reading = jaxpr.replace(outvars=[*read, *others], debug_info=None)
+    reading = jaxpr.replace(outvars=[*read, *others])
     loaded = lowering.jaxpr(reading, (), [found[x] for x in jaxpr.invars])
     views = dict(zip(read, loaded, strict=False))
     shapes = [x.aval for x in (*read, *others, *jaxpr.invars[count:])]
     score_at = len(read) + len(others)
     value = jaxpr_as_fun(
         ClosedJaxpr(
-            jaxpr.replace(invars=[*read, *others, *jaxpr.invars[count:]], eqns=parts.rest, debug_info=None), ()
+            jaxpr.replace(invars=[*read, *others, *jaxpr.invars[count:]], eqns=parts.rest), ()
         )
     )
 

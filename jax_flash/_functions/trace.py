@@ -1,7 +1,8 @@
 """From a user's score or mask function to a record that is equal for equal functions.
 
-A function is traced on scalars. The arrays that it captures become operands of the call, so that their values, and which
-function object was passed, change no compiled program. What depends on captured arrays alone is computed outside, once.
+A function is traced on scalars. The arrays that it captures become operands of the call, so that their values, and
+which function object was passed, change no compiled program. What depends on captured arrays alone is computed outside,
+once.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def _checked_result(name: str, result: Any, kind: str, dtype: Any) -> jax.Array:
         return array
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{name} must return a score of dtype {np.dtype(dtype).name}, got {array.dtype.name}")
-    if jnp.promote_types(array.dtype, dtype) != dtype:
+    if array.dtype.itemsize > np.dtype(dtype).itemsize:
         raise TypeError(f"{name} must return a score of dtype {np.dtype(dtype).name}, got {array.dtype.name}")
     return array.astype(dtype)
 
@@ -166,10 +167,10 @@ def _without_constants_alone(closed: Any) -> tuple[Any, list[Any]]:
     used |= {x for x in jaxpr.outvars if not _is_literal(x)}
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     if made := [x for equation in outside for x in equation.outvars if x in used]:
-        constants = jaxpr.replace(invars=[], eqns=outside, outvars=made, debug_info=None)
+        constants = jaxpr.replace(invars=[], eqns=outside, outvars=made)
         values |= dict(zip(made, jaxpr_as_fun(ClosedJaxpr(constants, closed.consts))(), strict=True))
     captured = [x for x in values if x in used]
-    scalar = jaxpr.replace(constvars=[], invars=[*captured, *jaxpr.invars], eqns=rest, debug_info=None)
+    scalar = jaxpr.replace(constvars=[], invars=[*captured, *jaxpr.invars], eqns=rest)
     return scalar, [values[x] for x in captured]
 
 

@@ -108,7 +108,7 @@ def of_products(
 def _pairs(
     options: Options, operands: Operands, shape: tuple[int, ...], rows: jax.Array, columns: jax.Array
 ) -> plain.Pairs | None:
-    """The indices of a block of scores [B, K, G, rows, columns] for score and mask functions; None if there are none."""
+    """The indices of a block of scores [B, K, G, rows, columns] for the functions of a call; None if it has none."""
     if options.functions is None:
         return None
     batch, kv_heads, group = shape[:3]
@@ -205,6 +205,12 @@ def _keep(
     if "kv_lengths" in operands:
         conditions.append((columns < operands["kv_lengths"][:, None])[:, None, :])
     conditions = [condition[:, None, None] for condition in conditions]
+    if "kv_intervals" in operands:
+        start, end = jnp.moveaxis(grouped(operands["kv_intervals"], kv_heads), -1, 0)[..., None]
+        conditions.append((start <= columns) & (columns < end))
+    if "q_intervals" in operands:
+        start, end = jnp.moveaxis(grouped(operands["q_intervals"], kv_heads), -1, 0)[..., None, :]
+        conditions.append((start <= rows[:, None]) & (rows[:, None] < end))
     if "mask" in operands:
         conditions.append(grouped(operands["mask"], kv_heads))
     if "bias" in operands:  # what -inf hides may be so large that its score is infinite
@@ -241,7 +247,7 @@ def kept(
         within = rows_within(operands, side, q_length if side == "q" else kv_length)
         return None if within is None else within[:, :, None]
     rows, columns = jnp.arange(q_length, dtype=jnp.int32), jnp.arange(kv_length, dtype=jnp.int32)
-    if not any(name in operands for name in ("q_segment_ids", "mask", "bias")):
+    if not any(name in operands for name in ("q_segment_ids", "kv_intervals", "q_intervals", "mask", "bias")):
         found = _in_band(options, operands, side, rows, columns)
         return None if found is None else found[:, :, None]
     pairs = _keep(options, operands, rows, columns, kv_heads)
@@ -293,13 +299,22 @@ def may_keep(options: Options, operands: Operands, rows: jax.Array, columns: jax
         conditions.append(rows[0] < operands["q_lengths"])
     if "kv_lengths" in operands:
         conditions.append(columns[0] < operands["kv_lengths"])
+    for name, others in (("kv_intervals", columns), ("q_intervals", rows)):
+        if name in operands:
+            start, end = jnp.moveaxis(operands[name], -1, 0)
+            meets = jnp.maximum(start, others[0]) < jnp.minimum(end, others[-1] + 1)
+            conditions.append(meets.any(axis=(1, 2)))
     if "mask_blocks" in operands:
         assert options.functions is not None
         kinds = operands["mask_blocks"]
         for axis, (indices, size) in enumerate(zip((rows, columns), options.functions.block_size, strict=True), 3):
-            # So many blocks may the indices meet, wherever they begin.
+            # So many blocks the indices may meet, wherever they begin; fewer if they begin with one.
             met = min((indices.size + size - 2) // size + 1, kinds.shape[axis])
-            kinds = jax.lax.dynamic_slice_in_dim(kinds, indices[0] // size, met, axis)
+            first = jnp.minimum(indices[0] // size, kinds.shape[axis] - met)
+            kinds = jax.lax.dynamic_slice_in_dim(kinds, first, met, axis)
+            blocks = first + jnp.arange(met, dtype=jnp.int32)
+            meets = (indices[0] // size <= blocks) & (blocks <= indices[-1] // size)
+            kinds = jnp.where(jnp.expand_dims(meets, tuple(range(1, kinds.ndim - axis))), kinds, EMPTY)
         conditions.append((kinds != EMPTY).any()[None])
     if not conditions:
         return None

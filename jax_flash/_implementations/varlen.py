@@ -103,17 +103,31 @@ class _Packing:
         """The operands with a batch entry for each sequence, to which those of its packed batch entry apply."""
         of_sequences = {}
         for name, x in operands.items():
+            dims = OPERANDS[name].dims
             if OPERANDS[name] is CAPTURED:
                 of_sequences[name] = x
             elif name == "mask_blocks":
                 shared = x.shape[:2] == (1, 1)
                 x = x if shared else jnp.broadcast_to(x, (len(self._q_lengths), self._sequences, *x.shape[2:]))
                 of_sequences[name] = x.reshape(-1, 1, *x.shape[2:])
-            elif "d" in OPERANDS[name].dims:
+            elif "d" in dims:
                 of_sequences[name] = x.reshape(-1, 1, *x.shape[2:])
-            elif "e" not in OPERANDS[name].dims:
+            elif "t" in dims or "s" in dims:
+                of_sequences[name] = self._unpacked_rows(x, "kv" if "s" in dims else "q")
+            elif not set("eij") & set(dims):
                 of_sequences[name] = jnp.repeat(x, self._sequences, axis=0)
         return of_sequences
+
+    def _unpacked_rows(self, x: jax.Array, side: str) -> jax.Array:
+        """[b, n, tokens or 1, ...] -> [B * D, n, maximum length or 1, ...]"""
+        cu_lengths, length = {
+            "q": (self._cu_q_lengths, self._q_length),
+            "kv": (self._cu_kv_lengths, self._kv_length),
+        }[side]
+        x = jnp.broadcast_to(x, (cu_lengths.shape[0], *x.shape[1:]))
+        if x.shape[2] == 1:
+            return jnp.repeat(x, self._sequences, axis=0)
+        return jnp.moveaxis(_unpack(jnp.moveaxis(x, 2, 1), cu_lengths, length), 1, 2)
 
     def packed(self, out: jax.Array, lse: jax.Array, empty: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The results for tokens, with zeros and ``empty`` for those in no sequence."""

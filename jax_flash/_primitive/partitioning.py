@@ -124,7 +124,7 @@ def partitioned(pass_: str, target: lowering.Target, params: Params) -> Callable
         # The query heads are one factor of their own, not a compound of key heads and group: a compound factor could be
         # split within a key head, for which `partition` has no sharding, and must not have a component of size 1, which
         # a single key head would give.
-        letters = {"2": "pair"} | ({"n": "k"} if q_heads == kv_heads else {})
+        letters = {"2": "pair", "4": "record"} | ({"n": "k"} if q_heads == kv_heads else {})
         order: dict[str, None] = {}
 
         def factors(dims: str, name: str) -> str:

@@ -263,6 +263,10 @@ EMULATOR_CALL int call_array(Call* call, const char* name_, void* data, const lo
     p.options.dcaptured = std::max(p.options.dcaptured, i + 1);
     return p.dcaptured[i] = data, p.dcaptured_elements[i] = strides[0], 1;
   }
+  if (name == "kv_intervals") p.kv_intervals_strides = all;
+  if (name == "q_intervals") p.q_intervals_strides = all;
+  if (name == "kv_interval_ranges") p.kv_interval_ranges_strides = all;
+  if (name == "q_interval_ranges") p.q_interval_ranges_strides = all;
   if (name == "lse") return p.lse = data, 1;
   if (name == "delta") return p.delta = data, 1;
   if (name == "scratch") return p.scratch = data, 1;

@@ -525,8 +525,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     backward.gradients[m].descale = 1.f / descale.ds;
     if constexpr (has_dbias || has_dalibi_slopes) backward.gradients[m].clear();
   }
-  RowTiles<block_q> tiles =
-      walk_of_rows<block_q, block_kv>(problem, extent, backward.scores.keep.band, first_head, group, first_key);
+  const Heads heads{first_head, group};
+  TileWalk<block_q> tiles =
+      walk_of_rows<block_q, block_kv>(problem, extent, backward.scores.keep.band, heads, first_key);
   tiles.trim(threadIdx.x % 32);
   if (!tiles.empty()) {
     load_tile<KTile, head_dim, threads>(shared_address(shared.k), head_of(problem.k, batch, kv_head, extent.kv.first),

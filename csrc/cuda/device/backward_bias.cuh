@@ -67,8 +67,8 @@ struct BackwardBias {
   __device__ __forceinline__ bool find_batch() {
     for (; batch < end_batch; ++batch) {
       const Extent extent = extent_of(problem, batch, 0);
-      const auto tiles = walk_of_keys<block_kv, block_q>(problem, extent, band_of(problem, extent), first_head,
-                                                           end_head - first_head, first_row);
+      const Heads heads{first_head, end_head - first_head};
+      const auto tiles = walk_of_keys<block_kv, block_q>(problem, extent, band_of(problem, extent), heads, first_row);
       if (!tiles.visits(tile)) continue;
       full = tiles.is_full(tile);
       return true;

@@ -37,8 +37,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       ds_factor,
   };
 
-  KeyTiles<block_kv> tiles =
-      walk_of_keys<block_kv, block_q>(problem, extent, backward.rows.keep.band, head, 1, first_row);
+  const Heads own_head{head, 1};
+  TileWalk<block_kv> tiles =
+      walk_of_keys<block_kv, block_q>(problem, extent, backward.rows.keep.band, own_head, first_row);
   if (!tiles.empty()) {
     load_tile<QTile, head_dim, threads>(shared_address(shared.q), head_of(problem.q, batch, head, extent.q.first),
                                         problem.q.row_stride, first_row, extent.q.length, threadIdx.x);

@@ -202,7 +202,7 @@ struct Float32Scores : HeadScores {
       kept = kept && bias != -JAX_FLASH_INFINITY;
     }
     if constexpr (has_mask) kept = kept && masks.at(masks.row(row, extent), column, extent);
-    if constexpr (modifies_scores) score = modified.modify(keep.functions, score, bias, row, column, derivative);
+    if constexpr (modifies_scores) score = modified.modify(keep.functions(), score, bias, row, column, derivative);
     return kept ? score : -JAX_FLASH_INFINITY;
   }
 
@@ -257,28 +257,17 @@ struct Float32Place {
   __device__ __forceinline__ bool is_empty() const { return packed && first >= rows().stored; }
 
   // The tiles of the other side that may have pairs with this one.
-  template <bool keys>
-  __device__ __forceinline__ auto others(const Problem& problem) const {
+  __device__ __forceinline__ TileWalk<kFloat32Tile> others(const Problem& problem, const Heads& heads) const {
     const Band band = band_of(problem, extent);
-    if constexpr (keys) {
-      return walk_of_rows<kFloat32Tile, kFloat32Tile>(problem, extent, band, 0, problem.q_heads, first);
-    } else {
-      return walk_of_keys<kFloat32Tile, kFloat32Tile>(problem, extent, band, 0, problem.q_heads, first);
-    }
+    return of_keys ? walk_of_rows<kFloat32Tile, kFloat32Tile>(problem, extent, band, heads, first)
+                   : walk_of_keys<kFloat32Tile, kFloat32Tile>(problem, extent, band, heads, first);
   }
-  template <typename Tiles, typename Visit>
-  static __device__ __forceinline__ void walk(const Tiles& tiles, const Visit& visit) {
+  // Calls `visit` with the first row of each, for a query head.
+  template <typename Visit>
+  __device__ __forceinline__ void walk(const Problem& problem, int head, const Visit& visit) const {
+    const TileWalk<kFloat32Tile> tiles = others(problem, {head, 1});
     for (int tile = tiles.after(tiles.range.begin - 1); tile < tiles.range.end; tile = tiles.after(tile)) {
       visit(tile * kFloat32Tile);
-    }
-  }
-  // Calls `visit` with the first row of each.
-  template <typename Visit>
-  __device__ __forceinline__ void walk(const Problem& problem, const Visit& visit) const {
-    if (of_keys) {
-      walk(others<true>(problem), visit);
-    } else {
-      walk(others<false>(problem), visit);
     }
   }
 };

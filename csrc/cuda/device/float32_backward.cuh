@@ -52,7 +52,7 @@ JAX_FLASH_DEVICE void float32_backward_item(const Problem& problem, Float32Stora
     const Float32Rows of_scores{of_keys, pairs.q, pairs.k};
     const Float32Rows others{of == Float32Gradient::dv, pairs.dout, of_scores};
     float slope = 0.f, keys[4] = {};
-    place.walk(problem, [&](int other) {
+    place.walk(problem, head, [&](int other) {
       pairs.weigh(other, of != Float32Gradient::dv, [&](int i, int j, float ds) {
         if constexpr (has_dalibi_slopes) {
           slope -= ds * pairs.scores.modified.distance(pairs.row_of(i, j, other), pairs.key_of(i, j, other));
@@ -60,7 +60,7 @@ JAX_FLASH_DEVICE void float32_backward_item(const Problem& problem, Float32Stora
         if constexpr (has_dbias) keys[i] += ds;
         if constexpr (adds_captured) {
           if (of == Float32Gradient::dk) {
-            pairs.scores.keep.functions.add(pairs.row_of(i, j, other), pairs.key_of(i, j, other), ds);
+            pairs.scores.keep.functions().add(problem, pairs.row_of(i, j, other), pairs.key_of(i, j, other), ds);
           }
         }
       });

@@ -18,8 +18,9 @@ JAX_FLASH_DEVICE void float32_bias_item(const Problem& problem, Float32Storage& 
   bool changed = false;
   for (int batch = plane_batch; batch < (s.batch ? plane_batch + 1 : problem.batch); ++batch) {
     const Float32Place place(problem, false, batch, row_tile);
-    if (!place.others<false>(problem).visits(key_tile)) continue;
-    for (int head = plane_head; head < (s.head ? plane_head + 1 : problem.q_heads); ++head) {
+    const int end_head = s.head ? plane_head + 1 : problem.q_heads;
+    if (!place.others(problem, {plane_head, end_head - plane_head}).visits(key_tile)) continue;
+    for (int head = plane_head; head < end_head; ++head) {
       if (!computed_in_float32(problem, batch, head / group)) continue;
       changed = true;
       const Float32Pairs pairs(problem, shared, place, head);

@@ -29,7 +29,7 @@ JAX_FLASH_DEVICE void float32_forward_item(const Problem& problem, Float32Storag
     maximum[i] = sink;
     total[i] = sink != -JAX_FLASH_INFINITY && tx == 0 ? 1.f : 0.f;
   }
-  place.walk(problem, [&](int first_key) {
+  place.walk(problem, head, [&](int first_key) {
     float p[4][4];
     float32_products(p, shared, q, place.first, k, first_key);
 #pragma unroll

@@ -419,12 +419,14 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       VReader(shared_address(storage.v()), lane),
   };
 
-  KeyTiles<block_kv> tiles = walk_of_keys<block_kv>(
+  const Heads heads{block.first_head, block.heads};
+  TileWalk<block_kv> tiles = walk_of_keys<block_kv>(
       problem, extent,
-      key_tiles_of<block_kv>(forward.rows[0].keep.band, extent, first_row, last_row - first_row + 1),
+      kept_key_tiles<block_kv, 0>(problem, extent, forward.rows[0].keep.band, heads, first_row,
+                                  last_row - first_row + 1),
       in_segments ? segments_of_rows(problem, block.batch, first_row, at_most(last_row, problem.q_length - 1))
                   : SegmentRange{0, 0},
-      block.first_head, block.heads, first_row, last_row - first_row + 1);
+      heads, first_row, last_row + 1);
   tiles.trim(threadIdx.x % 32);
   const int first_tile = tiles.range.begin, all = tiles.range.end - first_tile;
   const int slice_tiles = ceil_div(all, problem.kv_slices), team_tiles = ceil_div(slice_tiles, teams);

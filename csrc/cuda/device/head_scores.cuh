@@ -22,7 +22,7 @@ struct HeadScores {
                                         float scale)
       : problem(problem),
         extent(extent),
-        keep{problem, extent, band, {problem, extent, head}},
+        keep{{problem, extent, head}, {problem, extent, head}, problem, extent, band},
         modified(problem, extent, head, scale),
         biases(static_cast<const Bias*>(problem.bias), problem.bias_strides, extent.batch, head),
         masks(problem.mask, problem.mask_strides, extent.batch, head),
@@ -31,7 +31,7 @@ struct HeadScores {
 
   // What depends on the head.
   __device__ __forceinline__ void enter(int head) {
-    keep.functions.enter(extent, head);
+    keep.enter(head);
     modified.enter(head);
     biases = {static_cast<const Bias*>(problem.bias), problem.bias_strides, extent.batch, head};
     masks = {problem.mask, problem.mask_strides, extent.batch, head};

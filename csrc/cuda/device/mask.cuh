@@ -2,6 +2,7 @@
 // keep every pair are not tested; and pair by pair for the tiles between.
 #pragma once
 
+#include "cuda/device/intervals.cuh"
 #include "cuda/device/pair_functions.cuh"
 
 namespace jax_flash {
@@ -9,8 +10,7 @@ namespace jax_flash {
 constexpr bool bounded_right = option_causal || with_window_right || has_window_bounds;
 constexpr bool bounded_left = with_window_left || has_window_bounds;
 constexpr bool in_segments = has_q_segment_ids;
-// Whether tiles in between are skipped.
-constexpr bool skips_tiles = in_segments || has_mask_blocks;
+constexpr bool tests_keys = in_segments || has_q_intervals;  // of a tile one by one, with what is read of each
 
 // Row t keeps keys s with t + low <= s <= t + high.
 struct Band {
@@ -153,28 +153,45 @@ struct SegmentTiles {
 };
 
 // The test of single pairs but for `mask`; row and column count within the extent.
-struct Keep {
+struct Keep : IntervalPlanes<in_intervals>, PairFunctions<has_functions> {
   const Problem& problem;
   const Extent& extent;
   Band band;
-  PairFunctions functions;
 
-  __device__ __forceinline__ bool operator()(int row, int column) const {
-    bool kept = column < extent.kv.length && in_band(band, row, column);
-    if constexpr (in_segments) kept &= in_segment(row, column);  // read always: a branch for each would cost registers
-    return kept & by_functions(row, column);
+  // What depends on the head.
+  __device__ __forceinline__ void enter(int head) {
+    static_cast<IntervalPlanes<in_intervals>&>(*this) = {problem, extent, head};
+    functions().enter(problem, extent, head);
   }
-  // What mask functions and the block mask say. Where a row is beyond the end a score function may give anything.
-  __device__ __forceinline__ bool by_functions(int row, int column) const {
-    bool kept = true;
-    if constexpr (has_functions) kept = row < extent.q.length;
-    if constexpr (tests_pairs) kept &= functions.keep(extent, row, column);
+
+  __device__ __forceinline__ PairFunctions<has_functions>& functions() { return *this; }
+  __device__ __forceinline__ const PairFunctions<has_functions>& functions() const { return *this; }
+
+  // The interval of the row is `keys`.
+  __device__ __forceinline__ bool operator()(int row, int column, const int2& keys) const {
+    bool kept = column < extent.kv.length && in_band(band, row, column);
+    if constexpr (has_kv_intervals) kept &= holds(keys, column);
+    if constexpr (tests_keys) kept &= keeps_of_key(row, column);  // read always: a branch for each costs registers
+    if constexpr (has_functions) kept &= by_functions(row, column);
     return kept;
   }
-  // The keys that a row keeps as far as segments and functions let it are one range, from `first` to `last`.
-  __device__ __forceinline__ int first(int row) const { return bounded_left ? row + band.low : 0; }
+  __device__ __forceinline__ bool operator()(int row, int column) const { return (*this)(row, column, keys_of(row)); }
+  // What mask functions and the block mask say. Where a row is beyond the end a score function may give anything.
+  __device__ __forceinline__ bool by_functions(int row, int column) const {
+    return (row < extent.q.length) & functions().keeps(problem, extent, row, column);
+  }
+  // The keys that a row keeps as far as keeps_of_key and functions let it are one range, from `first` to `last`.
+  __device__ __forceinline__ int first(int row) const {
+    const int low = bounded_left ? row + band.low : 0;
+    return has_kv_intervals ? at_least(low, keys_of(row).x) : low;
+  }
   __device__ __forceinline__ int last(int row) const {
-    return bounded_right ? at_most(row + band.high, extent.kv.length - 1) : extent.kv.length - 1;
+    const int high = bounded_right ? at_most(row + band.high, extent.kv.length - 1) : extent.kv.length - 1;
+    return has_kv_intervals ? at_most(high, keys_of(row).y - 1) : high;
+  }
+  __device__ __forceinline__ bool keeps_of_key(int row, int column) const {
+    if constexpr (!has_q_intervals) return in_segment(row, column);
+    return in_segment(row, column) & holds(rows_of(column), row);
   }
   __device__ __forceinline__ bool in_segment(int row, int column) const {
     if constexpr (!in_segments) return true;

@@ -1,30 +1,26 @@
 // What a pair of query and key is to the call's score and mask functions, and the blocks of its block mask.
 #pragma once
 
-#include "cuda/device/extent.cuh"
+#include "cuda/device/intervals.cuh"
 
 namespace jax_flash {
 
 // Kinds of blocks in `mask_blocks`: no pair is kept; the partial mask decides; all pairs are kept.
 constexpr int empty_block = 0, full_block = 2;
 
-// Whether single pairs have to be tested in tiles that ranges and segments keep whole.
-constexpr bool tests_pairs = has_mask_function || has_mask_blocks;
-
 // The kinds of blocks of one head.
+template <bool present>
 struct BlockKinds {
-  const signed char* kinds;  // null without a block mask
+  const signed char* kinds;
   i64 row_stride;
   int column_stride;
 
   __device__ __forceinline__ BlockKinds(const Problem& problem, const Extent& extent, int head) {
-    if constexpr (has_mask_blocks) {
-      const BlockStrides& s = problem.mask_blocks_strides;
-      const int sequence = packed ? extent.index - extent.batch * problem.options.sequences : 0;
-      kinds = problem.mask_blocks + extent.batch * s.batch + sequence * s.sequence + head * s.head;
-      row_stride = s.row;
-      column_stride = static_cast<int>(s.column);
-    }
+    const BlockStrides& s = problem.mask_blocks_strides;
+    const int sequence = packed ? extent.index - extent.batch * problem.options.sequences : 0;
+    kinds = problem.mask_blocks + extent.batch * s.batch + sequence * s.sequence + head * s.head;
+    row_stride = s.row;
+    column_stride = static_cast<int>(s.column);
   }
   // Of a pair; rows and keys beyond the ends have the kind of those at the ends.
   __device__ __forceinline__ int of_pair(const Extent& extent, int row, int column) const {
@@ -35,31 +31,33 @@ struct BlockKinds {
     return __ldg(kinds + row * row_stride + column * column_stride);
   }
 };
+template <>
+struct BlockKinds<false> {
+  __device__ __forceinline__ BlockKinds(const Problem&, const Extent&, int) {}
+  __device__ __forceinline__ int of_pair(const Extent&, int, int) const { return full_block; }
+};
 
-// What the functions take for the pairs of a head of an extent: a packed sequence is a batch entry of its own.
-struct PairFunctions {
-  const Problem& problem;
+// What the functions take for the pairs of a head of an extent: a packed sequence is a batch entry of its own. A base
+// rather than a member: absent it takes no place, and the machine code is as without it.
+template <bool present>
+struct PairFunctions : BlockKinds<has_mask_blocks> {
   int call, b, h;
   int offset;  // of row 0
-  BlockKinds blocks;
 
   __device__ __forceinline__ PairFunctions(const Problem& problem, const Extent& extent, int head)
-      : problem(problem), blocks(problem, extent, head) {
-    if constexpr (has_functions) {
-      call = 0;
-      b = extent.index + (has_index_offsets ? problem.index_offsets[0] : 0);
-      if constexpr (function_batch > 0) {
-        const int entries = function_batch * problem.options.sequences;
-        call = b / entries;
-        b -= call * entries;
-      }
-      h = head + (has_index_offsets ? problem.index_offsets[1] : 0);
-      offset = has_q_offset ? problem.q_offset[extent.index] : 0;
+      : BlockKinds<has_mask_blocks>(problem, extent, head), call(0) {
+    b = extent.index + (has_index_offsets ? problem.index_offsets[0] : 0);
+    if constexpr (function_batch > 0) {
+      const int entries = function_batch * problem.options.sequences;
+      call = b / entries;
+      b -= call * entries;
     }
+    h = head + (has_index_offsets ? problem.index_offsets[1] : 0);
+    offset = has_q_offset ? problem.q_offset[extent.index] : 0;
   }
-  __device__ __forceinline__ void enter(const Extent& extent, int head) {
-    if constexpr (has_functions) h = head + (has_index_offsets ? problem.index_offsets[1] : 0);
-    if constexpr (has_mask_blocks) blocks = BlockKinds(problem, extent, head);
+  __device__ __forceinline__ void enter(const Problem& problem, const Extent& extent, int head) {
+    h = head + (has_index_offsets ? problem.index_offsets[1] : 0);
+    static_cast<BlockKinds<has_mask_blocks>&>(*this) = {problem, extent, head};
   }
 
   // Positions beyond int32 have the largest one.
@@ -68,12 +66,12 @@ struct PairFunctions {
     return offset > 0 && row > 0x7fffffff - offset ? 0x7fffffff : row + offset;
   }
 
-  // Whether the mask functions and the block mask keep a pair; never one whose row or key is beyond the end.
-  __device__ __forceinline__ bool keep(const Extent& extent, int row, int column) const {
+  // Whether the mask functions and the block mask keep a pair.
+  __device__ __forceinline__ bool keeps(const Problem& problem, const Extent& extent, int row, int column) const {
     bool kept = true;
     if constexpr (has_mask_function) kept &= mask_function(problem, call, b, h, position(row), column);
     if constexpr (has_mask_blocks) {
-      const int kind = blocks.of_pair(extent, row, column);
+      const int kind = this->of_pair(extent, row, column);
       bool here = kind != empty_block;
       if constexpr (has_partial_mask) {
         here &= kind == full_block || partial_mask(problem, call, b, h, position(row), column);
@@ -83,15 +81,73 @@ struct PairFunctions {
     return kept;
   }
 
-  __device__ __forceinline__ float score(float x, int row, int column, float& derivative) const {
+  __device__ __forceinline__ float score(const Problem& problem, float x, int row, int column, float& derivative) const {
     return score_function(problem, call, x, b, h, position(row), column, derivative);
   }
   // Adds ds, the gradient of a pair's score, times the derivatives of the score by captured arrays to their gradients.
-  __device__ __forceinline__ void add(int row, int column, float ds) const {
+  __device__ __forceinline__ void add(const Problem& problem, int row, int column, float ds) const {
     if constexpr (adds_captured) {
       if (ds != 0.f) add_to_captured(problem, call, b, h, position(row), column, ds);
     }
   }
+};
+
+template <>
+struct PairFunctions<false> {
+  __device__ __forceinline__ PairFunctions(const Problem&, const Extent&, int) {}
+  __device__ __forceinline__ void enter(const Problem&, const Extent&, int) {}
+  __device__ __forceinline__ bool keeps(const Problem&, const Extent&, int, int) const { return true; }
+  __device__ __forceinline__ float score(const Problem&, float x, int, int, float&) const { return x; }
+  __device__ __forceinline__ void add(const Problem&, int, int, float) const {}
+};
+
+// The blocks of a block mask that tiles of `size` rows or keys meet; the other side's rows [begin, end) and query heads
+// are the block's.
+template <int size, bool present>
+struct BlockTiles {
+  const Problem& problem;
+  const Extent& extent;
+  Heads heads;
+  bool of_keys;     // the tiles
+  int first, last;  // blocks of the other side
+
+  __device__ __forceinline__ BlockTiles(const Problem& problem, const Extent& extent, const Heads& heads, bool of_keys,
+                                        int begin, int end)
+      : problem(problem), extent(extent), heads(heads), of_keys(of_keys) {
+    const int own = of_keys ? mask_block_rows : mask_block_keys;
+    first = begin / own;
+    last = at_least(at_most(end, of_keys ? extent.q.length : extent.kv.length) - 1, begin) / own;
+  }
+
+  // Whether `matches` holds for the kind of any block.
+  template <typename Matches>
+  __device__ __forceinline__ bool any(int tile, const Matches& matches) const {
+    const int other = of_keys ? mask_block_keys : mask_block_rows;
+    const int length = of_keys ? extent.kv.length : extent.q.length;
+    const int begin = tile * size / other, end = at_least(at_most((tile + 1) * size, length) - 1, tile * size) / other;
+    const int planes = problem.mask_blocks_strides.head ? heads.count : 1;
+    for (int head = heads.first; head < heads.first + planes; ++head) {
+      const BlockKinds<true> kinds(problem, extent, head);
+      for (int i = first; i <= last; ++i) {
+        for (int j = begin; j <= end; ++j) {
+          if (matches(of_keys ? kinds.of_block(i, j) : kinds.of_block(j, i))) return true;
+        }
+      }
+    }
+    return false;
+  }
+  __device__ __forceinline__ bool has_blocks(int tile) const {
+    return any(tile, [](int kind) { return kind != empty_block; });
+  }
+  __device__ __forceinline__ bool is_whole(int tile) const {
+    return !any(tile, [](int kind) { return kind != full_block; });
+  }
+};
+template <int size>
+struct BlockTiles<size, false> {
+  __device__ __forceinline__ BlockTiles(const Problem&, const Extent&, const Heads&, bool, int, int) {}
+  __device__ __forceinline__ bool has_blocks(int) const { return true; }
+  __device__ __forceinline__ bool is_whole(int) const { return true; }
 };
 
 }  // namespace jax_flash

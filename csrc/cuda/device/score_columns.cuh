@@ -27,6 +27,7 @@ struct ScoreColumns : HeadScores {
         const int row = first_row + column + odd;
         const Bias* bias = nullptr;
         const bool* mask = nullptr;
+        const int2 keys = keep.keys_of(row);
         if constexpr (has_bias) bias = biases.row(row, extent);
         if constexpr (has_mask) mask = masks.row(row, extent);
 #pragma unroll
@@ -41,11 +42,11 @@ struct ScoreColumns : HeadScores {
               if constexpr (has_bias) {
                 b = as_float(masked ? biases.at(bias, own_key, extent) : bias[own_key * biases.column_stride]);
               }
-              logit = modified.logit(keep.functions, x, b, row, own_key, keeps_derivatives ? derivatives[m][n].x[e] : unused);
+              logit = modified.logit(keep.functions(), x, b, row, own_key, keeps_derivatives ? derivatives[m][n].x[e] : unused);
             }
             x = probability(logit, odd ? lse_log2.y : lse_log2.x);
             bool kept = true;
-            if constexpr (masked) kept = keep(row, own_key);
+            if constexpr (masked) kept = keep(row, own_key, keys);
             if constexpr (has_mask) {
               kept &= masked ? masks.at(mask, own_key, extent) : mask[own_key * masks.column_stride];
             }
@@ -109,7 +110,7 @@ struct ScoreColumns : HeadScores {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             if (counts) {
-              keep.functions.add(first_row + column + e % 2, key + 16 * m + e / 2 * 8, ds.x[e] * gradients[m].descale);
+              keep.functions().add(problem, first_row + column + e % 2, key + 16 * m + e / 2 * 8, ds.x[e] * gradients[m].descale);
             }
           }
         }

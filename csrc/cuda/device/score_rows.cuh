@@ -20,6 +20,7 @@ struct ScoreRows : HeadScores {
     if (loads_take_registers && tiles == 4 && (has_bias || has_mask || in_segments || has_functions)) __syncwarp();
     // Against what is constant, a column of a lane is tested by one instruction for each end. Where loads take
     // registers too, the two ends would be spilled.
+    constexpr bool bounded_first = bounded_left || has_kv_intervals;
     constexpr bool by_ends = !(loads_take_registers && (has_bias || has_mask || in_segments));
     const int own_key = first_key + lane % 4 * 2;
     const int first_kept = masked ? keep.first(row) - own_key : 0, last_kept = masked ? keep.last(row) - own_key : 0;
@@ -39,7 +40,7 @@ struct ScoreRows : HeadScores {
           if constexpr (modifies_scores) {
             float b = 0.f, derivative;
             if constexpr (has_bias) b = as_float(bias[n][odd]);
-            score = modified.logit(keep.functions, score, b, row, column, derivative);
+            score = modified.logit(keep.functions(), score, b, row, column, derivative);
             if constexpr (keeps_derivatives) {
               if (derivatives) derivatives[first_n + n].x[2 * half + odd] = derivative;
             }
@@ -49,10 +50,10 @@ struct ScoreRows : HeadScores {
             const int here = (first_n + n) * 8 + odd;
             bool kept;
             if constexpr (by_ends) {
-              // Segments are read always: a branch for each would cost registers.
-              kept = (!bounded_left || here >= first_kept) && here <= last_kept;
-              if constexpr (in_segments) kept &= keep.in_segment(row, column);
-              kept &= keep.by_functions(row, column);
+              kept = (!bounded_first || here >= first_kept) && here <= last_kept;
+              // What is read is read always: a branch for each would cost registers.
+              if constexpr (tests_keys) kept &= keep.keeps_of_key(row, column);
+              if constexpr (has_functions) kept &= keep.by_functions(row, column);
             } else {
               kept = keep(row, column);
             }

@@ -115,7 +115,7 @@ struct Scores {
   }
 
   // A modified score of a raw one, and d modified / d (scale * score), where derivatives are kept.
-  __device__ __forceinline__ float modify(const PairFunctions& functions, float score, float bias, int row, int column,
+  __device__ __forceinline__ float modify(const PairFunctions<has_functions>& functions, float score, float bias, int row, int column,
                                           float& derivative) const {
     float x = score * scale;
     if constexpr (with_softcap) {
@@ -128,14 +128,14 @@ struct Scores {
     if constexpr (has_score_function) {
       float outer = 1.f;
       const bool hidden = has_bias && bias == -JAX_FLASH_INFINITY;
-      x = functions.score(x, row, column, outer);
+      x = functions.score(problem, x, row, column, outer);
       if (hidden) x = -JAX_FLASH_INFINITY;
       if constexpr (derives_scores) derivative = hidden ? 0.f : with_softcap ? outer * derivative : outer;
     }
     return x;
   }
   // The same in units of log2, ready for exp2.
-  __device__ __forceinline__ float logit(const PairFunctions& functions, float score, float bias, int row, int column,
+  __device__ __forceinline__ float logit(const PairFunctions<has_functions>& functions, float score, float bias, int row, int column,
                                          float& derivative) const {
     return modify(functions, score, bias, row, column, derivative) * kLog2e;
   }

@@ -5,73 +5,26 @@
 
 namespace jax_flash {
 
-// The blocks of a block mask that tiles of `size` rows or keys meet, of the other side's rows [first, last] and of
-// `heads` query heads.
-template <int size, bool of_keys>
-struct BlockTiles {
-  const Problem& problem;
-  const Extent& extent;
-  int first_head, heads;
-  int first, last;  // blocks
+// Whether tiles in the middle of a range may be left out, and trim() may leave none.
+constexpr bool skips_tiles = in_segments || in_intervals || has_mask_blocks;
 
-  // Own rows, or keys, [first, first + count) of the extent.
-  __device__ __forceinline__ BlockTiles(const Problem& problem, const Extent& extent, int first_head, int heads,
-                                        int first, int count)
-      : problem(problem), extent(extent), first_head(first_head), heads(heads) {
-    if constexpr (has_mask_blocks) {
-      constexpr int own = of_keys ? mask_block_rows : mask_block_keys;
-      const int length = of_keys ? extent.q.length : extent.kv.length;
-      this->first = first / own;
-      last = at_least(at_most(first + count, length) - 1, 0) / own;
-    }
-  }
-
-  // Whether `matches` holds for the kind of any block.
-  template <typename Matches>
-  __device__ __forceinline__ bool any(int tile, const Matches& matches) const {
-    constexpr int other = of_keys ? mask_block_keys : mask_block_rows;
-    const int length = of_keys ? extent.kv.length : extent.q.length;
-    const int begin = tile * size / other, end = at_least(at_most((tile + 1) * size, length) - 1, 0) / other;
-    const int planes = problem.mask_blocks_strides.head ? heads : 1;
-    for (int head = first_head; head < first_head + planes; ++head) {
-      const BlockKinds blocks(problem, extent, head);
-      for (int i = first; i <= last; ++i) {
-        for (int j = begin; j <= end; ++j) {
-          if (matches(of_keys ? blocks.of_block(i, j) : blocks.of_block(j, i))) return true;
-        }
-      }
-    }
-    return false;
-  }
-  __device__ __forceinline__ bool visits(int tile) const {
-    return !has_mask_blocks || any(tile, [](int kind) { return kind != empty_block; });
-  }
-  __device__ __forceinline__ bool full(int tile) const {
-    return !has_mask_blocks || !any(tile, [](int kind) { return kind != full_block; });
-  }
-};
-
-// Tiles of `size` rows or keys: a range, less those whose segments the block's do not meet, and those of empty blocks.
-template <int size, bool of_keys>
-struct TileWalk {
+// Tiles of `size` keys or rows: a range, less those whose segments the block's do not meet, and those whose intervals
+// hold none of the block's positions, and those in empty blocks. What the block's own intervals leave out is not in the range.
+template <int size>
+struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_blocks> {
   TileRange range;
   SegmentTiles<size> segments;
-  BlockTiles<size, of_keys> blocks;
 
-  // Whether a tile of the range is visited.
-  __device__ __forceinline__ bool meets(int tile) const { return segments.visits(tile) && blocks.visits(tile); }
-  // Whether segments and the block mask keep every pair of a tile.
-  __device__ __forceinline__ bool uniform(int tile) const { return segments.uniform(tile) && blocks.full(tile); }
-
-  // Leaves off what need not be visited at both ends. By a whole warp: every lane looks at its own share of the tiles,
-  // so that their loads fly together.
+  // Leaves off what need not be visited at both ends. By a whole warp, every lane of which looks at its own share of
+  // the tiles, so that their loads fly together.
   __device__ __forceinline__ void trim(int lane) {
     if constexpr (!skips_tiles) return;
+    if (!in_segments && !has_mask_blocks && !this->filters()) return;
     const TileRange all = range;
     int begin = range.end, end = range.begin;
 #pragma unroll 4
     for (int i = range.begin + lane; i < range.end; i += 32) {
-      if (!meets(i)) continue;
+      if (!has_pairs(i)) continue;
       begin = at_most(begin, i);
       end = at_least(end, i + 1);
     }
@@ -88,15 +41,18 @@ struct TileWalk {
 
   __device__ __forceinline__ bool empty() const { return range.begin >= range.end; }
   __device__ __forceinline__ bool visits(int tile) const {
-    return tile >= range.begin && tile < range.end && meets(tile);
+    return tile >= range.begin && tile < range.end && has_pairs(tile);
   }
-  // Whether every pair of the tile is kept, as far as `mask` lets it.
-  __device__ __forceinline__ bool is_full(int tile) const { return range.is_full(tile) && uniform(tile); }
+  // Whether every pair of the tile is kept, as far as `mask` lets it; and as far as the range lets it too.
+  __device__ __forceinline__ bool is_full(int tile) const { return range.is_full(tile) && is_uniform(tile); }
+  __device__ __forceinline__ bool is_uniform(int tile) const { 
+    return segments.uniform(tile) && this->covers(tile) && this->is_whole(tile);
+  }
 
   // Upwards from range.begin: the next tile, or `end` where there is none before it.
   __device__ __forceinline__ int after(int tile, int end) const {
     ++tile;
-    while (skips_tiles && tile < end && !meets(tile)) ++tile;
+    while (skips_tiles && tile < end && !has_pairs(tile)) ++tile;
     return tile;
   }
   __device__ __forceinline__ int after(int tile) const { return after(tile, range.end); }
@@ -105,48 +61,78 @@ struct TileWalk {
   __device__ __forceinline__ int last() const { return range.end - 1; }
   __device__ __forceinline__ int before(int tile) const {
     --tile;
-    while (skips_tiles && tile >= range.begin && !meets(tile)) --tile;
+    while (skips_tiles && tile >= range.begin && !has_pairs(tile)) --tile;
     return tile;
   }
-};
 
-template <int size>
-using KeyTiles = TileWalk<size, true>;
-template <int size>
-using RowTiles = TileWalk<size, false>;
+ private:
+  // Of a tile in the range.
+  __device__ __forceinline__ bool has_pairs(int tile) const { 
+    return segments.visits(tile) && this->meets(tile) && this->has_blocks(tile);
+  }
+};
 
 // With these the tiles to visit, or the full tiles among them, are not one range up to the last.
 constexpr bool irregular = bounded_left || skips_tiles;
 
-// The tiles of keys that the rows [first_row, first_row + rows) of query heads attend to, whose segments are `own`, and
-// which lie in `range`.
+// The tiles of `range` in which the block's intervals hold something; the full ones are those that all of them hold.
 template <int size>
-JAX_FLASH_DEVICE KeyTiles<size> walk_of_keys(const Problem& problem, const Extent& extent, const TileRange& range,
-                                             const SegmentRange& own, int first_head, int heads, int first_row,
-                                             int rows) {
-  return {range,
-          {problem.kv_segment_ranges, extent.batch, problem.kv_length, own},
-          {problem, extent, first_head, heads, first_row, rows}};
-}
-template <int size, int rows>
-JAX_FLASH_DEVICE KeyTiles<size> walk_of_keys(const Problem& problem, const Extent& extent, const Band& band,
-                                             int first_head, int heads, int first_row) {
-  return walk_of_keys<size>(
-      problem, extent, key_tiles_of<size>(band, extent, first_row, rows),
-      in_segments ? segment_range<rows>(problem.q_segment_ranges, extent.batch, problem.q_length, first_row)
-                  : SegmentRange{0, 0},
-      first_head, heads, first_row, rows);
+JAX_FLASH_DEVICE TileRange within(const TileRange& range, const IntervalRange& own, int length) {
+  const int begin = at_least(range.begin, own.first / size), end = at_most(range.end, ceil_div(own.end, size));
+  TileRange found{at_most(begin, range.end), at_least(end, range.begin), range.full_begin, range.full_end};
+  found.end = at_least(found.begin, found.end);
+  if (begin >= end) found.end = found.begin;
+  found.full_begin = at_least(range.full_begin, ceil_div(at_most(own.full_first, length), size));
+  if (own.full_end < length) found.full_end = at_most(range.full_end, own.full_end / size);
+  JAX_FLASH_ASSERT(found.canonical(ceil_div(length, size)), "a range of tiles that is not canonical");
+  return found;
 }
 
-// The tiles of rows of query heads that attend to the keys [first_key, first_key + keys).
+// The range of tiles of keys that rows [row, row + rows) keep, at most `most` of them, 0 for any number.
+template <int size, int most>
+JAX_FLASH_DEVICE TileRange kept_key_tiles(const Problem& problem, const Extent& extent, const Band& band,
+                                          const Heads& heads, int row, int rows) {
+  const TileRange range = key_tiles_of<size>(band, extent, row, rows);
+  if constexpr (!has_kv_intervals) return range;
+  const int end = at_most(row + rows, extent.q.length);
+  return within<size>(range, row_intervals(problem, extent, heads).of<most>(row, end), extent.kv.length);
+}
+
+// The tiles of keys that rows [row, end) of the segments `own` attend to, which lie in `range`.
+template <int size>
+JAX_FLASH_DEVICE TileWalk<size> walk_of_keys(const Problem& problem, const Extent& extent, const TileRange& range,
+                                             const SegmentRange& own, const Heads& heads, int row, int end) {
+  return {{key_intervals(problem, extent, heads), row, at_most(end, extent.q.length)},
+          {problem, extent, heads, true, row, end},
+          range,
+          {problem.kv_segment_ranges, extent.batch, problem.kv_length, own}};
+}
+// Those of the rows [row, row + rows).
+template <int size, int rows>
+JAX_FLASH_DEVICE TileWalk<size> walk_of_keys(const Problem& problem, const Extent& extent, const Band& band,
+                                             const Heads& heads, int row) {
+  return walk_of_keys<size>(problem, extent, kept_key_tiles<size, rows>(problem, extent, band, heads, row, rows),
+                            in_segments
+                                ? segment_range<rows>(problem.q_segment_ranges, extent.batch, problem.q_length, row)
+                                : SegmentRange{0, 0},
+                            heads, row, row + rows);
+}
+
+// The tiles of rows that attend to the keys [key, key + keys).
 template <int size, int keys>
-JAX_FLASH_DEVICE RowTiles<size> walk_of_rows(const Problem& problem, const Extent& extent, const Band& band,
-                                             int first_head, int heads, int first_key) {
-  return {row_tiles_of<size>(band, extent, first_key, keys),
+JAX_FLASH_DEVICE TileWalk<size> walk_of_rows(const Problem& problem, const Extent& extent, const Band& band,
+                                             const Heads& heads, int key) {
+  TileRange range = row_tiles_of<size>(band, extent, key, keys);
+  const int end = at_most(key + keys, extent.kv.length);
+  if constexpr (has_q_intervals) {
+    range = within<size>(range, key_intervals(problem, extent, heads).of<keys>(key, end), extent.q.length);
+  }
+  return {{row_intervals(problem, extent, heads), key, end},
+          {problem, extent, heads, false, key, end},
+          range,
           {problem.q_segment_ranges, extent.batch, problem.q_length,
-           in_segments ? segment_range<keys>(problem.kv_segment_ranges, extent.batch, problem.kv_length, first_key)
-                       : SegmentRange{0, 0}},
-          {problem, extent, first_head, heads, first_key, keys}};
+           in_segments ? segment_range<keys>(problem.kv_segment_ranges, extent.batch, problem.kv_length, key)
+                       : SegmentRange{0, 0}}};
 }
 
 }  // namespace jax_flash

@@ -60,12 +60,12 @@ extern "C" __constant__ KernelTraits jax_flash_backward_dq_traits = {
 struct Block {
   const Problem& problem;
   Place place;
-  KeyTiles<block_kv> tiles;  // of keys
+  TileWalk<block_kv> tiles;  // of keys
 
   __device__ __forceinline__ explicit Block(const Problem& problem)
       : problem(problem),
         place(place_of(problem, blockIdx.x)),
-        tiles(walk_of_keys<block_kv, block_q>(problem, place.extent, band_of(problem, place.extent), place.head, 1,
+        tiles(walk_of_keys<block_kv, block_q>(problem, place.extent, band_of(problem, place.extent), {place.head, 1},
                                               place.first_row)) {
     tiles.trim(threadIdx.x % 32);
   }
@@ -243,10 +243,11 @@ struct BackwardDq {
 #pragma unroll
     for (FragmentC& c : dq) c = {};
     // What this warpgroup's rows keep of the tiles.
-    const TileRange own =
-        key_tiles_of<block_kv>(rows.keep.band, block.place.extent, block.place.first_row + group * 64, 64);
-    const KeyTiles<block_kv>& tiles = block.tiles;
-    const auto is_full = [&](int tile) { return own.is_full(tile) && tiles.uniform(tile); };
+    const Place& place = block.place;
+    const TileRange own = kept_key_tiles<block_kv, 64>(block.problem, place.extent, rows.keep.band, {place.head, 1},
+                                                       place.first_row + group * 64, 64);
+    const TileWalk<block_kv>& tiles = block.tiles;
+    const auto is_full = [&](int tile) { return own.is_full(tile) && tiles.is_uniform(tile); };
     int tile = tiles.last();
     for (; tile >= at_least(own.end, tiles.range.begin); tile = tiles.before(tile)) skip();
     const int last = at_least(own.begin, tiles.range.begin);

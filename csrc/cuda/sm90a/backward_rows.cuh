@@ -37,7 +37,7 @@ struct Walk {
   int head;
   int tile;
 
-  __device__ __forceinline__ Walk after(const RowTiles<block_q>& tiles) const {
+  __device__ __forceinline__ Walk after(const TileWalk<block_q>& tiles) const {
     const int next = tiles.after(tile);
     return next < tiles.range.end ? Walk{head, next} : Walk{head + 1, tiles.range.begin};
   }
@@ -48,19 +48,22 @@ struct Block {
   const Problem& problem;
   Place place;
   Band band;
-  RowTiles<block_q> tiles;
+  TileWalk<block_q> tiles;
   int first_head, last_head;
 
   __device__ __forceinline__ explicit Block(const Problem& problem)
       : problem(problem),
         place(place_of(problem, blockIdx.x)),
         band(band_of(problem, place.extent)),
-        tiles(walk_of_rows<block_q, block_kv>(problem, place.extent, band, place.share * heads_of_share(problem),
-                                              heads_of_share(problem), place.first_key)) {
+        tiles(walk_of_rows<block_q, block_kv>(problem, place.extent, band, heads_of(problem, place.share),
+                                              place.first_key)) {
     const int group = heads_of_share(problem);
     first_head = place.share * group;
     last_head = first_head + group - 1;
     tiles.trim(threadIdx.x % 32);
+  }
+  static __device__ __forceinline__ Heads heads_of(const Problem& problem, int share) {
+    return {share * heads_of_share(problem), heads_of_share(problem)};
   }
   __device__ __forceinline__ Walk first() const { return {first_head, tiles.range.begin}; }
   __device__ __forceinline__ bool idle() const { return tiles.empty(); }

@@ -23,7 +23,7 @@ constexpr int consumers = block_q / 64;  // warpgroups
 constexpr int threads = warpgroup * (1 + consumers);
 static_assert(block_q % 64 == 0 && warps == threads / 32 && min_blocks == 1, "a producer, and 64 rows a consumer");
 // The warpgroups share the registers that the block has at its launch: the producer needs few.
-constexpr bool producer_searches = has_q_segment_ids || has_cu_q_lengths || has_mask_blocks;
+constexpr bool producer_searches = skips_tiles || has_cu_q_lengths;
 constexpr int producer_registers = consumers == 3 ? (producer_searches ? 56 : 32) : (producer_searches ? 40 : 24);
 constexpr int consumer_registers = consumers == 3 ? (producer_searches ? 152 : 160) : (producer_searches ? 232 : 240);
 
@@ -72,9 +72,10 @@ extern "C" __constant__ KernelTraits jax_flash_forward_traits = {
 constexpr int turn_barrier = 1, own_barrier = 1 + consumers;
 
 // The tiles of keys that an item visits, from the last to the first.
-JAX_FLASH_DEVICE KeyTiles<block_kv> tiles_of(const Problem& problem, const Item& item) {
-  return walk_of_keys<block_kv>(problem, item.place.extent, item.range, item.segments, item.place.head, 1,
-                                item.place.first_row, block_q);
+JAX_FLASH_DEVICE TileWalk<block_kv> tiles_of(const Problem& problem, const Item& item) {
+  const Place& place = item.place;
+  return walk_of_keys<block_kv>(problem, place.extent, item.range, item.segments, {place.head, 1}, place.first_row,
+                                place.first_row + block_q);
 }
 
 // One warp, whose lane 0 issues the TMA loads.
@@ -134,12 +135,13 @@ struct Producer {
     if (packed && place.first_row >= place.extent.q.stored) return false;
     if (computed_in_float32(problem, place.batch, place.kv_head)) return false;
     item.is_last = false;
-    item.range = key_tiles_of<block_kv>(band_of(problem, place.extent), place.extent, place.first_row, block_q);
+    item.range = kept_key_tiles<block_kv, block_q>(problem, place.extent, band_of(problem, place.extent),
+                                                   {place.head, 1}, place.first_row, block_q);
     if constexpr (in_segments) {
       item.segments = segment_range<block_q>(problem.q_segment_ranges, place.batch, problem.q_length, place.first_row);
     }
     if constexpr (skips_tiles) {
-      KeyTiles<block_kv> tiles = tiles_of(problem, item);
+      TileWalk<block_kv> tiles = tiles_of(problem, item);
       tiles.trim(lane);
       item.range = tiles.range;
     }
@@ -152,7 +154,7 @@ struct Producer {
     const int slot = item_ring.stage;
     const Item& item = shared.items[slot];
     if (!item.has_keys()) return arrive_without_q();
-    const KeyTiles<block_kv> keys = tiles_of(problem, item);
+    const TileWalk<block_kv> keys = tiles_of(problem, item);
     int tile = keys.last();
     // In the order in which the consumers wait for them: K a tile ahead of V.
     load_k(item.place, ring, tile);
@@ -395,12 +397,11 @@ struct Consumer {
 
   __device__ __forceinline__ void item(const Scope& scope) {
     const Place& place = scope.item.place;
-    const KeyTiles<block_kv> keys = tiles_of(problem, scope.item);
+    const TileWalk<block_kv> keys = tiles_of(problem, scope.item);
     // What this warpgroup's rows keep of them.
-    const TileRange own = key_tiles_of<block_kv>(scope.rows.keep.band, place.extent, place.first_row + number * 64, 64);
-    const auto is_full = [&](int i) {
-      return irregular ? own.is_full(i) && keys.uniform(i) : i < own.full_end;
-    };
+    const TileRange own = kept_key_tiles<block_kv, 64>(problem, place.extent, scope.rows.keep.band, {place.head, 1},
+                                                       place.first_row + number * 64, 64);
+    const auto is_full = [&](int i) { return irregular ? own.is_full(i) && keys.is_uniform(i) : i < own.full_end; };
     int tile = keys.last(), next;
     while (tile >= at_least(own.end, keys.range.begin)) {
       skip();

@@ -1,0 +1,116 @@
+"""Interval masks beside what expresses the same; the cases of cases.py compare them with the oracle."""
+
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Target
+
+import jax_flash
+from jax_flash._call.options import Options, interval_ranges
+from jax_flash._implementations import scores
+
+B, T, S, N, K, H = 2, 300, 410, 4, 2, 16
+RANDOM = np.random.default_rng(0)
+QUERY, KEY, VALUE = (RANDOM.standard_normal(shape).astype(np.float32) for shape in ((B, T, N, H), *[(B, S, K, H)] * 2))
+ROWS, KEYS = np.arange(T), np.arange(S)
+PREFIX, GLOBAL, SECTION = np.array([70, 130]), KEYS % 200 < 3, KEYS // 90
+
+SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "window_of_rows": ({"kv_start": ROWS - 40, "kv_end": ROWS + 8}, {"window": (40, 7)}),
+    "window_of_keys": ({"q_start": KEYS - 7, "q_end": KEYS + 41}, {"window": (40, 7)}),
+    "causal": ({"kv_end": ROWS + 1}, {"causal": True}),
+    "causal_by_keys": ({"q_start": KEYS}, {"causal": True}),
+    "lengths": ({"kv_end": PREFIX[:, None, None]}, {"kv_lengths": PREFIX}),
+    "prefix": (
+        {"kv_end": np.maximum(PREFIX[:, None, None], ROWS + 1)},
+        {"mask": (PREFIX[:, None, None, None] > KEYS) | (ROWS[:, None] >= KEYS)},
+    ),
+    "global_keys": (
+        {"q_end": np.where(GLOBAL, T, KEYS + 31), "causal": True},
+        {"mask": GLOBAL | (ROWS[:, None] - 31 < KEYS), "causal": True},
+    ),
+    "shared_prefix": (
+        {"q_end": np.where(SECTION == 0, T, 90 * (SECTION + 1)), "causal": True},
+        {"mask": (SECTION == 0) | (ROWS[:, None] // 90 == SECTION), "causal": True},
+    ),
+}
+"""Options, and others that keep the same pairs."""
+
+
+def of(x: Any) -> Any:
+    if not isinstance(x, np.ndarray):
+        return x
+    return x[(None,) * (4 - x.ndim)] if x.dtype == bool else x.astype(np.int32)
+
+
+@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("target", cases.targets())
+def test_other_masks_as_intervals(target: Target, name: str) -> None:
+    def results(options: dict[str, Any]) -> Any:
+        def attend(*inputs: jax.Array) -> Any:
+            options_ = {key: of(x) for key, x in options.items()}
+            return jax_flash.attention(*inputs, **options_, return_lse=True, implementation=target.implementation)
+
+        with jax.default_device(target.device):
+            outputs, pullback = jax.vjp(attend, *map(jnp.asarray, (QUERY, KEY, VALUE)))
+            return *outputs, *pullback((jnp.asarray(QUERY), jnp.ones((B, N, T), jnp.float32)))
+
+    got, want = (results(options) for options in SAME[name])
+    tolerance = 2e-2 if target.implementation == "cuda" else 1e-5
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("target", cases.targets(lambda target: target.implementation != "reference"))
+def test_blocks_without_pairs_are_not_visited(target: Target) -> None:
+    """NaN in values, which any visit would spread: weights of 0 times NaN are NaN. A block of keys has 512 at most."""
+    rows, keys = np.arange(1024), np.arange(2048)
+    query, key, value = (RANDOM.standard_normal((1, length, 1, H)).astype(np.float32) for length in (1024, 2048, 2048))
+    for options in (
+        {"kv_start": np.full(1024, 1536) + rows // 8},
+        {"kv_end": np.full(1024, 256) - rows // 8},
+        {"q_end": np.where((keys < 256) | (keys >= 1536), 1024, 0)},
+        {"q_start": np.where((keys < 256) | (keys >= 1536), keys // 4, 1024)},
+    ):
+        options = {name: x.astype(np.int32) for name, x in options.items()}
+        spoiled = value.copy()
+        spoiled[:, 0 if "kv_start" in options else 768 : 2048 if "kv_end" in options else 1536] = np.nan
+        attend = jax.jit(lambda v, o: jax_flash.attention(query, key, v, **o, implementation=target.implementation))
+        with jax.default_device(target.device):
+            want, got = (np.asarray(attend(jnp.asarray(v), options)) for v in (value, spoiled))
+        np.testing.assert_array_equal(got, want)
+
+
+def test_chunks_are_judged_by_their_edges() -> None:
+    options = Options(causal=False, scale=1.0)
+    starts = np.where(np.arange(256) < 128, 300, 600)
+    intervals = jnp.asarray(np.stack([starts, starts + 100], axis=-1)[None, None], jnp.int32)
+    rows = jnp.arange(256, dtype=jnp.int32)
+
+    def may_keep(first: int, last: int) -> bool:
+        columns = jnp.arange(first, last, dtype=jnp.int32)
+        return bool(scores.may_keep(options, {"kv_intervals": intervals}, rows, columns))
+
+    assert [may_keep(*x) for x in ((0, 300), (0, 301), (399, 500), (400, 600), (650, 660), (700, 900))] == [
+        False, True, True, False, True, False,
+    ]  # fmt: skip
+
+
+def test_interval_ranges() -> None:
+    intervals = np.array([[4, 9], [7, 7], [2, 5], [30, 3]])[None, None]
+    np.testing.assert_array_equal(interval_ranges(jnp.asarray(intervals, jnp.int32))[0, 0], [[2, 9, 30, 3]])
+    longer = np.tile([[[[1, 5]]]], (1, 2, 33, 1))
+    longer[:, 1, 32] = [3, 8]
+    ranges = interval_ranges(jnp.asarray(longer, jnp.int32))
+    np.testing.assert_array_equal(ranges[0], [[[1, 5, 1, 5]] * 2, [[1, 5, 1, 5], [3, 8, 3, 8]]])
+
+
+def test_vmap_over_intervals() -> None:
+    ends = np.stack([ROWS + 1, ROWS // 2 + 3]).astype(np.int32)
+    attend = jax.vmap(lambda end: jax_flash.attention(QUERY, KEY, VALUE, kv_end=end))
+    for got, end in zip(attend(ends), ends, strict=True):
+        np.testing.assert_allclose(got, jax_flash.attention(QUERY, KEY, VALUE, kv_end=end), rtol=1e-5, atol=1e-5)
