@@ -60,7 +60,7 @@ JAX_FLASH_DEVICE const Element* values_of(const Problem& problem, const Extent& 
 
 // Every step from the last tile on.
 template <typename Steps>
-JAX_FLASH_DEVICE void take_steps(Steps& steps, const KeyTiles<block_kv>& tiles) {
+JAX_FLASH_DEVICE void take_steps(Steps& steps, const TileWalk<block_kv>& tiles) {
   int tile = tiles.last();
   if constexpr (irregular) {
     while (tile >= tiles.range.begin) {

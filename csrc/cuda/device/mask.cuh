@@ -70,8 +70,9 @@ JAX_FLASH_DEVICE TileRange tile_range(int first_any, int last_any, int first_all
   const int end = ceil_div(at_least(0, at_most(length, last_any + 1)), tile);
   const int full_begin = ceil_div(at_least(0, first_all), tile);
   const int full_end = at_least(0, at_most(length, last_all + 1)) / tile;
-  const TileRange range{starts_at_0 ? 0 : at_most(begin, end), end, has_mask_function ? end : full_begin,
-                        has_mask_function ? end : full_end};
+  // A mask function has to be asked for every pair.
+  const TileRange range{starts_at_0 ? 0 : at_most(begin, end), end, has_mask_function ? 0 : full_begin,
+                        has_mask_function ? 0 : full_end};
   JAX_FLASH_ASSERT(range.canonical(ceil_div(at_least(0, length), tile)), "a range of tiles that is not canonical");
   return range;
 }
