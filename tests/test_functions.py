@@ -16,8 +16,6 @@ from jax_flash._native import _core, registration
 
 MASKS, SCORES = gallery.functions()
 BATCH, HEADS, LENGTH = 2, 4, 333
-NOT_DERIVED = ()
-"""Score functions whose derivatives by captured arrays no program has."""
 
 
 def traced(
@@ -223,7 +221,8 @@ class FunctionProblem(emulated.Problem):
             wide = trace.trace("score_mod", SCORES[name], "score", jnp.float64, again := trace.Captured())
             arrays = list(again.arrays)
             for i, x in zip(self.gradients, changed, strict=True):
-                arrays[i] = x.astype(arrays[i].dtype)
+                # A bfloat16 gradient would be summed in bfloat16.
+                arrays[i] = x if arrays[i].dtype == jnp.bfloat16 else x.astype(arrays[i].dtype)
             call = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(wide.jaxpr, ()))
             return lambda *scalars: call(*arrays, *scalars)[0]
 

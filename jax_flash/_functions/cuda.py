@@ -27,7 +27,7 @@ _TYPES = {
 
 _STORED = {
     **{"bool": "unsigned char", "int8": "signed char", "uint8": "unsigned char", "int16": "short"},
-    **{"uint16": "unsigned short", "float16": "Half", "bfloat16": "BFloat16"},
+    **{"uint16": "unsigned short", "float16": "Float16", "bfloat16": "BrainFloat16"},
 }
 """In which it is in memory, or what it wraps around as, where that differs."""
 

@@ -11,10 +11,10 @@ namespace jax_flash {
 
 // An element of a captured array. What no kernel writes is read by way of the read-only cache, so that the compiler may
 // move loads and share them between pairs.
-struct Half {
+struct Float16 {
   unsigned short bits;
 };
-struct BFloat16 {
+struct BrainFloat16 {
   unsigned short bits;
 };
 template <typename T>
@@ -24,13 +24,13 @@ struct Loaded {
   }
 };
 template <>
-struct Loaded<Half> {
+struct Loaded<Float16> {
   static __device__ __forceinline__ float from(const void* array, long long i) {
     return half_to_float(__ldg(static_cast<const unsigned short*>(array) + i));
   }
 };
 template <>
-struct Loaded<BFloat16> {
+struct Loaded<BrainFloat16> {
   static __device__ __forceinline__ float from(const void* array, long long i) {
     return __uint_as_float(static_cast<unsigned>(__ldg(static_cast<const unsigned short*>(array) + i)) << 16);
   }
@@ -43,11 +43,11 @@ JAX_FLASH_FUNCTION T load(const void* array, long long i) {
 template <typename T>
 struct Rounded;
 template <>
-struct Rounded<Half> {
+struct Rounded<Float16> {
   static __device__ __forceinline__ float of(float x) { return half_to_float(float_to_half(x)); }
 };
 template <>
-struct Rounded<BFloat16> {
+struct Rounded<BrainFloat16> {
   static __device__ __forceinline__ float of(float x) {
     const unsigned bits = __float_as_uint(x);
     return x != x ? x : __uint_as_float((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
