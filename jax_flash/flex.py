@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_flash._call import checks
 from jax_flash._functions import plain, trace
 from jax_flash._implementations.scores import EMPTY, FULL, PARTIAL
+from jax_flash._native import private
 
 MaskMod = Callable[..., Any]
 ArrayLike = jax.typing.ArrayLike
@@ -83,7 +83,7 @@ class BlockMask:
     def mask_mod(self) -> MaskMod | None:
         if self._function is None:
             return None
-        call = jaxpr_as_fun(ClosedJaxpr(self._function.jaxpr, ()))
+        call = private.jaxpr_as_fun(private.ClosedJaxpr(self._function.jaxpr, ()))
         return lambda *indices: call(*self._captured, *(jnp.asarray(x, jnp.int32) for x in indices))[0]
 
     @classmethod

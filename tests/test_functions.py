@@ -263,9 +263,7 @@ def block_kinds(keep: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return kinds
 
 
-needs_compiler = pytest.mark.skipif(
-    emulated.COMPILER is None or sys.platform != "linux", reason="needs g++ on Linux"
-)
+needs_compiler = pytest.mark.skipif(emulated.COMPILER is None or sys.platform != "linux", reason="needs g++ on Linux")
 
 
 @pytest.fixture(scope="module")
@@ -304,9 +302,7 @@ def test_split_kv(emulator: ctypes.CDLL, name: str) -> None:
     check_values(emulator, name, "forward", "sm80", 2, q_length=17, kv_length=300)
 
 
-def check_values(
-    emulator: ctypes.CDLL, name: str, kernel_pass: str, family: str, orders: int, **sizes: Any
-) -> None:
+def check_values(emulator: ctypes.CDLL, name: str, kernel_pass: str, family: str, orders: int, **sizes: Any) -> None:
     case = {"score": None, "mask": None, "blocks": None, "q_length": 133, "kv_length": 190, "batch": 2, **GROUPS}
     problem = FunctionProblem(**case | EMULATED[name] | sizes)
     call = emulated.Call(emulator, problem, kernel_pass, family)

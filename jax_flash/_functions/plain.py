@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_flash._functions.trace import Function
+from jax_flash._native import private
 
 Scalars = Callable[..., jax.Array]
 
@@ -56,7 +56,7 @@ def mask_of(function: Function, captured: Sequence[jax.Array], pairs: Pairs) -> 
 
 
 def _evaluated(function: Function, captured: Sequence[jax.Array], *scalars: jax.Array) -> jax.Array:
-    (result,) = jaxpr_as_fun(ClosedJaxpr(function.jaxpr, ()))(*captured, *scalars)
+    (result,) = private.jaxpr_as_fun(private.ClosedJaxpr(function.jaxpr, ()))(*captured, *scalars)
     return result
 
 
@@ -112,9 +112,9 @@ def split_loads(function: Function) -> Parts | None:
     rest = [x for x in jaxpr.eqns if x not in loads]
     if any(x in captured for equation in rest for x in equation.invars) or any(x in captured for x in jaxpr.outvars):
         return None
-    load = jaxpr_as_fun(ClosedJaxpr(jaxpr.replace(outvars=found), ()))
+    load = private.jaxpr_as_fun(private.ClosedJaxpr(jaxpr.replace(outvars=found), ()))
     of_loads = jaxpr.replace(invars=[*found, *scalars], eqns=rest)
-    value = jaxpr_as_fun(ClosedJaxpr(of_loads, ()))
+    value = private.jaxpr_as_fun(private.ClosedJaxpr(of_loads, ()))
     shapes = [x.aval.shape for x in found]
 
     def read(*args: jax.Array) -> Sequence[jax.Array]:

@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_flash._functions import folding
 from jax_flash._functions.trace import Function
+from jax_flash._native import private
 
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -262,7 +262,12 @@ class Lowering:
         indices = [int(self.elements(s)[()]) for s in starts]
         x = self.as_view_or_constant(x, indices)
         if not isinstance(x, View):
-            return x[tuple(slice(i, i + n) for i, n in zip(self.constants(indices, x.shape, aval.shape), aval.shape))]
+            return x[
+                tuple(
+                    slice(i, i + n)
+                    for i, n in zip(self.constants(indices, x.shape, aval.shape), aval.shape, strict=True)
+                )
+            ]
         found = [self.clamped(i, size - n) for i, size, n in zip(indices, x.shape, aval.shape, strict=True)]
         return self.moved(x, found, aval.shape)
 
@@ -446,7 +451,8 @@ def _begun(function: Function, positions_from_0: bool) -> tuple[Builder, list[Va
         least["q"] = 0
     builder, count = Builder(least), len(function.captured)
     args: list[Value] = [
-        _view(builder, number, x.aval) for number, x in zip(function.captured, function.jaxpr.invars[:count], strict=True)
+        _view(builder, number, x.aval)
+        for number, x in zip(function.captured, function.jaxpr.invars[:count], strict=True)
     ]
     names = ("score", "b", "h", "q", "kv") if function.kind == "score" else ("b", "h", "q", "kv")
     for name, x in zip(names, function.jaxpr.invars[count:], strict=True):
@@ -498,9 +504,7 @@ def score_program(
     shapes = [x.aval for x in (*read, *others, *jaxpr.invars[count:])]
     score_at = len(read) + len(others)
     value = jaxpr_as_fun(
-        ClosedJaxpr(
-            jaxpr.replace(invars=[*read, *others, *jaxpr.invars[count:]], eqns=parts.rest), ()
-        )
+        ClosedJaxpr(jaxpr.replace(invars=[*read, *others, *jaxpr.invars[count:]], eqns=parts.rest), ())
     )
 
     def joint(*xs: Any) -> Any:

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from jax_flash._native import private
 
 INDICES = ("b", "h", "q", "kv")
 MOST_CAPTURED = 16
@@ -168,7 +169,7 @@ def _without_constants_alone(closed: Any) -> tuple[Any, list[Any]]:
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     if made := [x for equation in outside for x in equation.outvars if x in used]:
         constants = jaxpr.replace(invars=[], eqns=outside, outvars=made)
-        values |= dict(zip(made, jaxpr_as_fun(ClosedJaxpr(constants, closed.consts))(), strict=True))
+        values |= dict(zip(made, private.jaxpr_as_fun(private.ClosedJaxpr(constants, closed.consts))(), strict=True))
     captured = [x for x in values if x in used]
     scalar = jaxpr.replace(constvars=[], invars=[*captured, *jaxpr.invars], eqns=rest)
     return scalar, [values[x] for x in captured]

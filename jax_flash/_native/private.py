@@ -11,6 +11,8 @@ MISSING: str | None = None
 serves every call."""
 
 try:
+    from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # first: plain JAX evaluates functions by these
+
     from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowering
     from jax.ad_checkpoint import checkpoint_name
     from jax.core import ShapedArray
@@ -34,6 +36,7 @@ except (ImportError, AttributeError) as _error:
 
 __all__ = [
     "MISSING",
+    "ClosedJaxpr",
     "Primitive",
     "ShapedArray",
     "ad",
@@ -41,6 +44,7 @@ __all__ = [
     "batching",
     "checkpoint_name",
     "custom_partitioning",
+    "jaxpr_as_fun",
     "mlir",
     "prim_requires_devices_during_lowering",
 ]
