@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,8 +10,10 @@ import jax
 import numpy as np
 
 from jax_flash._attention import attention
-from jax_flash._call import checks
+from jax_flash._call import checks, dtypes
 from jax_flash._call.options import Implementation, Precision
+from jax_flash._functions import arguments as _functions
+from jax_flash._functions import cuda
 from jax_flash._implementations import choice
 from jax_flash._native import registration
 from jax_flash._native import tuned as _tuned
@@ -30,6 +33,8 @@ class Explanation:
       tuned: tile rows of ``bench tune --store`` for this GPU and head_dim: calls with no option but ``causal`` and
         ``deterministic_backward`` use them instead of the table's.
       split: if the query is sharded over devices, which of its shardings the kernels keep and what is gathered.
+      source: with ``source=True``, what CUDA's kernels are compiled with of ``score_mod``, ``mask_mod`` and
+        ``block_mask``; "" if there are none, or if they can't be printed, for which ``obstacles`` has the reason.
     """
 
     implementation: str
@@ -37,6 +42,7 @@ class Explanation:
     obstacles: dict[str, str]
     tuned: tuple[str, ...] = ()
     split: tuple[str, ...] = ()
+    source: str = ""
 
     def __str__(self) -> str:
         lines = [f"on {self.platform}, attention is served by {self.implementation!r}"]
@@ -49,6 +55,7 @@ class Explanation:
                 lines.append(f"  {name}: could, when asked for by name")
         lines += [f"  tuned: {row}" for row in self.tuned]
         lines += [f"  split: {part}" for part in self.split]
+        lines += [self.source] if self.source else []
         return "\n".join(lines)
 
 
@@ -60,6 +67,7 @@ def explain(
     platform: str | None = None,
     implementation: Implementation | None = None,
     precision: Precision | None = None,
+    source: bool = False,
     **options: Any,
 ) -> Explanation:
     """Says which implementation serves ``attention(query, key, value, ...)``, and why not the others.
@@ -75,6 +83,7 @@ def explain(
       platform: "cpu", "cuda" (or "gpu", which means it), "rocm" or "tpu"; None means that of JAX's default device.
       implementation: as for `attention`.
       precision: as for `attention`.
+      source: also say what CUDA's kernels are compiled with of ``score_mod``, ``mask_mod`` and ``block_mask``.
       **options: the other keyword arguments of `attention`.
 
     Raises:
@@ -92,8 +101,13 @@ def explain(
     elif platform not in PLATFORMS:
         raise ValueError(f"platform must be None or one of {', '.join(PLATFORMS)}, got {checks.describe(platform)}")
     platform = "cuda" if platform == "gpu" else platform
-    has_functions = any(options.get(name) is not None for name in ("score_mod", "mask_mod", "block_mask"))
-    call = choice.Call(np.dtype(shapes[0].dtype).name, shapes[0].shape[-1], shapes[2].shape[-1], precise, has_functions)
+    functions, _ = _functions.functions_of(
+        _functions.Arguments(*(options.get(name) for name in _functions.Arguments._fields)),
+        dtypes.accumulation_dtype(shapes[0].dtype),
+        (math.prod(query.shape[:-3]), query.shape[-2], query.shape[-3], key.shape[-3]),
+        options.get("q_offset", 0),
+    )
+    call = choice.Call(np.dtype(shapes[0].dtype).name, shapes[0].shape[-1], shapes[2].shape[-1], precise, functions)
     obstacles: dict[str, str] = {
         name: reason for name in choice.IMPLEMENTATIONS if (reason := choice.obstacle(name, platform, call))
     }
@@ -102,7 +116,10 @@ def explain(
     if chosen == "cuda" and choice.has_gpu() and call.head_dim == call.value_head_dim:
         tuned = tuple(map(str, _tuned.in_use(registration.cuda_status()["devices"], call.head_dim)))
     split = _split(query, key, options) if chosen in choice.KERNELS else ()
-    return Explanation(chosen, platform, obstacles, tuned, split)
+    printed = ""
+    if checks.boolean("source", source) and functions is not None and cuda.unprintable(functions) is None:
+        printed = cuda.source(functions, derives=True)
+    return Explanation(chosen, platform, obstacles, tuned, split, printed)
 
 
 def _split(query: Any, key: Any, options: Mapping[str, Any]) -> tuple[str, ...]:

@@ -287,8 +287,8 @@ def test_no_program_is_compiled_again() -> None:
     second = layer(query, jnp.zeros((N, 16), jnp.float32), jnp.arange(8, dtype=jnp.int32))
     assert len(traced) == 1
     assert not np.allclose(first, second)
-    records = [trace.trace("score_mod", relative(jnp.ones((N, 16), jnp.float32), 8), "score", jnp.float32, trace.Captured())
-               for _ in range(2)]  # fmt: skip
+    traced_once = functools.partial(trace.trace, "score_mod", kind="score", dtype=jnp.float32)
+    records = [traced_once(relative(jnp.ones((N, 16), jnp.float32), 8), captured=trace.Captured()) for _ in range(2)]
     assert records[0] == records[1]
     assert hash(records[0]) == hash(records[1])
     other = trace.trace(
@@ -546,7 +546,7 @@ def test_with_both_masks_a_pair_is_kept_if_both_keep_it() -> None:
 
 
 def test_blocks_that_are_empty_are_not_read() -> None:
-    """A key in no kept pair may be NaN; by the xla implementation whole chunks are skipped, where values may be, too."""
+    """A key in no kept pair may be NaN; xla skips whole chunks, where values may be, too."""
     t = s = 1024
     query, key, value, dout = inputs_of(t, s, np.float32, batch=1)
     block_mask = create_block_mask(lambda b, h, q, kv: kv >= 512, None, None, t, s)
@@ -681,6 +681,7 @@ def test_kernels_refuse_by_name_and_leave_it_to_xla() -> None:
     explained = jax_flash.explain(query, key, value, mask_mod=lambda b, h, q, kv: q >= kv)
     assert explained.implementation == "xla"
     assert "score_mod" in explained.obstacles["cpu"]
+    assert explained.source == ""
     with pytest.raises(NotImplementedError, match="its kernels do not evaluate score_mod"):
         call(mask_mod=lambda b, h, q, kv: q >= kv, implementation="cpu")
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jax_flash._functions import cuda, program, trace
 from jax_flash._native import _core, registration
 
@@ -142,7 +143,10 @@ def test_equal_operations_are_one_and_constants_are_folded() -> None:
     [
         ("primitive sort", lambda s, b, h, q, kv: s + jnp.sort(jnp.stack([q, kv]))[0].astype(s.dtype)),
         ("primitive while", lambda s, b, h, q, kv: jax.lax.while_loop(lambda x: x < 3, lambda x: x + 1, s)),
-        ("an array of shape (333,)", lambda s, b, h, q, kv: s + gallery.POINTS[:, 0].sum() * s + (gallery.POINTS[:, 1] * s).sum()),
+        (
+            "an array of shape (333,)",
+            lambda s, b, h, q, kv: s + gallery.POINTS[:, 0].sum() * s + (gallery.POINTS[:, 1] * s).sum(),
+        ),
     ],
 )  # fmt: skip
 def test_what_has_no_program_is_named(name: str, function: Callable[..., Any]) -> None:

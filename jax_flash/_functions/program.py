@@ -246,9 +246,8 @@ class Lowering:
         arrays = np.broadcast_arrays(*map(self.elements, args))
         found = np.empty(aval.shape, object)
         for place in np.ndindex(aval.shape):
-            found[place] = self.builder.apply(
-                name, dtype, [x[place] for x in arrays], folding.parameters(name, params, self)
-            )
+            operands = tuple(int(x[place]) for x in arrays)
+            found[place] = self.builder.apply(name, dtype, operands, folding.parameters(name, params, self))
         return found
 
     # Parts of arrays
@@ -503,8 +502,8 @@ def score_program(
     views = dict(zip(read, loaded, strict=False))
     shapes = [x.aval for x in (*read, *others, *jaxpr.invars[count:])]
     score_at = len(read) + len(others)
-    value = jaxpr_as_fun(
-        ClosedJaxpr(jaxpr.replace(invars=[*read, *others, *jaxpr.invars[count:]], eqns=parts.rest), ())
+    value = private.jaxpr_as_fun(
+        private.ClosedJaxpr(jaxpr.replace(invars=[*read, *others, *jaxpr.invars[count:]], eqns=parts.rest), ())
     )
 
     def joint(*xs: Any) -> Any:

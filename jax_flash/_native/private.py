@@ -11,13 +11,11 @@ MISSING: str | None = None
 serves every call."""
 
 try:
-    from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # first: plain JAX evaluates functions by these
-
     from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowering
     from jax.ad_checkpoint import checkpoint_name
     from jax.core import ShapedArray
     from jax.experimental.custom_partitioning import custom_partitioning
-    from jax.extend.core import Primitive
+    from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun  # first: plain JAX evaluates functions by these
     from jax.interpreters import ad, batching, mlir
 
     for _module, _name in (
