@@ -234,7 +234,16 @@ def study(
 
 # Problems and their exact results
 
-TOLERANCE = {"dcaptured_0": 1.5, "out": 1.5, "lse": 0.02, "dq": 3.0, "dk": 3.0, "dv": 2.0, "dbias": 1.5, "dalibi_slopes": 1.5}
+TOLERANCE = {
+    "dcaptured_0": 1.5,
+    "out": 1.5,
+    "lse": 0.02,
+    "dq": 3.0,
+    "dk": 3.0,
+    "dv": 2.0,
+    "dbias": 1.5,
+    "dalibi_slopes": 1.5,
+}
 """In units of the inputs' epsilon, of the largest and of the L2 error."""
 
 FLOAT32_TOLERANCE = 1e-5

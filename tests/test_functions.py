@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jax_flash._functions import cuda, program, trace
 from jax_flash._native import _core, registration
 
@@ -142,7 +143,7 @@ def test_equal_operations_are_one_and_constants_are_folded() -> None:
     [
         ("primitive sort", lambda s, b, h, q, kv: s + jnp.sort(jnp.stack([q, kv]))[0].astype(s.dtype)),
         ("primitive while", lambda s, b, h, q, kv: jax.lax.while_loop(lambda x: x < 3, lambda x: x + 1, s)),
-        ("an array of shape (333,)", lambda s, b, h, q, kv: s + gallery.POINTS[:, 0].sum() * s + (gallery.POINTS[:, 1] * s).sum()),
+        ("an array of shape (333,)", lambda s, b, h, q, kv: s + (gallery.POINTS[:, 1] * s).sum()),
     ],
 )  # fmt: skip
 def test_what_has_no_program_is_named(name: str, function: Callable[..., Any]) -> None:
@@ -263,9 +264,7 @@ def block_kinds(keep: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return kinds
 
 
-needs_compiler = pytest.mark.skipif(
-    emulated.COMPILER is None or sys.platform != "linux", reason="needs g++ on Linux"
-)
+needs_compiler = pytest.mark.skipif(emulated.COMPILER is None or sys.platform != "linux", reason="needs g++ on Linux")
 
 
 @pytest.fixture(scope="module")
@@ -304,9 +303,7 @@ def test_split_kv(emulator: ctypes.CDLL, name: str) -> None:
     check_values(emulator, name, "forward", "sm80", 2, q_length=17, kv_length=300)
 
 
-def check_values(
-    emulator: ctypes.CDLL, name: str, kernel_pass: str, family: str, orders: int, **sizes: Any
-) -> None:
+def check_values(emulator: ctypes.CDLL, name: str, kernel_pass: str, family: str, orders: int, **sizes: Any) -> None:
     case = {"score": None, "mask": None, "blocks": None, "q_length": 133, "kv_length": 190, "batch": 2, **GROUPS}
     problem = FunctionProblem(**case | EMULATED[name] | sizes)
     call = emulated.Call(emulator, problem, kernel_pass, family)

@@ -112,7 +112,7 @@ def _range_of_args(op: Op, args: Sequence[tuple[int, int] | None]) -> tuple[int,
 
 
 def simplified(builder: Builder, name: str, dtype: str, args: tuple[int, ...], params: Any) -> int | None:
-    """The number of an operation that is already there, or a simpler one, with the same value; None if there is none."""
+    """The number of an operation that is already there, or a simpler one, of the same value; None if there is none."""
     of_args = builder.ops[args[-1]].dtype
     values = [builder.value(i) for i in args]
     if name == "add_any":
@@ -287,7 +287,8 @@ def _integer(builder: Builder, name: str, dtype: str, args: tuple[int, ...], val
         return args[1]
     if name in ("max", "min"):
         x, y = (builder.ranges[i] for i in args)
-        assert x is not None and y is not None
+        assert x is not None
+        assert y is not None
         if name == "min":
             x, y = (-x[1], -x[0]), (-y[1], -y[0])
         if x[0] >= y[1]:

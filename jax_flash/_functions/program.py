@@ -247,7 +247,7 @@ class Lowering:
         found = np.empty(aval.shape, object)
         for place in np.ndindex(aval.shape):
             found[place] = self.builder.apply(
-                name, dtype, [x[place] for x in arrays], folding.parameters(name, params, self)
+                name, dtype, [int(x[place]) for x in arrays], folding.parameters(name, params, self)
             )
         return found
 
@@ -260,9 +260,9 @@ class Lowering:
 
     def lower_dynamic_slice(self, x: Value, *starts: Value, aval: Any, params: Any) -> Value:
         indices = [int(self.elements(s)[()]) for s in starts]
-        x = self.as_view_or_constant(x, indices)
         if not isinstance(x, View):
-            return x[tuple(slice(i, i + n) for i, n in zip(self.constants(indices, x.shape, aval.shape), aval.shape))]
+            begins = self.constants(indices, x.shape, aval.shape)
+            return x[tuple(slice(i, i + n) for i, n in zip(begins, aval.shape, strict=True))]
         found = [self.clamped(i, size - n) for i, size, n in zip(indices, x.shape, aval.shape, strict=True)]
         return self.moved(x, found, aval.shape)
 
@@ -271,9 +271,6 @@ class Lowering:
         if any(v is None for v in values):
             raise Unprintable("an index that is computed, into an array that is not captured")
         return [min(max(int(v), 0), n - size) for v, n, size in zip(values, shape, sizes, strict=True)]
-
-    def as_view_or_constant(self, x: Value, indices: Sequence[int]) -> Value:
-        return x
 
     def moved(self, x: View, starts: Sequence[int], shape: Sequence[int]) -> View:
         """The part of ``x`` of this shape that begins at ``starts``."""
@@ -446,7 +443,8 @@ def _begun(function: Function, positions_from_0: bool) -> tuple[Builder, list[Va
         least["q"] = 0
     builder, count = Builder(least), len(function.captured)
     args: list[Value] = [
-        _view(builder, number, x.aval) for number, x in zip(function.captured, function.jaxpr.invars[:count], strict=True)
+        _view(builder, number, x.aval)
+        for number, x in zip(function.captured, function.jaxpr.invars[:count], strict=True)
     ]
     names = ("score", "b", "h", "q", "kv") if function.kind == "score" else ("b", "h", "q", "kv")
     for name, x in zip(names, function.jaxpr.invars[count:], strict=True):
@@ -498,9 +496,7 @@ def score_program(
     shapes = [x.aval for x in (*read, *others, *jaxpr.invars[count:])]
     score_at = len(read) + len(others)
     value = jaxpr_as_fun(
-        ClosedJaxpr(
-            jaxpr.replace(invars=[*read, *others, *jaxpr.invars[count:]], eqns=parts.rest), ()
-        )
+        ClosedJaxpr(jaxpr.replace(invars=[*read, *others, *jaxpr.invars[count:]], eqns=parts.rest), ())
     )
 
     def joint(*xs: Any) -> Any:
