@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_flash._attention import attention
 from jax_flash._call import checks
 from jax_flash._call.options import Implementation, Precision
+from jax_flash._functions import trace
 from jax_flash._implementations import choice
 from jax_flash._native import registration
 from jax_flash._native import tuned as _tuned
@@ -50,6 +52,26 @@ class Explanation:
         lines += [f"  tuned: {row}" for row in self.tuned]
         lines += [f"  split: {part}" for part in self.split]
         return "\n".join(lines)
+
+
+def _functions(options: Mapping[str, Any]) -> trace.Functions | None:
+    """The functions among the options of a call that has been checked, without the arrays that they capture."""
+    found = {name: options.get(name) for name in ("score_mod", "mask_mod", "block_mask")}
+    if all(x is None for x in found.values()):
+        return None
+    captured = trace.Captured()
+
+    def of(name: str, function: Any, kind: str) -> trace.Function | None:
+        return None if function is None else trace.trace(name, function, kind, jnp.float32, captured)
+
+    block_mask = found["block_mask"]
+    masks = (
+        of("mask_mod", found["mask_mod"], "mask"),
+        None if block_mask is None else of("block_mask", block_mask.mask_mod, "mask"),
+    )
+    return trace.Functions(
+        of("score_mod", found["score_mod"], "score"), tuple(mask for mask in masks if mask is not None)
+    )
 
 
 def explain(
@@ -92,8 +114,9 @@ def explain(
     elif platform not in PLATFORMS:
         raise ValueError(f"platform must be None or one of {', '.join(PLATFORMS)}, got {checks.describe(platform)}")
     platform = "cuda" if platform == "gpu" else platform
-    has_functions = any(options.get(name) is not None for name in ("score_mod", "mask_mod", "block_mask"))
-    call = choice.Call(np.dtype(shapes[0].dtype).name, shapes[0].shape[-1], shapes[2].shape[-1], precise, has_functions)
+    call = choice.Call(
+        np.dtype(shapes[0].dtype).name, shapes[0].shape[-1], shapes[2].shape[-1], precise, _functions(options)
+    )
     obstacles: dict[str, str] = {
         name: reason for name in choice.IMPLEMENTATIONS if (reason := choice.obstacle(name, platform, call))
     }
