@@ -29,84 +29,84 @@
 // This header is compiled by the host compiler and by NVRTC, so it includes nothing.
 #pragma once
 
-#define JAX_FLASH_FIELDS(CONSTANT, VALUE, FEATURE, OPERAND, PLAIN, TRAINABLE)                                       \
-  /* keep key position <= query position */                                                                         \
-  CONSTANT(bool, causal)                                                                                            \
-  /* float32 products at float32 accuracy rather than TF32's; false for other dtypes. With descale: the float16 */  \
-  /* arrays have two limbs, side by side in every row */                                                            \
-  CONSTANT(bool, highest_precision)                                                                                 \
-  /* bias is float32 (float64 for float64 inputs); else it has the query's dtype */                                 \
-  CONSTANT(bool, wide_bias)                                                                                         \
-  /* dQ has a pass of its own, and the gradient of a bias that blocks share: every sum has one order. */            \
-  /* false allows that where it costs nothing */                                                                    \
-  CONSTANT(bool, separate_dq)                                                                                       \
-  /* the originals of float16 arrays are bfloat16 rather than float32: see descale */                               \
-  CONSTANT(bool, original_bfloat16)                                                                                 \
-  /* multiplies the scores; finite and > 0 (Python folds sign and zero into the query). 1 with traced_scale */      \
-  VALUE(double, scale)                                                                                              \
-  /* of a batch entry, >= 1 */                                                                                      \
-  VALUE(int, sequences)                                                                                             \
-  /* keep key position >= query position - window_left and <= query position + window_right; >= 0 */                \
-  FEATURE(int, window_left, 2147483647)                                                                             \
-  FEATURE(int, window_right, 2147483647)                                                                            \
-  /* scores become softcap * tanh(scores / softcap) */                                                              \
-  FEATURE(double, softcap, 0)                                                                                       \
-  /* weights are dropped with probability round(65536 * dropout_rate) / 65536: see dropout_seeds */                 \
-  FEATURE(double, dropout_rate, 0)                                                                                  \
-  /* multiplies the scores in place of `scale`; > 0 */                                                              \
-  PLAIN(void, traced_scale, "b")                                                                                    \
-  /* window_left and window_right in place of these, which are absent then; of either sign, 2147483647: no limit */ \
-  OPERAND(int, window_bounds, "b2")                                                                                 \
-  /* position of query row 0 of a sequence, whose keys begin at position 0; absent means 0 */                       \
-  PLAIN(int, q_offset, "bd")                                                                                        \
-  /* rows from these on are padding: never read, results 0, lse as of a row that keeps no key; >= 0 */              \
-  PLAIN(int, q_lengths, "b")                                                                                        \
-  PLAIN(int, kv_lengths, "b")                                                                                       \
-  /* sequence d has rows [cu[d], cu[d + 1]); rows from cu[sequences] on are in none, and are padding */             \
-  OPERAND(int, cu_q_lengths, "be")                                                                                  \
-  OPERAND(int, cu_kv_lengths, "be")                                                                                 \
-  /* keep pairs of equal segments */                                                                                \
-  OPERAND(int, q_segment_ids, "bt")                                                                                 \
-  OPERAND(int, kv_segment_ids, "bs")                                                                                \
-  /* smallest and largest segment in each block of kSegmentBlock rows; there with the segment ids */                \
-  OPERAND(int, q_segment_ranges, "bi2")                                                                             \
-  OPERAND(int, kv_segment_ranges, "bj2")                                                                            \
-  /* with score and mask functions (struct Options): rows and keys of a block of mask_blocks; 1 without one */      \
-  VALUE(int, mask_block_rows)                                                                                       \
-  VALUE(int, mask_block_keys)                                                                                       \
-  /* the arrays that these functions captured, which follow the operands; and how many of them have gradients, */   \
-  /* which follow those of operands */                                                                              \
-  VALUE(int, captured)                                                                                              \
-  VALUE(int, dcaptured)                                                                                             \
+#define JAX_FLASH_FIELDS(CONSTANT, VALUE, FEATURE, OPERAND, PLAIN, TRAINABLE)                                        \
+  /* keep key position <= query position */                                                                          \
+  CONSTANT(bool, causal)                                                                                             \
+  /* float32 products at float32 accuracy rather than TF32's; false for other dtypes. With descale: the float16 */   \
+  /* arrays have two limbs, side by side in every row */                                                             \
+  CONSTANT(bool, highest_precision)                                                                                  \
+  /* bias is float32 (float64 for float64 inputs); else it has the query's dtype */                                  \
+  CONSTANT(bool, wide_bias)                                                                                          \
+  /* dQ has a pass of its own, and the gradient of a bias that blocks share: every sum has one order. */             \
+  /* false allows that where it costs nothing */                                                                     \
+  CONSTANT(bool, separate_dq)                                                                                        \
+  /* the originals of float16 arrays are bfloat16 rather than float32: see descale */                                \
+  CONSTANT(bool, original_bfloat16)                                                                                  \
+  /* multiplies the scores; finite and > 0 (Python folds sign and zero into the query). 1 with traced_scale */       \
+  VALUE(double, scale)                                                                                               \
+  /* of a batch entry, >= 1 */                                                                                       \
+  VALUE(int, sequences)                                                                                              \
+  /* keep key position >= query position - window_left and <= query position + window_right; >= 0 */                 \
+  FEATURE(int, window_left, 2147483647)                                                                              \
+  FEATURE(int, window_right, 2147483647)                                                                             \
+  /* scores become softcap * tanh(scores / softcap) */                                                               \
+  FEATURE(double, softcap, 0)                                                                                        \
+  /* weights are dropped with probability round(65536 * dropout_rate) / 65536: see dropout_seeds */                  \
+  FEATURE(double, dropout_rate, 0)                                                                                   \
+  /* multiplies the scores in place of `scale`; > 0 */                                                               \
+  PLAIN(void, traced_scale, "b")                                                                                     \
+  /* window_left and window_right in place of these, which are absent then; of either sign, 2147483647: no limit */  \
+  OPERAND(int, window_bounds, "b2")                                                                                  \
+  /* position of query row 0 of a sequence, whose keys begin at position 0; absent means 0 */                        \
+  PLAIN(int, q_offset, "bd")                                                                                         \
+  /* rows from these on are padding: never read, results 0, lse as of a row that keeps no key; >= 0 */               \
+  PLAIN(int, q_lengths, "b")                                                                                         \
+  PLAIN(int, kv_lengths, "b")                                                                                        \
+  /* sequence d has rows [cu[d], cu[d + 1]); rows from cu[sequences] on are in none, and are padding */              \
+  OPERAND(int, cu_q_lengths, "be")                                                                                   \
+  OPERAND(int, cu_kv_lengths, "be")                                                                                  \
+  /* keep pairs of equal segments */                                                                                 \
+  OPERAND(int, q_segment_ids, "bt")                                                                                  \
+  OPERAND(int, kv_segment_ids, "bs")                                                                                 \
+  /* smallest and largest segment in each block of kSegmentBlock rows; there with the segment ids */                 \
+  OPERAND(int, q_segment_ranges, "bi2")                                                                              \
+  OPERAND(int, kv_segment_ranges, "bj2")                                                                             \
+  /* with score and mask functions (struct Options): rows and keys of a block of mask_blocks; 1 without one */       \
+  VALUE(int, mask_block_rows)                                                                                        \
+  VALUE(int, mask_block_keys)                                                                                        \
+  /* the arrays that these functions captured, which follow the operands; and how many of them have gradients, */    \
+  /* which follow those of operands */                                                                               \
+  VALUE(int, captured)                                                                                               \
+  VALUE(int, dcaptured)                                                                                              \
   /* kinds of blocks of pairs, counted from the first row and key of a sequence: 0 no pair is kept, 1 the partial */ \
-  /* mask of the functions decides, 2 all are kept */                                                               \
-  OPERAND(Int8, mask_blocks, "bdnxy")                                                                               \
-  /* what batch entries and query heads count from, for score and mask functions; absent means 0 */                 \
-  OPERAND(int, index_offsets, "2")                                                                                  \
-  /* keep keys [start, end) of each row, and rows [start, end) of each key; they count from the first of their */   \
-  /* sequence. In [0, length], empty where start >= end */                                                          \
-  OPERAND(int, kv_intervals, "bnt2")                                                                                \
-  OPERAND(int, q_intervals, "bns2")                                                                                 \
-  /* of the intervals of each block of kSegmentBlock rows or keys: smallest start and largest end of those that */  \
-  /* are not empty, largest start and smallest end of all; there with the intervals */                              \
-  OPERAND(int, kv_interval_ranges, "bni4")                                                                          \
-  OPERAND(int, q_interval_ranges, "bnj4")                                                                           \
-  /* keep pairs where true */                                                                                       \
-  OPERAND(bool, mask, "bnts")                                                                                       \
-  /* the key of the counter-based generator, one per head; there with dropout_rate */                               \
-  OPERAND(unsigned, dropout_seeds, "bdn2")                                                                          \
-  /* a ScaleRecord (scaling.h) for each key head: query, key, value and dout are float16 arrays that stand for */   \
-  /* float32 ones, and the originals are there too. Results are float32 */                                          \
-  PLAIN(float, descale, "bk8")                                                                                      \
-  PLAIN(Original, original_query, "btnh")                                                                           \
-  PLAIN(Original, original_key, "bskh")                                                                             \
-  PLAIN(Original, original_value, "bskv")                                                                           \
-  PLAIN(Original, original_dout, "btnv")                                                                            \
-  /* exp(sink) joins the sum of exponentials */                                                                     \
-  PLAIN(void, sinks, "bn")                                                                                          \
-  /* scores become scores - slope * |query position - key position| */                                              \
-  TRAINABLE(void, alibi_slopes, "bdn")                                                                              \
-  /* added to the scores */                                                                                         \
+  /* mask of the functions decides, 2 all are kept */                                                                \
+  OPERAND(Int8, mask_blocks, "bdnxy")                                                                                \
+  /* what batch entries and query heads count from, for score and mask functions; absent means 0 */                  \
+  OPERAND(int, index_offsets, "2")                                                                                   \
+  /* keep keys [start, end) of each row, and rows [start, end) of each key; they count from the first of their */    \
+  /* sequence. In [0, length], empty where start >= end */                                                           \
+  OPERAND(int, kv_intervals, "bnt2")                                                                                 \
+  OPERAND(int, q_intervals, "bns2")                                                                                  \
+  /* of the intervals of each block of kSegmentBlock rows or keys: smallest start and largest end of those that */   \
+  /* are not empty, largest start and smallest end of all; there with the intervals */                               \
+  OPERAND(int, kv_interval_ranges, "bni4")                                                                           \
+  OPERAND(int, q_interval_ranges, "bnj4")                                                                            \
+  /* keep pairs where true */                                                                                        \
+  OPERAND(bool, mask, "bnts")                                                                                        \
+  /* the key of the counter-based generator, one per head; there with dropout_rate */                                \
+  OPERAND(unsigned, dropout_seeds, "bdn2")                                                                           \
+  /* a ScaleRecord (scaling.h) for each key head: query, key, value and dout are float16 arrays that stand for */    \
+  /* float32 ones, and the originals are there too. Results are float32 */                                           \
+  PLAIN(float, descale, "bk8")                                                                                       \
+  PLAIN(Original, original_query, "btnh")                                                                            \
+  PLAIN(Original, original_key, "bskh")                                                                              \
+  PLAIN(Original, original_value, "bskv")                                                                            \
+  PLAIN(Original, original_dout, "btnv")                                                                             \
+  /* exp(sink) joins the sum of exponentials */                                                                      \
+  PLAIN(void, sinks, "bn")                                                                                           \
+  /* scores become scores - slope * |query position - key position| */                                               \
+  TRAINABLE(void, alibi_slopes, "bdn")                                                                               \
+  /* added to the scores */                                                                                          \
   TRAINABLE(void, bias, "bnts")
 
 // The fields where it does not matter which operands are PLAIN.
@@ -125,8 +125,8 @@ struct Original;  // an element of an array whose dtype is known where it is rea
 #define JAX_FLASH_PRESENCES(type, name, dims) bool has_##name, has_d##name;
 struct Options {
   JAX_FLASH_OPTIONS(JAX_FLASH_FIELD, JAX_FLASH_FIELD, JAX_FLASH_FEATURE, JAX_FLASH_PRESENCE, JAX_FLASH_PRESENCES)
-  // The source of the call's score and mask functions (jax_flash/_functions/cuda.py), compiled into CUDA kernels. On the
-  // host one pointer for equal texts, which lives as long as the process; null: none.
+  // The source of the call's score and mask functions (jax_flash/_functions/cuda.py), compiled into CUDA kernels. On
+  // the host one pointer for equal texts, which lives as long as the process; null: none.
   const char* functions = nullptr;
 };
 #undef JAX_FLASH_PRESENCES

@@ -33,9 +33,8 @@ def functions(batch: int = 2, heads: int = 4, length: int = 333) -> tuple[dict[s
         half, size = length // 2, 16
         block_q, block_kv = (q % half) // size, (kv % half) // size
         noisy_q, noisy_kv = q < half, kv < half
-        return jnp.where(
-            noisy_kv, noisy_q & (block_q == block_kv), jnp.where(noisy_q, block_q > block_kv, block_q >= block_kv)
-        )
+        clean = jnp.where(noisy_q, block_q > block_kv, block_q >= block_kv)
+        return jnp.where(noisy_kv, noisy_q & (block_q == block_kv), clean)
 
     def neighbourhood(b, h, q, kv):
         return (abs(q // width - kv // width) <= radius) & (abs(q % width - kv % width) <= radius)

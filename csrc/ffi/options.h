@@ -65,8 +65,9 @@ struct AttrDecoding<jax_flash::Options> {
 #define JAX_FLASH_FEATURE_NAME(type, name, absent) #name,
 #define JAX_FLASH_OPERAND_NAME(type, name, dims) "has_" #name,
 #define JAX_FLASH_TRAINABLE_NAME(type, name, dims) "has_" #name, "has_d" #name,
-  static constexpr std::string_view kNames[] = {JAX_FLASH_OPTIONS(
-      JAX_FLASH_NAME, JAX_FLASH_NAME, JAX_FLASH_FEATURE_NAME, JAX_FLASH_OPERAND_NAME, JAX_FLASH_TRAINABLE_NAME) "functions"};
+  static constexpr std::string_view kNames[] = {JAX_FLASH_OPTIONS(JAX_FLASH_NAME, JAX_FLASH_NAME,
+                                                                  JAX_FLASH_FEATURE_NAME, JAX_FLASH_OPERAND_NAME,
+                                                                  JAX_FLASH_TRAINABLE_NAME) "functions"};
 #undef JAX_FLASH_TRAINABLE_NAME
 #undef JAX_FLASH_OPERAND_NAME
 #undef JAX_FLASH_FEATURE_NAME

@@ -112,7 +112,7 @@ def _range_of_args(op: Op, args: Sequence[tuple[int, int] | None]) -> tuple[int,
 
 
 def simplified(builder: Builder, name: str, dtype: str, args: tuple[int, ...], params: Any) -> int | None:
-    """The number of an operation with the same value that is already there, or is simpler; None if there is none."""
+    """The number of an operation that is already there, or a simpler one, of the same value; None if there is none."""
     of_args = builder.ops[args[-1]].dtype
     values = [builder.value(i) for i in args]
     if name == "add_any":

@@ -246,8 +246,9 @@ class Lowering:
         arrays = np.broadcast_arrays(*map(self.elements, args))
         found = np.empty(aval.shape, object)
         for place in np.ndindex(aval.shape):
-            operands = tuple(int(x[place]) for x in arrays)
-            found[place] = self.builder.apply(name, dtype, operands, folding.parameters(name, params, self))
+            found[place] = self.builder.apply(
+                name, dtype, [int(x[place]) for x in arrays], folding.parameters(name, params, self)
+            )
         return found
 
     # Parts of arrays
@@ -259,14 +260,9 @@ class Lowering:
 
     def lower_dynamic_slice(self, x: Value, *starts: Value, aval: Any, params: Any) -> Value:
         indices = [int(self.elements(s)[()]) for s in starts]
-        x = self.as_view_or_constant(x, indices)
         if not isinstance(x, View):
-            return x[
-                tuple(
-                    slice(i, i + n)
-                    for i, n in zip(self.constants(indices, x.shape, aval.shape), aval.shape, strict=True)
-                )
-            ]
+            begins = self.constants(indices, x.shape, aval.shape)
+            return x[tuple(slice(i, i + n) for i, n in zip(begins, aval.shape, strict=True))]
         found = [self.clamped(i, size - n) for i, size, n in zip(indices, x.shape, aval.shape, strict=True)]
         return self.moved(x, found, aval.shape)
 
@@ -275,9 +271,6 @@ class Lowering:
         if any(v is None for v in values):
             raise Unprintable("an index that is computed, into an array that is not captured")
         return [min(max(int(v), 0), n - size) for v, n, size in zip(values, shape, sizes, strict=True)]
-
-    def as_view_or_constant(self, x: Value, indices: Sequence[int]) -> Value:
-        return x
 
     def moved(self, x: View, starts: Sequence[int], shape: Sequence[int]) -> View:
         """The part of ``x`` of this shape that begins at ``starts``."""

@@ -38,7 +38,7 @@ using VReader = Mma::ColumnReader<VTile, group>;
 #define JAX_FLASH_NOTHING(...)
 #define JAX_FLASH_IS_THERE(type, name, dims) || has_##name
 constexpr bool reads_operands = has_functions JAX_FLASH_OPTIONS(JAX_FLASH_NOTHING, JAX_FLASH_NOTHING, JAX_FLASH_NOTHING,
-                                                        JAX_FLASH_IS_THERE, JAX_FLASH_IS_THERE);
+                                                                JAX_FLASH_IS_THERE, JAX_FLASH_IS_THERE);
 #undef JAX_FLASH_IS_THERE
 #undef JAX_FLASH_NOTHING
 // Packed sequences begin at any row, so a block's rows would belong to several: there query heads do not share blocks.

@@ -69,38 +69,38 @@ JAX_FLASH_FUNCTION float sign(float x) { return x > 0.f ? 1.f : x < 0.f ? -1.f :
 JAX_FLASH_FUNCTION float maximum(float x, float y) { return x > y || x != x ? x : y; }
 JAX_FLASH_FUNCTION float minimum(float x, float y) { return x < y || x != x ? x : y; }
 JAX_FLASH_FUNCTION bool is_finite(float x) { return x - x == 0.f; }
-JAX_FLASH_FUNCTION float logistic(float x) {
-  return reciprocal_approx(1.f + exp2_approx(-1.4426950408889634f * x));
-}
+JAX_FLASH_FUNCTION float logistic(float x) { return reciprocal_approx(1.f + exp2_approx(-1.4426950408889634f * x)); }
 
 // Of integers: T, and the unsigned type U in which it wraps around.
-#define JAX_FLASH_INTEGER(T, U)                                                                              \
-  JAX_FLASH_FUNCTION T add(T x, T y) { return static_cast<T>(static_cast<U>(x) + static_cast<U>(y)); }       \
-  JAX_FLASH_FUNCTION T sub(T x, T y) { return static_cast<T>(static_cast<U>(x) - static_cast<U>(y)); }       \
-  JAX_FLASH_FUNCTION T mul(T x, T y) { return static_cast<T>(static_cast<U>(x) * static_cast<U>(y)); }       \
-  JAX_FLASH_FUNCTION T neg(T x) { return sub(static_cast<T>(0), x); }                                                     \
-  JAX_FLASH_FUNCTION T maximum(T x, T y) { return x > y ? x : y; }                                           \
-  JAX_FLASH_FUNCTION T minimum(T x, T y) { return x < y ? x : y; }                                           \
-  JAX_FLASH_FUNCTION T shift_left(T x, T n) {                                                                \
-    return static_cast<U>(n) < 8 * sizeof(T) ? static_cast<T>(static_cast<U>(x) << static_cast<U>(n)) : static_cast<T>(0); \
-  }                                                                                                          \
-  JAX_FLASH_FUNCTION T shift_right_logical(T x, T n) {                                                       \
-    return static_cast<U>(n) < 8 * sizeof(T) ? static_cast<T>(static_cast<U>(x) >> static_cast<U>(n)) : static_cast<T>(0); \
-  }                                                                                                          \
-  JAX_FLASH_FUNCTION T shift_right_arithmetic(T x, T n) {                                                    \
-    return x >> static_cast<T>(static_cast<U>(n) < 8 * sizeof(T) ? static_cast<U>(n) : 8 * sizeof(T) - 1);   \
+#define JAX_FLASH_INTEGER(T, U)                                                                            \
+  JAX_FLASH_FUNCTION T add(T x, T y) { return static_cast<T>(static_cast<U>(x) + static_cast<U>(y)); }     \
+  JAX_FLASH_FUNCTION T sub(T x, T y) { return static_cast<T>(static_cast<U>(x) - static_cast<U>(y)); }     \
+  JAX_FLASH_FUNCTION T mul(T x, T y) { return static_cast<T>(static_cast<U>(x) * static_cast<U>(y)); }     \
+  JAX_FLASH_FUNCTION T neg(T x) { return sub(static_cast<T>(0), x); }                                      \
+  JAX_FLASH_FUNCTION T maximum(T x, T y) { return x > y ? x : y; }                                         \
+  JAX_FLASH_FUNCTION T minimum(T x, T y) { return x < y ? x : y; }                                         \
+  JAX_FLASH_FUNCTION T shift_left(T x, T n) {                                                              \
+    return static_cast<U>(n) < 8 * sizeof(T) ? static_cast<T>(static_cast<U>(x) << static_cast<U>(n))      \
+                                             : static_cast<T>(0);                                          \
+  }                                                                                                        \
+  JAX_FLASH_FUNCTION T shift_right_logical(T x, T n) {                                                     \
+    return static_cast<U>(n) < 8 * sizeof(T) ? static_cast<T>(static_cast<U>(x) >> static_cast<U>(n))      \
+                                             : static_cast<T>(0);                                          \
+  }                                                                                                        \
+  JAX_FLASH_FUNCTION T shift_right_arithmetic(T x, T n) {                                                  \
+    return x >> static_cast<T>(static_cast<U>(n) < 8 * sizeof(T) ? static_cast<U>(n) : 8 * sizeof(T) - 1); \
   }
-#define JAX_FLASH_SIGNED(T, U)                                                           \
-  JAX_FLASH_INTEGER(T, U)                                                                \
-  JAX_FLASH_FUNCTION T absolute(T x) { return x < 0 ? neg(x) : x; }                      \
-  JAX_FLASH_FUNCTION T sign(T x) { return static_cast<T>((x > 0) - (x < 0)); }           \
+#define JAX_FLASH_SIGNED(T, U)                                                                          \
+  JAX_FLASH_INTEGER(T, U)                                                                               \
+  JAX_FLASH_FUNCTION T absolute(T x) { return x < 0 ? neg(x) : x; }                                     \
+  JAX_FLASH_FUNCTION T sign(T x) { return static_cast<T>((x > 0) - (x < 0)); }                          \
   JAX_FLASH_FUNCTION T div(T x, T y) { return y == 0 ? static_cast<T>(-1) : y == -1 ? neg(x) : x / y; } \
   JAX_FLASH_FUNCTION T rem(T x, T y) { return y == 0 ? x : y == -1 ? static_cast<T>(0) : x % y; }
-#define JAX_FLASH_UNSIGNED(T)                                                  \
-  JAX_FLASH_INTEGER(T, T)                                                      \
-  JAX_FLASH_FUNCTION T absolute(T x) { return x; }                             \
-  JAX_FLASH_FUNCTION T sign(T x) { return x != 0; }                            \
-  JAX_FLASH_FUNCTION T div(T x, T y) { return y == 0 ? ~static_cast<T>(0) : x / y; }        \
+#define JAX_FLASH_UNSIGNED(T)                                                        \
+  JAX_FLASH_INTEGER(T, T)                                                            \
+  JAX_FLASH_FUNCTION T absolute(T x) { return x; }                                   \
+  JAX_FLASH_FUNCTION T sign(T x) { return x != 0; }                                  \
+  JAX_FLASH_FUNCTION T div(T x, T y) { return y == 0 ? ~static_cast<T>(0) : x / y; } \
   JAX_FLASH_FUNCTION T rem(T x, T y) { return y == 0 ? x : x % y; }
 JAX_FLASH_SIGNED(int, unsigned)
 JAX_FLASH_SIGNED(long long, unsigned long long)

@@ -24,7 +24,8 @@ struct BlockKinds {
   }
   // Of a pair; rows and keys beyond the ends have the kind of those at the ends.
   __device__ __forceinline__ int of_pair(const Extent& extent, int row, int column) const {
-    const int r = at_least(0, at_most(row, extent.q.length - 1)), c = at_least(0, at_most(column, extent.kv.length - 1));
+    const int r = at_least(0, at_most(row, extent.q.length - 1)),
+              c = at_least(0, at_most(column, extent.kv.length - 1));
     return of_block(r / mask_block_rows, c / mask_block_keys);
   }
   __device__ __forceinline__ int of_block(int row, int column) const {
@@ -81,7 +82,8 @@ struct PairFunctions : BlockKinds<has_mask_blocks> {
     return kept;
   }
 
-  __device__ __forceinline__ float score(const Problem& problem, float x, int row, int column, float& derivative) const {
+  __device__ __forceinline__ float score(const Problem& problem, float x, int row, int column,
+                                         float& derivative) const {
     return score_function(problem, call, x, b, h, position(row), column, derivative);
   }
   // Adds ds, the gradient of a pair's score, times the derivatives of the score by captured arrays to their gradients.

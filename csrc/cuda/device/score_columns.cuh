@@ -42,7 +42,8 @@ struct ScoreColumns : HeadScores {
               if constexpr (has_bias) {
                 b = as_float(masked ? biases.at(bias, own_key, extent) : bias[own_key * biases.column_stride]);
               }
-              logit = modified.logit(keep.functions(), x, b, row, own_key, keeps_derivatives ? derivatives[m][n].x[e] : unused);
+              logit = modified.logit(keep.functions(), x, b, row, own_key,
+                                     keeps_derivatives ? derivatives[m][n].x[e] : unused);
             }
             x = probability(logit, odd ? lse_log2.y : lse_log2.x);
             bool kept = true;
@@ -110,7 +111,8 @@ struct ScoreColumns : HeadScores {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             if (counts) {
-              keep.functions().add(problem, first_row + column + e % 2, key + 16 * m + e / 2 * 8, ds.x[e] * gradients[m].descale);
+              keep.functions().add(problem, first_row + column + e % 2, key + 16 * m + e / 2 * 8,
+                                   ds.x[e] * gradients[m].descale);
             }
           }
         }

@@ -115,8 +115,8 @@ struct Scores {
   }
 
   // A modified score of a raw one, and d modified / d (scale * score), where derivatives are kept.
-  __device__ __forceinline__ float modify(const PairFunctions<has_functions>& functions, float score, float bias, int row, int column,
-                                          float& derivative) const {
+  __device__ __forceinline__ float modify(const PairFunctions<has_functions>& functions, float score, float bias,
+                                          int row, int column, float& derivative) const {
     float x = score * scale;
     if constexpr (with_softcap) {
       const float t = hyperbolic_tangent(x * inverse_softcap);
@@ -135,8 +135,8 @@ struct Scores {
     return x;
   }
   // The same in units of log2, ready for exp2.
-  __device__ __forceinline__ float logit(const PairFunctions<has_functions>& functions, float score, float bias, int row, int column,
-                                         float& derivative) const {
+  __device__ __forceinline__ float logit(const PairFunctions<has_functions>& functions, float score, float bias,
+                                         int row, int column, float& derivative) const {
     return modify(functions, score, bias, row, column, derivative) * kLog2e;
   }
 };

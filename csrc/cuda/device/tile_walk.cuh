@@ -9,7 +9,8 @@ namespace jax_flash {
 constexpr bool skips_tiles = in_segments || in_intervals || has_mask_blocks;
 
 // Tiles of `size` keys or rows: a range, less those whose segments the block's do not meet, and those whose intervals
-// hold none of the block's positions, and those in empty blocks. What the block's own intervals leave out is not in the range.
+// hold none of the block's positions, and those in empty blocks. What the block's own intervals leave out is not in the
+// range.
 template <int size>
 struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_blocks> {
   TileRange range;
@@ -45,7 +46,7 @@ struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_b
   }
   // Whether every pair of the tile is kept, as far as `mask` lets it; and as far as the range lets it too.
   __device__ __forceinline__ bool is_full(int tile) const { return range.is_full(tile) && is_uniform(tile); }
-  __device__ __forceinline__ bool is_uniform(int tile) const { 
+  __device__ __forceinline__ bool is_uniform(int tile) const {
     return segments.uniform(tile) && this->covers(tile) && this->is_whole(tile);
   }
 
@@ -67,7 +68,7 @@ struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_b
 
  private:
   // Of a tile in the range.
-  __device__ __forceinline__ bool has_pairs(int tile) const { 
+  __device__ __forceinline__ bool has_pairs(int tile) const {
     return segments.visits(tile) && this->meets(tile) && this->has_blocks(tile);
   }
 };
