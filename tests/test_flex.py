@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jax_flash
 from jax_flash import flex
 from jax_flash._functions import plain, trace
+from jax_flash._implementations import choice
 from jax_flash.flex import BlockMask, create_block_mask
 
 B, N, K, H = 2, 4, 2, 16
@@ -728,3 +729,13 @@ def test_a_tracer_that_has_ended_is_refused() -> None:
     outside(jnp.ones(30, jnp.float32))
     with pytest.raises(jax.errors.UnexpectedTracerError):
         call(score_mod=lambda s, b, h, q, kv: s + leak.tracer[kv])
+
+
+def test_deterministic_gradients_of_captured_arrays_are_not_left_to_atomic_additions() -> None:
+    table = jnp.ones((N, 16), jnp.float32)
+    score_mod = lambda score, b, h, q, kv: score + table[h, q - kv + 8]  # noqa: E731
+    functions = trace.Functions(trace.trace("score_mod", score_mod, "score", jnp.float32, trace.Captured()))
+    call = choice.Call("float16", 64, 64, functions=functions, gradients=(0,))
+    assert choice._unprintable(call) is None
+    assert "atomically" in str(choice._unprintable(dataclasses.replace(call, deterministic=True)))
+    assert choice._unprintable(dataclasses.replace(call, deterministic=True, gradients=())) is None

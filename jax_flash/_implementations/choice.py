@@ -34,6 +34,8 @@ class Call:
     functions: Functions | None = None
     gradients: tuple[int, ...] = ()
     """The captured arrays whose gradients are wanted."""
+    deterministic: bool = False
+    """Sums of gradients have one order."""
 
     @classmethod
     def of(cls, query: Any, value: Any, options: Options, gradients: Sequence[str] = ()) -> "Call":
@@ -45,12 +47,17 @@ class Call:
             options.highest_precision,
             options.functions,
             tuple(captured[name] for name in gradients if name in captured),
+            options.separate_dq,
         )
 
 
 def _unprintable(call: Call) -> str | None:
     """What is in the way of compiling the functions of a call into CUDA's kernels; None: nothing."""
-    return None if call.functions is None else cuda.unprintable(call.functions, call.gradients)
+    if call.functions is None:
+        return None
+    if call.gradients and call.deterministic:
+        return "its kernels add to gradients of captured arrays atomically, which deterministic_backward=True excludes"
+    return cuda.unprintable(call.functions, call.gradients)
 
 
 @dataclasses.dataclass(frozen=True)
