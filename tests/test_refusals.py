@@ -11,9 +11,15 @@ import pytest
 import jax_flash
 from jax_flash._implementations import choice
 
-REFUSED = {
+REFUSED: dict[tuple[str, str], dict[str, Any]] = {
     ("cuda", "float64"): {"dtype": "float64"},
     ("cuda", "a head_dim of query or value above 256"): {"head_dim": 257, "value_head_dim": 8},
+    **{
+        next((name, rule.refuses) for rule in choice.RULES[name] if "score_mod" in rule.refuses): {
+            "score_mod": lambda score, b, h, q, kv: jnp.sort(jnp.stack([score, -score]))[0]
+        }
+        for name in ("cuda", "cpu")
+    },
 }
 """A call for each rule of choice.RULES."""
 
@@ -38,11 +44,13 @@ def test_rules_apply(implementation: str, what: str, monkeypatch: pytest.MonkeyP
     """Named: NotImplementedError with the reason; by default: the next implementation, and explain() has the reason."""
     monkeypatch.setattr(choice, "_cuda_devices", lambda: ("a device",))
     monkeypatch.setattr(choice, "_cuda_unavailable", lambda: None)
-    shapes = arrays(**REFUSED[implementation, what])
-    explanation = jax_flash.explain(*shapes, platform=implementation)
+    sizes = dict(REFUSED[implementation, what])
+    options = {name: sizes.pop(name) for name in ("score_mod",) if name in sizes}
+    shapes = arrays(**sizes)
+    explanation = jax_flash.explain(*shapes, platform=implementation, **options)
     assert explanation.implementation == "xla"
     with pytest.raises(NotImplementedError, match=re.escape(explanation.obstacles[implementation])):
-        jax_flash.explain(*shapes, platform=implementation, implementation=implementation)
+        jax_flash.explain(*shapes, platform=implementation, implementation=implementation, **options)
 
 
 @pytest.mark.parametrize("call", SERVED, ids=lambda call: "-".join(map(str, call.values())))
