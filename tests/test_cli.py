@@ -483,7 +483,7 @@ def test_the_default_calls_of_an_old_gpu_are_prebuilt(monkeypatch, gpu):
     custom_call = lowering._custom_call
 
     def note(pass_, platform, params, results, *args):
-        attributes = lowering._attributes(pass_, params, *args)
+        attributes = lowering._attributes(pass_, "cuda", params, *args)
         record = {name: x.item() if isinstance(x, np.generic) else x for name, x in attributes.items()}
         asked.append((pass_, args[0].dtype.name, args[0].shape[-1], record))
         return custom_call(pass_, platform, params, results, *args)

@@ -97,7 +97,7 @@ CREATE = ctypes.CFUNCTYPE(
 UPDATE = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_void_p, POINTER(Arguments))
 
 PRED, S32, F32, F64, BF16 = 1, 4, 11, 12, 16
-BUFFER, SCALAR = 1, 3
+BUFFER, SCALAR, STRING = 1, 3, 4
 INITIALIZE = 2
 
 
@@ -202,22 +202,29 @@ class Xla(recording.Xla):
         )
 
     def _attributes(self, options: Mapping[str, Any], alive: list[Any]) -> recording.Attributes:
-        values = dataclasses.asdict(Options(causal=False, scale=0.125))
+        values: dict[str, Any] = dataclasses.asdict(Options(causal=False, scale=0.125))
+        values |= {"functions": "", "captured": 0, "dcaptured": 0, "mask_block_rows": 1, "mask_block_keys": 1}
         values |= {f"has_{name}": False for name in OPERANDS}
         values |= {f"has_d{name}": False for name, operand in OPERANDS.items() if operand.trainable}
         values |= {f"wide_{name}": False for name, operand in OPERANDS.items() if operand.may_be_narrow}
         assert set(options) <= set(values)
         values |= options
         kinds = {bool: (PRED, ctypes.c_bool), int: (S32, c_int32), float: (F64, ctypes.c_double)}
-        names, scalars = [], []
+        names, scalars, attribute_types = [], [], []
         for name, value in sorted(values.items()):
-            dtype, kind = kinds[type(value)]
-            text, holder = ctypes.create_string_buffer(name.encode()), kind(value)
+            text = ctypes.create_string_buffer(name.encode())
             names.append(recording.Span(ctypes.addressof(text), len(name)))
-            scalars.append(Scalar(dtype, ctypes.addressof(holder)))
+            attribute_types.append(STRING if isinstance(value, str) else SCALAR)
+            if isinstance(value, str):
+                holder: Any = ctypes.create_string_buffer(value.encode())
+                scalars.append(recording.Span(ctypes.addressof(holder), len(value)))
+            else:
+                dtype, kind = kinds[type(value)]
+                holder = kind(value)
+                scalars.append(Scalar(dtype, ctypes.addressof(holder)))
             alive += [text, holder]
         count = len(names)
-        types = (c_int * count)(*[SCALAR] * count)
+        types = (c_int * count)(*attribute_types)
         all_names, all_scalars = ((c_void_p * count)(*map(ctypes.addressof, x)) for x in (names, scalars))
         alive += [names, scalars, types, all_names, all_scalars]
         return recording.Attributes(

@@ -129,6 +129,12 @@ CAPTURED = Operand("", "any", trainable=True)
 """An array that a score or mask function captured. Its dims are written "." each, and "m" for a first one of the calls
 that vmap has joined in the batch."""
 
+
+def is_captured(name: str) -> bool:
+    """Whether a name, of an operand or of another argument, is that of an array that a function has captured."""
+    return name.startswith("captured_")
+
+
 OPERANDS: dict[str, Operand] = _Operands(
     {
         "traced_scale": Operand("b", "wide"),

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash._call.options import CAPTURED, OPERANDS
+from jax_flash._call.options import is_captured
 from jax_flash._native.private import Primitive
 from jax_flash._primitive import plain
 from jax_flash._primitive.params import ARGUMENTS, Params, result_shapes
@@ -58,14 +58,14 @@ def batch(
         stays |= {
             name
             for (name, dims), axis in zip(params.operands, axes[fixed : fixed + count], strict=True)
-            if OPERANDS[name] is CAPTURED and "m" not in dims and axis is None and name not in of_their_own
+            if is_captured(name) and "m" not in dims and axis is None and name not in of_their_own
         }
         functions = dataclasses.replace(functions, batch=functions.batch or batch)
 
     def merge(x: Any, axis: int | None, name: str | None) -> Any:
         if name in stays:
             return x
-        if name is not None and OPERANDS[name] is CAPTURED:
+        if name is not None and is_captured(name):
             x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
             if "m" not in dims_before[name]:
                 x = jnp.broadcast_to(x[:, None], (size, calls, *x.shape[1:]))
@@ -78,7 +78,7 @@ def batch(
     def merged_dims(name: str, dims: str) -> str:
         if name in stays:
             return dims
-        if OPERANDS[name] is CAPTURED:
+        if is_captured(name):
             return dims if "m" in dims else "m" + dims
         return "b" + dims[1:]
 
@@ -92,7 +92,7 @@ def batch(
     split = []
     gradients = (None,) * (len(merged) - len(params.gradients)) + params.gradients
     for x, shape, name in zip(merged, results, gradients, strict=True):
-        if name is not None and OPERANDS[name] is CAPTURED:
+        if name is not None and is_captured(name):
             x = x.reshape(size, calls, *x.shape[1:])
             split.append(x if "m" in dims_before[name] else x.sum(axis=1))
             continue

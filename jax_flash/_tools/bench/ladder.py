@@ -86,9 +86,11 @@ _BASE_2 = Step(
 _FULL = Step(
     "no masking in full tiles",
     (
-        Undo("device/mask.cuh", "range{starts_at_0 ? 0 : at_most(begin, end), end, full_begin, full_end};",
-             "range{at_most(begin, end), end, at_most(begin, end), at_most(begin, end)};"),
-        Undo("device/mask.cuh", "if (!bounded_left) range.full_end = range.end;", ""),
+        Undo("device/mask.cuh", "const int full_begin = ceil_div(at_least(0, first_all), tile);",
+             "const int full_begin = at_most(begin, end);"),
+        Undo("device/mask.cuh", "const int full_end = at_least(0, at_most(length, last_all + 1)) / tile;",
+             "const int full_end = at_most(begin, end);"),
+        Undo("device/mask.cuh", "if (!bounded_left && !has_functions) range.full_end = range.end;", ""),
     ),
 )  # fmt: skip
 _ORDER = Step(
