@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -210,8 +210,3 @@ def _key(jaxpr: Any) -> Any:
         ins, outs = (tuple(map(of_variable, xs)) for xs in (equation.invars, equation.outvars))
         equations.append((equation.primitive.name, params, ins, outs))
     return inputs, tuple(equations), tuple(map(of_variable, jaxpr.outvars))
-
-
-def same(functions: Sequence[Function | None]) -> bool:
-    """Whether all are the same function, or none."""
-    return all(x == functions[0] for x in functions)

@@ -56,7 +56,7 @@ def _unprintable(call: Call) -> str | None:
     if call.functions is None:
         return None
     if call.gradients and call.deterministic:
-        return "its kernels add to gradients of captured arrays atomically, which deterministic_backward=True excludes"
+        return "deterministic_backward=True and gradients of captured arrays, to which they add atomically"
     return cuda.unprintable(call.functions, call.gradients)
 
 
