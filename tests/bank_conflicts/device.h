@@ -30,6 +30,9 @@ struct int2 {
 struct alignas(8) uint2 {
   unsigned x, y;
 };
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
@@ -62,6 +65,10 @@ template <typename T>
 T __shfl_xor_sync(unsigned, T x, int) {
   record::shuffle();
   return x;
+}
+template <typename T>
+T __ldg(const T* from) {
+  return *from;
 }
 inline float atomicAdd(float* to, float x) { return *to += x; }
 
