@@ -44,6 +44,7 @@ inline void BackwardItem<E>::load_queries(int64_t t, int rows, int at) {
   large_ = large;
   bool whole = band_.begin(sequence_, t + rows - 1) <= first_ && band_.end(sequence_, t) >= first_ + count_;
   whole = whole && (!kv_intervals_ || rows_intervals_.covers(first_, first_ + count_));
+  whole = whole && (!functions_.blocks() || (kept_blocks_.begin == 0 && kept_blocks_.end == count_));
   masked_ = count_ < plan_.keys || !whole;
   if (whole) {
     std::fill_n(kept_begin_ + at, padded, T(0));
@@ -55,8 +56,10 @@ inline void BackwardItem<E>::load_queries(int64_t t, int rows, int at) {
   for (int i = 0; i < rows; ++i) {
     Interval keys = kv_intervals_.of(head_, row + i);
     keys = {std::max(keys.begin, band_.begin(sequence_, t + i)), std::min(keys.end, band_.end(sequence_, t + i))};
-    int begin = static_cast<int>(std::clamp<int64_t>(keys.begin - first_, 0, count_));
-    int end = static_cast<int>(std::clamp<int64_t>(keys.end - first_, begin, count_));
+    KeyRange block{0, count_};
+    if (functions_.blocks()) block = kept_blocks_;
+    int begin = static_cast<int>(std::clamp<int64_t>(keys.begin - first_, block.begin, block.end));
+    int end = static_cast<int>(std::clamp<int64_t>(keys.end - first_, begin, std::max<int64_t>(begin, block.end)));
     kept_begin_[at + i] = static_cast<T>(begin);
     kept_end_[at + i] = static_cast<T>(end);
     most_ = std::max(most_, end);

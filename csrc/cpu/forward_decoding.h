@@ -20,7 +20,7 @@ inline void ForwardItem<E>::decode(int64_t first, int count) {
                });
   for (int head = 0; head < all; ++head) {
     T* scores = scores_ + head * score_stride;
-    if (all > 1 && (options_.any() || options_.has_intervals || dropout_.active())) {
+    if (all > 1 && (options_.any() || options_.has_intervals || functions_ || dropout_.active())) {
       go_to(first_item + head);
       load_options(kDecodingRows);
     }
@@ -101,6 +101,7 @@ inline void ForwardItem<E>::finish_decoding(int row, int64_t first, int count, T
       store(scores + j, score);
     }
   }
+  if (functions_) apply_functions(row, round_up(count, kWidth<T>), first, 1, scores, 0, false);
   if (options_.has_segments) {
     const int* segments = p_.kv_segment_ids + batch_ * p_.kv_length + first;
     for (int j = 0; j < count; ++j) {

@@ -30,6 +30,7 @@ inline void ForwardItem<E>::attend(int panel, int64_t block, int begin, int keys
     }
   }
   if (options_.any()) apply_options<NV>(row, block + begin, keys);
+  if (functions_) apply_functions(row, NV * kWidth<T>, block + begin, keys, scores, kPanel<T>, true);
   if (options_.has_segments) compare_segments<NV>(row, kept, block + begin, keys);
   if (options_.has_intervals) test_intervals<NV>(row, kept, block + begin, keys);
   if (band_.limited()) mask<NV>(row, kept, block + begin, keys);

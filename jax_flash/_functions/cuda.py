@@ -65,7 +65,7 @@ def source(functions: Functions, several: frozenset[int] = frozenset(), derives:
 def _source(
     functions: Functions, several: frozenset[int], derives: bool, gradients: tuple[int, ...], positions_from_0: bool
 ) -> str:
-    sizes = _sizes(functions)
+    sizes = sizes_of(functions)
     text = ["namespace jax_flash {", f"constexpr int function_batch = {functions.batch or 0};"]
     height, width = functions.block_size
     text.append(f"constexpr int mask_block_rows = {height}, mask_block_keys = {width};")
@@ -131,7 +131,7 @@ def _check_loads(scored: program.ScoreProgram) -> None:
             raise Unprintable("a derivative by a captured array that depends on the score")
 
 
-def _sizes(functions: Functions) -> dict[int, tuple[int, ...]]:
+def sizes_of(functions: Functions) -> dict[int, tuple[int, ...]]:
     """The shapes of the captured arrays, by number."""
     found: dict[int, tuple[int, ...]] = {}
     for function in functions.all:
@@ -260,4 +260,4 @@ def unprintable(functions: Functions, gradients: Sequence[int] = (), derives: bo
     return reason(lambda: source(functions, derives=derives, gradients=gradients))
 
 
-__all__ = ["Function", "literal", "source", "unprintable"]
+__all__ = ["Function", "literal", "reason", "sizes_of", "source", "unprintable"]

@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_flash._call import dtypes
 from jax_flash._call.options import CAPTURED, OPERANDS
-from jax_flash._functions import cuda
+from jax_flash._functions import cpu, cuda
 from jax_flash._functions.trace import MOST_CAPTURED, captured_name
 from jax_flash._implementations import choice
 from jax_flash._native import _core, registration
@@ -94,7 +94,9 @@ def _custom_call(
     if platform == "cuda" and pass_ == "backward":
         dims, gradients = dict(params.operands), zip(params.gradients, results[len(INPUTS) :], strict=True)
         results = [*results[: len(INPUTS)], *(_of_cuda(name, dims[name], x, args[0]) for name, x in gradients)]
-    scratch = _scratch(pass_, platform, params, attributes, *args)
+    elements = [result.size for name, result in zip(params.gradients, results[len(INPUTS) :], strict=False)
+                if OPERANDS[name] is CAPTURED]  # fmt: skip
+    scratch = _scratch(pass_, platform, params, attributes, elements, *args)
     if type(scratch) is not int or scratch:
         wide = dtypes.accumulation_dtype(args[0].dtype)
         results = (*results, jax.ShapeDtypeStruct((scratch,), wide))
@@ -148,10 +150,11 @@ def _of_functions(pass_: str, platform: str, params: Params) -> dict[str, Any]:
     gradients = [numbers[name] for name in params.gradients if name in captured]
     height, width = (1, 1) if functions is None else functions.block_size
     text = ""
-    if functions is not None and platform == "cuda":
+    if functions is not None:
         several = frozenset(numbers[name] for name, dims in captured.items() if "m" in dims)
         from_0 = "q_offset" not in params.names
-        text = cuda.source(functions, several, pass_ == "backward", gradients, positions_from_0=from_0)
+        source = cuda.source if platform == "cuda" else cpu.source
+        text = source(functions, several, pass_ == "backward", gradients, positions_from_0=from_0)
     return {
         "functions": text,
         "captured": np.int32(len(captured)),
@@ -161,8 +164,18 @@ def _of_functions(pass_: str, platform: str, params: Params) -> dict[str, Any]:
     }
 
 
-def _scratch(pass_: str, platform: str, params: Params, attributes: Mapping[str, Any], *args: jax.Array) -> Any:
-    """Elements of scratch: an int, or where the batch is a symbolic size an expression of it."""
+def _scratch(
+    pass_: str,
+    platform: str,
+    params: Params,
+    attributes: Mapping[str, Any],
+    dcaptured_elements: Sequence[int],
+    *args: jax.Array,
+) -> Any:
+    """Elements of scratch: an int, or where the batch is a symbolic size an expression of it.
+
+    ``dcaptured_elements``: of each gradient of a captured array.
+    """
     query, key, value = args[:3]
     batch: Any = query.shape[0]
     _, q_length, q_heads, head_dim = query.shape
@@ -184,6 +197,7 @@ def _scratch(pass_: str, platform: str, params: Params, attributes: Mapping[str,
             for name, x in operands.items()
             if OPERANDS[name].broadcast
         },
+        "dcaptured_elements": dcaptured_elements,
     }
     if isinstance(batch, int):
         return _core.scratch(batch=batch, **of_batch)
