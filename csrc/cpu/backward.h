@@ -118,6 +118,7 @@ class BackwardItem {
       row_indices_ = arena.take<int32_t>(kQueries);
       positions_ = arena.take<int32_t>(kQueries);
       heads_ = arena.take<int32_t>(kQueries);
+      if (functions_.has_masks()) keep_ = arena.take<int32_t>(tile);
       derivatives_ = arena.take<T>(tile);
       if (options_.has_cap) cap_derivatives_ = arena.take<T>(tile);
       if (functions_.has_gradient()) {
@@ -369,7 +370,7 @@ class BackwardItem {
         }
         rows_intervals_ = kv_intervals_.range(head_, 1, sequence_.first_row + t, sequence_.first_row + next);
         if (!rows_intervals_.meets(first, first + count_)) continue;
-        if (!find_kept_blocks(t, next)) continue;
+        if (!meets_blocks(t, next)) continue;
         test_intervals_ = q_intervals_ && !keys_intervals_.covers(t, next);
         int rows = static_cast<int>(next - t);
         load_queries(t, rows);
@@ -435,9 +436,13 @@ class BackwardItem {
     }
   }
 
-  // Finds which of the block's keys the block mask keeps for rows [begin, end), as far as they are a range; false:
-  // none.
-  bool find_kept_blocks(int64_t begin, int64_t end);
+  // // Whether the block mask keeps any of the block's keys for rows [begin, end).
+  bool meets_blocks(int64_t begin, int64_t end) const {
+    const Blocks& blocks = functions_.blocks();
+    return !blocks || blocks.meets(head_, 1, begin, end, first_, first_ + count_);
+  }
+  // For the functions, the tile of `rows` rows from t on. Decides which pairs they keep.
+  void decide_functions(int64_t t, int rows);
 
   // Those of the block's keys for the current head, of which it returns the range.
   IntervalRange load_intervals();
@@ -555,7 +560,7 @@ class BackwardItem {
                                   int lane) const;
   // For calls with functions: the scores of a tile with all of these options, and their derivatives.
   void apply_functions(int64_t t, int rows, int lanes);
-  void add_captured_gradients(int64_t t, int rows, int lanes);
+  void add_captured_gradients(int rows, int lanes);
   PairFunctions::Tile tile_of_functions(int rows, int lanes) const {
     return {row_indices_, positions_, heads_, false, head_, first_, lanes, rows};
   }
@@ -630,6 +635,7 @@ class BackwardItem {
   Int<T>* interval_begin_;
   Int<T>* interval_end_;
   int32_t *row_indices_, *positions_, *heads_;  // [kQueries] for the functions
+  int32_t* keep_;                               // [kQueries][kKeys] which pairs these keep
   T* derivatives_;                              // [kQueries][kKeys] of the functions, and so on
   T* cap_derivatives_;                          // of softcap
   T* scores_before_;
@@ -650,7 +656,7 @@ class BackwardItem {
   Intervals kv_intervals_, q_intervals_;         // of the batch entry
   IntervalRange keys_intervals_;                 // of the block's keys
   IntervalRange rows_intervals_;                 // of the tile's rows
-  KeyRange kept_blocks_;                         // of the tile's rows, from the block's first key on
+  bool drops_ = false;                           // whether the functions drop any of the tile's pairs
   double scale_;                                 // of the batch entry
   int64_t first_block_;                          // of backward_reduce
   int64_t first_sum_;                            // row of the sums of dq

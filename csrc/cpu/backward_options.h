@@ -23,9 +23,6 @@ template <typename E>
 __attribute__((noinline)) void BackwardItem<E>::apply_functions(int64_t t, int rows, int lanes) {
   if constexpr (std::is_same_v<T, float>) {  // cpu.cc has refused others
     for (int i = 0; i < rows; ++i) {
-      row_indices_[i] = static_cast<int32_t>(t + i);
-      positions_[i] = functions_.position(t + i);
-      heads_[i] = functions_.head(head_);
       typename Scores<E>::Row row{};
       if (options_.has_addend) row = options_.row(batch_, head_, t + i);
       T position = static_cast<T>(t + i + sequence_.offset - first_);
@@ -38,26 +35,26 @@ __attribute__((noinline)) void BackwardItem<E>::apply_functions(int64_t t, int r
       }
       if (functions_.has_gradient()) std::copy_n(weights_ + i * kKeys, lanes, scores_before_ + i * kKeys);
     }
-    functions_.apply(tile_of_functions(rows, lanes), weights_, kKeys, derivatives_);
+    functions_.apply(tile_of_functions(rows, lanes), weights_, kKeys, derivatives_, drops_ ? keep_ : nullptr, kKeys);
   }
 }
 
 template <typename E>
-__attribute__((noinline)) void BackwardItem<E>::add_captured_gradients(int64_t t, int rows, int lanes) {
-  static_cast<void>(t);
+__attribute__((noinline)) void BackwardItem<E>::add_captured_gradients(int rows, int lanes) {
   if constexpr (std::is_same_v<T, float>) {
     functions_.add_gradients(tile_of_functions(rows, lanes), scores_before_, dscores_after_, kKeys, captured_sums_);
   }
 }
 
 template <typename E>
-inline bool BackwardItem<E>::find_kept_blocks(int64_t begin, int64_t end) {
-  const Blocks& blocks = functions_.blocks();
-  if (!blocks) return true;
-  KeyRange keys = trim({first_, first_ + count_},
-                       [&](int64_t first, int64_t last) { return blocks.meets(head_, 1, begin, end, first, last); });
-  kept_blocks_ = {keys.begin - first_, keys.end - first_};
-  return keys.begin < keys.end;
+__attribute__((noinline)) void BackwardItem<E>::decide_functions(int64_t t, int rows) {
+  for (int i = 0; i < rows; ++i) {
+    row_indices_[i] = static_cast<int32_t>(t + i);
+    positions_[i] = functions_.position(t + i);
+    heads_[i] = functions_.head(head_);
+  }
+  const auto tile = tile_of_functions(rows, round_up(count_, kWidth<float>));
+  drops_ = functions_.has_masks() && !functions_.decide(tile, keep_, kKeys).whole;
 }
 
 template <typename E>
@@ -154,7 +151,7 @@ __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int row
   if (restates) return;
   std::memset(weights_ + rows * kKeys, 0, sizeof(T) * (round_up(rows, kTilePadding<E>) - rows) * kKeys);
   std::memset(dscores_ + rows * kKeys, 0, sizeof(T) * (round_up(rows, kTilePadding<E>) - rows) * kKeys);
-  if (functions_.has_gradient()) add_captured_gradients(t, rows, lanes);
+  if (functions_.has_gradient()) add_captured_gradients(rows, lanes);
   if (p_.dalibi_slopes) dslope(chunk_, head_, sequence_index_) += static_cast<T>(dslope_sum);
   if (sums_rows_of_bias && p_.bias_strides.column != 0) {
     for (int lane = 0; lane < lanes; lane += W) add_to_bias(t, lane, load(dbias_ + lane));

@@ -78,8 +78,8 @@ JAX_FLASH_INLINE F32 exponential(F32 x) {
   F32 n = (y * 0x1.715476p0f + kShift) - kShift;
   F32 f = (y - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;
   F32 half = ((n * 0.5f) + kShift) - kShift;  // 2^n in two steps, which may overflow or vanish
-  auto power = [](F32 x) { return bits_as<F32>(exp2(bits_as<Vec<float>>(x))); };
-  return power(f * 0x1.715476p0f) * power(half) * power(n - half);
+  auto power = [](F32 n) { return bits_as<F32>(bits_as<U32>(n + (0x1.8p23f + 127)) << 23); };
+  return bits_as<F32>(exp2(bits_as<Vec<float>>(f * 0x1.715476p0f))) * power(half) * power(n - half);
 }
 
 JAX_FLASH_INLINE F32 hyperbolic_tangent(F32 x) {
@@ -112,6 +112,22 @@ JAX_FLASH_INLINE void for_vectors(uint32_t* to, int lanes, int lines, Vector vec
   }
 }
 
+// Elements of 32 bits.
+JAX_FLASH_INLINE void gather(uint32_t* to, const uint32_t* index, const void* elements) {
+#if defined(__AVX512F__)
+  const __m512i found =
+      _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), 0xffff, _mm512_loadu_si512(index), elements, 4);
+  _mm512_storeu_si512(to, found);
+#elif defined(__AVX2__)
+  const __m256i at = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(index));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_i32gather_epi32(static_cast<const int*>(elements), at, 4));
+#else
+  for (int i = 0; i < kWidth<float>; ++i) {
+    std::memcpy(to + i, static_cast<const char*>(elements) + int64_t{4} * static_cast<int32_t>(index[i]), 4);
+  }
+#endif
+}
+
 template <typename Stored>
 JAX_FLASH_INLINE void load_elements(uint32_t* to, int lanes, int lines, const Operand& index, const void* array) {
   constexpr int W = kWidth<float>;
@@ -125,8 +141,8 @@ JAX_FLASH_INLINE void load_elements(uint32_t* to, int lanes, int lines, const Op
         for (int i = 0; i < W; ++i) bits[i] = elements[static_cast<int32_t>(from[i])].bits;
         F32 wide = widen(bits, Stored{});
         std::memcpy(here, &wide, sizeof(wide));
-      } else if constexpr (std::is_same_v<Stored, float>) {
-        for (int i = 0; i < W; ++i) here[i] = __builtin_bit_cast(uint32_t, elements[static_cast<int32_t>(from[i])]);
+      } else if constexpr (sizeof(Stored) == 4) {
+        gather(here, from, elements);
       } else {
         for (int i = 0; i < W; ++i) here[i] = static_cast<uint32_t>(elements[static_cast<int32_t>(from[i])]);
       }
@@ -138,7 +154,7 @@ JAX_FLASH_INLINE void load_elements(uint32_t* to, int lanes, int lines, const Op
 struct TileOfPairs {
   const int32_t *positions, *heads;  // of the rows
   bool rows_in_lanes;
-  int32_t first_key;
+  int32_t first_key, last_key;  // keys past the last repeat it, so that what they load is in range
   int lanes, lines;  // lanes: whole vectors, of which those past the end repeat a row or are keys past the last
   int32_t batch, call;
 };
@@ -188,7 +204,7 @@ class Evaluator {
 
   __attribute__((noinline)) void run_step(const Step& step, const TileOfPairs& tile, Side side, int line, int lines,
                                           const float* scores, ptrdiff_t score_stride) const {
-    const int lanes = side == Side::line ? round_up(tile.lines, kWidth<float>) : tile.lanes;
+    int lanes = side == Side::line ? round_up(tile.lines, kWidth<float>) : tile.lanes;
     uint32_t* to = side == Side::lane   ? lanes_ + int64_t{step.to} * most_lanes_
                    : side == Side::line ? lines_ + int64_t{step.to} * most_lines_
                                         : pairs_ + int64_t{step.to} * pair_slot(tile);
@@ -205,6 +221,8 @@ class Evaluator {
                 : x.side == Side::line ? Operand{lines_ + int64_t{x.slot} * most_lines_, 0}
                                        : Operand{pairs_ + int64_t{x.slot} * pair_slot(tile), tile.lanes};
     }
+    // Lines that follow one another are one.
+    if (args[0].stride == lanes && args[1].stride == lanes && args[2].stride == lanes) lanes *= lines, lines = 1;
     switch (step.operation) {
       case Operation::score: return load_scores(to, lanes, lines, scores, score_stride);
       case Operation::b: return fill(static_cast<uint32_t>(tile.batch));
@@ -213,7 +231,7 @@ class Evaluator {
       case Operation::h: return of_rows(tile.heads);
       case Operation::q: return of_rows(tile.positions);
       case Operation::kv:
-        for (int i = 0; i < lanes; ++i) to[i] = static_cast<uint32_t>(tile.first_key + i);
+        for (int i = 0; i < lanes; ++i) to[i] = static_cast<uint32_t>(std::min(tile.first_key + i, tile.last_key));
         return;
       case Operation::spread:
         for (int i = 0; i < lines; ++i) std::fill_n(to + i * lanes, lanes, args[0].at[line + i]);

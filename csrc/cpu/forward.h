@@ -95,6 +95,7 @@ class ForwardItem {
       row_indices_ = arena.take<int32_t>(lanes);
       positions_ = arena.take<int32_t>(lanes);
       heads_ = arena.take<int32_t>(lanes);
+      if (functions_.has_masks()) keep_ = arena.take<int32_t>(keys * kPanel<float>);
     }
     if (dropout_.active()) {
       lane_bits_ = arena.take<uint16_t>(keys * bit_rows_);
@@ -507,8 +508,10 @@ class ForwardItem {
   template <int NV>
   void test_intervals(int row, const Kept& kept, int64_t first, int keys);
 
-  // Score and mask functions of `lanes` lanes from `row` on and `keys` keys, or of one row with keys in the lanes.
-  void apply_functions(int row, int lanes, int64_t first, int keys, T* scores, ptrdiff_t stride, bool rows_in_lanes);
+  // For the functions: `lanes` lanes from `row` on and `keys` keys, or one row with keys in the lanes.
+  PairFunctions::Tile tile_of_functions(int row, int lanes, int64_t first, int keys, bool rows_in_lanes) const {
+    return {row_indices_ + row, positions_ + row, heads_ + row, rows_in_lanes, first_head_, first, lanes, keys};
+  }
 
   // Softcap, then bias and mask, then ALiBi.
   template <int NV>
@@ -645,6 +648,7 @@ class ForwardItem {
   Int<T>* interval_begin_;
   Int<T>* interval_end_;
   int32_t *row_indices_, *positions_, *heads_;  // of the lanes' queries, for the functions
+  int32_t* keep_;                               // [keys_][kPanel] which pairs these keep; [keys_] if decoding
   uint16_t* lane_bits_;                         // [keys_][bit_rows_]
   uint32_t* key_bits_;                          // [kDropoutRows][keys_ / kDropoutKeys]
   size_t workspace_;

@@ -101,7 +101,13 @@ inline void ForwardItem<E>::finish_decoding(int row, int64_t first, int count, T
       store(scores + j, score);
     }
   }
-  if (functions_) apply_functions(row, round_up(count, kWidth<T>), first, 1, scores, 0, false);
+  if constexpr (std::is_same_v<T, float>) {  // as in forward_panels.h
+    if (functions_) {
+      const auto tile = tile_of_functions(row, round_up(count, kWidth<T>), first, 1, false);
+      const bool drops = functions_.has_masks() && !functions_.decide(tile, keep_, 0).whole;
+      functions_.apply(tile, scores, 0, nullptr, drops ? keep_ : nullptr, 0);
+    }
+  }
   if (options_.has_segments) {
     const int* segments = p_.kv_segment_ids + batch_ * p_.kv_length + first;
     for (int j = 0; j < count; ++j) {

@@ -136,14 +136,4 @@ inline void ForwardItem<E>::load_options(int lanes) {
   if (dropout_.active()) dropout_.seed(options_.seed(batch_, sequence_index_, first_head_));
 }
 
-template <typename E>
-__attribute__((noinline)) void ForwardItem<E>::apply_functions(int row, int lanes, int64_t first, int keys, T* scores,
-                                                               ptrdiff_t stride, bool rows_in_lanes) {
-  if constexpr (std::is_same_v<T, float>) {  // cpu.cc has refused others
-    PairFunctions::Tile tile{
-        row_indices_ + row, positions_ + row, heads_ + row, rows_in_lanes, first_head_, first, lanes, keys};
-    functions_.apply(tile, scores, stride, nullptr);
-  }
-}
-
 }  // namespace jax_flash::cpu::JAX_FLASH_ISA

@@ -181,6 +181,7 @@ Steps planned(Lines text, int of_lanes) {
     Slots& own = slots[static_cast<int>(more_sides[i])];
     Step step{line.operation, own.take(), {}, line.number, line.of_call};
     for (int j = 0; j < line.arguments; ++j) step.args[j] = values[line.args[j]];
+    for (int j = line.arguments; j < 3; ++j) step.args[j] = step.args[0];
     values[i] = {more_sides[i], step.to};
     // Only now: a step may not write what it reads, for loads read an index after they have written.
     for (int j = 0; j < line.arguments; ++j) {

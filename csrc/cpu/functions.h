@@ -39,7 +39,7 @@ struct Value {
 struct Step {
   Operation operation;
   int to = 0;       // a slot of the step's own side
-  Value args[3]{};  // unused ones are of no meaning
+  Value args[3]{};  // unused ones repeat the first
   int number = 0;   // bits of a constant; a load: which captured array
   int64_t of_call =
       0;  // of a load: elements of the array that one of the calls that vmap has joined has; 0: all share it

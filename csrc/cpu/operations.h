@@ -23,8 +23,11 @@
   UNARY(cosh_f, coshf)                                                                                           \
   UNARY(asin_f, asinf)                                                                                           \
   UNARY(acos_f, acosf)                                                                                           \
-  UNARY(atan_f, atanf) UNARY(asinh_f, asinhf) UNARY(acosh_f, acoshf) UNARY(atanh_f, atanhf) UNARY(sqrt_f, sqrtf) \
-      UNARY(floor_f, floorf) UNARY(ceil_f, ceilf) UNARY(round_f, roundf) UNARY(rint_f, rintf)
+  UNARY(atan_f, atanf)                                                                                           \
+  UNARY(asinh_f, asinhf)                                                                                         \
+  UNARY(acosh_f, acoshf)                                                                                         \
+  UNARY(atanh_f, atanhf) UNARY(sqrt_f, sqrtf) UNARY(floor_f, floorf) UNARY(ceil_f, ceilf) UNARY(round_f, roundf) \
+      UNARY(rint_f, rintf)
 
 #define JAX_FLASH_CPU_OPERATIONS(UNARY, BINARY, TERNARY)                                                        \
   UNARY(copy, U, U, x)                                                                                          \

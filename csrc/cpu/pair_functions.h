@@ -77,6 +77,7 @@ class PairFunctions {
   bool has_gradient() const { return functions_ && functions_->gradient; }
   // Of the gradients of captured arrays together.
   int64_t gradient_elements() const { return gradients_[p_.options.dcaptured]; }
+  bool has_masks() const { return functions_ && (functions_->mask || p_.mask_blocks); }
   const Blocks& blocks() const { return blocks_; }
 
   void take(Arena& arena, int most_lanes, int most_lines) {
@@ -112,20 +113,55 @@ class PairFunctions {
     int lanes, lines;
   };
 
-  // Changes scores in units of log2, and writes what the gradients of earlier scores are to be multiplied by to
-  // `derivatives`, which may be null, of the same stride. A pair that is dropped has the score -inf and the factor 0.
-  void apply(const Tile& tile, float* scores, ptrdiff_t stride, float* derivatives) const {
+  // Lines [begin, end) keep some pair; `whole`: all lines keep all, and nothing was written to `keep`.
+  struct Kept {
+    int begin, end;
+    bool whole;
+  };
+  // Decides which pairs the mask functions and the block mask keep: `keep`, lines `stride` apart, is -1 where they do,
+  // else 0. No score is needed, so that what nobody keeps is not computed.
+  Kept decide(const Tile& tile, int32_t* keep, ptrdiff_t stride) const {
     const TileOfPairs pairs = pairs_of(tile);
+    if (functions_->mask) {
+      const Steps& steps = functions_->mask.lanes_are_rows(tile.rows_in_lanes);
+      evaluator_.run(steps, pairs, nullptr, 0, [&](int first, int lines) {
+        for (int i = 0; i < lines; ++i) {
+          std::copy_n(evaluator_.result<int32_t>(steps.results[0], pairs, i), tile.lanes, keep + (first + i) * stride);
+        }
+      });
+    }
+    const bool by_blocks = blocks_ && decide_blocks(tile, pairs, keep, stride);
+    if (!functions_->mask && !by_blocks) return {0, tile.lines, true};
+    Kept kept{tile.lines, 0, false};
+    for (int line = 0; line < tile.lines; ++line) {
+      if (!keeps_any(keep + line * stride, tile.lanes)) continue;
+      kept.begin = std::min(kept.begin, line);
+      kept.end = line + 1;
+    }
+    return kept;
+  }
+  static JAX_FLASH_INLINE bool keeps_any(const int32_t* keep, int lanes) {
+    I32 any{};
+    for (int lane = 0; lane < lanes; lane += kWidth<float>) any |= vector(keep + lane);
+    return stdx::any_of(bits_as<IntVec<float>>(any) != 0);
+  }
+  // The lanes of a line from the first vector to the last that keep some pair.
+  static KeyRange kept_lanes(const int32_t* keep, int lanes) {
     constexpr int W = kWidth<float>;
-    const auto put = [&](int line, int lane, const I32& keep) __attribute__((always_inline)) {
-      const ptrdiff_t at = line * stride + lane;
-      const F32 lowest = F32{} - static_cast<float>(__builtin_inf());
-      store(scores + at, bits_as<Vec<float>>(pick(keep, bits_as<F32>(load(scores + at)), lowest)));
-      if (derivatives) {
-        store(derivatives + at, bits_as<Vec<float>>(bits_as<U32>(keep) & bits_as<U32>(load(derivatives + at))));
-      }
-    };
+    KeyRange range{0, lanes};
+    while (range.begin < range.end && !keeps_any(keep + range.begin, W)) range.begin += W;
+    while (range.begin < range.end && !keeps_any(keep + range.end - W, W)) range.end -= W;
+    return range;
+  }
+
+  // Changes scores in units of log2, and writes what the gradients of earlier scores are to be multiplied by to
+  // `derivatives`, which may be null, of the same stride. A pair that is dropped has the score -inf and the factor 0;
+  // `keep` has lines `keep_stride` apart, and is null where all are kept.
+  void apply(const Tile& tile, float* scores, ptrdiff_t stride, float* derivatives, const int32_t* keep,
+             ptrdiff_t keep_stride) const {
+    constexpr int W = kWidth<float>;
     if (functions_->score) {
+      const TileOfPairs pairs = pairs_of(tile);
       const Steps& steps = functions_->score.lanes_are_rows(tile.rows_in_lanes);
       evaluator_.run(steps, pairs, scores, stride, [&](int first, int lines) {
         for (int i = 0; i < lines; ++i) {
@@ -139,19 +175,19 @@ class PairFunctions {
         }
       });
     }
-    if (derivatives && !has_derivative()) {
-      for (int i = 0; i < tile.lines; ++i) std::fill_n(derivatives + i * stride, tile.lanes, 1.f);
+    for (int i = 0; derivatives && !has_derivative() && i < tile.lines; ++i) {
+      std::fill_n(derivatives + i * stride, tile.lanes, 1.f);
     }
-    if (functions_->mask) {
-      const Steps& steps = functions_->mask.lanes_are_rows(tile.rows_in_lanes);
-      evaluator_.run(steps, pairs, scores, stride, [&](int first, int lines) {
-        for (int i = 0; i < lines; ++i) {
-          const int32_t* keep = evaluator_.result<int32_t>(steps.results[0], pairs, i);
-          for (int lane = 0; lane < tile.lanes; lane += W) put(first + i, lane, vector(keep + lane));
-        }
-      });
+    for (int i = 0; keep && i < tile.lines; ++i) {
+      for (int lane = 0; lane < tile.lanes; lane += W) {
+        const I32 kept = vector(keep + i * keep_stride + lane);
+        const ptrdiff_t at = i * stride + lane;
+        const F32 lowest = F32{} - static_cast<float>(__builtin_inf());
+        store(scores + at, bits_as<Vec<float>>(pick(kept, bits_as<F32>(load(scores + at)), lowest)));
+        if (!derivatives) continue;
+        store(derivatives + at, bits_as<Vec<float>>(bits_as<U32>(kept) & bits_as<U32>(load(derivatives + at))));
+      }
     }
-    if (blocks_) apply_blocks(tile, pairs, scores, stride, put);
   }
 
   // Adds to the gradients of captured arrays, one after the other in `sums`. `scores` are those before apply(),
@@ -186,47 +222,49 @@ class PairFunctions {
   }
 
   TileOfPairs pairs_of(const Tile& tile) const {
-    return {
-        tile.positions, tile.heads, tile.rows_in_lanes, static_cast<int32_t>(tile.first_key), tile.lanes, tile.lines,
-        batch_,         call_};
+    const int32_t first_key = static_cast<int32_t>(tile.first_key);
+    return {tile.positions, tile.heads, tile.rows_in_lanes, first_key, p_.kv_length - 1, tile.lanes, tile.lines,
+            batch_,         call_};
   }
 
-  // As far as kinds differ within the tile, each line has the kinds of its lanes.
-  template <typename Put>
-  void apply_blocks(const Tile& tile, const TileOfPairs& pairs, float* scores, ptrdiff_t stride, Put put) const {
+  // Writes `keep`, or where the mask functions have written it, lowers it; false: all blocks are full. Each line has
+  // the kinds of its lanes.
+  bool decide_blocks(const Tile& tile, const TileOfPairs& pairs, int32_t* keep, ptrdiff_t stride) const {
     const int rows = tile.rows_in_lanes ? tile.lanes : tile.lines, keys = tile.rows_in_lanes ? tile.lines : tile.lanes;
     const auto [least, most] = std::minmax_element(tile.rows, tile.rows + rows);
     const int64_t end = std::min<int64_t>(tile.first_key + keys, p_.kv_length);
     auto any = [&](auto matches) { return blocks_.any(tile.head, 1, *least, *most + 1, tile.first_key, end, matches); };
-    if (!any([](int kind) { return kind != kFullBlock; })) return;
+    if (!any([](int kind) { return kind != kFullBlock; })) return false;
     const bool decides = functions_->partial_mask && any([](int kind) { return kind == kPartialBlock; });
-    auto block_of_line = [&](int line) {
-      return tile.rows_in_lanes ? blocks_.key_block(std::min(tile.first_key + line, end - 1))
-                                : blocks_.row_block(tile.rows[line]);
-    };
-    int64_t of_kinds = -1;
-    auto apply = [&](int line, const int32_t* keep) {
-      const int64_t block = block_of_line(line);
-      for (int lane = 0; block != of_kinds && lane < tile.lanes; ++lane) {
-        kinds_[lane] = tile.rows_in_lanes ? blocks_.kind(tile.head, blocks_.row_block(tile.rows[lane]), block)
-                                          : blocks_.kind(tile.head, block,
-                                                         blocks_.key_block(std::min(tile.first_key + lane, end - 1)));
+    auto block_of_key = [&](int i) { return blocks_.key_block(std::min(tile.first_key + i, end - 1)); };
+    auto block_of_row = [&](int i) { return blocks_.row_block(tile.rows[i]); };
+    int64_t block = -1;
+    auto decide_line = [&](int line, const int32_t* partial) {
+      const int64_t of_line = tile.rows_in_lanes ? block_of_key(line) : block_of_row(line);
+      for (int lane = 0; block != of_line && lane < tile.lanes; ++lane) {
+        kinds_[lane] = tile.rows_in_lanes ? blocks_.kind(tile.head, block_of_row(lane), of_line)
+                                          : blocks_.kind(tile.head, of_line, block_of_key(lane));
       }
-      of_kinds = block;
+      block = of_line;
       for (int lane = 0; lane < tile.lanes; lane += kWidth<float>) {
+        int32_t* to = keep + line * stride + lane;
         I32 kind = vector(kinds_ + lane), kept = kind != kEmptyBlock;
-        if (keep) kept &= (kind == kFullBlock) | vector(keep + lane);
-        put(line, lane, kept);
+        if (partial) kept &= (kind == kFullBlock) | vector(partial + lane);
+        if (functions_->mask) kept &= vector(to);
+        std::memcpy(to, &kept, sizeof(kept));
       }
     };
     if (!decides) {
-      for (int line = 0; line < tile.lines; ++line) apply(line, nullptr);
-      return;
+      for (int line = 0; line < tile.lines; ++line) decide_line(line, nullptr);
+      return true;
     }
     const Steps& steps = functions_->partial_mask.lanes_are_rows(tile.rows_in_lanes);
-    evaluator_.run(steps, pairs, scores, stride, [&](int first, int lines) {
-      for (int i = 0; i < lines; ++i) apply(first + i, evaluator_.result<int32_t>(steps.results[0], pairs, i));
+    evaluator_.run(steps, pairs, nullptr, 0, [&](int first, int lines) {
+      for (int i = 0; i < lines; ++i) {
+        decide_line(first + i, evaluator_.result<int32_t>(steps.results[0], pairs, i));
+      }
     });
+    return true;
   }
 
   const Problem& p_;

@@ -41,23 +41,29 @@ _OF_BITS = ("and", "or", "xor", "not", "shift_left", "shift_right_logical", "shi
 
 
 def source(functions: Functions, several: frozenset[int] = frozenset(), derives: bool = False,
-           gradients: Sequence[int] = (), positions_from_0: bool = False) -> str:  # fmt: skip
-    """The text of a call's functions; the arguments are those of `jax_flash._functions.cuda.source`.
+           gradients: Sequence[int] = (), positions_from_0: bool = False, most: program.Most = ()) -> str:  # fmt: skip
+    """The text of a call's functions; the arguments are those of `jax_flash._functions.cuda.source`, and ``most`` the
+    largest values of b, h, q and kv, where they are known: what they make needless is left out.
 
     Raises:
       Unprintable: a function has none.
     """
-    return _source(functions, several, derives, tuple(gradients), positions_from_0)
+    return _source(functions, several, derives, tuple(gradients), positions_from_0, most)
 
 
 @functools.lru_cache(maxsize=256)
 def _source(
-    functions: Functions, several: frozenset[int], derives: bool, gradients: tuple[int, ...], positions_from_0: bool
+    functions: Functions,
+    several: frozenset[int],
+    derives: bool,
+    gradients: tuple[int, ...],
+    positions_from_0: bool,
+    most: program.Most,
 ) -> str:
     sizes = sizes_of(functions)
     text = [f"batch {functions.batch or 0}"]
     if functions.score is not None:
-        scored = program.score_program(functions.score, gradients, derives, positions_from_0)
+        scored = program.score_program(functions.score, gradients, derives, positions_from_0, most)
         score = _Writer("score", sizes, several)
         score.results(scored.program, scored.program.outputs[: 1 + (derives and scored.keeps_derivative)])
         text += score.lines
@@ -66,23 +72,17 @@ def _source(
             gradient.additions(scored, gradients)
             text += gradient.lines
     if functions.masks:
-        text += _mask(functions.masks, "mask", sizes, several, positions_from_0)
+        text += _mask(functions.masks, _Writer("mask", sizes, several), positions_from_0, most)
     if functions.partial_mask is not None:
-        text += _mask((functions.partial_mask,), "partial_mask", sizes, several, positions_from_0)
+        writer = _Writer("partial_mask", sizes, several)
+        text += _mask((functions.partial_mask,), writer, positions_from_0, most)
     return "\n".join([*text, ""])
 
 
-def _mask(
-    masks: Sequence[Function],
-    name: str,
-    sizes: dict[int, tuple[int, ...]],
-    several: frozenset[int],
-    positions_from_0: bool,
-) -> list[str]:
-    writer = _Writer(name, sizes, several)
+def _mask(masks: Sequence[Function], writer: _Writer, positions_from_0: bool, most: program.Most) -> list[str]:
     found: int | None = None
     for mask in masks:
-        of = program.mask_program(mask, positions_from_0)
+        of = program.mask_program(mask, positions_from_0, most)
         (kept,) = writer.program(of, of.outputs)
         found = kept if found is None else writer.line("and", found, kept)
     writer.lines.append(f"results {found}")

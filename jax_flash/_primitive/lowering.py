@@ -14,7 +14,7 @@ import numpy as np
 from jax_flash._call import dtypes
 from jax_flash._call.options import CAPTURED, OPERANDS
 from jax_flash._functions import cpu, cuda
-from jax_flash._functions.trace import MOST_CAPTURED, captured_name
+from jax_flash._functions.trace import MOST_CAPTURED, Functions, captured_name
 from jax_flash._implementations import choice
 from jax_flash._native import _core, registration
 from jax_flash._primitive import limbs, plain
@@ -139,10 +139,10 @@ def _attributes(pass_: str, platform: str, params: Params, *args: jax.Array) -> 
             attributes[f"has_d{name}"] = name in params.gradients
         if described.may_be_narrow:
             attributes[f"wide_{name}"] = name in operands and operands[name].dtype != args[0].dtype
-    return attributes | _of_functions(pass_, platform, params)
+    return attributes | _of_functions(pass_, platform, params, *args)
 
 
-def _of_functions(pass_: str, platform: str, params: Params) -> dict[str, Any]:
+def _of_functions(pass_: str, platform: str, params: Params, *args: jax.Array) -> dict[str, Any]:
     """The attributes of score and mask functions, and of what they captured."""
     functions = params.options.functions
     captured = {name: dims for name, dims in params.operands if OPERANDS[name] is CAPTURED}
@@ -153,8 +153,8 @@ def _of_functions(pass_: str, platform: str, params: Params) -> dict[str, Any]:
     if functions is not None:
         several = frozenset(numbers[name] for name, dims in captured.items() if "m" in dims)
         from_0 = "q_offset" not in params.names
-        source = cuda.source if platform == "cuda" else cpu.source
-        text = source(functions, several, pass_ == "backward", gradients, positions_from_0=from_0)
+        arguments = functions, several, pass_ == "backward", gradients, from_0
+        text = cuda.source(*arguments) if platform == "cuda" else cpu.source(*arguments, _most(params, functions, args))
     return {
         "functions": text,
         "captured": np.int32(len(captured)),
@@ -162,6 +162,18 @@ def _of_functions(pass_: str, platform: str, params: Params) -> dict[str, Any]:
         "mask_block_rows": np.int32(height),
         "mask_block_keys": np.int32(width),
     }
+
+
+def _most(params: Params, functions: Functions, args: Sequence[jax.Array]) -> tuple[tuple[str, int], ...]:
+    """The largest arguments of the functions of a call, where they are known."""
+    sizes = {"kv": args[1].shape[1]}
+    if "q_offset" not in params.names:
+        sizes["q"] = args[0].shape[1]
+    if "index_offsets" not in params.names:
+        sizes["h"] = args[0].shape[2]
+        sizes["b"] = functions.batch or args[0].shape[0]
+        sizes["b"] *= params.options.sequences
+    return tuple((name, n - 1) for name, n in sorted(sizes.items()) if isinstance(n, int))
 
 
 def _scratch(
