@@ -175,7 +175,7 @@ class Lowering:
         known |= {x: self.literal(c) for x, c in zip(jaxpr.constvars, consts, strict=True)}
 
         def read(x: Any) -> Value:
-            return self.literal(x.val) if hasattr(x, "val") else known[x]
+            return self.literal(np.asarray(x.val, x.aval.dtype)) if hasattr(x, "val") else known[x]
 
         for equation in jaxpr.eqns:
             results = self.equation(equation, [read(x) for x in equation.invars])

@@ -74,7 +74,6 @@ CUDA_DTYPES = ("float16", "bfloat16", "float32")
 CUDA_HEAD_DIM = 256
 
 
-
 def _beyond_cpu(call: Call) -> str | None:
     """What of the functions of a call the CPU's kernels can't evaluate; None: nothing."""
     if call.functions is None:
