@@ -18,8 +18,8 @@ INTEGERS = np.concatenate(
      random.integers(-(2**31), 2**31, 20), random.integers(-300, 300, 20)]
 )  # fmt: skip
 FLOATS = np.concatenate(
-    [[0.0, -0.0, 1.0, -1.0, 0.5, 1.5, 2.5, -2.5, 1e-30, -1e-30, 3e38, -3e38, np.inf, -np.inf, np.nan, 2.0**31, -(2.0**31),
-      2.0**32, 88.7, 89.0, -87.0, -104.0, 1e-6, 65504.0, 70000.0], random.standard_normal(40) * 3]
+    [[0.0, -0.0, 1.0, -1.0, 0.5, 1.5, 2.5, -2.5, 1e-30, -1e-30, 3e38, -3e38, np.inf, -np.inf, np.nan, 2.0**31,
+      -(2.0**31), 2.0**32, 88.7, 89.0, -87.0, -104.0, 1e-6, 65504.0, 70000.0], random.standard_normal(40) * 3]
 )  # fmt: skip
 X, Y = (random.choice(INTEGERS, ROWS).astype(np.int64) for _ in range(2))
 F, G = (random.choice(FLOATS, ROWS).astype(np.float32) for _ in range(2))

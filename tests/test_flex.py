@@ -701,14 +701,16 @@ def test_kernels_refuse_by_name_and_leave_it_to_xla() -> None:
 
     served = jax_flash.explain(query, key, value, mask_mod=lambda b, h, q, kv: q >= kv)
     assert served.implementation == "cpu"
+    shown = jax_flash.explain(query, key, value, mask_mod=lambda b, h, q, kv: q >= kv, source=True)
+    assert shown.source.splitlines() == ["batch 0", "program mask", "q", "kv", "ge_i 0 1", "results 2"]
     explained = jax_flash.explain(query, key, value, score_mod=sorts)
     assert explained.implementation == "xla"
     assert "functions with primitive sort" in explained.obstacles["cpu"]
     assert explained.source == ""
     with pytest.raises(NotImplementedError, match="its kernels don't evaluate functions with primitive sort"):
         call(score_mod=sorts, implementation="cpu")
+    wide = inputs_of(20, 30)
     with pytest.raises(NotImplementedError, match="its kernels don't evaluate functions with float64"):
-        wide = inputs_of(20, 30)
         jax_flash.attention(*wide[:3], mask_mod=lambda b, h, q, kv: q >= kv, implementation="cpu")
 
 
