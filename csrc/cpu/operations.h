@@ -9,25 +9,25 @@
 #pragma once
 
 // Those of <cmath>, element by element.
-#define JAX_FLASH_CPU_LIBRARY(UNARY)                                                                             \
-  UNARY(expm1_f, expm1f)                                                                                         \
-  UNARY(log_f, logf)                                                                                             \
-  UNARY(log1p_f, log1pf)                                                                                         \
-  UNARY(sin_f, sinf)                                                                                             \
-  UNARY(cos_f, cosf)                                                                                             \
-  UNARY(tan_f, tanf)                                                                                             \
-  UNARY(cbrt_f, cbrtf)                                                                                           \
-  UNARY(erf_f, erff)                                                                                             \
-  UNARY(erfc_f, erfcf)                                                                                           \
-  UNARY(sinh_f, sinhf)                                                                                           \
-  UNARY(cosh_f, coshf)                                                                                           \
-  UNARY(asin_f, asinf)                                                                                           \
-  UNARY(acos_f, acosf)                                                                                           \
-  UNARY(atan_f, atanf)                                                                                           \
-  UNARY(asinh_f, asinhf)                                                                                         \
-  UNARY(acosh_f, acoshf)                                                                                         \
-  UNARY(atanh_f, atanhf) UNARY(sqrt_f, sqrtf) UNARY(floor_f, floorf) UNARY(ceil_f, ceilf) UNARY(round_f, roundf) \
-      UNARY(rint_f, rintf)
+#define JAX_FLASH_CPU_LIBRARY(UNARY) \
+  UNARY(expm1_f, expm1f)             \
+  UNARY(log_f, logf)                 \
+  UNARY(log1p_f, log1pf)             \
+  UNARY(sin_f, sinf)                 \
+  UNARY(cos_f, cosf)                 \
+  UNARY(tan_f, tanf)                 \
+  UNARY(cbrt_f, cbrtf)               \
+  UNARY(erf_f, erff)                 \
+  UNARY(erfc_f, erfcf)               \
+  UNARY(sinh_f, sinhf)               \
+  UNARY(cosh_f, coshf)               \
+  UNARY(asin_f, asinf)               \
+  UNARY(acos_f, acosf)               \
+  UNARY(atan_f, atanf)               \
+  UNARY(asinh_f, asinhf)             \
+  UNARY(acosh_f, acoshf)             \
+  UNARY(atanh_f, atanhf)             \
+  UNARY(sqrt_f, sqrtf) UNARY(floor_f, floorf) UNARY(ceil_f, ceilf) UNARY(round_f, roundf) UNARY(rint_f, rintf)
 
 #define JAX_FLASH_CPU_OPERATIONS(UNARY, BINARY, TERNARY)                                                        \
   UNARY(copy, U, U, x)                                                                                          \
