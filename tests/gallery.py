@@ -21,6 +21,9 @@ def functions(batch: int = 2, heads: int = 4, length: int = 333) -> tuple[dict[s
     relative = jnp.asarray(random.standard_normal((heads, 2 * length)), jnp.float32)
     table = jnp.asarray(random.standard_normal((heads, 16)), jnp.bfloat16)
     distances = jnp.asarray(random.integers(0, 16, (length, length)), jnp.int8)
+    caps = jnp.asarray(1 + random.random(heads), jnp.float32)
+    of_rows, of_keys = (jnp.asarray(random.random(length), jnp.float32) for _ in range(2))
+    factor = jnp.asarray(0.5, jnp.float16)
     width, radius = 16, 3
 
     def causal(b, h, q, kv):
@@ -74,6 +77,14 @@ def functions(batch: int = 2, heads: int = 4, length: int = 333) -> tuple[dict[s
         "nan_above": lambda score, b, h, q, kv: score + jnp.sqrt((q - kv).astype(score.dtype)) * jnp.sin(score),
         "filled": lambda score, b, h, q, kv: (
             score + slopes.at[kv % 5].get(mode="fill", fill_value=0.0).astype(score.dtype) * 3
+        ),
+        "capped": lambda score, b, h, q, kv: (
+            jnp.tanh(score / caps[h].astype(score.dtype)) * caps[h].astype(score.dtype)
+        ),
+        "sides": lambda score, b, h, q, kv: (
+            score * of_rows[q].astype(score.dtype)
+            + jnp.square(score) * 0.1 * factor.astype(score.dtype)
+            + of_keys[kv].astype(score.dtype)
         ),
         "exponents": lambda score, b, h, q, kv: (
             score + jnp.log1p(jnp.exp(score)) * 0.1 + ((q % 7) ** 2).astype(score.dtype) * 0.01

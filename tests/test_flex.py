@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_flash
 from jax_flash import flex
+from jax_flash._call.options import Options
 from jax_flash._functions import plain, trace
 from jax_flash._implementations import choice
 from jax_flash.flex import BlockMask, create_block_mask
@@ -21,6 +22,7 @@ from jax_flash.flex import BlockMask, create_block_mask
 B, N, K, H = 2, 4, 2, 16
 IMPLEMENTATIONS = ("xla", "reference")
 rng = np.random.default_rng(0)
+TABLE = jnp.ones((N, 16), jnp.float32)
 
 
 def inputs_of(t: int, s: int, dtype: Any = np.float64, batch: int = B, seed: int = 0) -> list[jax.Array]:
@@ -731,11 +733,49 @@ def test_a_tracer_that_has_ended_is_refused() -> None:
         call(score_mod=lambda s, b, h, q, kv: s + leak.tracer[kv])
 
 
-def test_deterministic_gradients_of_captured_arrays_are_not_left_to_atomic_additions() -> None:
-    table = jnp.ones((N, 16), jnp.float32)
-    score_mod = lambda score, b, h, q, kv: score + table[h, q - kv + 8]  # noqa: E731
+@pytest.mark.parametrize(
+    "score_mod",
+    [
+        lambda score, b, h, q, kv: score + TABLE[h, q - kv + 8],
+        lambda score, b, h, q, kv: score * TABLE[h, 0] + TABLE[h, 1] * score**2,
+        lambda score, b, h, q, kv: jnp.tanh(score / TABLE[h, kv]) * TABLE[h, kv] + TABLE[h, q],
+    ],
+)  # fmt: skip
+def test_kernels_serve_gradients_of_captured_arrays(score_mod: Callable[..., Any]) -> None:
+    """Also in one order, as long as there is room for the sums."""
     functions = trace.Functions(trace.trace("score_mod", score_mod, "score", jnp.float32, trace.Captured()))
     call = choice.Call("float16", 64, 64, functions=functions, gradients=(0,))
     assert choice._unprintable(call) is None
-    assert "atomically" in str(choice._unprintable(dataclasses.replace(call, deterministic=True)))
-    assert choice._unprintable(dataclasses.replace(call, deterministic=True, gradients=())) is None
+    assert choice._unprintable(dataclasses.replace(call, deterministic=True)) is None
+    wide = jnp.zeros((2048, 2049), jnp.float32)
+    of_pairs = lambda score, b, h, q, kv: score + wide[q, kv]  # noqa: E731
+    functions = trace.Functions(trace.trace("score_mod", of_pairs, "score", jnp.float32, trace.Captured()))
+    call = dataclasses.replace(call, functions=functions)
+    assert choice._unprintable(call) is None
+    assert "4196352 elements" in str(choice._unprintable(dataclasses.replace(call, deterministic=True)))
+
+
+def test_a_bias_of_rows_has_a_gradient_beside_a_score_function() -> None:
+    """Without one it shifts the scores of a row alike, and has that of lse."""
+    query, key, value, dout = inputs_of(7, 9)
+    bias = jnp.asarray(rng.standard_normal((1, N, 7, 1)))
+    score_mod = lambda score, b, h, q, kv: 2 * jnp.tanh(score / 2)  # noqa: E731
+
+    def loss(bias: jax.Array) -> jax.Array:
+        return (dout * jax_flash.attention(query, key, value, bias=bias, score_mod=score_mod)).sum()
+
+    def wanted(bias: jax.Array) -> jax.Array:
+        return (
+            dout * dense(query, key, value, lambda s, b, h, q, kv: score_mod(s + bias[0, h, q, 0], b, h, q, kv))[0]
+        ).sum()
+
+    close(jax.grad(loss)(bias), jax.grad(wanted)(bias))
+    options = Options(causal=False, scale=1.0)
+    call = choice.Call.of(query, value, options, ["bias"], {"bias": "1nt1"})
+    assert "bias of shape (..., 1)" in str(choice.obstacle("cuda", "cuda", call))
+    assert (
+        choice.obstacle(
+            "cuda", "cuda", choice.Call.of(query.astype(np.float32), value, options, ["bias"], {"bias": "1nts"})
+        )
+        is None
+    )

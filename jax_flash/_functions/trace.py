@@ -70,6 +70,15 @@ class Functions:
     def all(self) -> tuple[Function, ...]:
         return tuple(x for x in (self.score, *self.masks, self.partial_mask) if x is not None)
 
+    @property
+    def shapes(self) -> dict[int, tuple[int, ...]]:
+        """Of the captured arrays, by number."""
+        return {
+            number: tuple(variable.aval.shape)
+            for function in self.all
+            for number, variable in zip(function.captured, function.jaxpr.invars, strict=False)
+        }
+
 
 def captured_name(index: int) -> str:
     """The name of a captured array as an operand."""

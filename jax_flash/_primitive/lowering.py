@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_flash._call import dtypes
 from jax_flash._call.options import CAPTURED, OPERANDS
-from jax_flash._functions import cuda
+from jax_flash._functions import cuda, exact
 from jax_flash._functions.trace import MOST_CAPTURED, captured_name
 from jax_flash._implementations import choice
 from jax_flash._native import _core, registration
@@ -36,7 +36,8 @@ def call(pass_: str, target: Target, params: Params, *args: jax.Array) -> tuple[
     if pass_ == "tangent":
         return plain.evaluate(pass_, params, *args)
     platform = target.platform
-    described = choice.Call.of(args[0], args[2], params.options, params.gradients if pass_ == "backward" else ())
+    gradients = params.gradients if pass_ == "backward" else ()
+    described = choice.Call.of(args[0], args[2], params.options, gradients, dict(params.operands))
     chosen = choice.choose(params.implementation, platform, described)
     if chosen == "cuda":
         if pass_ == "backward":
@@ -93,7 +94,8 @@ def _custom_call(
     attributes = _attributes(pass_, platform, params, *args)
     if platform == "cuda" and pass_ == "backward":
         dims, gradients = dict(params.operands), zip(params.gradients, results[len(INPUTS) :], strict=True)
-        results = [*results[: len(INPUTS)], *(_of_cuda(name, dims[name], x, args[0]) for name, x in gradients)]
+        exactly = attributes["exact_sums"]
+        results = [*results[: len(INPUTS)], *(_of_cuda(name, dims[name], x, args[0], exactly) for name, x in gradients)]
     scratch = _scratch(pass_, platform, params, attributes, *args)
     if type(scratch) is not int or scratch:
         wide = dtypes.accumulation_dtype(args[0].dtype)
@@ -102,11 +104,19 @@ def _custom_call(
         args = (*args[:6], *args[7:])  # these kernels take delta, which stands in dlse's place, for dlse and out
     target = registration.FORWARD_TARGET if pass_ == "forward" else registration.BACKWARD_TARGET
     called = jax.ffi.ffi_call(target, results)(*args, **attributes)
-    return tuple(_summed_to(shape, x) for shape, x in zip(shapes, called, strict=False))
+    return tuple(
+        exact.floats(x) if x.dtype == jnp.uint32 else _summed_to(shape, x)
+        for shape, x in zip(shapes, called, strict=False)
+    )
 
 
-def _of_cuda(name: str, dims: str, gradient: jax.ShapeDtypeStruct, query: jax.Array) -> jax.ShapeDtypeStruct:
-    """What CUDA's kernels leave of a gradient: where all rows share it, a sum for every batch entry and head."""
+def _of_cuda(
+    name: str, dims: str, gradient: jax.ShapeDtypeStruct, query: jax.Array, exactly: bool
+) -> jax.ShapeDtypeStruct:
+    """What CUDA's kernels leave of a gradient: where all rows share it, a sum for every batch entry and head; of a
+    captured array digits, with ``exactly``."""
+    if OPERANDS[name] is CAPTURED:
+        return jax.ShapeDtypeStruct((*gradient.shape, *exact.SHAPE), jnp.uint32) if exactly else gradient
     declared = OPERANDS[name].dims
     if "t" not in declared or "t" in dims:
         return gradient
@@ -156,6 +166,7 @@ def _of_functions(pass_: str, platform: str, params: Params) -> dict[str, Any]:
         "functions": text,
         "captured": np.int32(len(captured)),
         "dcaptured": np.int32(len(gradients)),
+        "exact_sums": bool(gradients) and platform == "cuda" and params.options.separate_dq,
         "mask_block_rows": np.int32(height),
         "mask_block_keys": np.int32(width),
     }

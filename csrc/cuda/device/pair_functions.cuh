@@ -86,11 +86,23 @@ struct PairFunctions : BlockKinds<has_mask_blocks> {
                                          float& derivative) const {
     return score_function(problem, call, x, b, h, position(row), column, derivative);
   }
-  // Adds ds, the gradient of a pair's score, times the derivatives of the score by captured arrays to their gradients.
-  __device__ __forceinline__ void add(const Problem& problem, int row, int column, float ds) const {
+  // Adds ds, the gradient of a pair's score, times the derivatives of the score by elements of captured arrays to their
+  // gradients, or to the sums of those elements that all pairs of a head, a key or a row read. `x` is the score before
+  // the function.
+  __device__ __forceinline__ void add(const Problem& problem, float x, int row, int column, float ds, float* of_head,
+                                      float* of_key, float* of_row) const {
     if constexpr (adds_captured) {
-      if (ds != 0.f) add_to_captured(problem, call, b, h, position(row), column, ds);
+      if (ds != 0.f) add_to_captured(problem, call, x, b, h, position(row), column, ds, of_head, of_key, of_row);
     }
+  }
+  __device__ __forceinline__ void add_of_head(const Problem& problem, const float* sums) const {
+    add_sums_of_head(problem, call, b, h, 0, 0, sums);
+  }
+  __device__ __forceinline__ void add_of_key(const Problem& problem, int column, const float* sums) const {
+    add_sums_of_key(problem, call, b, h, 0, column, sums);
+  }
+  __device__ __forceinline__ void add_of_row(const Problem& problem, int row, const float* sums) const {
+    add_sums_of_row(problem, call, b, h, position(row), 0, sums);
   }
 };
 
@@ -100,7 +112,10 @@ struct PairFunctions<false> {
   __device__ __forceinline__ void enter(const Problem&, const Extent&, int) {}
   __device__ __forceinline__ bool keeps(const Problem&, const Extent&, int, int) const { return true; }
   __device__ __forceinline__ float score(const Problem&, float x, int, int, float&) const { return x; }
-  __device__ __forceinline__ void add(const Problem&, int, int, float) const {}
+  __device__ __forceinline__ void add(const Problem&, float, int, int, float, float*, float*, float*) const {}
+  __device__ __forceinline__ void add_of_head(const Problem&, const float*) const {}
+  __device__ __forceinline__ void add_of_key(const Problem&, int, const float*) const {}
+  __device__ __forceinline__ void add_of_row(const Problem&, int, const float*) const {}
 };
 
 // The blocks of a block mask that tiles of `size` rows or keys meet; the other side's rows [begin, end) and query heads

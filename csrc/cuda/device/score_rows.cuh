@@ -10,9 +10,9 @@ struct ScoreRows : HeadScores {
       : HeadScores(problem, extent, band_of(problem, extent), head, scale) {}
 
   // Scores of one row, keys `first_key` and on, become logits; those that are not kept, -inf. d logit / d (scale *
-  // score) goes to `derivatives` where these are kept (keeps_derivatives), unless that is null. Four n8 tiles at a
-  // time, or what is read for all of them crowds out the accumulators.
-  template <bool masked, int tiles>
+  // score), or with `of_bias` d logit / d bias, goes to `derivatives` where these are kept (keeps_derivatives), unless
+  // that is null. Four n8 tiles at a time, or what is read for all of them crowds out the accumulators.
+  template <bool masked, bool of_bias = false, int tiles>
   __device__ __forceinline__ void logits(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
                                          int first_key, int lane) const {
     constexpr int together = tiles % 4 == 0 ? 4 : 2;
@@ -40,7 +40,7 @@ struct ScoreRows : HeadScores {
           if constexpr (modifies_scores) {
             float b = 0.f, derivative;
             if constexpr (has_bias) b = as_float(bias[n][odd]);
-            score = modified.logit(keep.functions(), score, b, row, column, derivative);
+            score = modified.logit<of_bias>(keep.functions(), score, b, row, column, derivative);
             if constexpr (keeps_derivatives) {
               if (derivatives) derivatives[first_n + n].x[2 * half + odd] = derivative;
             }
