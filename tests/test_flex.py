@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jax_flash
 from jax_flash import flex
 from jax_flash._call.options import Options
-from jax_flash._functions import plain, trace
+from jax_flash._functions import cuda, plain, trace
 from jax_flash._implementations import choice
 from jax_flash.flex import BlockMask, create_block_mask
 
@@ -298,6 +298,40 @@ def test_no_program_is_compiled_again() -> None:
         "score_mod", relative(jnp.ones((N, 16), jnp.float32), 7), "score", jnp.float32, trace.Captured()
     )
     assert records[0] != other
+
+
+def _own_derivative(factor: float) -> Callable[..., Any]:
+    @jax.custom_vjp
+    def f(x: jax.Array) -> jax.Array:
+        return x * 2
+
+    f.defvjp(lambda x: (f(x), None), lambda _, ct: (ct * factor,))
+    return f
+
+
+@pytest.mark.parametrize(
+    "activation", [jax.nn.relu, jax.nn.silu, jax.nn.gelu, jax.nn.softplus, lambda x: _own_derivative(3.0)(x)]
+)  # fmt: skip
+def test_functions_with_derivatives_of_their_own_are_known_again(activation: Callable[..., Any]) -> None:
+    """32 layers, each with its own function object: one function of one text."""
+
+    def layer() -> Any:
+        score_mod = lambda score, b, h, q, kv: activation(score) + TABLE[h, q]  # noqa: E731
+        captured = trace.Captured()
+        return trace.trace("score_mod", score_mod, "score", jnp.float32, captured)
+
+    layers = [layer() for _ in range(32)]
+    assert len(set(layers)) == 1
+    assert len({cuda.source(trace.Functions(x), derives=True) for x in layers}) == 1
+
+
+def test_functions_with_other_derivatives_are_others() -> None:
+    def of(factor: float) -> trace.Function:
+        f = _own_derivative(factor)
+        return trace.trace("score_mod", lambda s, b, h, q, kv: f(s), "score", jnp.float32, trace.Captured())
+
+    assert of(3.0) == of(3.0)
+    assert of(3.0) != of(4.0)
 
 
 def test_what_captured_arrays_alone_decide_is_computed_outside() -> None:
