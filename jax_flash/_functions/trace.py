@@ -210,7 +210,11 @@ def _key(jaxpr: Any, rules: int = 0) -> Any:
 
     def of_param(x: Any) -> Any:
         if hasattr(x, "jaxpr") and hasattr(x, "consts"):  # a closed jaxpr
-            return "jaxpr", _key(x.jaxpr, rules), tuple(id(c) if np.ndim(c) else np.asarray(c).tobytes() for c in x.consts)
+            return (
+                "jaxpr",
+                _key(x.jaxpr, rules),
+                tuple(id(c) if np.ndim(c) else np.asarray(c).tobytes() for c in x.consts),
+            )
         if hasattr(x, "eqns"):
             return "jaxpr", _key(x, rules)
         if isinstance(x, (tuple, list)):
