@@ -813,3 +813,30 @@ def test_a_bias_of_rows_has_a_gradient_beside_a_score_function() -> None:
         )
         is None
     )
+
+
+WIDE_TABLE = jnp.ones((N, 64), jnp.float64)
+
+
+@pytest.mark.parametrize(
+    ("name", "score_mod"),
+    [
+        ("primitive scan", lambda s, b, h, q, kv: jax.lax.fori_loop(0, 3, lambda _, x: x * 0.5, s)),
+        ("primitive while", lambda s, b, h, q, kv: jax.lax.while_loop(lambda x: x > 3, lambda x: x / 2, s)),
+        ("primitive cond", lambda s, b, h, q, kv: jax.lax.cond(q > kv, lambda x: x * 2, lambda x: x, s)),
+        ("dtype float64", lambda s, b, h, q, kv: s + WIDE_TABLE[h, q - kv + 16].astype(s.dtype)),
+        ("primitive reduce_add", lambda s, b, h, q, kv: s + jnp.zeros(0, s.dtype).sum()),
+        (None, lambda s, b, h, q, kv: s * jnp.arange(3, dtype=s.dtype).sum()),
+    ],
+)
+def test_what_cannot_be_printed_is_named_and_left_to_xla(name: str | None, score_mod: Callable[..., Any]) -> None:
+    query, key, value, _ = inputs_of(16, 16, np.float32)
+    explanation = jax_flash.explain(query, key, value, score_mod=score_mod, platform="cuda")
+    if name is None or "cuda" not in explanation.obstacles:
+        assert explanation.implementation == "cuda"
+        assert name is None
+        return
+    assert name in explanation.obstacles["cuda"]
+    assert explanation.implementation == "xla"
+    want = dense(query, key, value, score_mod)[0]
+    close(jax_flash.attention(query, key, value, score_mod=score_mod), want, 1e-4)

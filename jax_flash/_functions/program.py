@@ -568,10 +568,10 @@ def _views_of(jaxpr: Any, count: int) -> _Parts:
             read.append(x)
 
     for equation in jaxpr.eqns:
-        first, *others = equation.invars
+        first = next(iter(equation.invars), None)  # iota has none
         if equation.primitive.name in _VIEWS and not hasattr(first, "val") and first in views:
             views.update(equation.outvars)
-            for x in others:
+            for x in equation.invars[1:]:
                 use(x)
             continue
         for x in equation.invars:
