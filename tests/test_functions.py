@@ -354,7 +354,7 @@ EMULATED: dict[str, dict[str, Any]] = {
     "blocks-of-heads": {"mask": "heads", "blocks": (64, 128)},
     "score": {"score": "relative"},
     "derived": {"score": "softcap", "mask": "causal"},
-    "dropped": {"score": "nan_above", "mask": "causal", "blocks": (64, 64)},
+    "dropped": {"score": "nan_above", "mask": "causal", "blocks": (128, 128)},
     "table": {"score": "graphormer", "options": ["causal", "separate_dq"]},
     "filled": {"score": "filled", "mask": "tree", "head_dim": 256},
 }

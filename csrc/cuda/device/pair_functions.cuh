@@ -8,6 +8,11 @@ namespace jax_flash {
 // Kinds of blocks in `mask_blocks`: no pair is kept; the partial mask decides; all pairs are kept.
 constexpr int empty_block = 0, full_block = 2;
 
+// Whether `rows` rows and `keys` keys, from a multiple of these on, lie in one block of the mask: then its kind is read
+// once for all their pairs.
+template <int rows, int keys>
+constexpr bool in_one_block = has_mask_blocks && mask_block_rows % rows == 0 && mask_block_keys % keys == 0;
+
 // The kinds of blocks of one head.
 template <bool present>
 struct BlockKinds {
@@ -67,12 +72,14 @@ struct PairFunctions : BlockKinds<has_mask_blocks> {
     return offset > 0 && row > 0x7fffffff - offset ? 0x7fffffff : row + offset;
   }
 
-  // Whether the mask functions and the block mask keep a pair.
-  __device__ __forceinline__ bool keeps(const Problem& problem, const Extent& extent, int row, int column) const {
+  // Whether the mask functions and the block mask keep a pair; with `knows_kind` this is the kind of its block.
+  template <bool knows_kind>
+  __device__ __forceinline__ bool keeps(const Problem& problem, const Extent& extent, int row, int column,
+                                        int known) const {
     bool kept = true;
     if constexpr (has_mask_function) kept &= mask_function(problem, call, b, h, position(row), column);
     if constexpr (has_mask_blocks) {
-      const int kind = this->of_pair(extent, row, column);
+      const int kind = knows_kind ? known : this->of_pair(extent, row, column);
       bool here = kind != empty_block;
       if constexpr (has_partial_mask) {
         here &= kind == full_block || partial_mask(problem, call, b, h, position(row), column);
@@ -110,7 +117,11 @@ template <>
 struct PairFunctions<false> {
   __device__ __forceinline__ PairFunctions(const Problem&, const Extent&, int) {}
   __device__ __forceinline__ void enter(const Problem&, const Extent&, int) {}
-  __device__ __forceinline__ bool keeps(const Problem&, const Extent&, int, int) const { return true; }
+  __device__ __forceinline__ int of_pair(const Extent&, int, int) const { return full_block; }
+  template <bool knows_kind>
+  __device__ __forceinline__ bool keeps(const Problem&, const Extent&, int, int, int) const {
+    return true;
+  }
   __device__ __forceinline__ float score(const Problem&, float x, int, int, float&) const { return x; }
   __device__ __forceinline__ void add(const Problem&, float, int, int, float, float*, float*, float*) const {}
   __device__ __forceinline__ void add_of_head(const Problem&, const float*) const {}
@@ -141,7 +152,9 @@ struct BlockTiles {
   __device__ __forceinline__ bool any(int tile, const Matches& matches) const {
     const int other = of_keys ? mask_block_keys : mask_block_rows;
     const int length = of_keys ? extent.kv.length : extent.q.length;
-    const int begin = tile * size / other, end = at_least(at_most((tile + 1) * size, length) - 1, tile * size) / other;
+    const int begin = tile * size / other;
+    // Mostly a tile lies in one block.
+    const int end = other % size == 0 ? begin : at_least(at_most((tile + 1) * size, length) - 1, tile * size) / other;
     const int planes = problem.mask_blocks_strides.head ? heads.count : 1;
     for (int head = heads.first; head < heads.first + planes; ++head) {
       const BlockKinds<true> kinds(problem, extent, head);

@@ -19,6 +19,12 @@ struct ScoreColumns : HeadScores {
   __device__ __forceinline__ void weigh(FragmentC (&scores)[m_tiles][n_tiles],
                                         FragmentC (&derivatives)[m_tiles][n_derivatives], int first_row, int key,
                                         int lane, const LseOf& lse_of) const {
+    constexpr bool knows_kind = masked && in_one_block<8 * n_tiles, 16>;
+    int kinds[m_tiles];
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m) {
+      kinds[m] = knows_kind ? keep.functions().of_pair(extent, first_row, key + 16 * m) : full_block;
+    }
 #pragma unroll
     for (int n = 0; n < n_tiles; ++n) {
       const int column = 8 * n + lane % 4 * 2;
@@ -49,7 +55,7 @@ struct ScoreColumns : HeadScores {
             if constexpr (keeps_products) derivatives[m][n].x[e] = x;
             x = probability(logit, odd ? lse_log2.y : lse_log2.x);
             bool kept = true;
-            if constexpr (masked) kept = keep(row, own_key, keys);
+            if constexpr (masked) kept = keep.operator()<knows_kind>(row, own_key, keys, kinds[m]);
             if constexpr (has_mask) {
               kept &= masked ? masks.at(mask, own_key, extent) : mask[own_key * masks.column_stride];
             }

@@ -22,6 +22,9 @@ struct ScoreRows : HeadScores {
     // registers too, the two ends would be spilled.
     constexpr bool bounded_first = bounded_left || has_kv_intervals;
     constexpr bool by_ends = !(loads_take_registers && (has_bias || has_mask || in_segments));
+    // Of the tile's keys, which begin at a multiple of their number.
+    constexpr bool knows_kind = masked && block_kv % (8 * tiles) == 0 && in_one_block<1, 8 * tiles>;
+    const int kind = knows_kind ? keep.functions().of_pair(extent, row, first_key) : full_block;
     const int own_key = first_key + lane % 4 * 2;
     const int first_kept = masked ? keep.first(row) - own_key : 0, last_kept = masked ? keep.last(row) - own_key : 0;
 #pragma unroll
@@ -53,9 +56,9 @@ struct ScoreRows : HeadScores {
               kept = (!bounded_first || here >= first_kept) && here <= last_kept;
               // What is read is read always: a branch for each would cost registers.
               if constexpr (tests_keys) kept &= keep.keeps_of_key(row, column);
-              if constexpr (has_functions) kept &= keep.by_functions(row, column);
+              if constexpr (has_functions) kept &= keep.by_functions<knows_kind>(row, column, kind);
             } else {
-              kept = keep(row, column);
+              kept = keep.operator()<knows_kind>(row, column, keep.keys_of(row), kind);
             }
             score = kept ? score : -JAX_FLASH_INFINITY;
           }
