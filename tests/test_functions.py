@@ -436,7 +436,9 @@ def check_values(emulator: ctypes.CDLL, name: str, kernel_pass: str, family: str
 
 @pytest.mark.skipif(not registration.cuda_status()["nvrtc"], reason="no NVRTC here")
 @pytest.mark.parametrize("arch", [70, 75, 80, 90])
-@pytest.mark.parametrize("name", ["softcap", "graphormer", "nan_above", "sides"])
+@pytest.mark.parametrize(
+    "name", ["graphormer", *(pytest.param(x, marks=pytest.mark.slow) for x in ("softcap", "nan_above", "sides"))]
+)
 def test_kernels_compile(name: str, arch: int, tmp_path: Any) -> None:
     functions, captured = traced(score=name, mask="sequences", partial="neighbourhood", block_size=(128, 128))
     score = functions.score
