@@ -207,7 +207,6 @@ class Xla(recording.Xla):
             "functions": "",
             "captured": 0,
             "dcaptured": 0,
-            "exact_sums": False,
             "mask_block_rows": 1,
             "mask_block_keys": 1,
         }

@@ -37,7 +37,6 @@ def test_fields_agree() -> None:
     fields = {field.name: types[field.type] for field in dataclasses.fields(Options) if field.name != "functions"}
     # What functions have beside their source.
     fields |= dict.fromkeys(("mask_block_rows", "mask_block_keys", "captured", "dcaptured"), "int")
-    fields |= {"exact_sums": "bool"}
     fields |= {f"wide_{name}": "bool" for name, operand in OPERANDS.items() if operand.may_be_narrow}
     assert fields == {name: type_ for kind, type_, name, _ in entries() if kind in ("CONSTANT", "VALUE", "FEATURE")}
 

@@ -17,7 +17,7 @@ from jax_flash._functions import cuda, exact
 from jax_flash._functions.trace import MOST_CAPTURED, captured_name
 from jax_flash._implementations import choice
 from jax_flash._native import _core, registration
-from jax_flash._primitive import limbs, plain
+from jax_flash._primitive import ahead, limbs, plain
 from jax_flash._primitive.derivatives import delta
 from jax_flash._primitive.params import ARGUMENTS, INPUTS, Params, result_shapes
 
@@ -42,10 +42,12 @@ def call(pass_: str, target: Target, params: Params, *args: jax.Array) -> tuple[
     if chosen == "cuda":
         if pass_ == "backward":
             args = (*args[:5], delta(*args[3:7]), *args[6:])
+            exactly = params.options.separate_dq and bool(described.gradients)
+            params = dataclasses.replace(params, options=dataclasses.replace(params.options, exact_sums=exactly))
         if not target.portable:
-            params = _for_local_gpus(pass_, params, max(args[0].shape[-1], args[2].shape[-1]))
+            params = _for_gpus(pass_, params, max(args[0].shape[-1], args[2].shape[-1]))
         dtype = args[0].dtype
-        old = not target.portable and choice.has_old_gpu()
+        old = not target.portable and _is_old()
         if dtype == jnp.float32 or (dtype == jnp.bfloat16 and old):
             wide = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in results]
             called = _aligned(pass_, params, wide, functools.partial(_half_precision, pass_, params), *args)
@@ -56,14 +58,21 @@ def call(pass_: str, target: Target, params: Params, *args: jax.Array) -> tuple[
     return plain.evaluate(pass_, params, *args)
 
 
-def _for_local_gpus(pass_: str, params: Params, largest_head_dim: int) -> Params:
-    """The parameters where dquery has a pass of its own on the GPUs of this process whatever is asked for.
+def _is_old() -> bool:
+    found = ahead.current()
+    return choice.has_old_gpu() if found is None else found.float16_only
+
+
+def _for_gpus(pass_: str, params: Params, largest_head_dim: int) -> Params:
+    """The parameters where dquery has a pass of its own whatever is asked for: on the GPUs of this process, or on the one
+    that calls are lowered ahead for.
 
     That is asked for then, by an option that every GPU serves: kernels that add nothing to dq want no accumulator.
     """
     if pass_ != "backward":
         return params
-    separate = choice.has_old_gpu() or (not params.gradients and choice.separate_dq(largest_head_dim))
+    separates = (ahead.current() or choice).separate_dq
+    separate = _is_old() or (not params.gradients and separates(largest_head_dim))
     options = dataclasses.replace(params.options, separate_dq=params.options.separate_dq or separate)
     return dataclasses.replace(params, options=options)
 
@@ -92,6 +101,8 @@ def _custom_call(
 ) -> tuple[jax.Array, ...]:
     shapes = tuple(x.shape for x in results)
     attributes = _attributes(pass_, platform, params, *args)
+    if platform == "cuda" and (found := ahead.current()) is not None:
+        found.calls.append(_described(pass_, attributes, *args))
     if platform == "cuda" and pass_ == "backward":
         dims, gradients = dict(params.operands), zip(params.gradients, results[len(INPUTS) :], strict=True)
         exactly = attributes["exact_sums"]
@@ -108,6 +119,13 @@ def _custom_call(
         exact.floats(x) if x.dtype == jnp.uint32 else _summed_to(shape, x)
         for shape, x in zip(shapes, called, strict=False)
     )
+
+
+def _described(pass_: str, attributes: Mapping[str, Any], *args: jax.Array) -> ahead.Call:
+    limbs = 2 if attributes["highest_precision"] else 1
+    options = {name: int(x) if isinstance(x, np.int32) else x for name, x in attributes.items()}
+    sizes = (args[0].shape[-1] // limbs, args[2].shape[-1] // limbs)
+    return ahead.Call(pass_, args[0].dtype.name, *sizes, options)
 
 
 def _of_cuda(
@@ -166,7 +184,6 @@ def _of_functions(pass_: str, platform: str, params: Params) -> dict[str, Any]:
         "functions": text,
         "captured": np.int32(len(captured)),
         "dcaptured": np.int32(len(gradients)),
-        "exact_sums": bool(gradients) and platform == "cuda" and params.options.separate_dq,
         "mask_block_rows": np.int32(height),
         "mask_block_keys": np.int32(width),
     }
