@@ -64,8 +64,8 @@ def _is_old() -> bool:
 
 
 def _for_gpus(pass_: str, params: Params, largest_head_dim: int) -> Params:
-    """The parameters where dquery has a pass of its own whatever is asked for: on the GPUs of this process, or on the one
-    that calls are lowered ahead for.
+    """The parameters where dquery has a pass of its own whatever is asked for, on the GPUs of this process or on the
+    one that calls are lowered ahead for.
 
     That is asked for then, by an option that every GPU serves: kernels that add nothing to dq want no accumulator.
     """
