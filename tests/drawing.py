@@ -63,11 +63,7 @@ FUNCTIONS = ("mask_mod", "block_mask", "score_mod", "score_mod, block_mask")
 LARGE_FUNCTIONS = ("band_mod", "band_blocks", "slopes_mod", "slopes_mod, band_blocks")
 """What of the other options is said by functions: the masks, or what changes scores; or only what does not capture
 arrays of rows and keys, of whose sizes programs of another shape would be compiled with others."""
-OPTIONS_OF_SEQUENCES: dict[str, tuple[Any, ...]] = {
-    **SHARED_OPTIONS,
-    "alibi": ("n", "dn"),
-    "intervals": ("kv_start:t", "kv_start:nt q_end:s"),
-}
+OPTIONS_OF_SEQUENCES: dict[str, tuple[Any, ...]] = {**SHARED_OPTIONS, "alibi": ("n", "dn")}
 
 
 @dataclasses.dataclass(frozen=True)
