@@ -14,13 +14,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_flash
 from jax_flash import flex
-from jax_flash._functions import plain, trace
+from jax_flash._call.options import Options
+from jax_flash._functions import cuda, plain, trace
 from jax_flash._implementations import choice
 from jax_flash.flex import BlockMask, create_block_mask
 
 B, N, K, H = 2, 4, 2, 16
 IMPLEMENTATIONS = ("xla", "reference", "cpu")
 rng = np.random.default_rng(0)
+TABLE = jnp.ones((N, 16), jnp.float32)
 
 
 def inputs_of(t: int, s: int, dtype: Any = np.float64, batch: int = B, seed: int = 0) -> list[jax.Array]:
@@ -312,6 +314,40 @@ def test_no_program_is_compiled_again() -> None:
         "score_mod", relative(jnp.ones((N, 16), jnp.float32), 7), "score", jnp.float32, trace.Captured()
     )
     assert records[0] != other
+
+
+def _own_derivative(factor: float) -> Callable[..., Any]:
+    @jax.custom_vjp
+    def f(x: jax.Array) -> jax.Array:
+        return x * 2
+
+    f.defvjp(lambda x: (f(x), None), lambda _, ct: (ct * factor,))
+    return f
+
+
+@pytest.mark.parametrize(
+    "activation", [jax.nn.relu, jax.nn.silu, jax.nn.gelu, jax.nn.softplus, lambda x: _own_derivative(3.0)(x)]
+)  # fmt: skip
+def test_functions_with_derivatives_of_their_own_are_known_again(activation: Callable[..., Any]) -> None:
+    """32 layers, each with its own function object: one function of one text."""
+
+    def layer() -> Any:
+        score_mod = lambda score, b, h, q, kv: activation(score) + TABLE[h, q]  # noqa: E731
+        captured = trace.Captured()
+        return trace.trace("score_mod", score_mod, "score", jnp.float32, captured)
+
+    layers = [layer() for _ in range(32)]
+    assert len(set(layers)) == 1
+    assert len({cuda.source(trace.Functions(x), derives=True) for x in layers}) == 1
+
+
+def test_functions_with_other_derivatives_are_others() -> None:
+    def of(factor: float) -> trace.Function:
+        f = _own_derivative(factor)
+        return trace.trace("score_mod", lambda s, b, h, q, kv: f(s), "score", jnp.float32, trace.Captured())
+
+    assert of(3.0) == of(3.0)
+    assert of(3.0) != of(4.0)
 
 
 def test_what_captured_arrays_alone_decide_is_computed_outside() -> None:
@@ -758,11 +794,76 @@ def test_a_tracer_that_has_ended_is_refused() -> None:
         call(score_mod=lambda s, b, h, q, kv: s + leak.tracer[kv])
 
 
-def test_deterministic_gradients_of_captured_arrays_are_not_left_to_atomic_additions() -> None:
-    table = jnp.ones((N, 16), jnp.float32)
-    score_mod = lambda score, b, h, q, kv: score + table[h, q - kv + 8]  # noqa: E731
+@pytest.mark.parametrize(
+    "score_mod",
+    [
+        lambda score, b, h, q, kv: score + TABLE[h, q - kv + 8],
+        lambda score, b, h, q, kv: score * TABLE[h, 0] + TABLE[h, 1] * score**2,
+        lambda score, b, h, q, kv: jnp.tanh(score / TABLE[h, kv]) * TABLE[h, kv] + TABLE[h, q],
+    ],
+)  # fmt: skip
+def test_kernels_serve_gradients_of_captured_arrays(score_mod: Callable[..., Any]) -> None:
+    """Also in one order, as long as there is room for the sums."""
     functions = trace.Functions(trace.trace("score_mod", score_mod, "score", jnp.float32, trace.Captured()))
     call = choice.Call("float16", 64, 64, functions=functions, gradients=(0,))
     assert choice._unprintable(call) is None
-    assert "atomically" in str(choice._unprintable(dataclasses.replace(call, deterministic=True)))
-    assert choice._unprintable(dataclasses.replace(call, deterministic=True, gradients=())) is None
+    assert choice._unprintable(dataclasses.replace(call, deterministic=True)) is None
+    wide = jnp.zeros((2048, 2049), jnp.float32)
+    of_pairs = lambda score, b, h, q, kv: score + wide[q, kv]  # noqa: E731
+    functions = trace.Functions(trace.trace("score_mod", of_pairs, "score", jnp.float32, trace.Captured()))
+    call = dataclasses.replace(call, functions=functions)
+    assert choice._unprintable(call) is None
+    assert "4196352 elements" in str(choice._unprintable(dataclasses.replace(call, deterministic=True)))
+
+
+def test_a_bias_of_rows_has_a_gradient_beside_a_score_function() -> None:
+    """Without one it shifts the scores of a row alike, and has that of lse."""
+    query, key, value, dout = inputs_of(7, 9)
+    bias = jnp.asarray(rng.standard_normal((1, N, 7, 1)))
+    score_mod = lambda score, b, h, q, kv: 2 * jnp.tanh(score / 2)  # noqa: E731
+
+    def loss(bias: jax.Array) -> jax.Array:
+        return (dout * jax_flash.attention(query, key, value, bias=bias, score_mod=score_mod)).sum()
+
+    def wanted(bias: jax.Array) -> jax.Array:
+        return (
+            dout * dense(query, key, value, lambda s, b, h, q, kv: score_mod(s + bias[0, h, q, 0], b, h, q, kv))[0]
+        ).sum()
+
+    close(jax.grad(loss)(bias), jax.grad(wanted)(bias))
+    options = Options(causal=False, scale=1.0)
+    call = choice.Call.of(query, value, options, ["bias"], {"bias": "1nt1"})
+    assert "bias of shape (..., 1)" in str(choice.obstacle("cuda", "cuda", call))
+    assert (
+        choice.obstacle(
+            "cuda", "cuda", choice.Call.of(query.astype(np.float32), value, options, ["bias"], {"bias": "1nts"})
+        )
+        is None
+    )
+
+
+WIDE_TABLE = jnp.ones((N, 64), jnp.float64)
+
+
+@pytest.mark.parametrize(
+    ("name", "score_mod"),
+    [
+        ("primitive scan", lambda s, b, h, q, kv: jax.lax.fori_loop(0, 3, lambda _, x: x * 0.5, s)),
+        ("primitive while", lambda s, b, h, q, kv: jax.lax.while_loop(lambda x: x > 3, lambda x: x / 2, s)),
+        ("primitive cond", lambda s, b, h, q, kv: jax.lax.cond(q > kv, lambda x: x * 2, lambda x: x, s)),
+        ("dtype float64", lambda s, b, h, q, kv: s + WIDE_TABLE[h, q - kv + 16].astype(s.dtype)),
+        ("primitive reduce_add", lambda s, b, h, q, kv: s + jnp.zeros(0, s.dtype).sum()),
+        (None, lambda s, b, h, q, kv: s * jnp.arange(3, dtype=s.dtype).sum()),
+    ],
+)
+def test_what_cannot_be_printed_is_named_and_left_to_xla(name: str | None, score_mod: Callable[..., Any]) -> None:
+    query, key, value, _ = inputs_of(16, 16, np.float32)
+    explanation = jax_flash.explain(query, key, value, score_mod=score_mod, platform="cuda")
+    if name is None or "cuda" not in explanation.obstacles:
+        assert explanation.implementation == "cuda"
+        assert name is None
+        return
+    assert name in explanation.obstacles["cuda"]
+    assert explanation.implementation == "xla"
+    want = dense(query, key, value, score_mod)[0]
+    close(jax_flash.attention(query, key, value, score_mod=score_mod), want, 1e-4)

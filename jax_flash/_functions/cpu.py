@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jax_flash._functions import program
-from jax_flash._functions.cuda import reason, sizes_of
+from jax_flash._functions.cuda import reason
 from jax_flash._functions.program import Op, Program, Unprintable
 from jax_flash._functions.trace import Function, Functions
 from jax_flash._native import _core
@@ -60,7 +60,7 @@ def _source(
     positions_from_0: bool,
     most: program.Most,
 ) -> str:
-    sizes = sizes_of(functions)
+    sizes = functions.shapes
     text = [f"batch {functions.batch or 0}"]
     if functions.score is not None:
         scored = program.score_program(functions.score, gradients, derives, positions_from_0, most)

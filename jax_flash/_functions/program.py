@@ -96,6 +96,17 @@ class ScoreProgram:
         """Whether the derivative by the score differs from 1 anywhere."""
         return bool(self.program.constant(1) != 1)
 
+    @property
+    def takes_score(self) -> bool:
+        """Whether derivatives by captured arrays depend on the score."""
+        return any("score" in self.program.inputs(load.derivative) for load in self.loads)
+
+    def readers(self, load: Load) -> str:
+        """Which pairs read one element: those of a "head", a "key" or a "row"; or "pair", only single ones."""
+        outputs = (*load.index, *(() if load.valid is None else [load.valid]))
+        depends = frozenset().union(*map(self.program.inputs, outputs)) - {"b", "h"}
+        return {frozenset(): "head", frozenset({"kv"}): "key", frozenset({"q"}): "row"}.get(depends, "pair")
+
 
 class Builder:
     """Collects operations."""
@@ -565,10 +576,10 @@ def _views_of(jaxpr: Any, count: int) -> _Parts:
             read.append(x)
 
     for equation in jaxpr.eqns:
-        first, *others = equation.invars
+        first = next(iter(equation.invars), None)  # iota has none
         if equation.primitive.name in _VIEWS and not hasattr(first, "val") and first in views:
             views.update(equation.outvars)
-            for x in others:
+            for x in equation.invars[1:]:
                 use(x)
             continue
         for x in equation.invars:
