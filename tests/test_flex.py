@@ -65,12 +65,17 @@ def kind_of(implementation: str) -> tuple[Any, float, float]:
 
 def exact(x: Any) -> Any:
     """With the floating arrays in float64."""
-    return jax.tree.map(lambda a: a.astype(jnp.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a, x)
+    return jax.tree.map(
+        lambda a: a.astype(jnp.float64) if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jnp.floating) else a, x
+    )
 
 
 def close(found: Any, wanted: Any, tolerance: float = 1e-11) -> None:
+    """Whether numbers differ by at most ``tolerance`` of themselves, or of the largest of their array."""
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), rtol=tolerance, atol=tolerance)
+        y = np.asarray(y, np.float64)
+        largest = np.abs(y[np.isfinite(y)]).max(initial=1.0)
+        np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=tolerance, atol=tolerance * largest)
 
 
 # Values

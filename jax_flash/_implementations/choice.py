@@ -218,7 +218,7 @@ def obstacle(implementation: str, platform: str, call: Call) -> str | None:
         return f"it runs on platform {wanted!r}, the call on {platform!r}"
     if wanted is not None and registration.UNAVAILABLE:
         return registration.UNAVAILABLE
-    if wanted is not None and call.row_bias:
+    if implementation == "cuda" and call.row_bias:
         return "its kernels have no gradient of a bias of shape (..., 1) beside score_mod"
     for rule in RULES.get(implementation, ()):
         if rule.applies(call):
