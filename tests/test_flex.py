@@ -81,8 +81,18 @@ def close(found: Any, wanted: Any, tolerance: float = 1e-11) -> None:
 # Values
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", list(gallery.GALLERY))
+QUICK = ("cpu", *(f"xla {name}" for name in ("causal", "packed_sequences", "relative_bias")), "reference alibi")
+"""What a commit runs of the gallery; the rest is marked slow."""
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        pytest.param(name, x, marks=() if {x, f"{x} {name}"} & {*QUICK} else pytest.mark.slow)
+        for name in gallery.GALLERY
+        for x in IMPLEMENTATIONS
+    ],
+)
 def test_gallery(name: str, implementation: str) -> None:
     """Out and all gradients, against float64; several chunks long, which the length does not fill."""
     sizes = gallery.Sizes(B, N, 289)
@@ -117,7 +127,7 @@ def test_dtypes(name: str, dtype: str) -> None:
         assert np.abs(np.asarray(x, np.float64) - np.asarray(y)).max() <= 8 * epsilon * scale + 1e-5 * scale
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ["reference", "cpu", pytest.param("xla", marks=pytest.mark.slow)])
 def test_captured_arrays_of_every_kind(implementation: str) -> None:
     """A scalar, float16 and bfloat16 tables, booleans, uint8, and one that is used in two functions."""
     t, s = 40, 300
@@ -151,7 +161,7 @@ def test_captured_arrays_of_every_kind(implementation: str) -> None:
     close(found[2], wanted[2], 2e-2)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ["reference", "cpu", pytest.param("xla", marks=pytest.mark.slow)])
 def test_with_every_other_option(implementation: str) -> None:
     """It comes after softcap, bias and ALiBi; masks are a conjunction; dropout drops the same; lse is of the result."""
     t, s, offset = 50, 290, 240
@@ -200,7 +210,7 @@ def test_with_every_other_option(implementation: str) -> None:
     close(pullback((dout, dlse)), want_pullback(exact((dout, dlse))), of_gradients)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ["reference", "cpu", pytest.param("xla", marks=pytest.mark.slow)])
 def test_dropped_pairs_add_exactly_nothing(implementation: str) -> None:
     """Where a pair is dropped the function, its derivatives and what it captured may be NaN or infinite."""
     t = s = 280
@@ -365,7 +375,7 @@ def test_what_captured_arrays_alone_decide_is_computed_outside() -> None:
     close(captured.arrays, [np.cumsum(2 * np.arange(6.0))], 1e-6)
 
 
-@pytest.mark.parametrize("mapped", ["arrays", "query", "all", "twice"])
+@pytest.mark.parametrize("mapped", ["arrays", "query", "all", pytest.param("twice", marks=pytest.mark.slow)])
 def test_vmap(mapped: str) -> None:
     """b stays the batch entry of one call, and a mapped captured array is that of its call, gradients too."""
     t = 20
@@ -404,6 +414,7 @@ def test_vmap(mapped: str) -> None:
     close(found, jax.tree.map(lambda *xs: jnp.stack(xs), *each))
 
 
+@pytest.mark.slow
 def test_forward_mode_and_second_derivatives() -> None:
     t = 12
     *inputs, dout = inputs_of(t, t)
@@ -488,6 +499,7 @@ def test_sharding(axes: str) -> None:
     close(found, wanted)
 
 
+@pytest.mark.slow
 def test_packed_sequences_count_from_their_own_first_row() -> None:
     lengths_q, lengths_kv = [5, 0, 17, 10], [9, 4, 20, 10]
     cu_q, cu_kv = (np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (lengths_q, lengths_kv))
