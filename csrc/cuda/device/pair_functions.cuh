@@ -82,7 +82,8 @@ struct PairFunctions : BlockKinds<has_mask_blocks> {
       const int kind = knows_kind ? known : this->of_pair(extent, row, column);
       bool here = kind != empty_block;
       if constexpr (has_partial_mask) {
-        here &= kind == full_block || partial_mask(problem, call, b, h, position(row), column);
+        // Decided always: behind a branch, what the function reads of a row or a key alone would be read for each pair.
+        here &= (kind == full_block) | partial_mask(problem, call, b, h, position(row), column);
       }
       kept &= here;
     }
