@@ -439,10 +439,12 @@ FUNCTION_GATE: dict[str, tuple[int, int, dict[str, Any], dict[str, int]]] = {
     "intervals-80-64": (80, 64, INTERVALS, {"forward": 0, "backward": 0}),
     "intervals-80-128": (80, 128, INTERVALS, {"forward": 264, "backward": 272, "forward_split_kv": 0}),
     "intervals-90-128": (90, 128, INTERVALS, {"forward": 16, "backward": 376}),
-    "graphormer-80-64": (80, 64, {"score": "graphormer"}, {"forward": 0, "backward": 48}),
+    "graphormer-80-64": (80, 64, {"score": "graphormer"}, {"forward": 0, "backward": 24}),
     "graphormer-90-64": (90, 64, {"score": "graphormer"}, {"forward": 0, "backward": 0}),
     "relative-80-64": (80, 64, {"score": "relative"}, {"backward": 0}),
+    "alibi-80-64": (80, 64, {"score": "alibi"}, {"backward": 0}),
     "sides-80-64": (80, 64, {"score": "sides"}, {"backward": 240}),
+    "sides-90-64": (90, 64, {"score": "sides"}, {"backward": 112}),
     "capped-90-128": (90, 128, {"score": "capped"}, {"backward": 816}),
 }
 """Bytes of spill stores plus loads with functions and intervals, by compute capability, head_dim and pass, with NVRTC
