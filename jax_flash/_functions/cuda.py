@@ -166,8 +166,8 @@ def _additions(
             ),
         )
         for load in scored.loads:
-            # Where ds is 0, as where the pair is dropped, the derivative may be anything. Sums have no branch for that, so
-            # that what they read of a row or a key alone is read once for its pairs.
+            # Where ds is 0, as where the pair is dropped, the derivative may be anything. Sums have no branch for that,
+            # so that what they read of a row or a key alone is read once for its pairs.
             there = "ds != 0.f" if load.valid is None else f"ds != 0.f && {names(load.valid)}"
             addend = f"ds * {names(load.derivative)}"
             if load in sums:
