@@ -13,7 +13,7 @@ from jax_flash._attention import attention
 from jax_flash._call import checks, dtypes
 from jax_flash._call.options import Implementation, Precision
 from jax_flash._functions import arguments as _functions
-from jax_flash._functions import cuda
+from jax_flash._functions import cpu, cuda
 from jax_flash._implementations import choice
 from jax_flash._native import registration
 from jax_flash._native import tuned as _tuned
@@ -33,8 +33,9 @@ class Explanation:
       tuned: tile rows of ``bench tune --store`` for this GPU and head_dim: calls with no option but ``causal`` and
         ``deterministic_backward`` use them instead of the table's.
       split: if the query is sharded over devices, which of its shardings the kernels keep and what is gathered.
-      source: with ``source=True``, what CUDA's kernels are compiled with of ``score_mod``, ``mask_mod`` and
-        ``block_mask``; "" if there are none, or if they can't be printed, for which ``obstacles`` has the reason.
+      source: with ``source=True``, what the platform's kernels have of ``score_mod``, ``mask_mod`` and ``block_mask``:
+        what CUDA's are compiled with, or what a CPU's evaluate; "" if there are none, or if they can't be printed, for
+        which ``obstacles`` has the reason.
       gradients: why the backward pass is served by "xla" although the forward is not, where it is: that of gradients of
         arrays that ``score_mod`` captured; "" if both are served alike.
     """
@@ -87,7 +88,7 @@ def explain(
       platform: "cpu", "cuda" (or "gpu", which means it), "rocm" or "tpu"; None means that of JAX's default device.
       implementation: as for `attention`.
       precision: as for `attention`.
-      source: also say what CUDA's kernels are compiled with of ``score_mod``, ``mask_mod`` and ``block_mask``.
+      source: also say what kernels are compiled with, or evaluate, of ``score_mod``, ``mask_mod`` and ``block_mask``.
       **options: the other keyword arguments of `attention`.
 
     Raises:
@@ -121,8 +122,9 @@ def explain(
         tuned = tuple(map(str, _tuned.in_use(registration.cuda_status()["devices"], call.head_dim)))
     split = _split(query, key, options) if chosen in choice.KERNELS else ()
     printed = ""
-    if checks.boolean("source", source) and functions is not None and cuda.unprintable(functions) is None:
-        printed = cuda.source(functions, derives=True)
+    printer: Any = cpu if platform == "cpu" else cuda
+    if checks.boolean("source", source) and functions is not None and printer.unprintable(functions) is None:
+        printed = printer.source(functions, derives=True)
     return Explanation(
         chosen, platform, obstacles, tuned, split, printed, _of_gradients(chosen, platform, call, options)
     )

@@ -304,4 +304,4 @@ def unprintable(functions: Functions, gradients: Sequence[int] = (), derives: bo
     return reason(lambda: source(functions, derives=derives, gradients=gradients))
 
 
-__all__ = ["Function", "literal", "source", "unprintable"]
+__all__ = ["Function", "literal", "reason", "source", "unprintable"]

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jax_flash._call.options import Implementation, Options
-from jax_flash._functions import cuda, exact
+from jax_flash._functions import cpu, cuda, exact
 from jax_flash._functions.trace import MOST_CAPTURED, Functions, captured_name
 from jax_flash._native import _core, origins, registration
 
@@ -91,14 +91,24 @@ class Rule:
 CUDA_DTYPES = ("float16", "bfloat16", "float32")
 CUDA_HEAD_DIM = 256
 
-_FUNCTIONS = Rule(
-    "score_mod, mask_mod and block_mask",
-    lambda call: call.functions is not None,
-    lambda call: "its kernels do not evaluate score_mod, mask_mod and block_mask",
-)
+
+def _beyond_cpu(call: Call) -> str | None:
+    """What of the functions of a call the CPU's kernels can't evaluate; None: nothing."""
+    if call.functions is None:
+        return None
+    if call.dtype == "float64":
+        return "float64"
+    return cpu.unprintable(call.functions, call.gradients)
+
 
 RULES: dict[str, tuple[Rule, ...]] = {
-    "cpu": (_FUNCTIONS,),
+    "cpu": (
+        Rule(
+            "a score_mod or mask_mod with operations that it does not know, or in float64",
+            lambda call: _beyond_cpu(call) is not None,
+            lambda call: f"its kernels don't evaluate functions with {_beyond_cpu(call)}",
+        ),
+    ),
     "cuda": (
         Rule(
             "a score_mod or mask_mod with operations that it does not know",
@@ -208,7 +218,7 @@ def obstacle(implementation: str, platform: str, call: Call) -> str | None:
         return f"it runs on platform {wanted!r}, the call on {platform!r}"
     if wanted is not None and registration.UNAVAILABLE:
         return registration.UNAVAILABLE
-    if wanted is not None and call.row_bias:
+    if implementation == "cuda" and call.row_bias:
         return "its kernels have no gradient of a bias of shape (..., 1) beside score_mod"
     for rule in RULES.get(implementation, ()):
         if rule.applies(call):

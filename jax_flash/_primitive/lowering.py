@@ -13,8 +13,8 @@ import numpy as np
 
 from jax_flash._call import dtypes
 from jax_flash._call.options import CAPTURED, OPERANDS
-from jax_flash._functions import cuda, exact
-from jax_flash._functions.trace import MOST_CAPTURED, captured_name
+from jax_flash._functions import cpu, cuda, exact
+from jax_flash._functions.trace import MOST_CAPTURED, Functions, captured_name
 from jax_flash._implementations import choice
 from jax_flash._native import _core, registration
 from jax_flash._primitive import ahead, limbs, plain
@@ -107,7 +107,10 @@ def _custom_call(
         dims, gradients = dict(params.operands), zip(params.gradients, results[len(INPUTS) :], strict=True)
         exactly = attributes["exact_sums"]
         results = [*results[: len(INPUTS)], *(_of_cuda(name, dims[name], x, args[0], exactly) for name, x in gradients)]
-    scratch = _scratch(pass_, platform, params, attributes, *args)
+    elements = [
+        x.size for name, x in zip(params.gradients, results[len(INPUTS) :], strict=False) if OPERANDS[name] is CAPTURED
+    ]
+    scratch = _scratch(pass_, platform, params, attributes, elements, *args)
     if type(scratch) is not int or scratch:
         wide = dtypes.accumulation_dtype(args[0].dtype)
         results = (*results, jax.ShapeDtypeStruct((scratch,), wide))
@@ -165,10 +168,10 @@ def _attributes(pass_: str, platform: str, params: Params, *args: jax.Array) -> 
             attributes[f"has_d{name}"] = name in params.gradients
         if described.may_be_narrow:
             attributes[f"wide_{name}"] = name in operands and operands[name].dtype != args[0].dtype
-    return attributes | _of_functions(pass_, platform, params)
+    return attributes | _of_functions(pass_, platform, params, *args)
 
 
-def _of_functions(pass_: str, platform: str, params: Params) -> dict[str, Any]:
+def _of_functions(pass_: str, platform: str, params: Params, *args: jax.Array) -> dict[str, Any]:
     """The attributes of score and mask functions, and of what they captured."""
     functions = params.options.functions
     captured = {name: dims for name, dims in params.operands if OPERANDS[name] is CAPTURED}
@@ -176,10 +179,11 @@ def _of_functions(pass_: str, platform: str, params: Params) -> dict[str, Any]:
     gradients = [numbers[name] for name in params.gradients if name in captured]
     height, width = (1, 1) if functions is None else functions.block_size
     text = ""
-    if functions is not None and platform == "cuda":
+    if functions is not None:
         several = frozenset(numbers[name] for name, dims in captured.items() if "m" in dims)
         from_0 = "q_offset" not in params.names
-        text = cuda.source(functions, several, pass_ == "backward", gradients, positions_from_0=from_0)
+        arguments = functions, several, pass_ == "backward", gradients, from_0
+        text = cuda.source(*arguments) if platform == "cuda" else cpu.source(*arguments, _most(params, functions, args))
     return {
         "functions": text,
         "captured": np.int32(len(captured)),
@@ -189,8 +193,30 @@ def _of_functions(pass_: str, platform: str, params: Params) -> dict[str, Any]:
     }
 
 
-def _scratch(pass_: str, platform: str, params: Params, attributes: Mapping[str, Any], *args: jax.Array) -> Any:
-    """Elements of scratch: an int, or where the batch is a symbolic size an expression of it."""
+def _most(params: Params, functions: Functions, args: Sequence[jax.Array]) -> tuple[tuple[str, int], ...]:
+    """The largest arguments of the functions of a call, where they are known."""
+    sizes = {"kv": args[1].shape[1]}
+    if "q_offset" not in params.names:
+        sizes["q"] = args[0].shape[1]
+    if "index_offsets" not in params.names:
+        sizes["h"] = args[0].shape[2]
+        sizes["b"] = functions.batch or args[0].shape[0]
+        sizes["b"] *= params.options.sequences
+    return tuple((name, n - 1) for name, n in sorted(sizes.items()) if isinstance(n, int))
+
+
+def _scratch(
+    pass_: str,
+    platform: str,
+    params: Params,
+    attributes: Mapping[str, Any],
+    dcaptured_elements: Sequence[int],
+    *args: jax.Array,
+) -> Any:
+    """Elements of scratch: an int, or where the batch is a symbolic size an expression of it.
+
+    ``dcaptured_elements``: of each gradient of a captured array.
+    """
     query, key, value = args[:3]
     batch: Any = query.shape[0]
     _, q_length, q_heads, head_dim = query.shape
@@ -212,6 +238,7 @@ def _scratch(pass_: str, platform: str, params: Params, attributes: Mapping[str,
             for name, x in operands.items()
             if OPERANDS[name].broadcast
         },
+        "dcaptured_elements": dcaptured_elements,
     }
     if isinstance(batch, int):
         return _core.scratch(batch=batch, **of_batch)
