@@ -36,6 +36,8 @@ class Explanation:
       source: with ``source=True``, what the platform's kernels have of ``score_mod``, ``mask_mod`` and ``block_mask``:
         what CUDA's are compiled with, or what a CPU's evaluate; "" if there are none, or if they can't be printed, for
         which ``obstacles`` has the reason.
+      gradients: why the backward pass is served by "xla" although the forward is not, where it is: that of gradients of
+        arrays that ``score_mod`` captured; "" if both are served alike.
     """
 
     implementation: str
@@ -44,6 +46,7 @@ class Explanation:
     tuned: tuple[str, ...] = ()
     split: tuple[str, ...] = ()
     source: str = ""
+    gradients: str = ""
 
     def __str__(self) -> str:
         lines = [f"on {self.platform}, attention is served by {self.implementation!r}"]
@@ -56,6 +59,7 @@ class Explanation:
                 lines.append(f"  {name}: could, when asked for by name")
         lines += [f"  tuned: {row}" for row in self.tuned]
         lines += [f"  split: {part}" for part in self.split]
+        lines += [f"  gradients of captured arrays: by 'xla', {self.gradients}"] if self.gradients else []
         lines += [self.source] if self.source else []
         return "\n".join(lines)
 
@@ -121,7 +125,27 @@ def explain(
     printer: Any = cpu if platform == "cpu" else cuda
     if checks.boolean("source", source) and functions is not None and printer.unprintable(functions) is None:
         printed = printer.source(functions, derives=True)
-    return Explanation(chosen, platform, obstacles, tuned, split, printed)
+    return Explanation(
+        chosen, platform, obstacles, tuned, split, printed, _of_gradients(chosen, platform, call, options)
+    )
+
+
+def _of_gradients(chosen: str, platform: str, call: choice.Call, options: Mapping[str, Any]) -> str:
+    """Why gradients of captured arrays are not served as the call is; "" if they are."""
+    if chosen not in choice.KERNELS or call.functions is None or call.functions.score is None:
+        return ""
+    score, deterministic = call.functions.score, options.get("deterministic_backward")
+    floats = [
+        i
+        for i, x in zip(score.captured, score.jaxpr.invars, strict=False)
+        if jax.numpy.issubdtype(x.aval.dtype, np.floating)
+    ]
+    call = dataclasses.replace(
+        call,
+        gradients=tuple(floats),
+        deterministic=choice.deterministic_by_default() if deterministic is None else deterministic,
+    )
+    return choice.obstacle(chosen, platform, call) or ""
 
 
 def _split(query: Any, key: Any, options: Mapping[str, Any]) -> tuple[str, ...]:

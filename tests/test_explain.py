@@ -157,3 +157,16 @@ def test_how_a_call_is_split(spec: tuple[Any, ...], options: dict[str, Any], tol
         assert words in part
         assert part in str(found)
     assert jax_flash.explain(key, key, key, platform="cpu").split == ()
+
+
+def test_gradients_of_captured_arrays() -> None:
+    """In one order up to a size, which the explanation names; without one of any size."""
+    table = jnp.zeros((2048, 2049), jnp.float32)
+    wide = {"score_mod": lambda s, b, h, q, kv: s + table[q, kv], "platform": "cuda"}
+    explanation = jax_flash.explain(*shapes(), **wide, deterministic_backward=True)
+    assert explanation.implementation == "cuda"
+    assert "deterministic_backward=True and gradients of captured arrays of 4196352 elements" in explanation.gradients
+    assert "gradients of captured arrays: by 'xla'" in str(explanation)
+    assert not jax_flash.explain(*shapes(), **wide).gradients
+    table = table[:3]
+    assert not jax_flash.explain(*shapes(), **wide, deterministic_backward=True).gradients

@@ -222,28 +222,36 @@ def test_export_of_any_batch_for_gpus(options: dict[str, Any], dtype: str) -> No
     assert calls(text, BACKWARD) == 1
 
 
-def by_functions(query: Any, key: Any, value: Any, table: Any) -> jax.Array:
+def by_functions(query: Any, key: Any, value: Any, table: Any, deterministic: bool | None = None) -> jax.Array:
     mask_mod = lambda b, h, q, kv: (q >= kv) | (kv < 3)  # noqa: E731
     block_mask = flex.create_block_mask(mask_mod, None, None, query.shape[1], key.shape[1], block_size=(4, 8))
     out: jax.Array = jax_flash.attention(
-        *(query, key, value), block_mask=block_mask, score_mod=lambda s, b, h, q, kv: s * table[h] + table[q % 4]
+        *(query, key, value),
+        block_mask=block_mask,
+        score_mod=lambda s, b, h, q, kv: s * table[h] + table[q % 4],
+        deterministic_backward=deterministic,
     )
     return out
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_export_of_functions_for_gpus(dtype: str) -> None:
-    """Of any batch; the kernels are compiled with the functions where the module runs."""
+def test_export_of_functions_for_gpus(dtype: str, deterministic: bool) -> None:
+    """Of any batch; the kernels are compiled with the functions where the module runs. Gradients in one order are
+    digits, of which the module makes floats."""
     problem = cases.problem(CASE, dtype)
     table = jax.ShapeDtypeStruct((4,), "float32")
 
     def run(query: Any, key: Any, value: Any, table: Any) -> Any:
-        return jax.vjp(by_functions, query, key, value, table)[1](query)
+        attend = functools.partial(by_functions, deterministic=deterministic)
+        return jax.vjp(attend, query, key, value, table)[1](query)
 
     exported = jax.export.export(jax.jit(run), platforms=("cuda",), disabled_checks=EXPORT_SAFE_TARGETS)
     text = exported(*symbolic(problem), table).mlir_module()
     assert calls(text, BACKWARD) == 1
     assert "add_to(problem.dcaptured[0]" in text
+    assert ("tensor<4x13x2xui32>" in text) == deterministic
+    assert f"exact_sums = {str(deterministic).lower()}" in text
 
 
 @pytest.mark.slow

@@ -166,10 +166,14 @@ def _additions(
             ),
         )
         for load in scored.loads:
-            condition = "" if load.valid is None else f"if ({names(load.valid)}) "
+            # Where ds is 0, as where the pair is dropped, the derivative may be anything. Sums have no branch for that,
+            # so that what they read of a row or a key alone is read once for its pairs.
+            there = "ds != 0.f" if load.valid is None else f"ds != 0.f && {names(load.valid)}"
             addend = f"ds * {names(load.derivative)}"
-            to_sum = f"{sums.get(load)} += {addend};"
-            text.append("  " + condition + (to_sum if load in sums else added(load, names, own, addend)))
+            if load in sums:
+                text.append(f"  {sums[load]} += {there} ? {addend} : 0.f;")
+            else:
+                text.append(f"  if ({there}) {added(load, names, own, addend)}")
     text.append("}")
     for name, loads in shared.items():
         text.append(f"JAX_FLASH_FUNCTION void add_sums_of_{name}({_ARGUMENTS.format('')}, const float* sums) {{")
