@@ -93,6 +93,17 @@ def interval_ranges(intervals: jax.Array) -> jax.Array:
     return jnp.stack([*some, start.max(axis=-1), end.min(axis=-1)], axis=-1)
 
 
+def with_ranges(operands: Operands) -> dict[str, jax.Array]:
+    """The operands with the ranges of their segment ids and intervals."""
+    made = {name.replace("_ids", "_ranges"): segment_ranges(x) for name, x in operands.items() if "segment_ids" in name}
+    made |= {
+        name.replace("intervals", "interval_ranges"): interval_ranges(x)
+        for name, x in operands.items()
+        if name in ("kv_intervals", "q_intervals")
+    }
+    return {**operands, **made}
+
+
 def _offset_of_rows(operands: Operands, first_row: jax.Array, rows: int) -> jax.Array:
     offset = operands["q_offset"]  # saturate: positions beyond int32 have the largest one
     return jnp.where(offset > _INT32.max - first_row, _INT32.max, offset + first_row)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash._functions.trace import Function
+from jax_flash._implementations import varying
 from jax_flash._native import private
 
 Scalars = Callable[..., jax.Array]
@@ -39,7 +40,7 @@ def scores_of(
 
     def pair(captured: Sequence[jax.Array], keep: jax.Array, score: jax.Array, *indices: jax.Array) -> jax.Array:
         if parts is None:
-            return jnp.where(keep, _evaluated(function, captured, score, *indices), -jnp.inf)
+            return jnp.where(keep, evaluated(function, captured, score, *indices), -jnp.inf)
         loads = parts.loads(*captured, score, *indices)
         return _kept(parts.value, -jnp.inf, keep, (score, *loads), indices)
 
@@ -50,14 +51,31 @@ def mask_of(function: Function, captured: Sequence[jax.Array], pairs: Pairs) -> 
     """What a mask function keeps, bool [B, K, G, rows, columns]."""
 
     def pair(captured: Sequence[jax.Array], *indices: jax.Array) -> jax.Array:
-        return _evaluated(function, captured, *indices)
+        return evaluated(function, captured, *indices)
 
     return _over_pairs(pair, function, captured, (), pairs)
 
 
-def _evaluated(function: Function, captured: Sequence[jax.Array], *scalars: jax.Array) -> jax.Array:
-    (result,) = private.jaxpr_as_fun(private.ClosedJaxpr(function.jaxpr, ()))(*captured, *scalars)
-    return result
+def evaluated(function: Function, captured: Sequence[jax.Array], *scalars: jax.Array) -> jax.Array:
+    """The function's result for captured arrays and scalars, which may vary over other mesh axes than where it was
+    traced."""
+    jaxpr = inlined(function.jaxpr)
+    known = dict(zip(jaxpr.invars, (*captured, *scalars), strict=True))
+
+    def read(x: Any) -> jax.Array:
+        return jnp.asarray(x.val, x.aval.dtype) if hasattr(x, "val") else known[x]
+
+    for equation in jaxpr.eqns:
+        inputs = [read(x) for x in equation.invars]
+        if equation.primitive.name == "pvary":
+            results = inputs
+        else:
+            subfuns, params = equation.primitive.get_bind_params(equation.params)
+            results = equation.primitive.bind(*subfuns, *varying.vary_alike(inputs), **params)
+        if not equation.primitive.multiple_results and equation.primitive.name != "pvary":
+            results = [results]
+        known.update(zip(equation.outvars, results, strict=True))
+    return read(jaxpr.outvars[0])
 
 
 def _over_pairs(

@@ -113,7 +113,7 @@ def trace(name: str, function: Callable[..., Any], kind: str, dtype: Any, captur
         raise ValueError(f"{name} must have no side effects, got {', '.join(map(str, closed.effects))}")
     jaxpr, arrays = _without_constants_alone(closed)
     indices = tuple(map(captured.index, arrays))
-    return Function(kind, name, jaxpr, indices, (kind, indices, _key(jaxpr)))
+    return Function(kind, name, jaxpr, indices, (kind, indices, key_of(jaxpr)))
 
 
 def _arguments(kind: str) -> tuple[str, ...]:
@@ -179,7 +179,7 @@ def _is_literal(x: Any) -> bool:
     return hasattr(x, "val")
 
 
-def _key(jaxpr: Any) -> Any:
+def key_of(jaxpr: Any) -> Any:
     """What is equal for jaxprs that compute the same way: equations by the numbers of their variables."""
     numbers: dict[Any, int] = {}
 
@@ -190,9 +190,9 @@ def _key(jaxpr: Any) -> Any:
 
     def of_param(x: Any) -> Any:
         if hasattr(x, "jaxpr") and hasattr(x, "consts"):  # a closed jaxpr
-            return "jaxpr", _key(x.jaxpr), tuple(id(c) if np.ndim(c) else np.asarray(c).tobytes() for c in x.consts)
+            return "jaxpr", key_of(x.jaxpr), tuple(id(c) if np.ndim(c) else np.asarray(c).tobytes() for c in x.consts)
         if hasattr(x, "eqns"):
-            return "jaxpr", _key(x)
+            return "jaxpr", key_of(x)
         if isinstance(x, (tuple, list)):
             return type(x).__name__, tuple(map(of_param, x))
         if isinstance(x, dict):
