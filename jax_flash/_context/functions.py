@@ -124,7 +124,7 @@ class _Builder:
             x for x in jaxpr.outvars if not hasattr(x, "val")
         )
         held = [i for i in range(len(order)) if jaxpr.invars[i] in used]
-        jaxpr = jaxpr.replace(invars=[*(jaxpr.invars[i] for i in held), *jaxpr.invars[len(order) :]], debug_info=None)
+        jaxpr = jaxpr.replace(invars=[*(jaxpr.invars[i] for i in held), *jaxpr.invars[len(order) :]])
         indices = tuple(self.captured.index(arrays[order[i]]) for i in held)
         name = of_user.name if of_user is not None else "context"
         return Function(kind, name, jaxpr, indices, (kind, indices, trace.key_of(jaxpr)))
