@@ -168,7 +168,8 @@ class BackwardItem {
         constexpr double kLargest = std::numeric_limits<T>::max();
         *row_lse(t) = none ? kInfinity<T> : static_cast<T>(std::max(lse * kLog2E, -kLargest));
         *row_rest(t) = 0;
-        if (std::abs(lse) > kLargeLse<T> && std::abs(lse) <= kLargest) {
+        // Restated is what these keys sum up to.
+        if (!p_.options.partial_keys && std::abs(lse) > kLargeLse<T> && std::abs(lse) <= kLargest) {
           large = true;
           // The online softmax begins with the sink.
           *row_lse(t) = static_cast<T>(options_.sink(batch_, head_) * kLog2E);

@@ -85,7 +85,9 @@ def relocated(
     new = Functions(new_score, tuple(new_masks), new_partial, block_size)
     kept = {name: operands[name] for name in given - left_out}
     options = dataclasses.replace(options, functions=new if new.all or not blocks and "mask_blocks" in kept else None)
-    return options, kept | builder.captured.operands()
+    builder.captured.operands()  # raises if they are too many
+    # The same objects as before, by which their tangents are found.
+    return options, kept | {captured_name(i): x for i, x in enumerate(builder.captured.arrays)}
 
 
 def _of_pair(call: _Scalars, mask: Function, pair: Pair, h: Any) -> Any:

@@ -7,40 +7,135 @@ Ring Attention (Liu et al. 2023, https://arxiv.org/abs/2310.01889), in striped o
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash._call.options import Options, positions_matter
+from jax_flash._call.options import Options, positions_matter, with_ranges
 from jax_flash._context.call import Arrays, Call, axis_of, by_intervals, of_keys_alone, wide
 from jax_flash._context.orders import Shard
+from jax_flash._implementations import varying
+from jax_flash._native import private
+from jax_flash.checkpoint_policies import LSE, OUT
+
+Tree = TypeVar("Tree")
 
 
 def attention(
     call: Call, query: jax.Array, key: jax.Array, value: jax.Array, operands: Arrays
 ) -> tuple[jax.Array, jax.Array]:
-    travelling = {name: x for name, x in operands.items() if of_keys_alone(name)}
-    staying = {name: x for name, x in operands.items() if name not in travelling}
-    visiting = (key, value, travelling)
+    """out and lse, with a derivative of its own: of the whole softmax, by out and lse of all keys.
+
+    So a backward pass keeps out, lse and this device's shards, and K and V go around again, with dK and dV.
+    """
+    if call.named == "reference" or private.MISSING is not None:
+        return _forward(call, query, key, value, operands)
+
+    @jax.custom_jvp
+    def attend(
+        query: jax.Array, key: jax.Array, value: jax.Array, operands: Arrays
+    ) -> tuple[jax.Array, jax.Array]:
+        return _forward(call, query, key, value, operands)
+
+    @functools.partial(attend.defjvp, symbolic_zeros=True)
+    def rule(primals: Any, tangents: Any) -> Any:
+        out, lse = attend(*primals)
+        # Named as those of one device are, so that remat policies can keep them.
+        out, lse = private.checkpoint_name(out, OUT), private.checkpoint_name(lse, LSE)
+        moved = dict(zip(("query", "key", "value"), tangents[:3], strict=True)) | tangents[3]
+        moved = {name: x for name, x in moved.items() if not isinstance(x, jax.custom_derivatives.SymbolicZero)}
+        if not moved:
+            return (out, lse), (jnp.zeros_like(out), jnp.zeros_like(lse))
+        # Checkpointed, so that the shards of other devices are sent again rather than kept.
+        return (out, lse), jax.checkpoint(functools.partial(_tangent, call))(primals, out, lse, moved)
+
+    return attend(query, key, value, operands)
+
+
+def _forward(
+    call: Call, query: jax.Array, key: jax.Array, value: jax.Array, operands: Arrays
+) -> tuple[jax.Array, jax.Array]:
+    visiting, staying = _visiting(key, value, operands)
     parts = []
     for step in range(call.devices):
-        if step + 1 < call.devices:
-            following = passed_on(call, visiting)  # sent before the kernel that hides it
-        options, of_step = of_source(call, step, query, {**staying, **visiting[2]})
+        # Sent before the kernel that hides it.
+        following = _sent(call, visiting) if step + 1 < call.devices else visiting
+        options, of_step = of_source(call, step, query, staying | visiting[2])
         parts.append(call.attend(options, None, query, visiting[0], visiting[1], of_step))
-        if step + 1 < call.devices:
-            visiting = following
+        visiting = following
     return merged(parts, query)
 
 
-def passed_on(call: Call, visiting: tuple[jax.Array, jax.Array, Arrays]) -> tuple[jax.Array, jax.Array, Arrays]:
-    """What the next device of the ring has been sent: after each step a device has the shard of the one before."""
-    to_next = [(i, (i + 1) % call.devices) for i in range(call.devices)]
-    sent: tuple[jax.Array, jax.Array, Arrays] = jax.tree.map(
-        lambda x: jax.lax.ppermute(x, call.axis, to_next), visiting
-    )
+def _tangent(
+    call: Call, primals: tuple[Any, ...], out: jax.Array, lse: jax.Array, moved: Arrays
+) -> tuple[jax.Array, jax.Array]:
+    """The tangents of out and lse, linear in ``moved``; its transpose is the backward pass.
+
+    That takes the steps from the last to the first. So K and V go around backwards here, from where they are needed
+    last, and their tangents forwards, whose transposes, dK and dV, then travel with K and V. What is summed over steps
+    is cast down at each of them, so that its transpose is summed, and travels, in the accumulation dtype.
+    """
+    from jax_flash import _primitive  # imported here, since jax may lack the names it needs
+
+    query, key, value, operands = primals
+    visiting, staying = _visiting(key, value, operands)
+    shards = {0: visiting}
+    for step in range(call.devices - 1, 0, -1):
+        visiting = _sent(call, visiting, back=True)
+        shards[step] = visiting
+    dtypes = {name: x.dtype for name, x in moved.items()}
+    wide_moved = {name: x.astype(wide(query)) if name in _INPUTS else x for name, x in moved.items()}
+    travelling = {name: x for name, x in wide_moved.items() if name in ("key", "value")}
+    totals = jnp.zeros_like(out, wide(query)), jnp.zeros_like(lse)
+    for step in range(call.devices):
+        here = shards[step]
+        options, of_step = of_source(call, step, query, staying | here[2])
+        of_inputs = {name: wide_moved[name] for name in ("query",) if name in moved} | travelling
+        tangents = {name: x.astype(dtypes[name]) for name, x in of_inputs.items()}
+        tangents |= _moved_operands(call, step, operands, of_step, moved)
+        if tangents:
+            arrays = (query, *here[:2], out, lse, with_ranges(of_step), tangents)
+            options = dataclasses.replace(options, partial_keys=True)
+            terms = _primitive.tangent(*varying.vary_alike(arrays), options=options, implementation=call.named)
+            totals = totals[0] + terms[0].astype(wide(query)), totals[1] + terms[1]
+        if step + 1 < call.devices:
+            travelling = _sent(call, travelling)
+    return totals[0].astype(out.dtype), totals[1]
+
+
+_INPUTS = ("query", "key", "value")
+Visiting = tuple[jax.Array, jax.Array, Arrays]
+
+
+def _visiting(key: jax.Array, value: jax.Array, operands: Arrays) -> tuple[Visiting, Arrays]:
+    """What travels, and the operands that don't."""
+    travelling = {name: x for name, x in operands.items() if of_keys_alone(name)}
+    return (key, value, travelling), {name: x for name, x in operands.items() if name not in travelling}
+
+
+def _moved_operands(call: Call, step: int, operands: Arrays, of_step: Arrays, moved: Arrays) -> Arrays:
+    """The tangents of the operands of a step."""
+    found = {}
+    for old, tangent in moved.items():
+        if old in _INPUTS:
+            continue
+        axis = axis_of(old, operands[old], "s")
+        if axis is not None:
+            found[old] = source_of(call, step).of(tangent, axis)
+        for name, x in of_step.items():  # slopes may have become an array that a function captured
+            if x is operands[old]:
+                found[name] = tangent
+    return found
+
+
+def _sent(call: Call, tree: Tree, *, back: bool = False) -> Tree:
+    """What the device before has sent: after each step a device has the shard of the one before; or of the next."""
+    around = [(i, (i + (-1 if back else 1)) % call.devices) for i in range(call.devices)]
+    sent: Tree = jax.tree.map(lambda x: jax.lax.ppermute(x, call.axis, around), tree)
     return sent
 
 

@@ -10,6 +10,7 @@ option record and the operands pass through unread.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -37,6 +38,30 @@ def forward(
     """out and lse, differentiable to any order in the inputs and the trainable operands."""
     of_call, arrays = params.params_of(options, operands, implementation, limits)
     out, lse = _forward_p.bind(query, key, value, *arrays, params=of_call)
+    return out, lse
+
+
+def tangent(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    operands: Mapping[str, jax.Array],
+    tangents: Mapping[str, jax.Array],
+    *,
+    options: Options,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The tangents of out and lse, linear in ``tangents`` of inputs and operands; its transpose is `backward`.
+
+    With ``options.partial_keys`` out and lse are those of more keys than these, and the results add up to theirs.
+    """
+    of_call, arrays = params.params_of(options, operands, implementation, None)
+    names = [name for name in (*params.INPUTS, *of_call.names) if name in tangents]
+    of_call = dataclasses.replace(of_call, tangents=tuple(names))
+    moved = [tangents[name] for name in names]
+    out, lse = _tangent_p.bind(query, key, value, out, lse, *arrays, *moved, params=of_call)
     return out, lse
 
 

@@ -157,7 +157,7 @@ def _gradients(
 ) -> Arrays:
     """The gradients of the ``wanted`` inputs and operands, and maybe of others."""
     # A bias that all keys of a row share only shifts the row's lse, so its gradient needs no kernel.
-    of_rows = "bias" in wanted and operands["bias"].shape[3] == 1
+    of_rows = "bias" in wanted and operands["bias"].shape[3] == 1 and not params.options.partial_keys
     by_kernel = {name for name in wanted if name in operands and OPERANDS[name].trainable}
     params = dataclasses.replace(
         params, tangents=(), gradients=in_order(by_kernel - {"bias"} if of_rows else by_kernel)
