@@ -9,6 +9,7 @@ says what travels and which arrays are in which order, docs/scaling.md which sch
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
@@ -19,8 +20,20 @@ from jax_flash._call import checks
 from jax_flash._context import orders
 from jax_flash._context.choice import ContextParallel, Schedule
 from jax_flash._context.orders import Order
+from jax_flash._implementations import varying
 
-__all__ = ["ContextParallel", "Order", "Schedule", "pad", "padded_length", "positions", "reorder", "restore"]
+__all__ = [
+    "OVERLAP",
+    "ContextParallel",
+    "Order",
+    "Schedule",
+    "pad",
+    "padded_length",
+    "positions",
+    "reorder",
+    "restore",
+    "set_overlap_flags",
+]
 
 
 def reorder(x: jax.typing.ArrayLike, axis_size: int, order: Order, axis: int = 1) -> jax.Array:
@@ -94,8 +107,30 @@ def _moved(move: Any, x: Any, axis_size: int, order: Order, axis: int) -> jax.Ar
     array = jnp.asarray(x)
     axis = _axis(axis, array.ndim)
     orders.check_length(order, axis_size, array.shape[axis])
-    moved: jax.Array = move(array, order, axis_size, axis)
-    return moved
+    (moved,) = varying.on_automatic_axes(lambda x: (move(x, order, axis_size, axis),), [array])(array)
+    return moved  # type: ignore[no-any-return]
+
+
+OVERLAP = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_enable_while_loop_double_buffering": True,
+    "xla_gpu_enable_pipelined_p2p": True,
+}
+"""Options of XLA's compiler by which communication on GPUs runs while kernels do, for ``jax.jit(...,
+compiler_options=jax_flash.context.OVERLAP)``; `set_overlap_flags` sets them for the whole process."""
+
+
+def set_overlap_flags() -> str:
+    """Adds the options of `OVERLAP` to ``XLA_FLAGS``, where it does not have them yet, and returns that.
+
+    To be called before JAX has started a backend (its first array, ``jax.devices()``): XLA reads ``XLA_FLAGS`` then.
+    Without them XLA may run a kernel and the communication that it could hide one after the other; results are the
+    same.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    missing = [f"--{name}={str(value).lower()}" for name, value in OVERLAP.items() if name not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
+    return os.environ["XLA_FLAGS"]
 
 
 def _checked(axis_size: object, order: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Hashable
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -142,29 +143,35 @@ def obstacle(schedule: str, devices: int, sizes: Sizes, options: Options) -> str
     return None
 
 
+def obstacles(place: Place, sizes: Sizes, options: Options) -> dict[str, str]:
+    """Why schedules can't serve a call, by the names of those that can't."""
+    found = {name: obstacle(name, place.devices, sizes, options) for name in SCHEDULES if name != "auto"}
+    return {name: reason for name, reason in found.items() if reason}
+
+
 def chosen(place: Place, sizes: Sizes, options: Options) -> tuple[str, dict[str, str]]:
     """The schedule that serves a call, and why others can't.
 
     Raises:
       NotImplementedError: the one that ``context`` names can't.
     """
-    obstacles = {
-        name: reason
-        for name in SCHEDULES[:-1]
-        if (reason := obstacle(name, place.devices, sizes, options))
-    }
-    wanted = place.context.schedule
+    wanted, against = place.context.schedule, obstacles(place, sizes, options)
     if wanted != "auto":
-        if wanted in obstacles:
-            raise NotImplementedError(f"context with schedule {wanted!r} does not serve this call: {obstacles[wanted]}")
-        return wanted, obstacles
+        if wanted in against:
+            raise NotImplementedError(f"context with schedule {wanted!r} does not serve this call: {against[wanted]}")
+        return wanted, against
     if sizes.kv_heads % place.devices == 0:
-        return "ulysses", obstacles
-    if "ring" in obstacles:
-        return ("all_gather" if "ulysses" in obstacles else "ulysses"), obstacles
+        return "ulysses", against
+    if "ring" in against:
+        return ("all_gather" if "ulysses" in against else "ulysses"), against
     gathered = sizes.kv_length * sizes.kv_heads
     own = sizes.q_length / place.devices * sizes.q_heads
-    return ("all_gather" if gathered <= GATHERED_LIMIT * own else "ring"), obstacles
+    return ("all_gather" if gathered <= GATHERED_LIMIT * own else "ring"), against
+
+
+def relocates(schedule: str, order: str) -> bool:
+    """Whether rows or keys have positions that no offset tells: what depends on these becomes intervals or functions."""
+    return order == "striped" and schedule == "all_gather" or order != "contiguous" and schedule == "ring"
 
 
 def travels(schedule: str, devices: int, sizes: Sizes, itemsize: int, batch: int) -> dict[str, float]:
@@ -186,3 +193,20 @@ def travels(schedule: str, devices: int, sizes: Sizes, itemsize: int, batch: int
     rows = batch * sizes.q_length * sizes.q_heads * sizes.head_dims
     exchanged = (rows + repeated) / devices * share * itemsize  # q and out; K and V; in both directions
     return {"forward": exchanged, "backward": exchanged}
+
+
+TRAVELLING = {
+    "all_gather": "K and V are gathered; dK and dV are scattered",
+    "ring": "K and V go around; so do they with dK and dV",
+    "ulysses": "query, K, V and out are exchanged for heads; so are their gradients",
+}
+"""What each schedule sends, in words."""
+
+_OVERLAP_FLAG = "xla_gpu_enable_latency_hiding_scheduler"
+
+
+def overlap_is_off() -> str | None:
+    """The option of XLA without which communication does not overlap with kernels, if nothing has set it."""
+    level = getattr(jax.config, "jax_optimization_level", None)
+    on = f"--{_OVERLAP_FLAG}=true" in os.environ.get("XLA_FLAGS", "") or str(level) in ("O1", "O2", "O3", "1", "2", "3")
+    return None if on else _OVERLAP_FLAG
