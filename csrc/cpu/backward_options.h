@@ -182,7 +182,8 @@ inline void BackwardItem<E>::reduce_slopes(int64_t head) {
         dscores += sums.dscores;
         distances += sums.distances;
       }
-      if (distances == 0) continue;
+      // Of some of the keys the exact sum is not known.
+      if (distances == 0 || p_.options.partial_keys) continue;
       // With the sink's, the weights add up to 1, and the sum of weight * (dweight - delta) over keys and sink is dlse.
       double of_sink = __builtin_exp2(sink - *row_lse(t) - *row_rest(t)) * *delta(t);
       sum += (*statistic(p_.dlse, t) + of_sink - dscores) * distances;
