@@ -111,12 +111,8 @@ def _moved(move: Any, x: Any, axis_size: int, order: Order, axis: int) -> jax.Ar
     return moved  # type: ignore[no-any-return]
 
 
-OVERLAP = {
-    "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_enable_while_loop_double_buffering": True,
-    "xla_gpu_enable_pipelined_p2p": True,
-}
-"""Options of XLA's compiler by which communication on GPUs runs while kernels do, for ``jax.jit(...,
+OVERLAP = {"xla_gpu_enable_latency_hiding_scheduler": True}
+"""The options of XLA's compiler by which communication on GPUs runs while kernels do, for ``jax.jit(...,
 compiler_options=jax_flash.context.OVERLAP)``; `set_overlap_flags` sets them for the whole process."""
 
 
