@@ -18,6 +18,7 @@ from spread import Spread
 
 import jax_flash
 from jax_flash import checkpoint_policies, context, flex
+from jax_flash._context import orders
 from jax_flash.context import ContextParallel
 
 SCHEDULES = ("all_gather", "ring", "ulysses")
@@ -228,3 +229,335 @@ class _Chooser:
 
     def some(self, values: Any) -> Any:
         return [x for x in values if self.rng.random() < 0.25]
+
+
+# Derivatives, memory, compositions
+
+
+def placed(grid: Any, order: str, *inputs: Any, spec: PartitionSpec = PartitionSpec(None, "seq")) -> list[jax.Array]:
+    """[B, length, ...] arrays in ``order``, split over the axis."""
+    return [
+        jax.device_put(context.reorder(x, grid.shape["seq"], order), NamedSharding(grid, spec)) for x in inputs
+    ]
+
+
+@pytest.mark.parametrize(("schedule", "order"), [("all_gather", "zigzag"), ("ring", "striped"), ("ulysses", "zigzag")])
+def test_forward_mode_and_second_order(schedule: str, order: str) -> None:
+    """Tangents, and derivatives of gradients, are those of one device."""
+    case = Case("spread_twice", 8, 16, 2, 2, 4, causal=True, q_offset=5, sinks=True, bias="nt")
+    problem = cases.problem(case, "float64")
+    attend = cases.call(CPU, problem, q_offset=case.q_offset)
+    sinks, bias = problem.trainable["sinks"], problem.trainable["bias"]
+
+    def second(of_context: Any, *inputs: Any) -> Any:
+        def loss(query: Any, key: Any, value: Any, sinks: Any, bias: Any) -> Any:
+            out, lse = attend(query, key, value, sinks=sinks, bias=bias, context=of_context)
+            return (out**3).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
+
+        everything = (0, 1, 2, 3, 4)
+        _, moved = jax.jvp(loss, inputs, inputs)
+        gradients, moved_gradients = jax.jvp(jax.grad(loss, everything), inputs, inputs)
+        return moved, gradients, moved_gradients
+
+    want = jax.tree.map(np.asarray, jax.jit(functools.partial(second, None))(*problem.inputs, sinks, bias))
+    grid = spread.mesh({"seq": 2})
+    of_context = ContextParallel("seq", schedule, order)
+    with jax.set_mesh(grid):
+        inputs = placed(grid, order, *problem.inputs)
+        rows = context.reorder(bias, 2, order, axis=-2)
+        moved, *gradients = jax.jit(functools.partial(second, of_context))(*inputs, sinks, rows)
+    np.testing.assert_allclose(np.asarray(moved), want[0], rtol=1e-10)
+    for got, right in zip(gradients, want[1:], strict=True):
+        restored = [context.restore(np.asarray(x), 2, order) for x in got[:3]]
+        restored += [got[3], context.restore(np.asarray(got[4]), 2, order, axis=-2)]
+        for x, y in zip(restored, right, strict=True):
+            np.testing.assert_allclose(np.asarray(x), y, rtol=1e-9, atol=1e-9)
+
+
+def gradient_program(schedule: str, devices: int, rows: int, order: str = "zigzag", wrap: Any = lambda f: f) -> Any:
+    """A compiled loss and its gradient by query, key and value of [1, rows of each device, 2, 64] arrays."""
+    grid = spread.mesh({"seq": devices})
+    of_context = ContextParallel("seq", schedule, order)
+
+    def loss(*inputs: Any) -> Any:
+        attend = wrap(lambda *x: jnp.sin(jax_flash.attention(*x, causal=True, context=of_context)))
+        return attend(*inputs).sum()
+
+    shape = jax.ShapeDtypeStruct(
+        (1, rows * devices, 8, 16), np.float32, sharding=NamedSharding(grid, PartitionSpec(None, "seq"))
+    )
+    with jax.set_mesh(grid):
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(shape, shape, shape).compile()
+
+
+def test_memory_of_ring_and_ulysses_does_not_grow_with_the_devices() -> None:
+    """A device's part of the sequence decides it; what "all_gather" holds grows with the whole sequence."""
+    temporary = {
+        (schedule, devices): gradient_program(schedule, devices, 256).memory_analysis().temp_size_in_bytes
+        for schedule in SCHEDULES
+        for devices in (2, 8)
+    }
+    shard = 256 * 8 * 16 * 4
+    for schedule in ("ring", "ulysses"):
+        assert temporary[schedule, 8] < temporary[schedule, 2] + 4 * shard, temporary
+    # K and V of six more devices at least
+    assert temporary["all_gather", 8] > temporary["all_gather", 2] + 12 * shard, temporary
+
+
+def count(program: Any, operation: str) -> int:
+    return len(re.findall(rf"= \S.* {operation}(?:-start)?\(", program.as_text()))
+
+
+def test_what_remat_saves_is_not_gathered_again() -> None:
+    save = jax.checkpoint_policies.save_only_these_names(*checkpoint_policies.NAMES, checkpoint_policies.GATHERED)
+
+    def gathers(policy: Any) -> int:
+        return count(gradient_program("all_gather", 2, 16, "contiguous", lambda f: jax.checkpoint(f, policy=policy)),
+                     "all-gather")  # fmt: skip
+
+    assert gathers(save) == 2
+    assert gathers(jax.checkpoint_policies.nothing_saveable) == 4
+
+
+def test_what_travels() -> None:
+    """K and V and their gradients go around the ring; with "all_gather" the gradients are scattered."""
+    ring = gradient_program("ring", 4, 16)
+    # K and V three times in each pass, dK and dV three times.
+    assert count(ring, "collective-permute") == 2 * (3 + 3 + 3)
+    assert not count(ring, "all-gather")
+    assert len(re.findall(r"jax_flash_forward", ring.as_text())) >= 4
+    gathered = gradient_program("all_gather", 4, 16, "contiguous")
+    assert count(gathered, "all-gather") == count(gathered, "reduce-scatter") == 2
+    exchanged = gradient_program("ulysses", 4, 16)
+    assert count(exchanged, "all-to-all") and not count(exchanged, "all-gather")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_layers_in_a_scan(schedule: str) -> None:
+    """With remat, and arguments that are donated."""
+    grid = spread.mesh({"data": 2, "seq": 2})
+    of_context = ContextParallel("seq", schedule, "zigzag", batch_axis="data")
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 16, 2, 8)).astype(np.float32)
+    scales = rng.standard_normal((3, 8)).astype(np.float32)
+
+    def loss(of_context: Any, scales: Any, x: Any) -> Any:
+        @functools.partial(jax.checkpoint, policy=checkpoint_policies.save_attention)
+        def layer(x: Any, scale: Any) -> Any:
+            return x + jax_flash.attention(x * scale, x, x, causal=True, context=of_context), None
+
+        return (jax.lax.scan(layer, x, scales)[0] ** 2).sum()
+
+    def train_step(of_context: Any, scales: Any, x: Any) -> Any:
+        return scales - 0.01 * jax.grad(functools.partial(loss, of_context))(scales, x)
+
+    want = np.asarray(jax.jit(functools.partial(train_step, None))(scales, x))
+    with jax.set_mesh(grid):
+        (spread_x,) = placed(grid, "zigzag", x, spec=PartitionSpec("data", "seq"))
+        given = jax.device_put(scales, NamedSharding(grid, PartitionSpec()))
+        got = jax.jit(functools.partial(train_step, of_context), donate_argnums=0)(given, spread_x)
+    np.testing.assert_allclose(np.asarray(got), want, rtol=1e-4, atol=1e-4)
+
+
+def test_vmap_of_a_spread_call() -> None:
+    grid = spread.mesh({"seq": 4})
+    rng = np.random.default_rng(0)
+    inputs = rng.standard_normal((3, 2, 16, 2, 8)).astype(np.float32)
+    want = jax.vmap(lambda x: jax_flash.attention(x, x, x, causal=True))(inputs)
+    with jax.set_mesh(grid):
+        for schedule in ("all_gather", "ring"):
+            of_context = ContextParallel("seq", schedule)
+            rows = PartitionSpec(None, None, "seq")
+            attend = jax.shard_map(
+                jax.vmap(lambda x, of_context=of_context: jax_flash.attention(x, x, x, causal=True, context=of_context)),
+                in_specs=rows, out_specs=rows,
+            )  # fmt: skip
+            got = jax.jit(attend)(jax.device_put(inputs, NamedSharding(grid, rows)))
+            np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-5, atol=1e-5)
+
+
+def test_without_context_keys_are_gathered_and_rows_stay() -> None:
+    grid = spread.mesh({"seq": 4})
+    x = jax.ShapeDtypeStruct((1, 64, 2, 8), np.float32, sharding=NamedSharding(grid, PartitionSpec(None, "seq")))
+    program = jax.jit(functools.partial(jax_flash.attention, causal=True)).lower(x, x, x).compile()
+    assert count(program, "all-gather")
+    assert program.output_shardings.spec[1] == "seq"
+
+
+# Orders
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_orders(order: str) -> None:
+    for devices, length in ((1, 6), (2, 8), (3, 12), (4, 24)):
+        rows = context.positions(length, devices, order)
+        assert sorted(rows) == list(range(length))
+        assert all((np.diff(rows.reshape(devices, -1)) > 0).all(axis=1))
+        x = np.arange(2 * length * 3).reshape(2, length, 3)
+        moved = context.reorder(x, devices, order)
+        np.testing.assert_array_equal(np.asarray(moved), x[:, rows])
+        np.testing.assert_array_equal(np.asarray(context.restore(moved, devices, order)), x)
+        last = context.reorder(x.swapaxes(1, 2), devices, order, axis=-1)
+        np.testing.assert_array_equal(np.asarray(last), x.swapaxes(1, 2)[..., rows])
+
+
+def test_zigzag_and_striped_orders_are_balanced() -> None:
+    """Pairs that causal keeps, by device: equal with zigzag, and up to one row's with stripes."""
+    length, devices = 64, 4
+    pairs = {order: (context.positions(length, devices, order) + 1).reshape(devices, -1).sum(1) for order in ORDERS}
+    assert len(set(pairs["zigzag"])) == 1
+    assert pairs["striped"].max() - pairs["striped"].min() < length
+    assert pairs["contiguous"].max() > 6 * pairs["contiguous"].min()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_shards(order: str) -> None:
+    """A shard's formulas for positions and counts agree with the order."""
+    for devices in (1, 2, 4):
+        all_rows = context.positions(16, devices, order).reshape(devices, -1)
+        for index in range(devices):
+            shard = orders.Shard(order, devices, jnp.int32(index), 16 // devices)
+            np.testing.assert_array_equal(shard.positions, all_rows[index])
+            limits = np.array([-(2**31), -1, *range(18), 2**31 - 1])
+            want = (all_rows[index] < limits[:, None]).sum(1)
+            np.testing.assert_array_equal(shard.count_before(jnp.asarray(limits, jnp.int32)), want)
+            np.testing.assert_array_equal(shard.of(jnp.arange(16), 0), all_rows[index])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_lengths_that_do_not_divide(order: str) -> None:
+    problem = cases.problem(Case("spread_padded", 13, 13, 2, 2, 8, causal=True), "float32")
+    grid = spread.mesh({"seq": 4})
+    lengths = np.full(2, 13, np.int32)
+    with jax.set_mesh(grid):
+        padded = [context.pad(x, 4, order, value=np.nan) for x in problem.inputs]
+        assert padded[0].shape[1] == context.padded_length(13, 4, order) == 16
+        attend = functools.partial(jax_flash.attention, causal=True, q_lengths=lengths, kv_lengths=lengths)
+        out, lse = jax.jit(
+            functools.partial(attend, return_lse=True, context=ContextParallel("seq", "ring", order))
+        )(*placed(grid, order, *padded))
+    got = {"out": context.restore(np.asarray(out), 4, order), "lse": context.restore(np.asarray(lse), 4, order, -1)}
+    problem.check("cpu", {"out": np.asarray(got["out"])[:, :13], "lse": np.asarray(got["lse"])[..., :13]})
+
+
+def test_reorder_where_axes_are_explicit() -> None:
+    grid = spread.mesh({"seq": 2}, "Explicit")
+    with jax.set_mesh(grid):
+        x = jax.device_put(np.arange(16).reshape(2, 8), NamedSharding(grid, PartitionSpec(None, "seq")))
+        back = jax.jit(lambda x: context.restore(context.reorder(x, 2, "zigzag"), 2, "zigzag"))(x)
+        assert jax.typeof(back).sharding.spec == PartitionSpec(None, "seq")
+        np.testing.assert_array_equal(np.asarray(back), np.asarray(x))
+
+
+# What is refused, chosen and explained
+
+
+X = jax.ShapeDtypeStruct((2, 16, 4, 8), np.float32)
+
+
+def shaped(rows: int = 16, heads: int = 4) -> Any:
+    return jnp.zeros((2, rows, heads, 8), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (TypeError, "context must be a jax_flash.context.ContextParallel or None, got 'seq'",
+         lambda: jax_flash.attention(shaped(), shaped(), shaped(), context="seq")),
+        (ValueError, "context names the mesh axis 'rows', which must be bound by a jax.shard_map",
+         lambda: jax_flash.attention(shaped(), shaped(), shaped(), context=ContextParallel("rows"))),
+        (ValueError, "query must have a length that is a multiple of 8 over 4 devices for context with order 'zigzag'",
+         lambda: jax_flash.attention(shaped(12), shaped(), shaped(), context=ContextParallel("seq", order="zigzag"))),
+        (ValueError, "key must have a length that is a multiple of 4 over 4 devices",
+         lambda: jax_flash.attention(shaped(), shaped(18), shaped(18), context=ContextParallel("seq"))),
+        (NotImplementedError, "context with schedule 'ulysses' does not serve this call: its 4 devices must divide",
+         lambda: jax_flash.attention(shaped(16, 6), shaped(16, 6), shaped(16, 6),
+                                     context=ContextParallel("seq", "ulysses"))),
+        (NotImplementedError, "context with schedule 'ring' does not serve this call: dropout_rate",
+         lambda: jax_flash.attention(shaped(), shaped(), shaped(), dropout_rate=0.1, dropout_key=jax.random.key(0),
+                                     context=ContextParallel("seq", "ring"))),
+        (ValueError, "schedule of context must be one of", lambda: ContextParallel("seq", "rings")),
+        (ValueError, "order of context must be one of", lambda: ContextParallel("seq", order="zig")),
+        (TypeError, "axis of context must be the name of one mesh axis", lambda: ContextParallel(("a", "b"))),
+        (ValueError, "batch_axis and head_axis of context must be mesh axes other than axis",
+         lambda: ContextParallel("seq", batch_axis="seq")),
+        (ValueError, "order must be one of", lambda: context.reorder(shaped(), 2, "zig")),
+        (ValueError, "a multiple of 8, got 12", lambda: context.reorder(shaped(12), 4, "zigzag")),
+        (ValueError, "axis must be one of the array's 4", lambda: context.reorder(shaped(), 4, "zigzag", axis=4)),
+        (TypeError, "axis_size must be an int", lambda: context.positions(8, 2.0, "zigzag")),
+    ],
+)  # fmt: skip
+def test_refusals(error: type[Exception], message: str, call: Any) -> None:
+    with jax.set_mesh(spread.mesh({"seq": 4})), pytest.raises(error, match=re.escape(message)):
+        jax.jit(call)()
+
+
+def test_no_mesh() -> None:
+    with pytest.raises(ValueError, match=r"context names the mesh axis 'seq'.*which has no axes"):
+        jax_flash.attention(shaped(), shaped(), shaped(), context=ContextParallel("seq"))
+
+
+def test_the_batch_must_divide() -> None:
+    of_context = ContextParallel("seq", batch_axis="data")
+    grid = spread.mesh({"data": 4, "seq": 2})
+    with jax.set_mesh(grid), pytest.raises(ValueError, match="context must split 2 batch entries evenly, got 4"):
+        jax_flash.attention(shaped(), shaped(), shaped(), context=of_context)
+
+
+@pytest.mark.parametrize(
+    ("heads", "lengths", "options", "schedule"),
+    [
+        ((8, 8), (64, 64), {}, "ulysses"),
+        ((8, 2), (64, 64), {}, "all_gather"),
+        ((8, 2), (64, 640), {}, "ring"),
+        ((6, 6), (64, 64), {}, "all_gather"),
+        ((6, 6), (64, 128), {}, "ring"),
+        ((6, 6), (64, 128), {"dropout_rate": 0.1, "dropout_key": jax.random.PRNGKey(0)}, "all_gather"),
+        ((8, 2), (64, 640), {"dropout_rate": 0.1, "dropout_key": jax.random.PRNGKey(0)}, "ulysses"),
+    ],
+)
+def test_auto_picks_a_schedule_that_serves(
+    heads: tuple[int, int], lengths: tuple[int, int], options: dict[str, Any], schedule: str
+) -> None:
+    query, key = (jax.ShapeDtypeStruct((1, t, n, 8), np.float32) for t, n in zip(lengths, heads, strict=True))
+    with jax.set_mesh(spread.mesh({"seq": 4})):
+        found = jax_flash.explain(query, key, key, context=ContextParallel("seq"), **options)
+        jax.eval_shape(functools.partial(jax_flash.attention, context=ContextParallel("seq"), **options), query, key, key)
+    assert f"schedule {schedule!r} over 4 devices" in found.context[0]
+
+
+def test_explain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "")
+    of_context = ContextParallel("seq", "ring", "striped")
+    with jax.set_mesh(spread.mesh({"seq": 4})):
+        found = jax_flash.explain(X, X, X, platform="cuda", alibi_slopes=np.ones(4, np.float32), context=of_context)
+        # 3 times a shard of K and V of 2 * 4 * 4 * 16 elements; then again, with their gradients
+        assert "6.14 kB sent by each device in the forward pass, 12.3 kB in the backward pass" in str(found)
+        assert "alibi_slopes become a score_mod" in str(found)
+        assert "xla_gpu_enable_latency_hiding_scheduler is off" in str(found)
+        context.set_overlap_flags()
+        assert "is off" not in str(jax_flash.explain(X, X, X, platform="cuda", context=of_context))
+        served = jax_flash.explain(X, X, X, platform="cpu", alibi_slopes=np.ones(4, np.float32), context=of_context)
+        assert served.implementation == "xla"
+
+
+def test_flax_hook() -> None:
+    """Bound beforehand, as other options that Flax lacks."""
+    from flax import nnx
+
+    from jax_flash.flax import attention_fn
+
+    grid, order = spread.mesh({"seq": 2}), "zigzag"
+    x = np.random.default_rng(0).standard_normal((2, 16, 8)).astype(np.float32)
+
+    def module(**bound: Any) -> Any:
+        attend = functools.partial(attention_fn, causal=True, **bound)
+        return nnx.MultiHeadAttention(2, 8, decode=False, attention_fn=attend, rngs=nnx.Rngs(0))
+
+    want = module()(x)
+    with jax.set_mesh(grid):
+        spread_module = module(context=ContextParallel("seq", order=order))
+        got = jax.jit(lambda x: spread_module(x))(*placed(grid, order, x))
+        with pytest.raises(NotImplementedError, match="context must not be given where weights are sown"):
+            spread_module(x, sow_weights=True)
+    np.testing.assert_allclose(np.asarray(context.restore(np.asarray(got), 2, order)), want, rtol=1e-4, atol=1e-5)

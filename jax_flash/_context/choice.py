@@ -183,12 +183,8 @@ def travels(schedule: str, devices: int, sizes: Sizes, itemsize: int, batch: int
     keys = batch * sizes.kv_length * sizes.kv_heads * sizes.head_dims
     if schedule == "all_gather":  # gathered K and V; their gradients are scattered in float32
         return {"forward": keys * share * itemsize, "backward": keys * share * max(itemsize, 4)}
-    if schedule == "ring":  # n - 1 steps; K and V again, with dK and dV in float32 in n steps
-        shard = keys / devices
-        return {
-            "forward": (devices - 1) * shard * itemsize,
-            "backward": (devices - 1) * shard * itemsize + devices * shard * max(itemsize, 4),
-        }
+    if schedule == "ring":  # a shard n - 1 times; then again, with dK and dV in float32
+        return {"forward": keys * share * itemsize, "backward": keys * share * (itemsize + max(itemsize, 4))}
     repeated = keys / sizes.kv_heads * math.lcm(sizes.kv_heads, devices)
     rows = batch * sizes.q_length * sizes.q_heads * sizes.head_dims
     exchanged = (rows + repeated) / devices * share * itemsize  # q and out; K and V; in both directions

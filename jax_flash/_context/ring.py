@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,39 +34,47 @@ def attention(
     if call.named == "reference" or private.MISSING is not None:
         return _forward(call, query, key, value, operands)
 
+    def at(index: jax.Array) -> Call:  # an argument, since the rules may be traced where call.index is unknown
+        rows, keys = (dataclasses.replace(x, index=index) for x in (call.rows, call.keys))
+        return dataclasses.replace(call, rows=rows, keys=keys)
+
     @jax.custom_jvp
-    def attend(
-        query: jax.Array, key: jax.Array, value: jax.Array, operands: Arrays
-    ) -> tuple[jax.Array, jax.Array]:
-        return _forward(call, query, key, value, operands)
+    def attend(index: jax.Array, *inputs: Any) -> tuple[jax.Array, jax.Array]:
+        return _forward(at(index), *inputs)
+
+    def tangent(index: jax.Array, *inputs: Any) -> tuple[jax.Array, jax.Array]:
+        return _tangent(at(index), *inputs)
 
     @functools.partial(attend.defjvp, symbolic_zeros=True)
     def rule(primals: Any, tangents: Any) -> Any:
         out, lse = attend(*primals)
         # Named as those of one device are, so that remat policies can keep them.
         out, lse = private.checkpoint_name(out, OUT), private.checkpoint_name(lse, LSE)
-        moved = dict(zip(("query", "key", "value"), tangents[:3], strict=True)) | tangents[3]
+        moved = dict(zip(_INPUTS, tangents[1:4], strict=True)) | tangents[4]
         moved = {name: x for name, x in moved.items() if not isinstance(x, jax.custom_derivatives.SymbolicZero)}
         if not moved:
             return (out, lse), (jnp.zeros_like(out), jnp.zeros_like(lse))
         # Checkpointed, so that the shards of other devices are sent again rather than kept.
-        return (out, lse), jax.checkpoint(functools.partial(_tangent, call))(primals, out, lse, moved)
+        return (out, lse), jax.checkpoint(tangent)(primals[0], primals[1:], out, lse, moved)
 
-    return attend(query, key, value, operands)
+    return attend(call.index, query, key, value, operands)
 
 
 def _forward(
     call: Call, query: jax.Array, key: jax.Array, value: jax.Array, operands: Arrays
 ) -> tuple[jax.Array, jax.Array]:
     visiting, staying = _visiting(key, value, operands)
-    parts = []
+    state = None
     for step in range(call.devices):
         # Sent before the kernel that hides it.
         following = _sent(call, visiting) if step + 1 < call.devices else visiting
         options, of_step = of_source(call, step, query, staying | visiting[2])
-        parts.append(call.attend(options, None, query, visiting[0], visiting[1], of_step))
+        out, lse = call.attend(options, None, query, visiting[0], visiting[1], of_step)
+        new = State(out.astype(wide(query)), lse)
+        state = new if state is None else state.merged(new)
         visiting = following
-    return merged(parts, query)
+    assert state is not None
+    return state.out.astype(query.dtype), state.lse
 
 
 def _tangent(
@@ -176,18 +183,20 @@ def _of_consecutive(call: Call, keys: Shard, query: jax.Array, operands: Arrays)
     return found
 
 
-def merged(parts: Sequence[tuple[jax.Array, jax.Array]], query: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """out and lse of softmaxes over different keys, joined in the accumulation dtype."""
-    lses = jnp.stack([lse for _, lse in parts])
-    most = jax.lax.stop_gradient(lses.max(axis=0))
-    finite = jnp.where(jnp.isfinite(most), most, 0)
-    weights = jnp.exp(lses - finite)
-    total = weights.sum(axis=0)
-    empty = total == 0
-    lse = jnp.where(empty, -jnp.inf, finite + jnp.log(jnp.where(empty, 1, total)))
-    shares = weights / jnp.where(empty, 1, total)
-    out = sum(
-        jnp.swapaxes(share, 1, 2)[..., None] * out.astype(wide(query))
-        for share, (out, _) in zip(shares, parts, strict=True)
-    )
-    return jnp.asarray(out).astype(query.dtype), lse
+class State(NamedTuple):
+    """The softmax over the keys of some steps, in the accumulation dtype: out [B, T, N, V] and lse [B, N, T]."""
+
+    out: jax.Array
+    lse: jax.Array
+
+    def merged(self, other: State) -> State:
+        """The softmax over the keys of both."""
+        most = jax.lax.stop_gradient(jnp.maximum(self.lse, other.lse))
+        finite = jnp.where(jnp.isfinite(most), most, 0)
+        weights = jnp.exp(self.lse - finite), jnp.exp(other.lse - finite)
+        total = weights[0] + weights[1]
+        empty = total == 0
+        divisor = jnp.where(empty, 1, total)
+        lse = jnp.where(empty, -jnp.inf, finite + jnp.log(divisor))
+        shares = (jnp.swapaxes(x / divisor, 1, 2)[..., None] for x in weights)
+        return State(next(shares) * self.out + next(shares) * other.out, lse)

@@ -163,7 +163,7 @@ def _size(variable: Any) -> int:
 def inlined(jaxpr: Any) -> Any:
     """The jaxpr with the bodies of nested jits in place of their calls; rules of custom derivatives stay.
 
-    Without what made arrays vary over mesh axes where it was traced: it is evaluated elsewhere."""
+    Without what the mesh added where it was traced, which moves no scalar: it is evaluated elsewhere."""
     equations: list[Any] = []
 
     def add(jaxpr: Any, names: dict[Any, Any]) -> list[Any]:
@@ -172,7 +172,7 @@ def inlined(jaxpr: Any) -> Any:
 
         for equation in jaxpr.eqns:
             invars = [renamed(x) for x in equation.invars]
-            if equation.primitive.name == "pvary":
+            if equation.primitive.name in ("pvary", "reshard", "sharding_constraint"):
                 names |= dict(zip(equation.outvars, invars, strict=True))
                 continue
             body = equation.params.get(_INLINED.get(equation.primitive.name, ""))
