@@ -274,7 +274,9 @@ def test_forward_mode_and_second_order(schedule: str, order: str) -> None:
             np.testing.assert_allclose(np.asarray(x), y, rtol=1e-9, atol=1e-9)
 
 
-def gradient_program(schedule: str, devices: int, rows: int, order: str = "zigzag", wrap: Any = lambda f: f) -> Any:
+def gradient_program(
+    schedule: str, devices: int, rows: int, order: str = "zigzag", wrap: Any = lambda f: f, *, compiled: bool = True
+) -> Any:
     """A compiled loss and its gradient by query, key and value of [1, rows of each device, 2, 64] arrays."""
     grid = spread.mesh({"seq": devices})
     of_context = ContextParallel("seq", schedule, order)
@@ -287,7 +289,8 @@ def gradient_program(schedule: str, devices: int, rows: int, order: str = "zigza
         (1, rows * devices, 8, 16), np.float32, sharding=NamedSharding(grid, PartitionSpec(None, "seq"))
     )
     with jax.set_mesh(grid):
-        return jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(shape, shape, shape).compile()
+        lowered = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(shape, shape, shape)
+        return lowered.compile() if compiled else lowered
 
 
 def test_memory_of_ring_and_ulysses_does_not_grow_with_the_devices() -> None:
@@ -295,13 +298,13 @@ def test_memory_of_ring_and_ulysses_does_not_grow_with_the_devices() -> None:
     temporary = {
         (schedule, devices): gradient_program(schedule, devices, 256).memory_analysis().temp_size_in_bytes
         for schedule in SCHEDULES
-        for devices in (2, 8)
+        for devices in (4, 8)
     }
     shard = 256 * 8 * 16 * 4
     for schedule in ("ring", "ulysses"):
-        assert temporary[schedule, 8] < temporary[schedule, 2] + 4 * shard, temporary
-    # K and V of six more devices at least
-    assert temporary["all_gather", 8] > temporary["all_gather", 2] + 12 * shard, temporary
+        assert temporary[schedule, 8] < temporary[schedule, 4] + shard, temporary
+    # K and V of four more devices at least
+    assert temporary["all_gather", 8] > temporary["all_gather", 4] + 8 * shard, temporary
 
 
 def count(program: Any, operation: str) -> int:
@@ -312,8 +315,10 @@ def test_what_remat_saves_is_not_gathered_again() -> None:
     save = jax.checkpoint_policies.save_only_these_names(*checkpoint_policies.NAMES, checkpoint_policies.GATHERED)
 
     def gathers(policy: Any) -> int:
-        return count(gradient_program("all_gather", 2, 16, "contiguous", lambda f: jax.checkpoint(f, policy=policy)),
-                     "all-gather")  # fmt: skip
+        wrap = functools.partial(jax.checkpoint, policy=policy)
+        # Before XLA, which for CPUs computes nothing again
+        program = gradient_program("all_gather", 2, 16, "contiguous", wrap, compiled=False)
+        return len(re.findall(r"all_gather", program.as_text()))
 
     assert gathers(save) == 2
     assert gathers(jax.checkpoint_policies.nothing_saveable) == 4

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -63,6 +63,21 @@ def tangent(
     moved = [tangents[name] for name in names]
     out, lse = _tangent_p.bind(query, key, value, out, lse, *arrays, *moved, params=of_call)
     return out, lse
+
+
+def backward(
+    inputs: Mapping[str, jax.Array],
+    operands: Mapping[str, jax.Array],
+    wanted: Collection[str],
+    *,
+    options: Options,
+    implementation: str | None,
+) -> dict[str, jax.Array]:
+    """The gradients of the inputs and operands in ``wanted``; ``inputs`` are those of the primitive by name."""
+    of_call, arrays = params.params_of(options, operands, implementation, None)
+    in_order = dict(zip(of_call.names, arrays, strict=True))
+    found = derivatives.gradients(_backward_p, of_call, dict(inputs), in_order, wanted)
+    return {name: found[name] for name in wanted}
 
 
 def _lowering(pass_: str, platform: str, ctx: Any, *args: Any, params: params.Params) -> Any:

@@ -72,9 +72,9 @@ def define(forward_p: Primitive, tangent_p: Primitive, backward_p: Primitive) ->
             return [None] * count + [ad.Zero(x.aval) if name in unknown else None for name, x in linear.items()]
         results = (inputs["out"], inputs["lse"])
         dout, dlse = (_instantiated(x, result) for x, result in zip(cotangents, results, strict=True))
-        gradients = _gradients(backward_p, params, inputs | {"dout": dout, "dlse": dlse}, operands, unknown)
+        found = gradients(backward_p, params, inputs | {"dout": dout, "dlse": dlse}, operands, unknown)
         return [None] * count + [
-            _split_alike(gradients[name].astype(x.aval.dtype), x.aval) if name in unknown else None
+            _split_alike(found[name].astype(x.aval.dtype), x.aval) if name in unknown else None
             for name, x in linear.items()
         ]
 
@@ -152,7 +152,7 @@ def _added(results: Sequence[Any], terms: Sequence[Sequence[Any]]) -> list[Any]:
 # The backward pass around the kernels
 
 
-def _gradients(
+def gradients(
     backward_p: Primitive, params: Params, inputs: Arrays, operands: Arrays, wanted: Collection[str]
 ) -> Arrays:
     """The gradients of the ``wanted`` inputs and operands, and maybe of others."""
@@ -163,14 +163,14 @@ def _gradients(
         params, tangents=(), gradients=in_order(by_kernel - {"bias"} if of_rows else by_kernel)
     )
     results = backward_p.bind(*(inputs[name] for name in ARGUMENTS["backward"]), *operands.values(), params=params)
-    gradients: Arrays = dict(zip((*INPUTS, *params.gradients), results, strict=True))
+    found: Arrays = dict(zip((*INPUTS, *params.gradients), results, strict=True))
     if of_rows or "sinks" in wanted:
         row_sums = delta(inputs["dout"], inputs["lse"], inputs["dlse"], inputs["out"])
     if of_rows:
-        gradients["bias"] = _rows_gradient(operands, inputs["lse"], row_sums, inputs["dlse"])
+        found["bias"] = _rows_gradient(operands, inputs["lse"], row_sums, inputs["dlse"])
     if "sinks" in wanted:
-        gradients["sinks"] = _sinks_gradient(operands, inputs["lse"], row_sums)
-    return gradients
+        found["sinks"] = _sinks_gradient(operands, inputs["lse"], row_sums)
+    return found
 
 
 def delta(dout: jax.Array, lse: jax.Array, dlse: jax.Array, out: jax.Array) -> jax.Array:
