@@ -12,6 +12,7 @@ Install what it needs with: pip install "jax_flash[examples]"
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import math
@@ -24,14 +25,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import train_gpt
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from train_gpt import Config, State
 
 import jax_flash
-import train_gpt
 from command_line import at_least, real
 from jax_flash.context import ContextParallel, Order, Schedule, padded_length, positions, reorder, set_overlap_flags
-from train_gpt import Config, State
 
 SMALL = Config(layers=2, width=64, heads=4, kv_heads=2, length=512, batch=2, steps=60, learning_rate=2e-3)
 DATA, SEQ = "data", "seq"
@@ -146,8 +147,12 @@ def parse(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argpars
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     positive = at_least(1)
-    parser.add_argument("--data", type=positive, default=1, metavar="N", help="devices that share the batch (default 1)")
-    parser.add_argument("--seq", type=positive, default=2, metavar="N", help="devices that share a sequence (default 2)")
+    parser.add_argument(
+        "--data", type=positive, default=1, metavar="N", help="devices that share the batch (default 1)"
+    )
+    parser.add_argument(
+        "--seq", type=positive, default=2, metavar="N", help="devices that share a sequence (default 2)"
+    )
     parser.add_argument("--schedule", choices=get_args(Schedule), default="auto", help="default: auto")
     parser.add_argument("--order", choices=get_args(Order), default="zigzag", help="default: zigzag, which is balanced")
     parser.add_argument(
@@ -155,7 +160,9 @@ def parse(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argpars
     )
     for name in ("layers", "width", "heads", "kv_heads", "length", "batch", "steps"):
         default = getattr(SMALL, name)
-        parser.add_argument(train_gpt.flag(name), type=positive, default=default, metavar="N", help=f"default {default}")
+        parser.add_argument(
+            train_gpt.flag(name), type=positive, default=default, metavar="N", help=f"default {default}"
+        )
     parser.add_argument("--learning-rate", type=real(zero=False), default=SMALL.learning_rate, metavar="X")
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="default: float32")
@@ -166,10 +173,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser, args = parse(arguments)
     set_overlap_flags()
     count = args.data * args.seq
-    try:
+    with contextlib.suppress(RuntimeError):  # JAX has started already, and has the devices that it has
         jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # JAX has started already, and has the devices that it has
-        pass
     try:
         config = Config(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Config)})
         config.check()
@@ -204,7 +209,9 @@ def main(arguments: list[str] | None = None) -> int:
     if args.compare:
         device = jax.devices()[0]
         step = train_gpt.make_train_step(graphdef, config)
-        runs["one device"] = run(step, jax.device_put(state, device), jax.device_put(text, device), config, "one device")
+        runs["one device"] = run(
+            step, jax.device_put(state, device), jax.device_put(text, device), config, "one device"
+        )
     for name, found in runs.items():
         moved = ", ".join(f"{kind} {size / 1e6:.2f} MB" for kind, size in sorted(found.communicated.items()))
         print(

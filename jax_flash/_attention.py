@@ -215,10 +215,10 @@ def attention(
       implementation: None picks the best one that serves the call on its platform (``jax_flash.explain`` says which);
         or "cpu", "cuda" (the kernels of this package), "xla" (plain JAX in chunks, O(T + S) memory, any platform) or
         "reference" (plain quadratic attention).
-      context: a `jax_flash.context.ContextParallel`: the sequence is spread over the devices along a mesh axis. Inside a
-        ``jax.shard_map`` over that axis the arrays are those of one device, but numbers (``q_offset``, lengths,
+      context: a `jax_flash.context.ContextParallel`: the sequence is spread over the devices along a mesh axis. Inside
+        a ``jax.shard_map`` over that axis the arrays are those of one device, but numbers (``q_offset``, lengths,
         intervals, what functions and block masks are for) are those of the whole sequence; docs/context.md says what
-        each argument then has. None leaves it to XLA how arrays that are sharded along T or S are split.
+        each argument then has. Without it rows of a sharded query stay where they are, and K and V are gathered.
 
     Returns:
       out ``[..., T, N, V]`` in the dtype of ``query``; with ``return_lse`` also lse ``[..., N, T]``, the natural
@@ -602,9 +602,7 @@ def _rows_within(place: Place | None, operands: dict[str, jax.Array], q_length: 
     return None if every is None else jnp.take(every, positions, axis=1)
 
 
-def _with_positive_scale(
-    scale: jax.Array, query: jax.Array, rows: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+def _with_positive_scale(scale: jax.Array, query: jax.Array, rows: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """``query`` [B, T, N, H] times the sign of a scalar ``scale``, or 0, and the magnitude of the scale, [B].
 
     ``rows`` says which rows are not padding, [B or 1, T]; None: none are.
@@ -644,8 +642,8 @@ def _run_anywhere(
     """`_run`, on the devices of ``place`` if there is one; operands are without ranges."""
 
     def attend(options: Options, limits: tuple[int, int] | None, *arrays: Any) -> tuple[jax.Array, jax.Array]:
-        *inputs, operands = arrays
-        return _run(options, static._replace(limits=limits), *inputs, with_ranges(operands))
+        query, key, value, operands = arrays
+        return _run(options, static._replace(limits=limits), query, key, value, with_ranges(operands))
 
     if place is None:
         return attend(options, static.limits, query, key, value, operands)

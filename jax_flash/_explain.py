@@ -116,14 +116,14 @@ def explain(
     )
     place = place_of(options.get("context"))
     schedule = "" if place is None else _schedule(place, shapes, options)
-    if place is not None and options.get("alibi_slopes") is not None and functions is None:
-        if _context.relocates(schedule, place.context.order):  # then ALiBi becomes a score function
-            functions, _ = _functions.functions_of(
-                _functions.Arguments(lambda score, b, h, q, kv: score - abs(q - kv).astype(score.dtype)),
-                dtypes.accumulation_dtype(shapes[0].dtype),
-                (1, 1, 1, 1),
-                0,
-            )
+    alibi = options.get("alibi_slopes") is not None and functions is None
+    if place is not None and alibi and _context.relocates(schedule, place.context.order):
+        functions, _ = _functions.functions_of(  # such a score function ALiBi becomes
+            _functions.Arguments(lambda score, b, h, q, kv: score - abs(q - kv).astype(score.dtype)),
+            dtypes.accumulation_dtype(shapes[0].dtype),
+            (1, 1, 1, 1),
+            0,
+        )
     call = choice.Call(np.dtype(shapes[0].dtype).name, shapes[0].shape[-1], shapes[2].shape[-1], precise, functions)
     obstacles: dict[str, str] = {
         name: reason for name in choice.IMPLEMENTATIONS if (reason := choice.obstacle(name, platform, call))

@@ -108,7 +108,7 @@ def _moved(move: Any, x: Any, axis_size: int, order: Order, axis: int) -> jax.Ar
     axis = _axis(axis, array.ndim)
     orders.check_length(order, axis_size, array.shape[axis])
     (moved,) = varying.on_automatic_axes(lambda x: (move(x, order, axis_size, axis),), [array])(array)
-    return moved  # type: ignore[no-any-return]
+    return moved
 
 
 OVERLAP = {"xla_gpu_enable_latency_hiding_scheduler": True}

@@ -89,7 +89,9 @@ class Spread:
         inputs, options, results = self.specs()
         attend = self.attend
         if bound:
-            attend = jax.shard_map(attend, in_specs=(inputs, options), out_specs=results, axis_names={self.context.axis})
+            attend = jax.shard_map(
+                attend, in_specs=(inputs, options), out_specs=results, axis_names={self.context.axis}
+            )
 
         def differentiate(inputs: Any, options: Any, cotangents: Any) -> Any:
             trained = {name: options[name] for name in self.problem.trainable}

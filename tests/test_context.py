@@ -49,7 +49,7 @@ PACKED = (
 
 
 def target_of(case: Case | PackedCase, schedule: str, order: str) -> Target:
-    becomes_function = schedule == "ring" and isinstance(case, PackedCase) or order != "contiguous"
+    becomes_function = (schedule == "ring" and isinstance(case, PackedCase)) or order != "contiguous"
     return ANY if case.alibi is not None and becomes_function else CPU
 
 
@@ -57,34 +57,38 @@ def serves(case: Case | PackedCase, schedule: str) -> bool:
     return not (schedule == "ring" and case.dropout_rate)
 
 
-@pytest.mark.parametrize(("schedule", "order"), WAYS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_option(case: Case, schedule: str, order: str) -> None:
-    if not serves(case, schedule):
-        pytest.skip("the ring refuses dropout: test_refusals has its error")
-    problem = cases.problem(case, "float32")
+def ways_of(values: Any, *, every: int = 3, served: Any = serves) -> list[Any]:
+    """Each value with all schedules and orders that serve it; one in ``every`` in each run, the others are slow."""
+    found = [(x, *way) for x in values for way in WAYS if served(x, way[0])]
+    return [
+        pytest.param(*each, marks=[] if i % every == values.index(each[0]) % every else pytest.mark.slow,
+                     id="-".join(str(getattr(x, "name", x)) for x in each))
+        for i, each in enumerate(found)
+    ]  # fmt: skip
+
+
+def check_case(problem: cases.Problem, case: Any, schedule: str, order: str) -> None:
     # Both ways to call it, by turns.
-    bound = (CASES.index(case) + WAYS.index((schedule, order))) % 2 == 0
+    bound = (len(case.name) + WAYS.index((schedule, order))) % 2 == 0
     grid = spread.mesh({"seq": 2 if schedule == "ulysses" else 4})
     got = Spread(target_of(case, schedule, order), problem, ContextParallel("seq", schedule, order), grid).run(bound)
     problem.check("cpu", got)
 
 
-@pytest.mark.parametrize(("schedule", "order"), WAYS)
-@pytest.mark.parametrize("case", PACKED, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "schedule", "order"), ways_of(CASES))
+def test_every_option(case: Case, schedule: str, order: str) -> None:
+    check_case(cases.problem(case, "float32"), case, schedule, order)
+
+
+@pytest.mark.parametrize(("case", "schedule", "order"), ways_of(PACKED, every=4))
 def test_packed_sequences(case: PackedCase, schedule: str, order: str) -> None:
-    if not serves(case, schedule):
-        pytest.skip("the ring refuses dropout: test_refusals has its error")
-    problem = cases.packed_problem(case, "float32")
-    bound = (PACKED.index(case) + WAYS.index((schedule, order))) % 2 == 0
-    grid = spread.mesh({"seq": 2 if schedule == "ulysses" else 4})
-    got = Spread(target_of(case, schedule, order), problem, ContextParallel("seq", schedule, order), grid).run(bound)
-    problem.check("cpu", got)
+    check_case(cases.packed_problem(case, "float32"), case, schedule, order)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+@pytest.mark.parametrize(
+    ("dtype", "schedule", "order"),
+    ways_of(("bfloat16", "float16", "float64"), every=4, served=lambda dtype, schedule: True),
+)
 def test_other_dtypes(dtype: str, schedule: str, order: str) -> None:
     """What is summed over devices and steps is summed in float32 at least."""
     problem = cases.problem(Case("spread_dtypes", 64, 64, 8, 8, 16, causal=True, sinks=True), dtype)
@@ -92,7 +96,7 @@ def test_other_dtypes(dtype: str, schedule: str, order: str) -> None:
     problem.check("cpu", Spread(CPU, problem, ContextParallel("seq", schedule, order), grid).run(bound=True))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("implementation", ["reference", pytest.param("xla", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_other_implementations(schedule: str, implementation: str) -> None:
     problem = cases.problem(Case("spread_others", 16, 16, 4, 2, 8, causal=True, sinks=True, bias="t"), "float32")
@@ -108,7 +112,8 @@ def test_large_scores_in_the_ring(order: str) -> None:
     problem = cases.problem(case, "float64")
     # In float64 nothing is restated, so that these are the results for float32 inputs of the same values.
     small = dataclasses.replace(
-        problem, **{name: getattr(problem, name).astype(np.float32) for name in ("query", "key", "value", "dout", "dlse")}
+        problem,
+        **{name: getattr(problem, name).astype(np.float32) for name in ("query", "key", "value", "dout", "dlse")},
     )
     grid = spread.mesh({"seq": 4})
     got = Spread(CPU, small, ContextParallel("seq", "ring", order), grid).run(bound=True)
@@ -189,7 +194,7 @@ def check_functions(schedule: str, order: str, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "order", "kind"),
-    [("all_gather", "zigzag", "Explicit"), ("ring", "striped", "Auto"), ("ulysses", "striped", "bound")],
+    [("ring", "zigzag", "Explicit"), ("ulysses", "striped", "bound")],
 )
 def test_functions_see_global_indices(schedule: str, order: str, kind: str) -> None:
     """Together with meshes that split batch and heads, too."""
@@ -212,7 +217,9 @@ def test_drawn_cases(seed: int) -> None:
     shapes = [shape for shape in ((16, 16), (16, 48), (64, 32), (80, 80), (32, 304)) if program.fits(shape)]
     problem = drawing.problem_of(program, chooser.one(shapes), seed)
     schedule, order = chooser.one(WAYS)
-    devices = chooser.one([2, 4, 8] if schedule != "ulysses" else [n for n in (2, 4, 8) if not program.heads[0] % n] or [1])
+    devices = chooser.one(
+        [2, 4, 8] if schedule != "ulysses" else [n for n in (2, 4, 8) if not program.heads[0] % n] or [1]
+    )
     if schedule == "ring" and dict(program.options).get("dropout_rate"):
         schedule = "all_gather"
     grid = spread.mesh({"seq": devices})
@@ -234,14 +241,22 @@ class _Chooser:
 # Derivatives, memory, compositions
 
 
-def placed(grid: Any, order: str, *inputs: Any, spec: PartitionSpec = PartitionSpec(None, "seq")) -> list[jax.Array]:
+ROWS = PartitionSpec(None, "seq")
+
+
+def placed(grid: Any, order: str, *inputs: Any, spec: PartitionSpec = ROWS) -> list[jax.Array]:
     """[B, length, ...] arrays in ``order``, split over the axis."""
-    return [
-        jax.device_put(context.reorder(x, grid.shape["seq"], order), NamedSharding(grid, spec)) for x in inputs
-    ]
+    return [jax.device_put(context.reorder(x, grid.shape["seq"], order), NamedSharding(grid, spec)) for x in inputs]
 
 
-@pytest.mark.parametrize(("schedule", "order"), [("all_gather", "zigzag"), ("ring", "striped"), ("ulysses", "zigzag")])
+@pytest.mark.parametrize(
+    ("schedule", "order"),
+    [
+        ("ring", "striped"),
+        pytest.param("all_gather", "zigzag", marks=pytest.mark.slow),
+        pytest.param("ulysses", "zigzag", marks=pytest.mark.slow),
+    ],
+)
 def test_forward_mode_and_second_order(schedule: str, order: str) -> None:
     """Tangents, and derivatives of gradients, are those of one device."""
     case = Case("spread_twice", 8, 16, 2, 2, 4, causal=True, q_offset=5, sinks=True, bias="nt")
@@ -302,9 +317,9 @@ def test_memory_of_ring_and_ulysses_does_not_grow_with_the_devices() -> None:
     }
     shard = 256 * 8 * 16 * 4
     for schedule in ("ring", "ulysses"):
-        assert temporary[schedule, 8] < temporary[schedule, 4] + shard, temporary
-    # K and V of four more devices at least
-    assert temporary["all_gather", 8] > temporary["all_gather", 4] + 8 * shard, temporary
+        assert temporary[schedule, 8] < temporary[schedule, 4] + 4 * shard, temporary
+    # K and V of four more devices, and their gradients
+    assert temporary["all_gather", 8] > temporary["all_gather", 4] + 16 * shard, temporary
 
 
 def count(program: Any, operation: str) -> int:
@@ -318,7 +333,7 @@ def test_what_remat_saves_is_not_gathered_again() -> None:
         wrap = functools.partial(jax.checkpoint, policy=policy)
         # Before XLA, which for CPUs computes nothing again
         program = gradient_program("all_gather", 2, 16, "contiguous", wrap, compiled=False)
-        return len(re.findall(r"all_gather", program.as_text()))
+        return len(re.findall(r"stablehlo\.all_gather", program.as_text()))
 
     assert gathers(save) == 2
     assert gathers(jax.checkpoint_policies.nothing_saveable) == 4
@@ -334,7 +349,8 @@ def test_what_travels() -> None:
     gathered = gradient_program("all_gather", 4, 16, "contiguous")
     assert count(gathered, "all-gather") == count(gathered, "reduce-scatter") == 2
     exchanged = gradient_program("ulysses", 4, 16)
-    assert count(exchanged, "all-to-all") and not count(exchanged, "all-gather")
+    assert count(exchanged, "all-to-all")
+    assert not count(exchanged, "all-gather")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -373,10 +389,9 @@ def test_vmap_of_a_spread_call() -> None:
         for schedule in ("all_gather", "ring"):
             of_context = ContextParallel("seq", schedule)
             rows = PartitionSpec(None, None, "seq")
-            attend = jax.shard_map(
-                jax.vmap(lambda x, of_context=of_context: jax_flash.attention(x, x, x, causal=True, context=of_context)),
-                in_specs=rows, out_specs=rows,
-            )  # fmt: skip
+            attend = functools.partial(jax_flash.attention, causal=True, context=of_context)
+            mapped = jax.vmap(lambda x, attend=attend: attend(x, x, x))
+            attend = jax.shard_map(mapped, in_specs=rows, out_specs=rows)
             got = jax.jit(attend)(jax.device_put(inputs, NamedSharding(grid, rows)))
             np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-5, atol=1e-5)
 
@@ -438,9 +453,9 @@ def test_lengths_that_do_not_divide(order: str) -> None:
         padded = [context.pad(x, 4, order, value=np.nan) for x in problem.inputs]
         assert padded[0].shape[1] == context.padded_length(13, 4, order) == 16
         attend = functools.partial(jax_flash.attention, causal=True, q_lengths=lengths, kv_lengths=lengths)
-        out, lse = jax.jit(
-            functools.partial(attend, return_lse=True, context=ContextParallel("seq", "ring", order))
-        )(*placed(grid, order, *padded))
+        out, lse = jax.jit(functools.partial(attend, return_lse=True, context=ContextParallel("seq", "ring", order)))(
+            *placed(grid, order, *padded)
+        )
     got = {"out": context.restore(np.asarray(out), 4, order), "lse": context.restore(np.asarray(lse), 4, order, -1)}
     problem.check("cpu", {"out": np.asarray(got["out"])[:, :13], "lse": np.asarray(got["lse"])[..., :13]})
 
@@ -514,7 +529,8 @@ def test_the_batch_must_divide() -> None:
     [
         ((8, 8), (64, 64), {}, "ulysses"),
         ((8, 2), (64, 64), {}, "all_gather"),
-        ((8, 2), (64, 640), {}, "ring"),
+        ((8, 2), (64, 640), {}, "ulysses"),
+        ((8, 8), (16, 16), {}, "ulysses"),
         ((6, 6), (64, 64), {}, "all_gather"),
         ((6, 6), (64, 128), {}, "ring"),
         ((6, 6), (64, 128), {"dropout_rate": 0.1, "dropout_key": jax.random.PRNGKey(0)}, "all_gather"),
@@ -527,7 +543,9 @@ def test_auto_picks_a_schedule_that_serves(
     query, key = (jax.ShapeDtypeStruct((1, t, n, 8), np.float32) for t, n in zip(lengths, heads, strict=True))
     with jax.set_mesh(spread.mesh({"seq": 4})):
         found = jax_flash.explain(query, key, key, context=ContextParallel("seq"), **options)
-        jax.eval_shape(functools.partial(jax_flash.attention, context=ContextParallel("seq"), **options), query, key, key)
+        jax.eval_shape(
+            functools.partial(jax_flash.attention, context=ContextParallel("seq"), **options), query, key, key
+        )
     assert f"schedule {schedule!r} over 4 devices" in found.context[0]
 
 

@@ -148,7 +148,7 @@ def by_intervals(call: Call, operands: Operands, keys: Shard, query: jax.Array) 
     positions.
     """
     rows, options, found = call.rows, call.options, dict(operands)
-    positions, (batch, q_length) = rows.positions, query.shape[:2]
+    positions = rows.positions
     packed = call.limits is not None
     sequence = None
     if packed:

@@ -89,9 +89,7 @@ def place_of(context: object) -> Place | None:
     if context is None:
         return None
     if not isinstance(context, ContextParallel):
-        raise TypeError(
-            f"context must be a jax_flash.context.ContextParallel or None, got {checks.describe(context)}"
-        )
+        raise TypeError(f"context must be a jax_flash.context.ContextParallel or None, got {checks.describe(context)}")
     try:
         return Place(context, jax.lax.axis_size(context.axis), bound=True)
     except NameError:
@@ -160,18 +158,19 @@ def chosen(place: Place, sizes: Sizes, options: Options) -> tuple[str, dict[str,
         if wanted in against:
             raise NotImplementedError(f"context with schedule {wanted!r} does not serve this call: {against[wanted]}")
         return wanted, against
-    if sizes.kv_heads % place.devices == 0:
-        return "ulysses", against
-    if "ring" in against:
-        return ("all_gather" if "ulysses" in against else "ulysses"), against
-    gathered = sizes.kv_length * sizes.kv_heads
-    own = sizes.q_length / place.devices * sizes.q_heads
-    return ("all_gather" if gathered <= GATHERED_LIMIT * own else "ring"), against
+    devices, gathered = place.devices, sizes.kv_length * sizes.kv_heads
+    if "ulysses" not in against:
+        repeated = math.lcm(sizes.kv_heads, devices)
+        exchanged = (sizes.q_length * sizes.q_heads + sizes.kv_length * repeated) / devices
+        if exchanged <= gathered or "ring" in against:
+            return "ulysses", against
+    own = sizes.q_length * sizes.q_heads / devices
+    return ("all_gather" if gathered <= GATHERED_LIMIT * own or "ring" in against else "ring"), against
 
 
 def relocates(schedule: str, order: str) -> bool:
-    """Whether rows or keys have positions that no offset tells: what depends on these becomes intervals or functions."""
-    return order == "striped" and schedule == "all_gather" or order != "contiguous" and schedule == "ring"
+    """Whether rows or keys have positions that no offset tells: what depends on these becomes intervals, functions."""
+    return (schedule == "all_gather" and order == "striped") or (schedule == "ring" and order != "contiguous")
 
 
 def travels(schedule: str, devices: int, sizes: Sizes, itemsize: int, batch: int) -> dict[str, float]:

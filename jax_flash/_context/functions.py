@@ -84,7 +84,7 @@ def relocated(
     block_size = (1, 1) if blocks else functions.block_size
     new = Functions(new_score, tuple(new_masks), new_partial, block_size)
     kept = {name: operands[name] for name in given - left_out}
-    options = dataclasses.replace(options, functions=new if new.all or not blocks and "mask_blocks" in kept else None)
+    options = dataclasses.replace(options, functions=new if new.all or (not blocks and "mask_blocks" in kept) else None)
     builder.captured.operands()  # raises if they are too many
     # The same objects as before, by which their tangents are found.
     return options, kept | {captured_name(i): x for i, x in enumerate(builder.captured.arrays)}
@@ -102,9 +102,7 @@ class _Builder:
         self._locate, self._dtype = locate, dtype
         self._operands, self._places = operands, arrays
 
-    def build(
-        self, kind: str, body: Callable[..., Any], of_user: Function | None, names: Sequence[str]
-    ) -> Function:
+    def build(self, kind: str, body: Callable[..., Any], of_user: Function | None, names: Sequence[str]) -> Function:
         read = [captured_name(i) for i in of_user.captured] if of_user is not None else []
         arrays = {**{name: self._operands[name] for name in (*names, *read)}, **self._places}
         if "index_offsets" in self._operands:
@@ -129,7 +127,8 @@ class _Builder:
         jaxpr = jaxpr.replace(invars=[*(jaxpr.invars[i] for i in held), *jaxpr.invars[len(order) :]])
         indices = tuple(self.captured.index(arrays[order[i]]) for i in held)
         name = of_user.name if of_user is not None else "context"
-        return Function(kind, name, jaxpr, indices, (kind, indices, trace.key_of(jaxpr)))
+        key = (kind, indices, trace.key_of(jaxpr), jax.sharding.get_abstract_mesh())
+        return Function(kind, name, jaxpr, indices, key)
 
 
 class _Scalars:

@@ -106,7 +106,7 @@ def _evaluated(*args: jax.Array, static: _Static) -> tuple[jax.Array, jax.Array]
 
     call, (query, key, value, operands, out, lse), moved = static.split(args)
     visiting, staying = _visiting(key, value, operands)
-    travelling = {name: moved[name] for name in ("key", "value") if name in moved}
+    travelling: Arrays = {name: moved[name] for name in _INPUTS[1:] if name in moved}
     totals = jnp.zeros_like(out, wide(query)), jnp.zeros_like(lse)
     for step in range(call.devices):
         options, of_step = of_source(call, step, query, staying | visiting[2])
@@ -246,7 +246,7 @@ def _define() -> Any:
     return primitive
 
 
-_tangent_p = _define() if private.MISSING is None else None
+_tangent_p: Any = _define() if private.MISSING is None else None
 
 _INPUTS = ("query", "key", "value")
 Visiting = tuple[jax.Array, jax.Array, Arrays]
@@ -260,7 +260,7 @@ def _visiting(key: jax.Array, value: jax.Array, operands: Arrays) -> tuple[Visit
 
 def _moved_operands(call: Call, step: int, operands: Arrays, of_step: Arrays, moved: Arrays) -> Arrays:
     """The tangents of the operands of a step."""
-    found = {}
+    found: Arrays = {}
     for old, tangent in moved.items():
         if old in _INPUTS:
             continue

@@ -133,7 +133,7 @@ def _split(
     if explicit:
         arguments = jax.tree.map(functools.partial(_resharded, explicit), arguments, specs)
     used = {context.axis, *names(others["b"]), *names(others["n"]), *explicit}
-    return jax.shard_map(  # type: ignore[no-any-return]
+    return jax.shard_map(
         of_device,
         in_specs=specs,
         out_specs=(spec("btnv"), spec("bnt")),

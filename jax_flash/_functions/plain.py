@@ -81,9 +81,7 @@ def _run(jaxpr: Any, args: Sequence[jax.Array]) -> list[jax.Array]:
         invars, outvars = ([variable(x.aval) for x in xs] for xs in (equation.invars, equation.outvars))
         alone = equation.replace(invars=invars, outvars=outvars)
         one = jaxpr.replace(invars=invars, outvars=outvars, eqns=[alone])
-        known.update(
-            zip(equation.outvars, private.jaxpr_as_fun(private.ClosedJaxpr(one, ()))(*inputs), strict=True)
-        )
+        known.update(zip(equation.outvars, private.jaxpr_as_fun(private.ClosedJaxpr(one, ()))(*inputs), strict=True))
     return [read(x) for x in jaxpr.outvars]
 
 

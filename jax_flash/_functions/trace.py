@@ -113,7 +113,8 @@ def trace(name: str, function: Callable[..., Any], kind: str, dtype: Any, captur
         raise ValueError(f"{name} must have no side effects, got {', '.join(map(str, closed.effects))}")
     jaxpr, arrays = _without_constants_alone(closed)
     indices = tuple(map(captured.index, arrays))
-    return Function(kind, name, jaxpr, indices, (kind, indices, key_of(jaxpr)))
+    # A jaxpr holds the mesh under which it was traced, and can't be evaluated under another.
+    return Function(kind, name, jaxpr, indices, (kind, indices, key_of(jaxpr), jax.sharding.get_abstract_mesh()))
 
 
 def _arguments(kind: str) -> tuple[str, ...]:
