@@ -128,30 +128,30 @@ def _gradients(
     """The gradients of ``wanted`` inputs and operands, in the accumulation dtype.
 
     The first step is that of the device's own keys. Then K and V go around backwards, and dK and dV with them; the
-    last hop brings these home. Each hop is hidden by a kernel, and begins when the kernel before that has ended: so
+    last hop brings these home. All others are hidden by a kernel, and begin when the kernel before that has ended: so
     two shards of K and V are in memory at most, the device's own apart.
     """
     query, key, value, operands, out, lse = fixed
     visiting, staying = _visiting(key, value, operands)
-    sums: dict[str, jax.Array] = {}
+    sums: Arrays = {}
     home: Arrays = {}
-    travelling: Arrays = {}
+    leaving: Arrays = {}  # dK and dV of the keys that were here, which travel while the next kernel runs
     for step in (0, *range(call.devices - 1, 0, -1)):
         if step != 0:
-            visiting, (sums, travelling) = _after(visiting, (sums, travelling))
+            visiting, (sums, home, leaving) = _after(visiting, (sums, home, leaving))
+        travelling = _sent(call, leaving, back=True)
         following = _sent(call, visiting, back=True) if step != 1 and call.devices > 1 else visiting
-        found = _gradients_of_step(call, step, (query, *visiting[:2], out, lse), staying | visiting[2], dout, dlse,
-                                   wanted, operands)  # fmt: skip
-        of_keys = {name: found.pop(name) for name in ("key", "value") if name in found}
+        arrays = (query, *visiting[:2], out, lse)
+        found = _gradients_of_step(call, step, arrays, staying | visiting[2], dout, dlse, wanted, operands)
+        of_keys: Arrays = {name: found.pop(name) for name in _INPUTS[1:] if name in found}
         sums |= {name: x + sums[name] if name in sums else x for name, x in found.items()}
         if step == 0:
             home = of_keys
         else:
-            here = {name: x + travelling[name] if name in travelling else x for name, x in of_keys.items()}
-            travelling = _sent(call, here, back=True)
+            leaving = {name: x + travelling[name] if name in travelling else x for name, x in of_keys.items()}
         visiting = following
-    of_keys = {name: x + travelling[name] if travelling else x for name, x in home.items()}
-    return sums | of_keys
+    arrived = _sent(call, leaving, back=True)
+    return sums | {name: x + arrived[name] if name in arrived else x for name, x in home.items()}
 
 
 def _gradients_of_step(
