@@ -43,15 +43,19 @@ class Spread:
         self.packed = problem.query.ndim == 3
         self.length_axis = 0 if self.packed else len(problem.query.shape) - 3
 
-    def spec(self, ndim: int, axis: int | None, batch: bool = True) -> PartitionSpec:
+    def spec(self, ndim: int, axis: int | None) -> PartitionSpec:
         entries: list[Any] = [None] * ndim
         if axis is not None:
             entries[axis] = self.context.axis
         return PartitionSpec(*entries)
 
     def specs(self) -> tuple[Any, ...]:
+        batch, heads = self.context.batch_axis, self.context.head_axis
         length, rank = self.length_axis, self.problem.query.ndim
         wide, statistic = self.spec(rank, length), self.spec(rank - 1, rank - 2)
+        if batch is not None:  # [B, length, heads, head_dim] and [B, heads, length]
+            wide = PartitionSpec(batch, self.context.axis, heads)
+            statistic = PartitionSpec(batch, heads, self.context.axis)
         options = {name: self.spec(np.ndim(x), split_axis(name, x)) for name, x in self.arrays.items()}
         return (wide, wide, wide), options, (wide, statistic)
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import importlib.util
+import pathlib
 import re
 from typing import Any
 
@@ -18,7 +20,7 @@ from spread import Spread
 
 import jax_flash
 from jax_flash import checkpoint_policies, context, flex
-from jax_flash._context import orders
+from jax_flash._context import choice, orders
 from jax_flash.context import ContextParallel
 
 SCHEDULES = ("all_gather", "ring", "ulysses")
@@ -83,6 +85,30 @@ def test_every_option(case: Case, schedule: str, order: str) -> None:
 @pytest.mark.parametrize(("case", "schedule", "order"), ways_of(PACKED, every=4))
 def test_packed_sequences(case: PackedCase, schedule: str, order: str) -> None:
     check_case(cases.packed_problem(case, "float32"), case, schedule, order)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize(
+    ("case", "schedule", "order"),
+    [
+        pytest.param(CASES[i], schedule, order, id=f"{CASES[i].name}-{schedule}", marks=marks)
+        for i, schedule, order, marks in (
+            (3, "ring", "zigzag", ()),
+            (8, "all_gather", "striped", ()),
+            (9, "all_gather", "zigzag", ()),
+            (5, "ring", "striped", pytest.mark.slow),
+            (9, "ulysses", "striped", pytest.mark.slow),
+            (7, "ulysses", "zigzag", pytest.mark.slow),
+            (4, "all_gather", "contiguous", pytest.mark.slow),
+        )
+    ],
+)
+def test_meshes_with_other_axes(case: Case, schedule: str, order: str, kind: str) -> None:
+    """Batch and heads are split, too: the same dropout, the same gradients of what devices share."""
+    problem = cases.problem(case, "float32")
+    of_context = ContextParallel("seq", schedule, order, "data", "heads")
+    grid = spread.mesh({"data": 2, "seq": 2, "heads": 2}, kind)
+    problem.check("cpu", Spread(CPU, problem, of_context, grid).run(bound=False))
 
 
 @pytest.mark.parametrize(
@@ -584,3 +610,21 @@ def test_flax_hook() -> None:
         with pytest.raises(NotImplementedError, match="context must not be given where weights are sown"):
             spread_module(x, sow_weights=True)
     np.testing.assert_allclose(np.asarray(context.restore(np.asarray(got), 2, order)), want, rtol=1e-4, atol=1e-5)
+
+
+def test_tables_of_the_model_of_scale() -> None:
+    """docs/scaling.md has what research/context/scaling.py prints."""
+    folder = pathlib.Path(__file__).parents[1]
+    spec = importlib.util.spec_from_file_location("scaling", folder / "research" / "context" / "scaling.py")
+    assert spec is not None
+    assert spec.loader is not None
+    scaling = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(scaling)
+    text = (folder / "docs" / "scaling.md").read_text(encoding="utf-8")
+    for title, table in scaling.tables().items():
+        assert f"### {title}\n\n{table}\n" in text
+    # The library counts the same bytes: 64 tokens on 8 devices, 8 key heads, head_dim 128, bfloat16.
+    sizes = choice.Sizes(64, 64, scaling.HEADS, 8, 2 * scaling.HEAD_DIM)
+    for schedule in SCHEDULES:
+        sent = sum(choice.travels(schedule, 8, sizes, scaling.ITEM, 1).values())
+        assert sent == pytest.approx(scaling.cost(schedule, 64, 8, 8, 1.0).sent)

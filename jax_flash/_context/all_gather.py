@@ -25,7 +25,7 @@ from jax_flash._context.call import (
     sliced_rows,
     widened,
 )
-from jax_flash._native.private import checkpoint_name
+from jax_flash._native import private
 from jax_flash.checkpoint_policies import GATHERED
 
 
@@ -35,10 +35,9 @@ def attention(
     operands = {name: _of_all_keys(call, name, x) for name, x in operands.items()}
     parts = 2 if call.rows.order == "zigzag" and call.devices > 1 and not _placed(call) else 1
     gather = functools.partial(_gathered_keys, call, axis=1)
-    keys, values = (
-        tuple(checkpoint_name(x, GATHERED) for x in copies)
-        for copies in (widened(gather, key, parts), widened(gather, value, parts))
-    )
+    keys, values = widened(gather, key, parts), widened(gather, value, parts)
+    if private.MISSING is None:
+        keys, values = (tuple(private.checkpoint_name(x, GATHERED) for x in copies) for copies in (keys, values))
     if _placed(call):
         return _at_their_places(call, query, keys[0], values[0], operands)
     if call.rows.order == "striped" and call.devices > 1:
