@@ -352,6 +352,11 @@ def count(program: Any, operation: str) -> int:
     return len(re.findall(rf"= \S.* {operation}(?:-start)?\(", program.as_text()))
 
 
+OLD_JAX = jax.__version_info__ < (0, 10)
+NO_POLICY = "jax 0.9 fails an assertion where a policy for remat saves names inside a shard_map"
+
+
+@pytest.mark.skipif(OLD_JAX, reason=NO_POLICY)
 def test_what_remat_saves_is_not_gathered_again() -> None:
     save = jax.checkpoint_policies.save_only_these_names(*checkpoint_policies.NAMES, checkpoint_policies.GATHERED)
 
@@ -382,6 +387,8 @@ def test_what_travels() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_layers_in_a_scan(schedule: str) -> None:
     """With remat, and arguments that are donated."""
+    if schedule == "ring" and OLD_JAX:
+        pytest.skip(NO_POLICY)
     grid = spread.mesh({"data": 2, "seq": 2})
     of_context = ContextParallel("seq", schedule, "zigzag", batch_axis="data")
     rng = np.random.default_rng(0)
