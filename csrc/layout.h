@@ -37,6 +37,10 @@ JAX_FLASH_BOTH auto dq_elements(Heads heads, Tiles tiles, int head_dim) {
 // After it, one sum of the slopes' gradient for so many keys of a batch entry and a query head.
 constexpr int kSlopeKeys = 16;
 
+// A gradient of a captured array with exact_sums: of every element so many 64-bit digits of 24 bits, digit i in units
+// of 2^(24 i - 149), and a word of flags (device/captured.cuh). Integers add up to the same in any order.
+constexpr int kSumDigits = 12;
+
 // The scratch of a forward whose keys are split: the sums of each slice, [B, N, T, V], then maximum and total of each
 // slice, [B, N, T, 2]. These are the elements of one slice; `rows` is B * N * T.
 template <typename Rows>

@@ -112,8 +112,8 @@ struct Problem {
   BlockStrides mask_blocks_strides;
   // The arrays that score and mask functions captured; null beyond them. The functions' source knows shapes and dtypes.
   const void* captured[kMostCaptured];
-  // backward only: the gradients, float, of those that have one, in their order, and their elements. The pass adds to
-  // them.
+  // backward only: the gradients of those that have one, in their order, and how many floats they take: float, or with
+  // exact_sums [elements, kSumDigits + 1] of 64 bits. The pass adds to them.
   void* dcaptured[kMostCaptured];
   long long dcaptured_elements[kMostCaptured];
 };

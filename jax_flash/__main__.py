@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.command == "bench":
             return 0 if grid.run(args) else 1
         if args.action == "build":
-            _kernels.build(args.arch, args.out)
+            _kernels.build(args.arch, args.out, args.call)
         elif args.action == "clear":
             _kernels.clear()
         else:
@@ -81,11 +81,19 @@ def _parser() -> argparse.ArgumentParser:
     actions = kernels.add_subparsers(dest="action", required=True, metavar="ACTION")
     build = actions.add_parser(
         "build",
-        help="compile the common variants into a folder",
+        help="compile the common variants, or those of a function's calls, into a folder",
         description="Compiles the common variants ahead of time; no GPU is needed. A process that has "
         "JAX_FLASH_PREBUILT_DIR set to that folder takes its kernels from there and compiles only the others.",
     )
     build.add_argument("--out", required=True, type=pathlib.Path, metavar="DIR", help="where the cubins go")
+    build.add_argument(
+        "--call",
+        action="append",
+        default=[],
+        metavar="MODULE:FUNCTION",
+        help="instead of the common variants those of a training step or a call: FUNCTION() returns (function, "
+        "*arguments), of arrays or jax.ShapeDtypeStruct; may be given several times",
+    )
     listing = actions.add_parser(
         "list",
         help="show what the common variants use",

@@ -16,7 +16,7 @@ from jax_flash._context import choice as _context
 from jax_flash._context.choice import place_of
 from jax_flash._context.run import sizes_of
 from jax_flash._functions import arguments as _functions
-from jax_flash._functions import cuda
+from jax_flash._functions import cpu, cuda
 from jax_flash._implementations import choice
 from jax_flash._native import registration
 from jax_flash._native import tuned as _tuned
@@ -36,8 +36,9 @@ class Explanation:
       tuned: tile rows of ``bench tune --store`` for this GPU and head_dim: calls with no option but ``causal`` and
         ``deterministic_backward`` use them instead of the table's.
       split: if the query is sharded over devices, which of its shardings the kernels keep and what is gathered.
-      source: with ``source=True``, what CUDA's kernels are compiled with of ``score_mod``, ``mask_mod`` and
-        ``block_mask``; "" if there are none, or if they can't be printed, for which ``obstacles`` has the reason.
+      source: with ``source=True``, what the platform's kernels have of ``score_mod``, ``mask_mod`` and ``block_mask``:
+        what CUDA's are compiled with, or what a CPU's evaluate; "" if there are none, or if they can't be printed, for
+        which ``obstacles`` has the reason.
       context: with ``context``, which schedule serves the call and why others can't, what travels and how many bytes
         each device sends, and which options of XLA's compiler would hide that behind the kernels but are off.
     """
@@ -90,7 +91,7 @@ def explain(
       platform: "cpu", "cuda" (or "gpu", which means it), "rocm" or "tpu"; None means that of JAX's default device.
       implementation: as for `attention`.
       precision: as for `attention`.
-      source: also say what CUDA's kernels are compiled with of ``score_mod``, ``mask_mod`` and ``block_mask``.
+      source: also say what kernels are compiled with, or evaluate, of ``score_mod``, ``mask_mod`` and ``block_mask``.
       **options: the other keyword arguments of `attention`.
 
     Raises:
@@ -134,8 +135,9 @@ def explain(
         tuned = tuple(map(str, _tuned.in_use(registration.cuda_status()["devices"], call.head_dim)))
     split = _split(query, key, options) if chosen in choice.KERNELS else ()
     printed = ""
-    if checks.boolean("source", source) and functions is not None and cuda.unprintable(functions) is None:
-        printed = cuda.source(functions, derives=True)
+    printer: Any = cpu if platform == "cpu" else cuda
+    if checks.boolean("source", source) and functions is not None and printer.unprintable(functions) is None:
+        printed = printer.source(functions, derives=True)
     context: tuple[str, ...] = ()
     if place is not None:
         context, split = _of_context(place, schedule, shapes, options, platform), ()

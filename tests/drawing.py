@@ -5,13 +5,16 @@ A *program* is what is compiled; lengths, segments, offsets and all arrays of a 
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import cases
 import jax
+import jax.numpy as jnp
 import numpy as np
 from cases import Case, PackedCase, Target
+
+from jax_flash import flex
 
 T = TypeVar("T")
 
@@ -29,6 +32,7 @@ HEAD_DIMS = ((8, 8), (16, 16), (1, 3), (24, 40), (59, 59), (64, 32), (64, 64))
 LARGE_HEAD_DIMS = (
     *((64, 64), (64, 192), (40, 24), (96, 96), (128, 128), (128, 64), (72, 128), (192, 128), (256, 256), (64, 256)),
 )
+INTERVALS = ("kv_start:bt", "kv_start:bnt kv_end:bnt", "q_start:s q_end:bns", "kv_end:t q_start:ns")
 LIMITS = (None, 0, 3, 20)
 LARGE_LIMITS = (*LIMITS, 100, 300)
 DIMS = ("bnts", "nts", "bts", "ts", "bs", "ns", "s", "bnt", "t", "n", "")
@@ -53,7 +57,12 @@ OPTIONS_OF_BATCHES: dict[str, tuple[Any, ...]] = {
     "segments": (1, 2, 3, 4, 5, 9),
     "q_lengths": (True,),
     "kv_lengths": (True,),
+    "intervals": INTERVALS,
 }
+FUNCTIONS = ("mask_mod", "block_mask", "score_mod", "score_mod, block_mask")
+LARGE_FUNCTIONS = ("band_mod", "band_blocks", "slopes_mod", "slopes_mod, band_blocks")
+"""What of the other options is said by functions: the masks, or what changes scores; or only what does not capture
+arrays of rows and keys, of whose sizes programs of another shape would be compiled with others."""
 OPTIONS_OF_SEQUENCES: dict[str, tuple[Any, ...]] = {**SHARED_OPTIONS, "alibi": ("n", "dn")}
 
 
@@ -85,6 +94,8 @@ def program(choose: Chooser, dtypes: Sequence[str], *, large: bool = False) -> P
     """Draws a program; ``large``: with many heads and large head dims."""
     packed = choose.one((False, False, False, True))
     values = {**(OPTIONS_OF_SEQUENCES if packed else OPTIONS_OF_BATCHES), "window": LARGE_LIMITS if large else LIMITS}
+    if not packed:
+        values["functions"] = LARGE_FUNCTIONS if large else FUNCTIONS
     names = choose.some(sorted(values))
     options = {name: choose.one(values[name]) for name in names}
     if "window" in options:
@@ -104,7 +115,7 @@ def problem_of(program: Program, shape: Shape, seed: int) -> cases.Problem:
     """A problem whose arrays, offsets, lengths and segments are determined by the seed."""
     rng = np.random.default_rng(seed)
     options: dict[str, Any] = dict(program.options)
-    for name in ("deterministic", "untrained"):  # the program's alone
+    for name in ("deterministic", "untrained", "functions"):  # the program's alone
         options.pop(name, None)
     q_length, kv_length = shape
     if "arrays" in options:
@@ -154,6 +165,77 @@ def problem_of(program: Program, shape: Shape, seed: int) -> cases.Problem:
     return cases.problem.__wrapped__(case, program.dtype)
 
 
+def by_functions(kinds: str, problem: cases.Problem) -> Callable[..., Any]:
+    """attention() with some of its options as functions, which compute the same."""
+    batch, (q_heads, q_length), kv_length = problem.query.shape[:-3], problem.dlse.shape[-2:], problem.key.shape[-3]
+    leading = int(np.prod(batch))
+
+    def attend(*inputs: jax.Array, **options: Any) -> Any:
+        q_offset = options.get("q_offset", 0)
+        offsets = jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), batch).reshape(leading)
+
+        def read(name: str) -> Callable[..., jax.Array]:
+            """Elements of an array that is broadcast to [*batch, N, T, S]."""
+            x = jnp.asarray(options.pop(name))
+            x = x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
+            if x.shape[: len(batch)] != batch:
+                x = jnp.broadcast_to(x, (*batch, *x.shape[-3:])) if any(n > 1 for n in x.shape[:-3]) else x
+            x = x.reshape(-1, *x.shape[-3:])
+
+            def of_pair(b: Any, h: Any, q: Any, kv: Any) -> jax.Array:
+                place = (b, h, q - offsets[b], kv)
+                return x[tuple(i if n > 1 else 0 for i, n in zip(place, x.shape, strict=True))]
+
+            return of_pair
+
+        masks: list[Callable[..., Any]] = []
+        if "mask_mod" in kinds or "block" in kinds or "band" in kinds:
+            if options.pop("causal", False):
+                masks.append(lambda b, h, q, kv: q >= kv)
+            window = options.get("window")
+            if isinstance(window, tuple) and all(side is None or isinstance(side, int) for side in window):
+                left, right = (2**20 if side is None else side for side in options.pop("window"))
+                masks.append(lambda b, h, q, kv: (kv >= q - left) & (kv <= q + right))
+            if "mask" in options and "band" not in kinds:
+                masks.append(read("mask"))
+        if masks:
+            keeps = flex.and_masks(*masks)
+            if "block" in kinds:
+                size = None if isinstance(q_offset, jax.Array) else (leading, q_heads, q_length, kv_length)
+                if size is not None and isinstance(q_offset, int):
+                    options["block_mask"] = flex.create_block_mask(keeps, *size, q_offset=q_offset, block_size=(64, 32))
+                    masks.clear()
+            if masks:
+                options["mask_mod"] = keeps
+        steps: list[Callable[..., Any]] = []
+        if "score_mod" in kinds or "slopes" in kinds:
+            if "bias" not in options or "slopes" not in kinds:
+                if cap := options.pop("softcap", None):
+                    steps.append(lambda s, *_: jnp.asarray(cap, s.dtype) * jnp.tanh(s / jnp.asarray(cap, s.dtype)))
+                if "bias" in options:
+                    bias = read("bias")
+                    steps.append(lambda s, *pair: s + bias(*pair).astype(s.dtype))
+            if "alibi_slopes" in options:
+                slopes = jnp.asarray(options.pop("alibi_slopes")).reshape(-1, q_heads)
+
+                def alibi(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+                    slope = slopes[b if slopes.shape[0] > 1 else 0, h]
+                    return s - slope.astype(s.dtype) * jnp.abs((q - kv).astype(s.dtype))
+
+                steps.append(alibi)
+        if steps:
+
+            def score_mod(score: Any, *pair: Any) -> Any:
+                for step in steps:
+                    score = step(score, *pair)
+                return score
+
+            options["score_mod"] = score_mod
+        return problem.attend(*inputs, **options)
+
+    return attend
+
+
 ARRAY = (np.ndarray, jax.Array)
 
 
@@ -168,7 +250,7 @@ class Compiled:
         given = dict(program.options)
         self.trained = () if given.get("untrained") else tuple(problem.trainable)
         attend = functools.partial(
-            problem.attend,
+            by_functions(given["functions"], problem) if "functions" in given else problem.attend,
             **fixed,
             deterministic_backward=given.get("deterministic"),
             return_lse=True,

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_flash._functions import cuda, trace
+
 
 def functions(batch: int = 2, heads: int = 4, length: int = 333) -> tuple[dict[str, Callable[..., Any]], ...]:
     """Mask functions, and score functions, by name; for positions below ``length``."""
@@ -21,6 +23,9 @@ def functions(batch: int = 2, heads: int = 4, length: int = 333) -> tuple[dict[s
     relative = jnp.asarray(random.standard_normal((heads, 2 * length)), jnp.float32)
     table = jnp.asarray(random.standard_normal((heads, 16)), jnp.bfloat16)
     distances = jnp.asarray(random.integers(0, 16, (length, length)), jnp.int8)
+    caps = jnp.asarray(1 + random.random(heads), jnp.float32)
+    of_rows, of_keys = (jnp.asarray(random.random(length), jnp.float32) for _ in range(2))
+    factor = jnp.asarray(0.5, jnp.float16)
     width, radius = 16, 3
 
     def causal(b, h, q, kv):
@@ -75,11 +80,39 @@ def functions(batch: int = 2, heads: int = 4, length: int = 333) -> tuple[dict[s
         "filled": lambda score, b, h, q, kv: (
             score + slopes.at[kv % 5].get(mode="fill", fill_value=0.0).astype(score.dtype) * 3
         ),
+        "capped": lambda score, b, h, q, kv: (
+            jnp.tanh(score / caps[h].astype(score.dtype)) * caps[h].astype(score.dtype)
+        ),
+        "sides": lambda score, b, h, q, kv: (
+            score * of_rows[q].astype(score.dtype)
+            + jnp.square(score) * 0.1 * factor.astype(score.dtype)
+            + of_keys[kv].astype(score.dtype)
+        ),
         "exponents": lambda score, b, h, q, kv: (
             score + jnp.log1p(jnp.exp(score)) * 0.1 + ((q % 7) ** 2).astype(score.dtype) * 0.01
         ),
     }
     return masks, scores
+
+
+def source(
+    score: str | None = None, mask: str | None = None, partial: str | None = None, *, derives: bool = False
+) -> str:
+    """What CUDA's kernels are compiled with for functions of these names, with all gradients where they are derived;
+    ``partial`` decides in partial blocks of 128 x 128."""
+    masks, scores = functions()
+    captured = trace.Captured()
+
+    def of(kind: str, f: Callable[..., Any] | None) -> trace.Function | None:
+        return None if f is None else trace.trace(kind, f, kind, jnp.float32, captured)
+
+    own, of_all = of("score", scores.get(score or "")), of("mask", masks.get(mask or ""))
+    of_partial = of("mask", masks.get(partial or ""))
+    size = (128, 128) if partial else (1, 1)
+    found = trace.Functions(own, () if of_all is None else (of_all,), of_partial, block_size=size)
+    read = own.captured if own is not None and derives else ()
+    gradients = [i for i in read if jnp.issubdtype(captured.arrays[i].dtype, jnp.floating)]
+    return cuda.source(found, derives=derives, gradients=gradients)
 
 
 POINTS = jnp.asarray(np.random.default_rng(1).standard_normal((333, 2)), jnp.float32)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -631,3 +632,41 @@ def test_kernels_build_into_a_file(built, tmp_path, capsys):
     assert main(["kernels", "build", "--arch", "sm_80", "--out", str(out)]) == 1
     assert f"--out must name a folder, got a file: {out}" in capsys.readouterr().err
     assert not built
+
+
+def test_kernels_of_a_call_are_built(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its function: what a process that is lowered for this GPU asks for."""
+    (tmp_path / "a_step.py").write_text(
+        """
+import jax
+import jax.numpy as jnp
+import jax_flash
+
+def loss(query, table):
+    for _ in range(2):
+        query = jax_flash.attention(query, query, query, score_mod=lambda s, b, h, q, kv: s + table[h, q - kv + 64])
+    return query.astype(jnp.float32).sum()
+
+def step():
+    return jax.grad(loss, (0, 1)), jax.ShapeDtypeStruct((2, 64, 2, 60), "bfloat16"), jnp.ones((2, 128), jnp.float32)
+"""
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    built: list[dict[str, Any]] = []
+    monkeypatch.setattr(_core, "build_kernels", lambda **arguments: built.append(arguments) or [])
+    for arch, dtype in ((90, "bfloat16"), (75, "float16")):
+        built.clear()
+        _kernels.build([arch], tmp_path / "out", ["a_step:step"])
+        forward, backward = built
+        assert forward["passes"][1:3] == ("forward", "forward_split_kv")
+        assert backward["passes"][1] == "backward"
+        for call in built:
+            assert call["dtypes"] == [dtype]
+            assert call["head_dims"] == [(64, 64)]
+            assert call["options"][0]["has_descale"] == (arch == 75)
+            assert "problem.captured[0]" in call["options"][0]["functions"]
+        assert "add_to(problem.dcaptured[0]" in backward["options"][0]["functions"]
+        assert not backward["options"][0]["exact_sums"]
+    for name in ("a_step", "a_step:loss", "no_step:step"):
+        with pytest.raises(ValueError, match="--call must be MODULE:FUNCTION"):
+            _kernels.build([90], tmp_path / "out", [name])

@@ -203,7 +203,13 @@ class Xla(recording.Xla):
 
     def _attributes(self, options: Mapping[str, Any], alive: list[Any]) -> recording.Attributes:
         values: dict[str, Any] = dataclasses.asdict(Options(causal=False, scale=0.125))
-        values |= {"functions": "", "captured": 0, "dcaptured": 0, "mask_block_rows": 1, "mask_block_keys": 1}
+        values |= {
+            "functions": "",
+            "captured": 0,
+            "dcaptured": 0,
+            "mask_block_rows": 1,
+            "mask_block_keys": 1,
+        }
         values |= {f"has_{name}": False for name in OPERANDS}
         values |= {f"has_d{name}": False for name, operand in OPERANDS.items() if operand.trainable}
         values |= {f"wide_{name}": False for name, operand in OPERANDS.items() if operand.may_be_narrow}

@@ -14,13 +14,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_flash
 from jax_flash import flex
-from jax_flash._functions import plain, trace
+from jax_flash._call.options import Options
+from jax_flash._functions import cuda, plain, trace
 from jax_flash._implementations import choice
 from jax_flash.flex import BlockMask, create_block_mask
 
 B, N, K, H = 2, 4, 2, 16
-IMPLEMENTATIONS = ("xla", "reference")
+IMPLEMENTATIONS = ("xla", "reference", "cpu")
 rng = np.random.default_rng(0)
+TABLE = jnp.ones((N, 16), jnp.float32)
 
 
 def inputs_of(t: int, s: int, dtype: Any = np.float64, batch: int = B, seed: int = 0) -> list[jax.Array]:
@@ -56,6 +58,16 @@ def dense(
     return jnp.einsum("bnts,bsnh->btnh", weights, value), lse
 
 
+def kind_of(implementation: str) -> tuple[Any, float, float]:
+    """The dtype in which an implementation is tested, and the tolerance of values and of gradients."""
+    return (np.float32, 5e-6, 3e-5) if implementation == "cpu" else (np.float64, 1e-11, 1e-10)
+
+
+def exact(x: Any) -> Any:
+    """With the floating arrays in float64."""
+    return jax.tree.map(lambda a: a.astype(jnp.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a, x)
+
+
 def close(found: Any, wanted: Any, tolerance: float = 1e-11) -> None:
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), rtol=tolerance, atol=tolerance)
@@ -67,15 +79,18 @@ def close(found: Any, wanted: Any, tolerance: float = 1e-11) -> None:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", list(gallery.GALLERY))
 def test_gallery(name: str, implementation: str) -> None:
-    """Out and all gradients, in float64; several chunks long, which the length does not fill."""
+    """Out and all gradients, against float64; several chunks long, which the length does not fill."""
     sizes = gallery.Sizes(B, N, 289)
-    *inputs, dout = inputs_of(sizes.length, sizes.length)
-    arrays = gallery.draw(name, sizes, dtype=np.float64)
+    dtype, _, tolerance = kind_of(implementation)
+    *inputs, dout = inputs_of(sizes.length, sizes.length, dtype)
+    arrays = gallery.draw(name, sizes, dtype=dtype)
     found = gallery.gradients_of(
         lambda q, k, v, a: gallery.attend(name, sizes, q, k, v, a, implementation=implementation), dout, inputs, arrays
     )
-    wanted = gallery.gradients_of(lambda q, k, v, a: gallery.dense(name, sizes, q, k, v, a), dout, inputs, arrays)
-    close(found, wanted)
+    wanted = gallery.gradients_of(
+        lambda q, k, v, a: gallery.dense(name, sizes, q, k, v, a), exact(dout), exact(inputs), exact(arrays)
+    )
+    close(found, wanted, tolerance)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -135,14 +150,15 @@ def test_captured_arrays_of_every_kind(implementation: str) -> None:
 def test_with_every_other_option(implementation: str) -> None:
     """It comes after softcap, bias and ALiBi; masks are a conjunction; dropout drops the same; lse is of the result."""
     t, s, offset = 50, 290, 240
-    query, key, value, dout = inputs_of(t, s)
-    bias = jnp.asarray(rng.standard_normal((1, N, t, s)))
-    slopes, table = jnp.asarray([0.1, 0.2, 0.3, 0.4]), jnp.asarray(rng.standard_normal(s))
+    dtype, tolerance, of_gradients = kind_of(implementation)
+    query, key, value, dout = inputs_of(t, s, dtype)
+    bias = jnp.asarray(rng.standard_normal((1, N, t, s)), dtype)
+    slopes, table = jnp.asarray([0.1, 0.2, 0.3, 0.4], dtype), jnp.asarray(rng.standard_normal(s), dtype)
     q_ids = jnp.zeros((B, t), jnp.int32)
     kv_ids = jnp.asarray(rng.integers(0, 2, (B, s)), jnp.int32)
     dropout_key = jax.random.key(1)
     options = dict(causal=True, window=(200, None), q_offset=offset, q_segment_ids=q_ids, kv_segment_ids=kv_ids)
-    options |= dict(kv_lengths=[250, 290], softcap=2.0, sinks=jnp.asarray([0.0, 1.0, -1.0, 2.0]))
+    options |= dict(kv_lengths=[250, 290], softcap=2.0, sinks=jnp.asarray([0.0, 1.0, -1.0, 2.0], dtype))
 
     def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
         return score * table[kv] + (q - kv).astype(score.dtype) * 0.01
@@ -165,7 +181,7 @@ def test_with_every_other_option(implementation: str) -> None:
         after = before * table + distance * 0.01
         keep = (jnp.arange(s) + jnp.arange(N)[:, None]) % 3 != 0
         zeros = jnp.zeros_like(q)
-        plain_options = {name: x for name, x in options.items() if name != "softcap"}
+        plain_options = {name: exact(x) for name, x in options.items() if name != "softcap"}
         return jax_flash.attention(
             zeros, k, v, bias=after, mask=keep[None, :, None], dropout_rate=0.3, dropout_key=dropout_key,
             return_lse=True, implementation="reference", **plain_options,
@@ -173,18 +189,19 @@ def test_with_every_other_option(implementation: str) -> None:
 
     args = (query, key, value, bias, slopes, table)
     (out, lse), pullback = jax.vjp(ours, *args)
-    (want, want_lse), want_pullback = jax.vjp(plainly, *args)
-    close((out, lse), (want, want_lse))
-    dlse = jnp.asarray(rng.standard_normal(lse.shape))
-    close(pullback((dout, dlse)), want_pullback((dout, dlse)), 1e-10)
+    (want, want_lse), want_pullback = jax.vjp(plainly, *exact(args))
+    close((out, lse), (want, want_lse), tolerance)
+    dlse = jnp.asarray(rng.standard_normal(lse.shape), dtype)
+    close(pullback((dout, dlse)), want_pullback(exact((dout, dlse))), of_gradients)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_dropped_pairs_add_exactly_nothing(implementation: str) -> None:
     """Where a pair is dropped the function, its derivatives and what it captured may be NaN or infinite."""
     t = s = 280
-    query, key, value, dout = inputs_of(t, s)
-    table = jnp.asarray(rng.standard_normal(s)).at[7].set(jnp.nan).at[260].set(jnp.inf)
+    dtype, tolerance, of_gradients = kind_of(implementation)
+    query, key, value, dout = inputs_of(t, s, dtype)
+    table = jnp.asarray(rng.standard_normal(s), dtype).at[7].set(jnp.nan).at[260].set(jnp.inf)
 
     def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
         distance = (q - kv).astype(score.dtype)
@@ -206,14 +223,14 @@ def test_dropped_pairs_add_exactly_nothing(implementation: str) -> None:
     def plainly(q: Any, k: Any, v: Any, table: Any) -> Any:
         return dense(q, k, v, lambda *x: safely(*x, table), mask_mod)
 
-    cotangents = dout, jnp.asarray(rng.standard_normal((B, N, t)))
-    wanted, pullback = jax.vjp(plainly, query, key, value, table)
-    gradients = pullback(cotangents)
+    cotangents = dout, jnp.asarray(rng.standard_normal((B, N, t)), dtype)
+    wanted, pullback = jax.vjp(plainly, *exact((query, key, value, table)))
+    gradients = pullback(exact(cotangents))
     for block_mask in (None, create_block_mask(mask_mod, None, None, t, s, block_size=64)):
         found, pull = jax.vjp(functools.partial(ours, block_mask=block_mask), query, key, value, table)
-        close(found, wanted)
+        close(found, wanted, tolerance)
         dtable = pull(cotangents)[3]
-        close(pull(cotangents), gradients, 1e-10)
+        close(pull(cotangents), gradients, of_gradients)
         assert dtable[7] == dtable[260] == 0
     # The second derivative is finite, too.
     second = jax.jvp(lambda x: jax.vjp(functools.partial(ours, query, key, value), x)[1](cotangents)[0],
@@ -224,7 +241,7 @@ def test_dropped_pairs_add_exactly_nothing(implementation: str) -> None:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_what_a_score_function_may_return(implementation: str) -> None:
     """-inf drops a pair, +inf and NaN make the row NaN, and a row that keeps nothing gives zeros."""
-    query, key, value, _ = inputs_of(6, 20)
+    query, key, value, _ = inputs_of(6, 20, kind_of(implementation)[0])
 
     def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         score = jnp.where((q == 0) & (kv < 10), -jnp.inf, score)
@@ -236,32 +253,33 @@ def test_what_a_score_function_may_return(implementation: str) -> None:
     out, lse = attend(query, key, value, score_mod=score_mod)
     plainly, plain_lse = attend(query, key, value)
     dropped, dropped_lse = attend(query[:, :1], key[:, 10:], value[:, 10:])
-    close((out[:, :1], lse[..., :1]), (dropped, dropped_lse))
+    close((out[:, :1], lse[..., :1]), (dropped, dropped_lse), kind_of(implementation)[1])
     assert np.isnan(out[:, 2]).all()
     assert not np.isfinite(out[:, 1]).any()
     assert not out[:, 3].any()
     assert np.isneginf(lse[..., 3]).all()
-    close((out[:, 4:], lse[..., 4:]), (plainly[:, 4:], plain_lse[..., 4:]))
+    close((out[:, 4:], lse[..., 4:]), (plainly[:, 4:], plain_lse[..., 4:]), kind_of(implementation)[1])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_positions(implementation: str) -> None:
     """q counts from q_offset, which may be negative, traced and different in every batch entry; it saturates."""
-    query, key, value, _ = inputs_of(5, 30)
+    query, key, value, _ = inputs_of(5, 30, kind_of(implementation)[0])
     seen = functools.partial(
         jax_flash.attention, query, key, value, mask_mod=lambda b, h, q, kv: kv <= q, implementation=implementation
     )
-    close(seen(q_offset=12), jax_flash.attention(query, key, value, causal=True, q_offset=12))
-    close(seen(q_offset=-3), jax_flash.attention(query, key, value, causal=True, q_offset=-3))
+    alike = functools.partial(close, tolerance=kind_of(implementation)[1])
+    alike(seen(q_offset=12), jax_flash.attention(query, key, value, causal=True, q_offset=12))
+    alike(seen(q_offset=-3), jax_flash.attention(query, key, value, causal=True, q_offset=-3))
     offsets = jnp.asarray([4, 20], jnp.int32)
     wanted = jax_flash.attention(query, key, value, causal=True, q_offset=offsets)
-    close(jax.jit(lambda offsets: seen(q_offset=offsets))(offsets), wanted)
+    alike(jax.jit(lambda offsets: seen(q_offset=offsets))(offsets), wanted)
     largest = 2**31 - 2
     last = jax_flash.attention(
         query, key, value, q_offset=largest, implementation=implementation,
         mask_mod=lambda b, h, q, kv: (q == 2**31 - 1) == (kv < 10),
     )  # fmt: skip
-    close(last[:, 1:], jax_flash.attention(query[:, 1:], key[:, :10], value[:, :10]))
+    alike(last[:, 1:], jax_flash.attention(query[:, 1:], key[:, :10], value[:, :10]))
 
 
 # Transformations
@@ -296,6 +314,40 @@ def test_no_program_is_compiled_again() -> None:
         "score_mod", relative(jnp.ones((N, 16), jnp.float32), 7), "score", jnp.float32, trace.Captured()
     )
     assert records[0] != other
+
+
+def _own_derivative(factor: float) -> Callable[..., Any]:
+    @jax.custom_vjp
+    def f(x: jax.Array) -> jax.Array:
+        return x * 2
+
+    f.defvjp(lambda x: (f(x), None), lambda _, ct: (ct * factor,))
+    return f
+
+
+@pytest.mark.parametrize(
+    "activation", [jax.nn.relu, jax.nn.silu, jax.nn.gelu, jax.nn.softplus, lambda x: _own_derivative(3.0)(x)]
+)  # fmt: skip
+def test_functions_with_derivatives_of_their_own_are_known_again(activation: Callable[..., Any]) -> None:
+    """32 layers, each with its own function object: one function of one text."""
+
+    def layer() -> Any:
+        score_mod = lambda score, b, h, q, kv: activation(score) + TABLE[h, q]  # noqa: E731
+        captured = trace.Captured()
+        return trace.trace("score_mod", score_mod, "score", jnp.float32, captured)
+
+    layers = [layer() for _ in range(32)]
+    assert len(set(layers)) == 1
+    assert len({cuda.source(trace.Functions(x), derives=True) for x in layers}) == 1
+
+
+def test_functions_with_other_derivatives_are_others() -> None:
+    def of(factor: float) -> trace.Function:
+        f = _own_derivative(factor)
+        return trace.trace("score_mod", lambda s, b, h, q, kv: f(s), "score", jnp.float32, trace.Captured())
+
+    assert of(3.0) == of(3.0)
+    assert of(3.0) != of(4.0)
 
 
 def test_what_captured_arrays_alone_decide_is_computed_outside() -> None:
@@ -679,12 +731,23 @@ def test_at_most_so_many_arrays_are_captured() -> None:
 
 def test_kernels_refuse_by_name_and_leave_it_to_xla() -> None:
     query, key, value, _ = inputs_of(20, 30, np.float32)
-    explained = jax_flash.explain(query, key, value, mask_mod=lambda b, h, q, kv: q >= kv)
+
+    def sorts(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return score + jnp.sort(jnp.stack([q, kv]))[0].astype(score.dtype)
+
+    served = jax_flash.explain(query, key, value, mask_mod=lambda b, h, q, kv: q >= kv)
+    assert served.implementation == "cpu"
+    shown = jax_flash.explain(query, key, value, mask_mod=lambda b, h, q, kv: q >= kv, source=True)
+    assert shown.source.splitlines() == ["batch 0", "program mask", "q", "kv", "ge_i 0 1", "results 2"]
+    explained = jax_flash.explain(query, key, value, score_mod=sorts)
     assert explained.implementation == "xla"
-    assert "score_mod" in explained.obstacles["cpu"]
+    assert "functions with primitive sort" in explained.obstacles["cpu"]
     assert explained.source == ""
-    with pytest.raises(NotImplementedError, match="its kernels do not evaluate score_mod"):
-        call(mask_mod=lambda b, h, q, kv: q >= kv, implementation="cpu")
+    with pytest.raises(NotImplementedError, match="its kernels don't evaluate functions with primitive sort"):
+        call(score_mod=sorts, implementation="cpu")
+    wide = inputs_of(20, 30)
+    with pytest.raises(NotImplementedError, match="its kernels don't evaluate functions with float64"):
+        jax_flash.attention(*wide[:3], mask_mod=lambda b, h, q, kv: q >= kv, implementation="cpu")
 
 
 @pytest.mark.parametrize(
@@ -731,11 +794,76 @@ def test_a_tracer_that_has_ended_is_refused() -> None:
         call(score_mod=lambda s, b, h, q, kv: s + leak.tracer[kv])
 
 
-def test_deterministic_gradients_of_captured_arrays_are_not_left_to_atomic_additions() -> None:
-    table = jnp.ones((N, 16), jnp.float32)
-    score_mod = lambda score, b, h, q, kv: score + table[h, q - kv + 8]  # noqa: E731
+@pytest.mark.parametrize(
+    "score_mod",
+    [
+        lambda score, b, h, q, kv: score + TABLE[h, q - kv + 8],
+        lambda score, b, h, q, kv: score * TABLE[h, 0] + TABLE[h, 1] * score**2,
+        lambda score, b, h, q, kv: jnp.tanh(score / TABLE[h, kv]) * TABLE[h, kv] + TABLE[h, q],
+    ],
+)  # fmt: skip
+def test_kernels_serve_gradients_of_captured_arrays(score_mod: Callable[..., Any]) -> None:
+    """Also in one order, as long as there is room for the sums."""
     functions = trace.Functions(trace.trace("score_mod", score_mod, "score", jnp.float32, trace.Captured()))
     call = choice.Call("float16", 64, 64, functions=functions, gradients=(0,))
     assert choice._unprintable(call) is None
-    assert "atomically" in str(choice._unprintable(dataclasses.replace(call, deterministic=True)))
-    assert choice._unprintable(dataclasses.replace(call, deterministic=True, gradients=())) is None
+    assert choice._unprintable(dataclasses.replace(call, deterministic=True)) is None
+    wide = jnp.zeros((2048, 2049), jnp.float32)
+    of_pairs = lambda score, b, h, q, kv: score + wide[q, kv]  # noqa: E731
+    functions = trace.Functions(trace.trace("score_mod", of_pairs, "score", jnp.float32, trace.Captured()))
+    call = dataclasses.replace(call, functions=functions)
+    assert choice._unprintable(call) is None
+    assert "4196352 elements" in str(choice._unprintable(dataclasses.replace(call, deterministic=True)))
+
+
+def test_a_bias_of_rows_has_a_gradient_beside_a_score_function() -> None:
+    """Without one it shifts the scores of a row alike, and has that of lse."""
+    query, key, value, dout = inputs_of(7, 9)
+    bias = jnp.asarray(rng.standard_normal((1, N, 7, 1)))
+    score_mod = lambda score, b, h, q, kv: 2 * jnp.tanh(score / 2)  # noqa: E731
+
+    def loss(bias: jax.Array) -> jax.Array:
+        return (dout * jax_flash.attention(query, key, value, bias=bias, score_mod=score_mod)).sum()
+
+    def wanted(bias: jax.Array) -> jax.Array:
+        return (
+            dout * dense(query, key, value, lambda s, b, h, q, kv: score_mod(s + bias[0, h, q, 0], b, h, q, kv))[0]
+        ).sum()
+
+    close(jax.grad(loss)(bias), jax.grad(wanted)(bias))
+    options = Options(causal=False, scale=1.0)
+    call = choice.Call.of(query, value, options, ["bias"], {"bias": "1nt1"})
+    assert "bias of shape (..., 1)" in str(choice.obstacle("cuda", "cuda", call))
+    assert (
+        choice.obstacle(
+            "cuda", "cuda", choice.Call.of(query.astype(np.float32), value, options, ["bias"], {"bias": "1nts"})
+        )
+        is None
+    )
+
+
+WIDE_TABLE = jnp.ones((N, 64), jnp.float64)
+
+
+@pytest.mark.parametrize(
+    ("name", "score_mod"),
+    [
+        ("primitive scan", lambda s, b, h, q, kv: jax.lax.fori_loop(0, 3, lambda _, x: x * 0.5, s)),
+        ("primitive while", lambda s, b, h, q, kv: jax.lax.while_loop(lambda x: x > 3, lambda x: x / 2, s)),
+        ("primitive cond", lambda s, b, h, q, kv: jax.lax.cond(q > kv, lambda x: x * 2, lambda x: x, s)),
+        ("dtype float64", lambda s, b, h, q, kv: s + WIDE_TABLE[h, q - kv + 16].astype(s.dtype)),
+        ("primitive reduce_add", lambda s, b, h, q, kv: s + jnp.zeros(0, s.dtype).sum()),
+        (None, lambda s, b, h, q, kv: s * jnp.arange(3, dtype=s.dtype).sum()),
+    ],
+)
+def test_what_cannot_be_printed_is_named_and_left_to_xla(name: str | None, score_mod: Callable[..., Any]) -> None:
+    query, key, value, _ = inputs_of(16, 16, np.float32)
+    explanation = jax_flash.explain(query, key, value, score_mod=score_mod, platform="cuda")
+    if name is None or "cuda" not in explanation.obstacles:
+        assert explanation.implementation == "cuda"
+        assert name is None
+        return
+    assert name in explanation.obstacles["cuda"]
+    assert explanation.implementation == "xla"
+    want = dense(query, key, value, score_mod)[0]
+    close(jax_flash.attention(query, key, value, score_mod=score_mod), want, 1e-4)

@@ -58,6 +58,35 @@ for dtype in ("bfloat16",) if isa.endswith("_bf16") else ("float64", "float32", 
     right = oracle.attention(*inputs, dout, dlse, alibi_slopes=slopes, **options)["dalibi_slopes"]
     error = np.abs(got - right).max() / np.abs(right).max()
     assert error < (1e-12 if dtype == "float64" else 2e-5), (isa, dtype, error, got, right)
+
+# Score and mask functions with a block mask and the gradient of a captured array, in panels and in decoding.
+from jax_flash.flex import create_block_mask
+for t, s in ((150, 211), (3, 211)):
+    shapes = [(2, t, 4, 40), *[(2, s, 2, 40)] * 2]
+    drawn = [random.standard_normal(shape) for shape in (*shapes, shapes[0])]
+    table, ids = random.standard_normal((4, t + s)).astype(np.float32), random.integers(0, 3, s).astype(np.int8)
+
+    def attend(implementation, query, key, value, table):
+        mask = lambda b, h, q, kv: (q + 90 >= kv) & (jnp.asarray(ids)[kv] != h % 3)
+        score = lambda x, b, h, q, kv: 2 * jnp.tanh(x / 2) + table[h, q - kv + s] * jnp.exp(-jnp.abs(x))
+        block_mask = create_block_mask(mask, None, 4, t, s, block_size=(32, 64))
+        return jax_flash.attention(query, key, value, score_mod=score, block_mask=block_mask,
+                                   return_lse=True, implementation=implementation)
+
+    for dtype in ("bfloat16",) if isa.endswith("_bf16") else ("float32", "bfloat16", "float16"):
+        *inputs, dout = (x.astype(jnp.dtype(dtype)) for x in drawn)
+        dlse = random.standard_normal((2, 4, t)).astype(np.float32)
+        results = []
+        for implementation, cast in (("cpu", lambda x: x), ("reference", lambda x: x.astype(np.float64))):
+            args = *map(cast, inputs), cast(table)
+            got, pullback = jax.vjp(lambda *xs: attend(implementation, *xs), *args)
+            results.append((*got, *pullback((cast(dout), cast(dlse)))))
+        for name, a, b in zip(("out", "lse", "dq", "dk", "dv", "dtable"), *results, strict=True):
+            a, b = np.asarray(a, np.float64), np.asarray(b)
+            assert (np.isneginf(a) == np.isneginf(b)).all(), (isa, name, dtype)
+            a, b = (np.where(np.isfinite(b), x, 0) for x in (a, b))
+            error = np.abs(a - b).max() / np.abs(b).max()
+            assert error < 30 * float(jnp.finfo(dtype).eps), (isa, "functions", name, dtype, t, error)
 print(isa)
 """
 

@@ -13,6 +13,7 @@ import oracle
 import pytest
 
 from jax_flash._call.options import UNLIMITED, Options
+from jax_flash._functions import trace
 from jax_flash._implementations import scores
 
 B, T, S, N, K, H = 2, 7, 9, 4, 2, 8
@@ -67,6 +68,46 @@ def test_a_bias_of_minus_infinity_hides_rows() -> None:
     bias[..., 3] = bias[:, :, 2] = -np.inf
     found = [scores.kept(DEFAULT, {"bias": jnp.asarray(bias)}, side, T, S, K) for side in ("q", "kv")]
     assert [np.flatnonzero(~np.asarray(x).ravel()).tolist() for x in found] == [[2], [3]]
+
+
+@pytest.mark.parametrize("lengths", [(T, S), (300, 513)])
+def test_mask_functions_and_intervals_hide_rows(lengths: tuple[int, int]) -> None:
+    """Pairs are looked at by blocks, of which the last meets the one before."""
+    t, s = lengths
+    random = np.random.default_rng(1)
+    table = jnp.asarray(random.random((B, N, t)) < 0.7)
+    columns = jnp.asarray(random.random(s) < 0.5)
+    start = random.integers(0, s, (B, N, t)).astype(np.int32)
+    intervals = np.stack([start, np.minimum(start + random.integers(0, 3, start.shape), s)], axis=-1).astype(np.int32)
+    mask_mod = lambda b, h, q, kv: table[b, h, q] & columns[kv]  # noqa: E731
+    captured = trace.Captured()
+    functions = trace.Functions(masks=(trace.trace("mask_mod", mask_mod, "mask", jnp.float32, captured),))
+    keys = np.arange(s)
+    by_function = np.asarray(table)[..., None] & np.asarray(columns)
+    by_interval = (intervals[..., :1] <= keys) & (keys < intervals[..., 1:])
+    options = dataclasses.replace(DEFAULT, functions=functions)
+    of_intervals = {"kv_intervals": jnp.asarray(intervals)}
+    for of, operands, pairs in (
+        (options, captured.operands(), by_function),
+        (DEFAULT, of_intervals, by_interval),
+        (options, captured.operands() | of_intervals, by_function & by_interval),
+    ):
+        of_rows = np.moveaxis(pairs.any(axis=-1), 1, 2)
+        of_keys = np.moveaxis(pairs.any(axis=2).reshape(B, K, N // K, s).any(axis=2), 1, 2)
+        for side, want in (("q", of_rows), ("kv", of_keys)):
+            got = scores.kept(of, operands, side, t, s, K, (B, N))
+            assert got is not None
+            assert not want.all()
+            np.testing.assert_array_equal(np.broadcast_to(got, want.shape), want)
+
+
+def test_which_rows_functions_keep_takes_no_array_of_pairs() -> None:
+    functions = trace.Functions(
+        masks=(trace.trace("mask_mod", lambda b, h, q, kv: q >= kv, "mask", jnp.float32, trace.Captured()),)
+    )
+    options = dataclasses.replace(DEFAULT, functions=functions)
+    rows = jax.jit(lambda: scores.kept(options, {}, "kv", 8192, 8192, K, (B, N)))
+    assert rows.lower().compile().memory_analysis().temp_size_in_bytes < 8192 * 8192 // 4
 
 
 def test_without_masks_all_are_kept() -> None:

@@ -18,7 +18,7 @@ import pytest
 from cases import Case, Target
 
 import jax_flash
-from jax_flash import EXPORT_SAFE_TARGETS
+from jax_flash import EXPORT_SAFE_TARGETS, flex
 from jax_flash._implementations import choice
 
 FORWARD, BACKWARD = "jax_flash_forward", "jax_flash_backward"
@@ -195,7 +195,12 @@ def test_export_of_any_batch(tmp_path: pathlib.Path, platforms: tuple[str, ...])
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "options", [{}, {"bias": ("b", 4, 9, 12)}, {"alibi_slopes": (4,)}, {"mask": (1, 1, 9, 12)}], ids=str
+    "options",
+    [
+        *({}, {"bias": ("b", 4, 9, 12)}, {"alibi_slopes": (4,)}, {"mask": (1, 1, 9, 12)}),
+        *({"kv_start": ("b", 1, 9)}, {"q_end": (4, 12), "kv_end": ("b", 4, 9)}),
+    ],
+    ids=str,
 )
 def test_export_of_any_batch_for_gpus(options: dict[str, Any], dtype: str) -> None:
     """Lowered without a GPU; the kernels use the scratch that the module allocates for the actual batch."""
@@ -203,7 +208,8 @@ def test_export_of_any_batch_for_gpus(options: dict[str, Any], dtype: str) -> No
     query, key, value = symbolic(problem)
     arrays = {
         name: jax.ShapeDtypeStruct(
-            tuple(query.shape[0] if n == "b" else n for n in shape), bool if name == "mask" else "float32"
+            tuple(query.shape[0] if n == "b" else n for n in shape),
+            bool if name == "mask" else "int32" if name[:2] in ("kv", "q_") else "float32",
         )
         for name, shape in options.items()
     }
@@ -214,6 +220,40 @@ def test_export_of_any_batch_for_gpus(options: dict[str, Any], dtype: str) -> No
     exported = jax.export.export(jax.jit(run), platforms=("cuda",), disabled_checks=EXPORT_SAFE_TARGETS)
     text = exported(query, key, value, arrays).mlir_module()
     assert calls(text, BACKWARD) == 1
+
+
+def by_functions(query: Any, key: Any, value: Any, table: Any) -> jax.Array:
+    mask_mod = lambda b, h, q, kv: (q >= kv) | (kv < 3)  # noqa: E731
+    block_mask = flex.create_block_mask(mask_mod, None, None, query.shape[1], key.shape[1], block_size=(4, 8))
+    out: jax.Array = jax_flash.attention(
+        *(query, key, value), block_mask=block_mask, score_mod=lambda s, b, h, q, kv: s * table[h] + table[q % 4]
+    )
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_export_of_functions_for_gpus(dtype: str) -> None:
+    """Of any batch; the kernels are compiled with the functions where the module runs."""
+    problem = cases.problem(CASE, dtype)
+    table = jax.ShapeDtypeStruct((4,), "float32")
+
+    def run(query: Any, key: Any, value: Any, table: Any) -> Any:
+        return jax.vjp(by_functions, query, key, value, table)[1](query)
+
+    exported = jax.export.export(jax.jit(run), platforms=("cuda",), disabled_checks=EXPORT_SAFE_TARGETS)
+    text = exported(*symbolic(problem), table).mlir_module()
+    assert calls(text, BACKWARD) == 1
+    assert "add_to(problem.dcaptured[0]" in text
+
+
+@pytest.mark.slow
+def test_export_of_functions_round_trip() -> None:
+    problem = cases.problem(CASE, "float32")
+    arguments = (*problem.inputs, np.linspace(0.5, 1, 4, dtype=np.float32))
+    exported = jax.export.export(jax.jit(by_functions), platforms=("cpu",), disabled_checks=EXPORT_SAFE_TARGETS)
+    restored = jax.export.deserialize(exported(*arguments).serialize(vjp_order=1))
+    for f in (lambda f: f(*arguments), lambda f: jax.grad(lambda *x: f(*x).sum(), (0, 1, 2, 3))(*arguments)):
+        jax.tree.map(np.testing.assert_array_equal, f(restored.call), f(jax.jit(by_functions)))
 
 
 def test_export_depends_on_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,7 @@ class BackwardItem {
       : p_(p),
         plan_(plan),
         options_(p),
+        functions_(p),
         dropout_(p.options.dropout_rate),
         k_stride_(padded_head_dim<T>(p.head_dim)),
         v_stride_(padded_head_dim<T>(p.value_head_dim)) {
@@ -112,6 +113,19 @@ class BackwardItem {
     kept_end_ = arena.take<T>(kQueries);
     if (options_.has_segments) segments_ = arena.take<Int<T>>(kKeys);
     if (p.q_intervals) interval_begin_ = arena.take<Int<T>>(kKeys), interval_end_ = arena.take<Int<T>>(kKeys);
+    functions_.take(arena, kKeys, kQueries);
+    if (functions_) {
+      row_indices_ = arena.take<int32_t>(kQueries);
+      positions_ = arena.take<int32_t>(kQueries);
+      heads_ = arena.take<int32_t>(kQueries);
+      if (functions_.has_masks()) keep_ = arena.take<int32_t>(tile);
+      derivatives_ = arena.take<T>(tile);
+      if (options_.has_cap) cap_derivatives_ = arena.take<T>(tile);
+      if (functions_.has_gradient()) {
+        scores_before_ = arena.take<T>(tile);
+        dscores_after_ = arena.take<T>(tile);
+      }
+    }
     if (dropout_.active()) key_bits_ = arena.take<uint32_t>((kQueries + 2 * kDropoutRows) * (kKeys / kDropoutKeys));
     if (p.options.has_dbias) dbias_ = arena.take<T>(kKeys);
     workspace_ = arena.used();
@@ -130,6 +144,11 @@ class BackwardItem {
 
   void run(int64_t item, const Turns* turns) {
     turns_ = turns;
+    if (functions_.has_gradient()) {
+      captured_sums_ = reinterpret_cast<double*>(static_cast<T*>(p_.scratch) + plan_.captured_sums);
+      captured_sums_ += item * functions_.gradient_elements();
+      std::memset(captured_sums_, 0, sizeof(double) * functions_.gradient_elements());
+    }
     if (plan_.in_turn) return take_turns(item);
     auto [chunk_begin, chunk_end] = share(item, plan_.chunk_items, plan_.chunks);
     auto [head_begin, head_end] = share(item / plan_.chunk_items, plan_.head_items, p_.kv_heads);
@@ -141,79 +160,11 @@ class BackwardItem {
     }
   }
 
-  // In the order of memory: all heads of a row.
-  void prepare(int64_t item) {
-    int64_t size = plan_.prepared_rows, parts = (p_.q_length + size - 1) / size, first = item % parts * size;
-    batch_ = item / parts;
-    if constexpr (kPairedBackward<E>) {
-      if (plan_.copies) {
-        int rows = static_cast<int>(std::min(size, p_.q_length - first));
-        for (head_ = 0; head_ < p_.q_heads; ++head_) fill(Record(*this, record(head_, first)), first, rows);
-      }
-    }
-    int64_t end = std::min<int64_t>(first + size, p_.q_length);
-    bool large = false;
-    for (int64_t t = first; t < end; ++t) {
-      for (head_ = 0; head_ < p_.q_heads; ++head_) {
-        const E* dout = row_of<const E>(p_.dout, batch_, t, head_);
-        if (!kPairedBackward<E> && plan_.copies) {
-          copy_row(row_of<const E>(p_.q, batch_, t, head_), p_.head_dim, k_stride_, q_copy(t));
-          copy_row(dout, p_.value_head_dim, v_stride_, dout_copy(t));
-        }
-        T sum = dot(dout, row_of<const E>(p_.out, batch_, t, head_), p_.value_head_dim);
-        // A row that keeps no key gets lse = +inf, hence weights exp2(-inf) = 0 whatever its gradients are; a finite
-        // lse stays finite.
-        double lse = *statistic(p_.lse, t);
-        bool none = lse == -kInfinity<double>;
-        constexpr double kLargest = std::numeric_limits<T>::max();
-        *row_lse(t) = none ? kInfinity<T> : static_cast<T>(std::max(lse * kLog2E, -kLargest));
-        *row_rest(t) = 0;
-        // Restated is what these keys sum up to.
-        if (!p_.options.partial_keys && std::abs(lse) > kLargeLse<T> && std::abs(lse) <= kLargest) {
-          large = true;
-          // The online softmax begins with the sink.
-          *row_lse(t) = static_cast<T>(options_.sink(batch_, head_) * kLog2E);
-          *row_rest(t) = *row_lse(t) == -kInfinity<T> ? 0 : 1;
-        }
-        *delta(t) = none ? 0 : sum - *statistic(p_.dlse, t);
-      }
-    }
-    if (large) restate(first, end);
-  }
+  // Copies rows of q and dout, and makes delta and lse of all rows, in the order of memory: all heads of a row.
+  void prepare(int64_t item);
 
   // Adds up the chunks' sums of a block of rows.
-  void reduce(int64_t item) {
-    int64_t block = item % plan_.row_blocks, head = item / plan_.row_blocks % p_.q_heads;
-    batch_ = item / plan_.row_blocks / p_.q_heads;
-    kv_head_ = head / group();
-    if (block == 0 && p_.dalibi_slopes) reduce_slopes(head);
-    int64_t index = is_packed(p_) ? sequence_of_block(p_, batch_, block, 1, kReduceRows) : 0;
-    go_to_sequence(index);
-    // The sums of the chunks that touched these rows, in the order of the chunks.
-    const T* parts[kMaxChunks];
-    int count = 0;
-    int64_t t = (block - first_block_) * kReduceRows, stride = plan_.padded_head_dim;
-    for (chunk_ = 0; chunk_ < plan_.chunks; ++chunk_) {
-      if (touched()[block] != 0) parts[count++] = dq(head, t);
-    }
-    T* zeros = q_ + k_stride_;
-    std::memset(zeros, 0, sizeof(T) * k_stride_);
-    int64_t rows = std::min<int64_t>(kReduceRows, sequence_.all_rows - t);
-    for (int64_t row = 0; row < rows; ++row) {
-      bool summed = count > 0 && t + row < sequence_.rows;
-      const T* sum = summed ? parts[0] + row * stride : zeros;
-      if (summed && count > 1) {
-        for (int h = 0; h < p_.head_dim; h += kWidth<T>) {
-          Vec<T> total = load(parts[0] + row * stride + h);
-          for (int part = 1; part < count; ++part) total += load(parts[part] + row * stride + h);
-          store(q_ + h, total);
-        }
-        sum = q_;
-      }
-      store_row(sum, p_.head_dim, static_cast<T>(scale_),
-                row_of<E>(p_.dq, batch_, sequence_.first_row + t + row, head));
-    }
-  }
+  void reduce(int64_t item);
 
  private:
   static int tile_depth(int head_dim) { return round_up((head_dim + 1) / 2, kTilePairs); }
@@ -246,6 +197,7 @@ class BackwardItem {
     band_ = Band(p_, batch_);
     kv_intervals_ = kv_intervals(p_, batch_);
     q_intervals_ = q_intervals(p_, batch_);
+    functions_.go_to(batch_, index, sequence_.offset);
     scale_ = scale_of<T>(p_, batch_);
     first_block_ = is_packed(p_) ? first_block(p_, batch_, index, 1, kReduceRows) : 0;
     // Sums are padded to whole groups of rows: a tile may end in rows of zeros after those of the sequence.
@@ -325,7 +277,7 @@ class BackwardItem {
     // If a key block meets some rows only, each chunk takes consecutive blocks: then chunks share few rows, and few
     // sums of dq. Otherwise each chunk takes every chunks-th block, which divides a causal triangle evenly. If batch
     // entries have bands of their own the first entry decides, for they may share dbias.
-    bool in_a_row = is_packed(p_) || options_.has_segments || options_.has_intervals;
+    bool in_a_row = is_packed(p_) || options_.has_segments || options_.has_intervals || p_.mask_blocks;
     in_a_row = in_a_row || Band(p_, 0).limited_on_both_sides();
     int64_t block = 0;
     for (int64_t index = 0; index < sequences; ++index) {
@@ -418,6 +370,7 @@ class BackwardItem {
         }
         rows_intervals_ = kv_intervals_.range(head_, 1, sequence_.first_row + t, sequence_.first_row + next);
         if (!rows_intervals_.meets(first, first + count_)) continue;
+        if (!meets_blocks(t, next)) continue;
         test_intervals_ = q_intervals_ && !keys_intervals_.covers(t, next);
         int rows = static_cast<int>(next - t);
         load_queries(t, rows);
@@ -483,6 +436,14 @@ class BackwardItem {
     }
   }
 
+  // // Whether the block mask keeps any of the block's keys for rows [begin, end).
+  bool meets_blocks(int64_t begin, int64_t end) const {
+    const Blocks& blocks = functions_.blocks();
+    return !blocks || blocks.meets(head_, 1, begin, end, first_, first_ + count_);
+  }
+  // For the functions, the tile of `rows` rows from t on. Decides which pairs they keep.
+  void decide_functions(int64_t t, int rows);
+
   // Those of the block's keys for the current head, of which it returns the range.
   IntervalRange load_intervals();
 
@@ -496,7 +457,7 @@ class BackwardItem {
   void load_queries(int64_t t, int rows, int at = 0);
 
   bool finishes_later() const {
-    return options_.any() || dropout_.active() || compare_segments_ || test_intervals_ || large_;
+    return options_.any() || functions_ || dropout_.active() || compare_segments_ || test_intervals_ || large_;
   }
   // body(std::integral_constant<Finish, finish>) for the current tile.
   template <typename Body>
@@ -591,6 +552,18 @@ class BackwardItem {
   // is another one for ordinary tiles, so that these lose nothing.
   template <bool large>
   __attribute__((noinline)) void apply_options(int64_t t, int rows, int lanes);
+  // The scores of one vector, without and with cap, bias, mask and slope; `capped` gets the derivative of the cap.
+  struct Capped {
+    Vec<T> score, derivative;
+  };
+  JAX_FLASH_INLINE Capped changed(const Vec<T>& score, const typename Scores<E>::Row& row, const Vec<T>& distance,
+                                  int lane) const;
+  // For calls with functions: the scores of a tile with all of these options, and their derivatives.
+  void apply_functions(int64_t t, int rows, int lanes);
+  void add_captured_gradients(int rows, int lanes);
+  PairFunctions::Tile tile_of_functions(int rows, int lanes) const {
+    return {row_indices_, positions_, heads_, false, head_, first_, lanes, rows};
+  }
   void apply_options(int64_t t, int rows, int lanes) {
     large_ ? apply_options<true>(t, rows, lanes) : apply_options<false>(t, rows, lanes);
   }
@@ -622,6 +595,7 @@ class BackwardItem {
   const Problem& p_;
   const BackwardPlan& plan_;
   const Scores<E> options_;
+  PairFunctions functions_;
   Dropout dropout_;
   int k_stride_;  // of a row of head_dim elements in all tiles
   int v_stride_;  // of value_head_dim
@@ -660,8 +634,15 @@ class BackwardItem {
   Int<T>* segments_;    // [keys]
   Int<T>* interval_begin_;
   Int<T>* interval_end_;
-  uint32_t* key_bits_;  // [rows][kKeys / kDropoutKeys]
-  T* dbias_;            // [kKeys] sums over the rows of a tile
+  int32_t *row_indices_, *positions_, *heads_;  // [kQueries] for the functions
+  int32_t* keep_;                               // [kQueries][kKeys] which pairs these keep
+  T* derivatives_;                              // [kQueries][kKeys] of the functions, and so on
+  T* cap_derivatives_;                          // of softcap
+  T* scores_before_;
+  T* dscores_after_;
+  double* captured_sums_;  // of the item, in the scratch
+  uint32_t* key_bits_;     // [rows][kKeys / kDropoutKeys]
+  T* dbias_;               // [kKeys] sums over the rows of a tile
   size_t workspace_;
 
   const Turns* turns_;
@@ -675,6 +656,7 @@ class BackwardItem {
   Intervals kv_intervals_, q_intervals_;         // of the batch entry
   IntervalRange keys_intervals_;                 // of the block's keys
   IntervalRange rows_intervals_;                 // of the tile's rows
+  bool drops_ = false;                           // whether the functions drop any of the tile's pairs
   double scale_;                                 // of the batch entry
   int64_t first_block_;                          // of backward_reduce
   int64_t first_sum_;                            // row of the sums of dq

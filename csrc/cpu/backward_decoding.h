@@ -9,7 +9,7 @@ template <typename E>
 inline bool BackwardItem<E>::may_decode() const {
   int64_t rows = group() * sequence_.rows;
   return !plan_.in_turn && rows > 0 && rows <= (group() > 1 ? kDecodingRows : kDecodingRows / 2) && !is_packed(p_) &&
-         !options_.any() && !options_.has_segments && !options_.has_intervals && !dropout_.active() &&
+         !options_.any() && !options_.has_segments && !options_.has_intervals && !functions_ && !dropout_.active() &&
          p_.head_dim % kWidth<T> == 0 && p_.value_head_dim % kWidth<T> == 0;
 }
 

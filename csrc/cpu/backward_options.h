@@ -7,9 +7,61 @@
 namespace jax_flash::cpu::JAX_FLASH_ISA {
 
 template <typename E>
+JAX_FLASH_INLINE auto BackwardItem<E>::changed(const Vec<T>& score, const typename Scores<E>::Row& row,
+                                               const Vec<T>& distance, int lane) const -> Capped {
+  Capped found{score, T(1)};
+  if (options_.has_cap) {
+    Tanh<T> capped = options_.cap(score);
+    found = {capped.value, capped.derivative};
+  }
+  if (options_.has_addend) found.score = options_.add(found.score, options_.addend(row, first_ + lane));
+  if (options_.has_slope) found.score -= slope_ * distance;
+  return found;
+}
+
+template <typename E>
+__attribute__((noinline)) void BackwardItem<E>::apply_functions(int64_t t, int rows, int lanes) {
+  if constexpr (std::is_same_v<T, float>) {  // cpu.cc has refused others
+    for (int i = 0; i < rows; ++i) {
+      typename Scores<E>::Row row{};
+      if (options_.has_addend) row = options_.row(batch_, head_, t + i);
+      T position = static_cast<T>(t + i + sequence_.offset - first_);
+      for (int lane = 0; lane < lanes && options_.any(); lane += kWidth<T>) {
+        T* score = weights_ + i * kKeys + lane;
+        Vec<T> distance = stdx::abs(position - (iota<T>() + static_cast<T>(lane)));
+        Capped found = changed(load(score), row, distance, lane);
+        store(score, found.score);
+        if (options_.has_cap) store(cap_derivatives_ + i * kKeys + lane, found.derivative);
+      }
+      if (functions_.has_gradient()) std::copy_n(weights_ + i * kKeys, lanes, scores_before_ + i * kKeys);
+    }
+    functions_.apply(tile_of_functions(rows, lanes), weights_, kKeys, derivatives_, drops_ ? keep_ : nullptr, kKeys);
+  }
+}
+
+template <typename E>
+__attribute__((noinline)) void BackwardItem<E>::add_captured_gradients(int rows, int lanes) {
+  if constexpr (std::is_same_v<T, float>) {
+    functions_.add_gradients(tile_of_functions(rows, lanes), scores_before_, dscores_after_, kKeys, captured_sums_);
+  }
+}
+
+template <typename E>
+__attribute__((noinline)) void BackwardItem<E>::decide_functions(int64_t t, int rows) {
+  for (int i = 0; i < rows; ++i) {
+    row_indices_[i] = static_cast<int32_t>(t + i);
+    positions_[i] = functions_.position(t + i);
+    heads_[i] = functions_.head(head_);
+  }
+  const auto tile = tile_of_functions(rows, round_up(count_, kWidth<float>));
+  drops_ = functions_.has_masks() && !functions_.decide(tile, keep_, kKeys).whole;
+}
+
+template <typename E>
 template <bool large>
 __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int rows, int lanes) {
   constexpr int W = kWidth<T>;
+  if (functions_) apply_functions(t, rows, lanes);
   T keep_factor = static_cast<T>(dropout_.factor());
   const bool restates = large && restates_;
   const uint32_t* bits = dropout_.active() && !restates ? fill_key_bits(t, rows) : nullptr;
@@ -28,14 +80,15 @@ __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int row
       T* dscores = dscores_ + i * kKeys + lane;
       Vec<T> key = iota<T>() + static_cast<T>(lane);
       Vec<T> distance = stdx::abs(position - key);
-      Vec<T> score = load(weights), derivative = T(1);
-      if (options_.has_cap) {
-        Tanh<T> capped = options_.cap(score);
-        score = capped.value;
-        derivative = capped.derivative;
+      Vec<T> score = load(weights), derivative = T(1), of_functions = T(1);
+      if (functions_) {
+        of_functions = load(derivatives_ + i * kKeys + lane);
+        if (options_.has_cap) derivative = load(cap_derivatives_ + i * kKeys + lane);
+      } else {
+        Capped found = changed(score, row, distance, lane);
+        score = found.score;
+        derivative = found.derivative;
       }
-      if (options_.has_addend) score = options_.add(score, options_.addend(row, first_ + lane));
-      if (options_.has_slope) score -= slope_ * distance;
       score -= lse;
       if (compare_segments_) {
         put_where<T>(IntVec<T>(segments_ + lane, stdx::element_aligned) != segment, score, -kInfinity<T>);
@@ -60,13 +113,18 @@ __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int row
         put_where<T>(kept == 0, dweight, T(0));
         put_where<T>(kept == 0, used, T(0));
       }
-      Vec<T> dscore = weight * (dweight - tile_delta_[i]);
+      Vec<T> dscore = weight * (dweight - tile_delta_[i]), dscore_after = dscore;
+      if (functions_) dscore *= of_functions;
       stdx::where(weight == T(0), dscore) = T(0);
+      stdx::where(weight == T(0), dscore_after) = T(0);
+      if (functions_.has_gradient() && !large) store(dscores_after_ + i * kKeys + lane, dscore_after);
       store(weights, used);
       store<T>(dscores, dscore * derivative);
       if (p_.dalibi_slopes) {
         dslope_row += dscore * distance;
-        dscore_row += dscore;
+        dscore_row += dscore_after;
+        if (functions_) distance *= of_functions;
+        stdx::where(weight == T(0), distance) = T(0);
         distance_row += weight * distance;
       }
       if (!sums_bias) continue;
@@ -93,6 +151,7 @@ __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int row
   if (restates) return;
   std::memset(weights_ + rows * kKeys, 0, sizeof(T) * (round_up(rows, kTilePadding<E>) - rows) * kKeys);
   std::memset(dscores_ + rows * kKeys, 0, sizeof(T) * (round_up(rows, kTilePadding<E>) - rows) * kKeys);
+  if (functions_.has_gradient()) add_captured_gradients(rows, lanes);
   if (p_.dalibi_slopes) dslope(chunk_, head_, sequence_index_) += static_cast<T>(dslope_sum);
   if (sums_rows_of_bias && p_.bias_strides.column != 0) {
     for (int lane = 0; lane < lanes; lane += W) add_to_bias(t, lane, load(dbias_ + lane));
@@ -111,52 +170,6 @@ IntervalRange BackwardItem<E>::load_intervals() {
 }
 
 template <typename E>
-inline bool BackwardItem<E>::has_restated(int64_t begin, int64_t end) {
-  for (int member = 0; member < group(); ++member) {
-    head_ = kv_head_ * group() + member;
-    for (int64_t t = begin; t < end; ++t) {
-      if (is_restated(t)) return true;
-    }
-  }
-  return false;
-}
-
-template <typename E>
-void BackwardItem<E>::restate(int64_t first, int64_t end) {
-  restates_ = true;
-  chunk_ = 0;
-  for (int64_t index = 0; index < sequence_count(p_); ++index) {
-    go_to_sequence(index);
-    restated_begin_ = std::max<int64_t>(first - sequence_.first_row, 0);
-    restated_end_ = std::min<int64_t>(end - sequence_.first_row, sequence_.rows);
-    for (kv_head_ = 0; kv_head_ < p_.kv_heads; ++kv_head_) {
-      if (!has_restated(sequence_.first_row + restated_begin_, sequence_.first_row + restated_end_)) continue;
-      for (int64_t key = 0; key < sequence_.keys; key += plan_.keys) attend_block(key);
-    }
-  }
-  restates_ = false;
-  for (head_ = 0; head_ < p_.q_heads; ++head_) {
-    for (int64_t t = first; t < end; ++t) {
-      if (!is_restated(t)) continue;
-      T &sum = *row_rest(t), rest = static_cast<T>(__builtin_log2(sum));
-      if (sum == 0) {
-        *row_lse(t) = kInfinity<T>;
-      } else {
-        // A rest of 0 would say that the row is not restated.
-        sum = std::max(rest, std::numeric_limits<T>::min());
-      }
-    }
-  }
-}
-
-template <typename E>
-inline void BackwardItem<E>::add_to_statistics(int64_t t, int lanes, T* scores) const {
-  if (!is_restated(t)) return;
-  auto nothing = [](int, T*) {};
-  softmax_decoding<1, T>(lanes, scores, kKeys, row_lse(t), row_rest(t), Rows<T>{}, nothing, nothing);
-}
-
-template <typename E>
 inline void BackwardItem<E>::add_to_bias(int64_t t, int lane, const Vec<T>& sum) const {
   T* to = dbias_at(t, first_ + lane);
   int count = count_ - lane;
@@ -164,32 +177,6 @@ inline void BackwardItem<E>::add_to_bias(int64_t t, int lane, const Vec<T>& sum)
     store<T>(to, load(to) + sum);
   } else if (count > 0) {
     store_some<T>(to, load_some(to, count) + sum, count);
-  }
-}
-
-template <typename E>
-inline void BackwardItem<E>::reduce_slopes(int64_t head) {
-  head_ = head;
-  double sink = static_cast<double>(options_.sink(batch_, head)) * kLog2E;
-  for (int64_t index = 0; index < p_.options.sequences; ++index) {
-    go_to_sequence(index);
-    double sum = 0;
-    for (int chunk = 0; chunk < plan_.chunks; ++chunk) sum += dslope(chunk, head, index);
-    for (int64_t t = sequence_.first_row; t < sequence_.first_row + sequence_.rows; ++t) {
-      double dscores = 0, distances = 0;
-      for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
-        SlopeSums sums = *slope_sums(chunk, head, t);
-        dscores += sums.dscores;
-        distances += sums.distances;
-      }
-      // Of some of the keys the exact sum is not known.
-      if (distances == 0 || p_.options.partial_keys) continue;
-      // With the sink's, the weights add up to 1, and the sum of weight * (dweight - delta) over keys and sink is dlse.
-      double of_sink = __builtin_exp2(sink - *row_lse(t) - *row_rest(t)) * *delta(t);
-      sum += (*statistic(p_.dlse, t) + of_sink - dscores) * distances;
-    }
-    static_cast<T*>(p_.dalibi_slopes)[(batch_ * p_.options.sequences + index) * p_.q_heads + head] =
-        static_cast<T>(-sum);
   }
 }
 

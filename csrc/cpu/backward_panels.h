@@ -44,6 +44,8 @@ inline void BackwardItem<E>::load_queries(int64_t t, int rows, int at) {
   large_ = large;
   bool whole = band_.begin(sequence_, t + rows - 1) <= first_ && band_.end(sequence_, t) >= first_ + count_;
   whole = whole && (!kv_intervals_ || rows_intervals_.covers(first_, first_ + count_));
+  if (functions_) decide_functions(t, rows);
+  whole = whole && !drops_;
   masked_ = count_ < plan_.keys || !whole;
   if (whole) {
     std::fill_n(kept_begin_ + at, padded, T(0));
@@ -55,8 +57,11 @@ inline void BackwardItem<E>::load_queries(int64_t t, int rows, int at) {
   for (int i = 0; i < rows; ++i) {
     Interval keys = kv_intervals_.of(head_, row + i);
     keys = {std::max(keys.begin, band_.begin(sequence_, t + i)), std::min(keys.end, band_.end(sequence_, t + i))};
-    int begin = static_cast<int>(std::clamp<int64_t>(keys.begin - first_, 0, count_));
-    int end = static_cast<int>(std::clamp<int64_t>(keys.end - first_, begin, count_));
+    KeyRange range{0, count_};
+    if (drops_) range = PairFunctions::kept_lanes(keep_ + i * kKeys, round_up(count_, kWidth<float>));
+    range = {std::min<int64_t>(range.begin, count_), std::min<int64_t>(range.end, count_)};
+    int begin = static_cast<int>(std::clamp(keys.begin - first_, range.begin, range.end));
+    int end = static_cast<int>(std::clamp<int64_t>(keys.end - first_, begin, std::max<int64_t>(begin, range.end)));
     kept_begin_[at + i] = static_cast<T>(begin);
     kept_end_[at + i] = static_cast<T>(end);
     most_ = std::max(most_, end);

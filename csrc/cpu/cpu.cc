@@ -8,6 +8,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -20,6 +21,7 @@
 #endif
 
 #include "choice.h"
+#include "functions.h"
 #include "isa.h"
 
 namespace jax_flash::cpu {
@@ -173,8 +175,10 @@ constexpr int64_t kEnoughItems = 32;
 
 // The lengths of packed sequences are in arrays that a plan does not read: it assumes equal lengths.
 bool is_packed(const Problem& p) { return p.options.has_cu_q_lengths; }
-// Whether segments or intervals leave out blocks of rows and keys.
-bool skips_blocks(const Problem& p) { return p.q_segment_ids || p.kv_intervals || p.q_intervals; }
+// Whether segments, intervals or a block mask leave out blocks of rows and keys.
+bool skips_blocks(const Problem& p) {
+  return p.q_segment_ids || p.kv_intervals || p.q_intervals || p.options.has_mask_blocks;
+}
 int64_t average_length(const Problem& p, int length) {
   return divide_up(length, is_packed(p) ? p.options.sequences : 1);
 }
@@ -204,9 +208,10 @@ ForwardPlan plan_forward(DType dtype, const Problem& p, int64_t threads) {
   const int longest_keys = p.options.causal ? 2048 : 1024;
   constexpr int64_t kLongerBytes = 384 << 10;
   int64_t rows = average_length(p, p.q_length);
-  // Heads are not folded with dropout, whose bits are drawn for rows of one head, nor where keys have an interval for
-  // each head.
-  bool shares_keys = p.options.dropout_rate == 0 && !(p.q_intervals && p.q_intervals_strides.head != 0);
+  // Heads are not folded with dropout, whose bits are drawn for rows of one head, nor where keys have an interval, or
+  // blocks a kind, for each head.
+  bool shares_keys = p.options.dropout_rate == 0 && !(p.q_intervals && p.q_intervals_strides.head != 0) &&
+                     !(p.mask_blocks && p.mask_blocks_strides.head != 0);
   plan.fold = rows < kShort && shares_keys ? group : 1;
   rows *= plan.fold;
   int64_t heads = int64_t{p.batch} * (p.q_heads / plan.fold);
@@ -271,6 +276,42 @@ constexpr int64_t kTurnRows = 512, kTurnHeads = 4;
 constexpr int64_t kBlocksOfThread = 12;
 #endif
 
+// Elements of the gradients of captured arrays.
+int64_t captured_elements(const Problem& p) {
+  return std::accumulate(p.dcaptured_elements, p.dcaptured_elements + p.options.dcaptured, int64_t{0});
+}
+
+// Each item has sums of its own for the gradients of captured arrays, which are added up in the order of items: so
+// these gradients are the same in every run. What would take too much memory is one item.
+void share_captured_sums(const Problem& p, BackwardPlan& plan) {
+  constexpr int64_t kBytes = 64 << 20;
+  const int64_t bytes = captured_elements(p) * int64_t{sizeof(double)};
+  if (bytes == 0) return;
+  const int64_t most = std::clamp<int64_t>(kBytes / bytes, 1, kEnoughItems);
+  auto too_many = [&] { return int64_t{plan.batch_items} * plan.head_items * plan.chunk_items > most; };
+  if (too_many()) plan.chunk_items = 1;
+  if (too_many()) (plan.head_items > plan.batch_items ? plan.batch_items : plan.head_items) = 1;
+  if (too_many()) plan.batch_items = plan.head_items = 1;
+}
+
+// Adds up the items' sums of the gradients of captured arrays.
+void reduce_captured(const Problem& p, const BackwardPlan& plan, const ParallelFor& parallel_for) {
+  const int64_t all = captured_elements(p);
+  if (all == 0) return;
+  const double* sums = reinterpret_cast<const double*>(static_cast<const float*>(p.scratch) + plan.captured_sums);
+  for (int64_t i = 0, first = 0; i < p.options.dcaptured; first += p.dcaptured_elements[i++]) {
+    constexpr int64_t kPart = 1 << 14;
+    const int64_t count = p.dcaptured_elements[i], parts = divide_up(count, kPart);
+    parallel_for(parts, parts, [&](int64_t part) {
+      for (int64_t j = part * kPart; j < std::min(count, (part + 1) * kPart); ++j) {
+        double sum = 0;
+        for (int64_t item = 0; item < plan.items; ++item) sum += sums[item * all + first + j];
+        static_cast<float*>(p.dcaptured[i])[j] = static_cast<float>(sum);
+      }
+    });
+  }
+}
+
 // `record` is BackwardPlan::record of the kernels that serve the call.
 BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads, int64_t record) {
   BackwardPlan plan{};
@@ -282,6 +323,8 @@ BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads, int64
   plan.chunks = static_cast<int>(
       std::clamp<int64_t>(std::min(divide_up(kEnoughItems, heads), int64_t{p.kv_length} / 192), 1, kMaxChunks));
   plan.chunk_items = shares_bias(p.bias_strides.column) ? 1 : plan.chunks;
+  share_captured_sums(p, plan);
+  heads = int64_t{plan.batch_items} * plan.head_items;
   int64_t padding = record != 0 ? kPairedRows : 8;
   plan.padded_q_length = divide_up(p.q_length, padding) * padding;
   if (is_packed(p)) plan.padded_q_length += (int64_t{p.options.sequences} + 1) * padding;
@@ -299,7 +342,7 @@ BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads, int64
   plan.record = plan.copies ? record : 0;
   bool alone = heads == int64_t{p.batch} * p.kv_heads && !shares_bias(p.bias_strides.column);
   plan.in_turn = plan.copies && p.q_length >= kTurnRows && heads >= kTurnHeads && alone && !is_packed(p) &&
-                 !p.options.has_dalibi_slopes;
+                 !p.options.has_dalibi_slopes && p.options.dcaptured == 0;
   // Longer blocks of keys read q and dout less often: 1.02 to 1.04 times the rate of 96 keys with head_dim 128, 1.00 to
   // 1.01 with 64, but 0.9 with 3 blocks a thread. Not with segments and intervals, where shorter blocks skip more.
   plan.keys = kBackwardKeys;
@@ -326,7 +369,9 @@ BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads, int64
   plan.delta = plan.slope_sums + with_slopes * 2 * p.q_length;
   plan.row_lse = plan.delta + int64_t{p.batch} * p.q_heads * p.q_length;
   plan.row_rest = plan.row_lse + int64_t{p.batch} * p.q_heads * p.q_length;
-  plan.scratch = plan.row_rest + int64_t{p.batch} * p.q_heads * p.q_length;
+  plan.captured_sums = plan.row_rest + int64_t{p.batch} * p.q_heads * p.q_length;
+  plan.captured_sums += plan.captured_sums % 2;
+  plan.scratch = plan.captured_sums + 2 * plan.items * captured_elements(p);
   return plan;
 }
 
@@ -353,6 +398,13 @@ int64_t worthwhile_threads(DType dtype, const Problem& p, double flops_of_pair) 
 int64_t threads_to_read(DType dtype, const Problem& p) {
   double elements = 2.0 * p.batch * p.q_length * p.q_heads * p.value_head_dim;
   return 1 + static_cast<int64_t>(elements * static_cast<double>(size_of(dtype)) / kBytesOfThread);
+}
+
+// Throws std::invalid_argument here, where it may be thrown: the kernels are compiled without exceptions.
+void check_functions(DType dtype, const Problem& p) {
+  if (!p.options.functions) return;
+  if (dtype == DType::f64) throw std::invalid_argument("score and mask functions take no float64");
+  functions_of(p.options.functions);
 }
 
 // Zeros the gradient of bias, which the items add to.
@@ -392,6 +444,7 @@ int64_t backward_scratch(DType dtype, const Problem& problem) {
 }
 
 void forward(DType dtype, const Problem& problem, int64_t threads, const ParallelFor& parallel_for) {
+  check_functions(dtype, problem);
   const Kernels& k = kernels(dtype);
   ForwardPlan plan = plan_forward(dtype, problem, threads);
   size_t bytes = k.forward_workspace(dtype, problem, plan);
@@ -411,6 +464,7 @@ void forward(DType dtype, const Problem& problem, int64_t threads, const Paralle
 }
 
 void backward(DType dtype, const Problem& problem, int64_t threads, const ParallelFor& parallel_for) {
+  check_functions(dtype, problem);
   const Kernels& k = backward_kernels(dtype, problem);
   BackwardPlan plan = plan_backward(dtype, problem, threads, k.backward_record(dtype, problem));
   size_t bytes = k.backward_workspace(dtype, problem, plan);
@@ -436,6 +490,7 @@ void backward(DType dtype, const Problem& problem, int64_t threads, const Parall
     parallel_for(plan.items, worthwhile,
                  [&](int64_t item) { k.backward(dtype, problem, plan, item, workspace(bytes), nullptr); });
   }
+  reduce_captured(problem, plan, parallel_for);
   if (plan.reduce_items == 0) return;
   parallel_for(plan.reduce_items, worthwhile,
                [&](int64_t item) { k.backward_reduce(dtype, problem, plan, item, workspace(bytes)); });

@@ -57,6 +57,7 @@ class ForwardItem {
       : p_(p),
         plan_(plan),
         options_(p),
+        functions_(p),
         dropout_(p.options.dropout_rate),
         depth_(round_up(factors<F>(p.head_dim), kTiled<F> ? kTilePairs : 1)),
         k_stride_(padded_head_dim<T>(depth_)),
@@ -88,6 +89,13 @@ class ForwardItem {
       rows_in_lanes_ = arena.take<Int<T>>(lanes);
       interval_begin_ = arena.take<Int<T>>(lanes);
       interval_end_ = arena.take<Int<T>>(lanes);
+    }
+    functions_.take(arena, std::max(kPanel<float>, round_up(keys_, kWidth<float>)), keys_);
+    if (functions_) {
+      row_indices_ = arena.take<int32_t>(lanes);
+      positions_ = arena.take<int32_t>(lanes);
+      heads_ = arena.take<int32_t>(lanes);
+      if (functions_.has_masks()) keep_ = arena.take<int32_t>(keys * kPanel<float>);
     }
     if (dropout_.active()) {
       lane_bits_ = arena.take<uint16_t>(keys * bit_rows_);
@@ -222,6 +230,7 @@ class ForwardItem {
       kv_intervals_ = kv_intervals(p_, batch_);
       q_intervals_ = q_intervals(p_, batch_);
     }
+    functions_.go_to(batch_, sequence_index_, sequence_.offset);
     scale_ = scale_of<T>(p_, batch_);
     if (is_packed(p_)) block -= first_block(p_, batch_, sequence_index_, plan_.fold, plan_.block_rows);
     first_row_ = block * plan_.block_rows;
@@ -334,12 +343,22 @@ class ForwardItem {
   Heads visited_heads() const { return plan_.together ? Heads{0, p_.q_heads} : Heads{first_head_, plan_.fold}; }
 
   // Whether blocks may be left out in the middle of a range of keys.
-  bool skips_keys() const { return options_.has_segments || q_intervals_; }
+  bool skips_keys() const { return options_.has_segments || q_intervals_ || functions_.blocks(); }
   KeyRange trim_to(KeyRange keys, const Kept& kept) const {
     return trim(keys, [&](int64_t begin, int64_t end) {
       if (options_.has_segments && !kept.segments.meets(key_segments(p_, batch_, begin, end))) return false;
-      return !q_intervals_ || intervals_of_keys(begin, end).meets(kept.first_row, kept.end_row);
+      if (q_intervals_ && !intervals_of_keys(begin, end).meets(kept.first_row, kept.end_row)) return false;
+      auto [head, heads] = visited_heads();
+      const Blocks& blocks = functions_.blocks();
+      return !blocks || blocks.meets(head, heads, kept.first_row, kept.end_row, begin, end);
     });
+  }
+  // Where the first of a range's blocks begins that none of the rows keeps.
+  int64_t first_skipped(KeyRange keys, const Kept& kept) const {
+    int64_t end = keys.begin;
+    auto meets = [&](KeyRange block) { return trim_to(block, kept).begin < block.end; };
+    while (end < keys.end && meets({end, std::min<int64_t>(keys.end, end + kSegmentBlock)})) end += kSegmentBlock;
+    return std::min(keys.end, end);
   }
   IntervalRange intervals_of_keys(int64_t begin, int64_t end) const {
     auto [head, heads] = visited_heads();
@@ -365,10 +384,11 @@ class ForwardItem {
         block = trim_to({begin, end}, all);
         end = block.end;
         block.end = std::min(end, block.begin + size);
+        if (functions_.blocks()) block.end = first_skipped(block, all);
       }
       if (block.begin >= block.end) break;
       body(block.begin, static_cast<int>(block.end - block.begin));
-      begin = block.begin + size;
+      begin = block.end;
     }
   }
 
@@ -404,7 +424,7 @@ class ForwardItem {
 #endif
     for (int i = 0; i < panel_count_; ++i) {
       auto [begin, end] = keys_of_panel(i, first, count);
-      if (begin == end) continue;
+      if (begin == end || !visits(panel_[i].kept, first + begin, first + end)) continue;
       with_vectors(panel_[i].vectors, [&](auto nv) __attribute__((always_inline)) {
         attend<nv.value>(i, first, static_cast<int>(begin), static_cast<int>(end - begin));
       });
@@ -416,6 +436,12 @@ class ForwardItem {
     const Kept& kept = panel_[panel].kept;
     int64_t begin = round_down(std::clamp<int64_t>(kept.begin - first, 0, count), kKeyPadding<F>);
     return {begin, std::clamp<int64_t>(kept.end - first, begin, count)};
+  }
+
+  // Whether the block mask keeps any of the keys.
+  bool visits(const Kept& kept, int64_t begin, int64_t end) const {
+    const Blocks& blocks = functions_.blocks();
+    return !blocks || blocks.meets(first_head_, plan_.fold, kept.first_row, kept.end_row, begin, end);
   }
 
   // Steps of a block's products: one for each tile of registers, or with AMX one for all products of a panel.
@@ -474,58 +500,22 @@ class ForwardItem {
   int64_t relative(int64_t first) const { return first - sequence_.offset - first_position_; }
 
   template <int NV>
-  __attribute__((noinline)) void mask(int row, const Kept& kept, int64_t first, int keys) {
-    // Key s is kept by positions from s - right to s + left.
-    const T* position = position_ + row;
-    int64_t key = relative(first);
-    int full_begin = static_cast<int>(std::clamp<int64_t>(kept.full_begin - first, 0, keys));
-    int full_end = static_cast<int>(std::clamp<int64_t>(kept.full_end - first, full_begin, keys));
-    auto ends = [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
-      stdx::where(load(position + v * kWidth<T>) < static_cast<T>(key + j - band_.right), score) = -kInfinity<T>;
-    };
-    change_scores<NV>(0, full_begin, [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
-      ends(j, v, score);
-      stdx::where(load(position + v * kWidth<T>) > static_cast<T>(key + j + band_.left), score) = -kInfinity<T>;
-    });
-    // From full_begin on no band has yet to begin.
-    change_scores<NV>(full_end, keys, ends);
-  }
+  void mask(int row, const Kept& kept, int64_t first, int keys);
 
   template <int NV>
-  __attribute__((noinline)) void compare_segments(int row, const Kept& kept, int64_t first, int keys) {
-    if (kept.segments.is_only(key_segments(p_, batch_, first, first + keys))) return;
-    const int* segments = p_.kv_segment_ids + batch_ * p_.kv_length + first;
-    IntVec<T> own[NV];
-    for (int v = 0; v < NV; ++v) own[v] = IntVec<T>(segments_ + row + v * kWidth<T>, stdx::element_aligned);
-    change_scores<NV>(0, keys, [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
-      put_where<T>(own[v] != Int<T>{segments[j]}, score, -kInfinity<T>);
-    });
-  }
+  void compare_segments(int row, const Kept& kept, int64_t first, int keys);
 
   template <int NV>
   void test_intervals(int row, const Kept& kept, int64_t first, int keys);
 
+  // For the functions: `lanes` lanes from `row` on and `keys` keys, or one row with keys in the lanes.
+  PairFunctions::Tile tile_of_functions(int row, int lanes, int64_t first, int keys, bool rows_in_lanes) const {
+    return {row_indices_ + row, positions_ + row, heads_ + row, rows_in_lanes, first_head_, first, lanes, keys};
+  }
+
   // Softcap, then bias and mask, then ALiBi.
   template <int NV>
-  __attribute__((noinline)) void apply_options(int row, int64_t first, int keys) {
-    if (options_.has_cap) {
-      change_scores<NV>(
-          0, keys, [&](int, int, Vec<T>& score) __attribute__((always_inline)) { score = options_.cap(score).value; });
-    }
-    if (options_.has_addend) {
-      fill_addends<NV>(row, first, keys);
-      change_scores<NV>(0, keys, [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
-        score = options_.add(score, load(addends_ + j * kPanel<T> + v * kWidth<T>));
-      });
-    }
-    if (options_.has_slope) {
-      int64_t key = relative(first);
-      change_scores<NV>(0, keys, [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
-        Vec<T> distance = stdx::abs(load(position_ + row + v * kWidth<T>) - static_cast<T>(key + j));
-        score -= load(slopes_ + row + v * kWidth<T>) * distance;
-      });
-    }
-  }
+  void apply_options(int row, int64_t first, int keys);
 
   // Transposes: bias and mask have keys in the lanes, scores have queries there.
   template <int NV>
@@ -630,6 +620,7 @@ class ForwardItem {
   const Problem& p_;
   const ForwardPlan& plan_;
   const Scores<E> options_;
+  PairFunctions functions_;
   Dropout dropout_;
   int depth_;        // of a product over head_dim
   int k_stride_;     // of a row of k_
@@ -656,8 +647,10 @@ class ForwardItem {
   Int<T>* rows_in_lanes_;
   Int<T>* interval_begin_;
   Int<T>* interval_end_;
-  uint16_t* lane_bits_;  // [keys_][bit_rows_]
-  uint32_t* key_bits_;   // [kDropoutRows][keys_ / kDropoutKeys]
+  int32_t *row_indices_, *positions_, *heads_;  // of the lanes' queries, for the functions
+  int32_t* keep_;                               // [keys_][kPanel] which pairs these keep; [keys_] if decoding
+  uint16_t* lane_bits_;                         // [keys_][bit_rows_]
+  uint32_t* key_bits_;                          // [kDropoutRows][keys_ / kDropoutKeys]
   size_t workspace_;
 
   RowsAhead next_k_, next_v_;  // of the next block of keys

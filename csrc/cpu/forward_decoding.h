@@ -20,7 +20,7 @@ inline void ForwardItem<E>::decode(int64_t first, int count) {
                });
   for (int head = 0; head < all; ++head) {
     T* scores = scores_ + head * score_stride;
-    if (all > 1 && (options_.any() || options_.has_intervals || dropout_.active())) {
+    if (all > 1 && (options_.any() || options_.has_intervals || functions_ || dropout_.active())) {
       go_to(first_item + head);
       load_options(kDecodingRows);
     }
@@ -99,6 +99,13 @@ inline void ForwardItem<E>::finish_decoding(int row, int64_t first, int count, T
         score -= slopes_[row] * stdx::abs(static_cast<T>(t + sequence_.offset - first - j) - iota<T>());
       }
       store(scores + j, score);
+    }
+  }
+  if constexpr (std::is_same_v<T, float>) {  // as in forward_panels.h
+    if (functions_) {
+      const auto tile = tile_of_functions(row, round_up(count, kWidth<T>), first, 1, false);
+      const bool drops = functions_.has_masks() && !functions_.decide(tile, keep_, 0).whole;
+      functions_.apply(tile, scores, 0, nullptr, drops ? keep_ : nullptr, 0);
     }
   }
   if (options_.has_segments) {

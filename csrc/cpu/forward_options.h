@@ -35,6 +35,59 @@ inline void ForwardItem<E>::fill_lane_bits(int64_t first, int count) {
 
 template <typename E>
 template <int NV>
+__attribute__((noinline)) void ForwardItem<E>::mask(int row, const Kept& kept, int64_t first, int keys) {
+  // Key s is kept by positions from s - right to s + left.
+  const T* position = position_ + row;
+  int64_t key = relative(first);
+  int full_begin = static_cast<int>(std::clamp<int64_t>(kept.full_begin - first, 0, keys));
+  int full_end = static_cast<int>(std::clamp<int64_t>(kept.full_end - first, full_begin, keys));
+  auto ends = [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
+    stdx::where(load(position + v * kWidth<T>) < static_cast<T>(key + j - band_.right), score) = -kInfinity<T>;
+  };
+  change_scores<NV>(0, full_begin, [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
+    ends(j, v, score);
+    stdx::where(load(position + v * kWidth<T>) > static_cast<T>(key + j + band_.left), score) = -kInfinity<T>;
+  });
+  // From full_begin on no band has yet to begin.
+  change_scores<NV>(full_end, keys, ends);
+}
+
+template <typename E>
+template <int NV>
+__attribute__((noinline)) void ForwardItem<E>::compare_segments(int row, const Kept& kept, int64_t first, int keys) {
+  if (kept.segments.is_only(key_segments(p_, batch_, first, first + keys))) return;
+  const int* segments = p_.kv_segment_ids + batch_ * p_.kv_length + first;
+  IntVec<T> own[NV];
+  for (int v = 0; v < NV; ++v) own[v] = IntVec<T>(segments_ + row + v * kWidth<T>, stdx::element_aligned);
+  change_scores<NV>(0, keys, [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
+    put_where<T>(own[v] != Int<T>{segments[j]}, score, -kInfinity<T>);
+  });
+}
+
+template <typename E>
+template <int NV>
+__attribute__((noinline)) void ForwardItem<E>::apply_options(int row, int64_t first, int keys) {
+  if (options_.has_cap) {
+    change_scores<NV>(
+        0, keys, [&](int, int, Vec<T>& score) __attribute__((always_inline)) { score = options_.cap(score).value; });
+  }
+  if (options_.has_addend) {
+    fill_addends<NV>(row, first, keys);
+    change_scores<NV>(0, keys, [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
+      score = options_.add(score, load(addends_ + j * kPanel<T> + v * kWidth<T>));
+    });
+  }
+  if (options_.has_slope) {
+    int64_t key = relative(first);
+    change_scores<NV>(0, keys, [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
+      Vec<T> distance = stdx::abs(load(position_ + row + v * kWidth<T>) - static_cast<T>(key + j));
+      score -= load(slopes_ + row + v * kWidth<T>) * distance;
+    });
+  }
+}
+
+template <typename E>
+template <int NV>
 __attribute__((noinline)) void ForwardItem<E>::test_intervals(int row, const Kept& kept, int64_t first, int keys) {
   bool rows_keep_all = !kv_intervals_ || kept.intervals.covers(first, first + keys);
   if (rows_keep_all && (!q_intervals_ || intervals_of_keys(first, first + keys).covers(kept.first_row, kept.end_row))) {
@@ -60,7 +113,7 @@ __attribute__((noinline)) void ForwardItem<E>::test_intervals(int row, const Kep
 
 template <typename E>
 inline void ForwardItem<E>::load_options(int lanes) {
-  if (options_.any() || options_.has_segments || options_.has_intervals) {
+  if (options_.any() || options_.has_segments || options_.has_intervals || functions_) {
     for (int row = 0; row < lanes; ++row) {
       Place at = place(std::min(row, rows_ - 1));
       if (options_.has_addend) rows_of_options_[row] = options_.row(batch_, at.head, at.t);
@@ -71,6 +124,11 @@ inline void ForwardItem<E>::load_options(int lanes) {
         rows_in_lanes_[row] = static_cast<Int<T>>(at.t);
         interval_begin_[row] = static_cast<Int<T>>(keys.begin);
         interval_end_[row] = static_cast<Int<T>>(keys.end);
+      }
+      if (functions_) {
+        row_indices_[row] = static_cast<int32_t>(at.t);
+        positions_[row] = functions_.position(at.t);
+        heads_[row] = functions_.head(at.head);
       }
     }
   }

@@ -11,6 +11,16 @@ template <int NV>
 inline void ForwardItem<E>::attend(int panel, int64_t block, int begin, int keys) {
   int row = panel_[panel].row;
   const Kept& kept = panel_[panel].kept;
+  const int32_t* keep = nullptr;
+  if (functions_.has_masks()) {
+    auto decided =
+        functions_.decide(tile_of_functions(row, NV * kWidth<T>, block + begin, keys, true), keep_, kPanel<T>);
+    if (decided.begin >= decided.end) return;
+    const int skipped = decided.begin / kKeyPadding<F> * kKeyPadding<F>;
+    if (!decided.whole) keep = keep_ + skipped * kPanel<T>;
+    begin += skipped;
+    keys = decided.end - skipped;
+  }
   const F* queries = queries_ + int64_t{panel} * kPanel<T> * depth_;
   const F* k = k_ + static_cast<int64_t>(begin) * k_stride_;
   const F* v = v_ + static_cast<int64_t>(begin / kElements<F>) * (kTiled<F> ? 1 : v_stride_);
@@ -30,6 +40,12 @@ inline void ForwardItem<E>::attend(int panel, int64_t block, int begin, int keys
     }
   }
   if (options_.any()) apply_options<NV>(row, block + begin, keys);
+  if constexpr (std::is_same_v<T, float>) {  // cpu.cc has refused functions of others
+    if (functions_) {
+      functions_.apply(tile_of_functions(row, NV * kWidth<T>, block + begin, keys, true), scores, kPanel<T>, nullptr,
+                       keep, kPanel<T>);
+    }
+  }
   if (options_.has_segments) compare_segments<NV>(row, kept, block + begin, keys);
   if (options_.has_intervals) test_intervals<NV>(row, kept, block + begin, keys);
   if (band_.limited()) mask<NV>(row, kept, block + begin, keys);

@@ -11,6 +11,7 @@
 #include "backward_options.h"
 #include "backward_pairs.h"
 #include "backward_panels.h"
+#include "backward_rows.h"
 #include "forward.h"
 #include "forward_decoding.h"
 #include "forward_options.h"

@@ -50,10 +50,11 @@ struct BackwardPlan {
   int64_t prepare_items;    // batch * parts of prepared_rows rows
   int64_t touched;  // offset in the scratch: [chunks][batch][kv_heads][row_blocks], 1 if the chunk has sums of the rows
   int64_t dslopes;  // likewise: [chunks][batch][q_heads][sequences]; only with the gradient of the slopes
-  int64_t slope_sums;    // likewise: [chunks][batch][q_heads][q_length][2]
-  int64_t scratch;       // elements in all
-  int row_blocks;        // blocks of a head in backward_reduce; if packed an upper bound, as above
-  int64_t reduce_items;  // batch * q_heads * row_blocks; 0 if the blocks of keys write dq themselves
+  int64_t slope_sums;     // likewise: [chunks][batch][q_heads][q_length][2]
+  int64_t captured_sums;  // likewise, on 8 bytes: double [items][elements of dcaptured]
+  int64_t scratch;        // elements in all
+  int row_blocks;         // blocks of a head in backward_reduce; if packed an upper bound, as above
+  int64_t reduce_items;   // batch * q_heads * row_blocks; 0 if the blocks of keys write dq themselves
 };
 
 constexpr int kReduceRows = 64;

@@ -6,13 +6,11 @@
 #include "dropout.h"
 #include "intervals.h"
 #include "pack.h"
+#include "pair_functions.h"
 #include "ranges.h"
 #include "softmax.h"
 
 namespace jax_flash::cpu::JAX_FLASH_ISA {
-
-constexpr double kLog2E = 1.4426950408889634074;
-constexpr double kLn2 = 0.69314718055994530942;
 
 template <typename E>
 JAX_FLASH_INLINE E* row_of(const Tensor& x, int64_t batch, int64_t row, int64_t head) {
@@ -41,7 +39,7 @@ class Scores {
         cap_(static_cast<T>(p.options.softcap * kLog2E)),
         cap_rate_(static_cast<T>(has_cap ? 2 / p.options.softcap : 0)) {}
 
-  // Whether any option but the band, segments and intervals changes scores.
+  // Whether any option but the band, segments, intervals and functions changes scores.
   bool any() const { return has_cap || has_addend || has_slope; }
 
   // The capped score, and the derivative there.
@@ -80,11 +78,7 @@ class Scores {
     if (row.bias) {
       Vec<T> bias = p_.options.wide_bias ? elements(reinterpret_cast<const T*>(row.bias), s, count)
                                          : elements(reinterpret_cast<const E*>(row.bias), s, count);
-      constexpr T kLargest = std::numeric_limits<T>::max();
-      // A finite bias stays finite: the lowest float, which is often used as a mask, must not become -inf.
-      sum = bias * static_cast<T>(kLog2E);
-      stdx::where(sum > kLargest && bias <= kLargest, sum) = kLargest;
-      stdx::where(sum < -kLargest && bias >= -kLargest, sum) = -kLargest;
+      sum = in_log2<T>(bias);
     }
     if (row.mask) {
       bool whole = p_.mask_strides.column == 0;

@@ -234,7 +234,8 @@ Call decode(Platform platform, Pass pass, const Options& options, ffi::Remaining
   for (int i = 0; i < options.captured; ++i) p.captured[i] = argument(args, next++).untyped_data();
   for (int i = 0; i < options.dcaptured; ++i) {
     ffi::AnyBuffer gradient = result(rets, results++);
-    check(gradient, ffi::DataType::F32, gradient.dimensions(), "the gradient of a captured array");
+    const ffi::DataType element = options.exact_sums ? ffi::DataType::U32 : ffi::DataType::F32;
+    check(gradient, element, gradient.dimensions(), "the gradient of a captured array");
     p.dcaptured[i] = gradient.untyped_data();
     p.dcaptured_elements[i] = static_cast<long long>(gradient.element_count());
   }

@@ -14,6 +14,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "cpu/cpu.h"
+#include "cpu/functions.h"
 #include "cuda/host/cuda.h"
 #include "cuda/host/disk_cache.h"
 #include "cuda/host/jit.h"
@@ -121,13 +122,15 @@ struct Scratch {
 
   Scratch(const std::string& pass_, const std::string& platform, const std::string& dtype_, const nb::dict& options,
           int q_length, int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,
-          const nb::dict& shapes)
+          const nb::dict& shapes, const std::vector<int64_t>& dcaptured_elements)
       : pass(named_pass(pass_)),
         cuda(platform == "cuda"),
         dtype(named_dtype(dtype_)),
         problem(shape_of(named_options(options), 1, q_length, kv_length, q_heads, kv_heads)) {
     problem.head_dim = head_dim / limbs_of(problem.options);
     problem.value_head_dim = value_head_dim / limbs_of(problem.options);
+    if (dcaptured_elements.size() > kMostCaptured) throw std::invalid_argument("too many gradients of captured arrays");
+    std::copy(dcaptured_elements.begin(), dcaptured_elements.end(), problem.dcaptured_elements);
     auto read = [&](const char* name, auto found) {
       if constexpr (std::is_same_v<decltype(found), Strides*>) {
         if (shapes.contains(name)) *found = strides(nb::cast<std::vector<int64_t>>(shapes[name]));
@@ -181,6 +184,8 @@ NB_MODULE(_core, m) {
 #undef JAX_FLASH_NOTHING
   m.attr("OPERANDS") = nb::tuple(operands);
 
+  m.attr("CPU_OPERATIONS") = nb::cast(cpu::operation_names());
+
   nb::list float16_families;
   for (const std::string& family : cuda::float16_families()) float16_families.append(family);
   m.attr("FLOAT16_FAMILIES") = nb::tuple(float16_families);
@@ -221,27 +226,27 @@ NB_MODULE(_core, m) {
       "scratch",
       [](const std::string& pass, const std::string& platform, const std::string& dtype, const nb::dict& options,
          int batch, int q_length, int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,
-         const nb::dict& shapes) -> int64_t {
+         const nb::dict& shapes, const std::vector<int64_t>& dcaptured_elements) -> int64_t {
         return Scratch(pass, platform, dtype, options, q_length, kv_length, q_heads, kv_heads, head_dim, value_head_dim,
-                       shapes)
+                       shapes, dcaptured_elements)
             .of_batch(batch);
       },
       nb::kw_only(), nb::arg("pass_"), nb::arg("platform"), nb::arg("dtype"), nb::arg("options"), nb::arg("batch"),
       nb::arg("q_length"), nb::arg("kv_length"), nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
-      nb::arg("value_head_dim"), nb::arg("shapes"));
+      nb::arg("value_head_dim"), nb::arg("shapes"), nb::arg("dcaptured_elements") = std::vector<int64_t>{});
 
   m.def(
       "scratch_of_any_batch",
       [](const std::string& pass, const std::string& platform, const std::string& dtype, const nb::dict& options,
          int q_length, int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,
-         const nb::dict& shapes) {
+         const nb::dict& shapes, const std::vector<int64_t>& dcaptured_elements) {
         return Scratch(pass, platform, dtype, options, q_length, kv_length, q_heads, kv_heads, head_dim, value_head_dim,
-                       shapes)
+                       shapes, dcaptured_elements)
             .of_any_batch();
       },
       nb::kw_only(), nb::arg("pass_"), nb::arg("platform"), nb::arg("dtype"), nb::arg("options"), nb::arg("q_length"),
       nb::arg("kv_length"), nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_head_dim"),
-      nb::arg("shapes"));
+      nb::arg("shapes"), nb::arg("dcaptured_elements") = std::vector<int64_t>{});
 
   m.def(
       "plan_split_kv",

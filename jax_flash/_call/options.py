@@ -34,6 +34,7 @@ class Options:
     highest_precision: bool = False  # of float32 products; False for other dtypes
     separate_dq: bool = False  # on GPUs dquery has a pass of its own, and gradients are summed in a fixed order
     original_bfloat16: bool = False  # the originals passed with descale are bfloat16, else float32
+    exact_sums: bool = False  # gradients of captured arrays are sums in digits: set where they are lowered
     partial_keys: bool = False  # backward and tangent: out and lse are those of more keys than these
     sequences: int = 1  # of a batch entry; 1 unless it is packed
     window_left: int = UNLIMITED

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from jax_flash._functions import program
-from jax_flash._functions.program import Op, Program, Unprintable
+from jax_flash._functions.program import Load, Op, Program, Unprintable
 from jax_flash._functions.trace import Function, Functions
 
 _TYPES = {
@@ -65,7 +66,7 @@ def source(functions: Functions, several: frozenset[int] = frozenset(), derives:
 def _source(
     functions: Functions, several: frozenset[int], derives: bool, gradients: tuple[int, ...], positions_from_0: bool
 ) -> str:
-    sizes = _sizes(functions)
+    sizes = functions.shapes
     text = ["namespace jax_flash {", f"constexpr int function_batch = {functions.batch or 0};"]
     height, width = functions.block_size
     text.append(f"constexpr int mask_block_rows = {height}, mask_block_keys = {width};")
@@ -78,10 +79,14 @@ def _source(
     scored = None
     if functions.score is not None:
         scored = program.score_program(functions.score, gradients, derives, positions_from_0)
-        _check_loads(scored)
     flags["derives_scores"] = scored is not None and derives and scored.keeps_derivative
     flags["adds_captured"] = scored is not None and bool(scored.loads)
+    flags["captured_take_score"] = scored is not None and scored.takes_score
+    # Where they do, the kernels evaluate the function again, for its derivative by the score too.
+    flags["derives_scores"] |= flags["captured_take_score"]
     text += [f"constexpr bool {name} = {str(flag).lower()};" for name, flag in flags.items()]
+    shared = _shared(scored)
+    text += [f"constexpr int captured_of_{name}s = {len(loads)};" for name, loads in shared.items()]
 
     def printer(of: Program) -> _Printer:
         return _Printer(of, sizes, several)
@@ -108,36 +113,71 @@ def _source(
             text += lines
             results.append(names[of.outputs[0]])
         text += [f"  return {' & '.join(results) or 'true'};", "}"]
-    text.append(f"JAX_FLASH_FUNCTION void add_to_captured({_ARGUMENTS.format('')}, float ds) {{")
-    if scored is not None and scored.loads:
-        of = scored.program
-        wanted = [of.outputs[i] for load in scored.loads for i in (load.derivative, *load.index)]
-        wanted += [of.outputs[load.valid] for load in scored.loads if load.valid is not None]
-        own = printer(of)
-        lines, names = own.lines(wanted)
-        text += lines
-        for load in scored.loads:
-            index = own.offset(load.captured, [names[of.outputs[i]] for i in load.index])
-            to = f"static_cast<float*>(problem.dcaptured[{gradients.index(load.captured)}]) + {index}"
-            condition = "" if load.valid is None else f"if ({names[of.outputs[load.valid]]}) "
-            text.append(f"  {condition}atomicAdd({to}, ds * {names[of.outputs[load.derivative]]});")
-    text += ["}", "}  // namespace jax_flash", ""]
+    text += _additions(scored, shared, printer, gradients)
+    text += ["}  // namespace jax_flash", ""]
     return "\n".join(text)
 
 
-def _check_loads(scored: program.ScoreProgram) -> None:
-    for load in scored.loads:
-        if "score" in scored.program.inputs(load.derivative):
-            raise Unprintable("a derivative by a captured array that depends on the score")
+_MOST_SHARED = {"head": 8, "key": 2, "row": 4}
+"""Sums that a thread keeps in registers, two of each for keys. Elements beyond these are added to pair by pair."""
 
 
-def _sizes(functions: Functions) -> dict[int, tuple[int, ...]]:
-    """The shapes of the captured arrays, by number."""
-    found: dict[int, tuple[int, ...]] = {}
-    for function in functions.all:
-        for number, x in zip(function.captured, function.jaxpr.invars, strict=False):
-            found[number] = tuple(x.aval.shape)
+def _shared(scored: program.ScoreProgram | None) -> dict[str, list[Load]]:
+    """The elements with gradients that all pairs of a head, a key or a row read."""
+    found: dict[str, list[Load]] = {name: [] for name in _MOST_SHARED}
+    if scored is not None:
+        for load in scored.loads:
+            place = scored.readers(load)
+            if place in found and len(found[place]) < _MOST_SHARED[place]:
+                found[place].append(load)
     return found
+
+
+def _additions(
+    scored: program.ScoreProgram | None,
+    shared: dict[str, list[Load]],
+    printer: Callable[[Program], _Printer],
+    gradients: Sequence[int],
+) -> list[str]:
+    """The functions that add to gradients of captured arrays: those of a pair, and sums of a head, a key or a row."""
+    sums = {load: f"of_{name}[{i}]" for name, loads in shared.items() for i, load in enumerate(loads)}
+    arguments = _ARGUMENTS.format("float score, ") + ", float ds, float* of_head, float* of_key, float* of_row"
+    text = [f"JAX_FLASH_FUNCTION void add_to_captured({arguments}) {{"]
+
+    def added(load: Load, names: Callable[[int], str], own: _Printer, addend: str) -> str:
+        index = own.offset(load.captured, [names(i) for i in load.index])
+        return f"add_to(problem.dcaptured[{gradients.index(load.captured)}], {index}, {addend});"
+
+    def defined(loads: Sequence[Load], outputs: Callable[[Load], Sequence[int]]) -> tuple[Callable[[int], str], Any]:
+        """Definitions of these outputs; what gives the name of one, and the printer."""
+        assert scored is not None
+        of, own = scored.program.outputs, printer(scored.program)
+        lines, names = own.lines([of[i] for load in loads for i in outputs(load)])
+        text.extend(lines)
+        return lambda i: names[of[i]], own
+
+    if scored is not None and scored.loads:
+        names, own = defined(
+            scored.loads,
+            lambda load: (
+                load.derivative,
+                *(() if load in sums else load.index),
+                *(() if load.valid is None else [load.valid]),
+            ),
+        )
+        for load in scored.loads:
+            condition = "" if load.valid is None else f"if ({names(load.valid)}) "
+            addend = f"ds * {names(load.derivative)}"
+            to_sum = f"{sums.get(load)} += {addend};"
+            text.append("  " + condition + (to_sum if load in sums else added(load, names, own, addend)))
+    text.append("}")
+    for name, loads in shared.items():
+        text.append(f"JAX_FLASH_FUNCTION void add_sums_of_{name}({_ARGUMENTS.format('')}, const float* sums) {{")
+        if loads:
+            names, own = defined(loads, lambda load: load.index)
+            text += [f"  if (sums[{i}] != 0.f) {added(x, names, own, f'sums[{i}]')}" for i, x in enumerate(loads)]
+        text.append("}")
+    return text
 
 
 class _Printer:
@@ -260,4 +300,4 @@ def unprintable(functions: Functions, gradients: Sequence[int] = (), derives: bo
     return reason(lambda: source(functions, derives=derives, gradients=gradients))
 
 
-__all__ = ["Function", "literal", "source", "unprintable"]
+__all__ = ["Function", "literal", "reason", "source", "unprintable"]

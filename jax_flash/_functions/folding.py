@@ -72,7 +72,7 @@ def range_of(builder: Builder, op: Op) -> tuple[int, int] | None:
     if op.name == "constant":
         return int(op.params), int(op.params)
     if op.name == "input":
-        return builder.least.get(op.params, least), most
+        return builder.least.get(op.params, least), builder.most.get(op.params, most)
     found = _range_of_args(op, [builder.ranges[i] for i in op.args])
     if found is None or found[0] < least or found[1] > most:  # it may wrap around
         return least, most

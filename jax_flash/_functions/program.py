@@ -96,15 +96,26 @@ class ScoreProgram:
         """Whether the derivative by the score differs from 1 anywhere."""
         return bool(self.program.constant(1) != 1)
 
+    @property
+    def takes_score(self) -> bool:
+        """Whether derivatives by captured arrays depend on the score."""
+        return any("score" in self.program.inputs(load.derivative) for load in self.loads)
+
+    def readers(self, load: Load) -> str:
+        """Which pairs read one element: those of a "head", a "key" or a "row"; or "pair", only single ones."""
+        outputs = (*load.index, *(() if load.valid is None else [load.valid]))
+        depends = frozenset().union(*map(self.program.inputs, outputs)) - {"b", "h"}
+        return {frozenset(): "head", frozenset({"kv"}): "key", frozenset({"q"}): "row"}.get(depends, "pair")
+
 
 class Builder:
     """Collects operations."""
 
-    def __init__(self, least: dict[str, int]) -> None:
+    def __init__(self, least: dict[str, int], most: dict[str, int]) -> None:
         self.ops: list[Op] = []
         self.numbers: dict[Any, int] = {}
         self.ranges: list[tuple[int, int] | None] = []  # of integers
-        self.least = least
+        self.least, self.most = least, most  # of inputs
 
     def op(self, name: str, dtype: str, args: Sequence[int] = (), params: Any = None) -> int:
         key = (name, dtype, tuple(args), params if name != "constant" else (params.tobytes(), dtype))
@@ -185,7 +196,7 @@ class Lowering:
         known |= {x: self.literal(c) for x, c in zip(jaxpr.constvars, consts, strict=True)}
 
         def read(x: Any) -> Value:
-            return self.literal(x.val) if hasattr(x, "val") else known[x]
+            return self.literal(np.asarray(x.val, x.aval.dtype)) if hasattr(x, "val") else known[x]
 
         for equation in jaxpr.eqns:
             results = self.equation(equation, [read(x) for x in equation.invars])
@@ -445,13 +456,17 @@ def _view(builder: Builder, number: int, aval: Any) -> Value:
     return View(number, shape, dtype, shape, (zero,) * len(shape), tuple(range(len(shape))), (1,) * len(shape))
 
 
-def _begun(function: Function, positions_from_0: bool) -> tuple[Builder, list[Value]]:
+Most = tuple[tuple[str, int], ...]
+"""The largest values of inputs, where they are known."""
+
+
+def _begun(function: Function, positions_from_0: bool, most: Most) -> tuple[Builder, list[Value]]:
     """A builder, and the function's arguments in it."""
     # Batch entries, heads and keys are counted from 0; so are rows of query, unless q_offset is negative.
     least = {"b": 0, "h": 0, "kv": 0}
     if positions_from_0:
         least["q"] = 0
-    builder, count = Builder(least), len(function.captured)
+    builder, count = Builder(least, dict(most)), len(function.captured)
     args: list[Value] = [
         _view(builder, number, x.aval)
         for number, x in zip(function.captured, function.jaxpr.invars[:count], strict=True)
@@ -463,15 +478,15 @@ def _begun(function: Function, positions_from_0: bool) -> tuple[Builder, list[Va
 
 
 @functools.lru_cache(maxsize=256)
-def mask_program(function: Function, positions_from_0: bool = False) -> Program:
+def mask_program(function: Function, positions_from_0: bool = False, most: Most = ()) -> Program:
     """A mask function's program, of one output.
 
-    ``positions_from_0``: q is never negative.
+    ``positions_from_0``: q is never negative. ``most``: the program is for inputs up to these.
 
     Raises:
       Unprintable: it has none.
     """
-    builder, args = _begun(function, positions_from_0)
+    builder, args = _begun(function, positions_from_0, most)
     lowering = Lowering(builder)
     (result,) = lowering.jaxpr(function.jaxpr, (), args)
     return builder.finished([int(lowering.elements(result)[()])])
@@ -479,7 +494,11 @@ def mask_program(function: Function, positions_from_0: bool = False) -> Program:
 
 @functools.lru_cache(maxsize=256)
 def score_program(
-    function: Function, gradients: tuple[int, ...] = (), derives: bool = True, positions_from_0: bool = False
+    function: Function,
+    gradients: tuple[int, ...] = (),
+    derives: bool = True,
+    positions_from_0: bool = False,
+    most: Most = (),
 ) -> ScoreProgram:
     """A score function's program: value and, with ``derives``, its derivatives by the score and by each element that it
     reads of the captured arrays ``gradients``.
@@ -487,7 +506,7 @@ def score_program(
     Raises:
       Unprintable: it has none.
     """
-    builder, args = _begun(function, positions_from_0)
+    builder, args = _begun(function, positions_from_0, most)
     lowering = Lowering(builder)
     jaxpr, count = inlined(function.jaxpr), len(function.captured)
     if not derives:
@@ -567,10 +586,10 @@ def _views_of(jaxpr: Any, count: int) -> _Parts:
             read.append(x)
 
     for equation in jaxpr.eqns:
-        first, *others = equation.invars
+        first = next(iter(equation.invars), None)  # iota has none
         if equation.primitive.name in _VIEWS and not hasattr(first, "val") and first in views:
             views.update(equation.outvars)
-            for x in others:
+            for x in equation.invars[1:]:
                 use(x)
             continue
         for x in equation.invars:

@@ -8,6 +8,7 @@ once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -69,6 +70,15 @@ class Functions:
     @property
     def all(self) -> tuple[Function, ...]:
         return tuple(x for x in (self.score, *self.masks, self.partial_mask) if x is not None)
+
+    @property
+    def shapes(self) -> dict[int, tuple[int, ...]]:
+        """Of the captured arrays, by number."""
+        return {
+            number: tuple(variable.aval.shape)
+            for function in self.all
+            for number, variable in zip(function.captured, function.jaxpr.invars, strict=False)
+        }
 
 
 def captured_name(index: int) -> str:
@@ -180,8 +190,18 @@ def _is_literal(x: Any) -> bool:
     return hasattr(x, "val")
 
 
-def key_of(jaxpr: Any) -> Any:
-    """What is equal for jaxprs that compute the same way: equations by the numbers of their variables."""
+_CUSTOM = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr"}
+"""Calls of functions with a derivative of their own, and the parameter with the function's body."""
+
+_MOST_RULES = 3
+"""Derivatives up to this order tell functions apart: a rule may call its own function, so there is no end to them."""
+
+
+def key_of(jaxpr: Any, rules: int = 0) -> Any:
+    """What is equal for jaxprs that compute the same way: equations by the numbers of their variables.
+
+    ``rules``: within so many rules of derivatives.
+    """
     numbers: dict[Any, int] = {}
 
     def of_variable(x: Any) -> Any:
@@ -191,9 +211,13 @@ def key_of(jaxpr: Any) -> Any:
 
     def of_param(x: Any) -> Any:
         if hasattr(x, "jaxpr") and hasattr(x, "consts"):  # a closed jaxpr
-            return "jaxpr", key_of(x.jaxpr), tuple(id(c) if np.ndim(c) else np.asarray(c).tobytes() for c in x.consts)
+            return (
+                "jaxpr",
+                key_of(x.jaxpr, rules),
+                tuple(id(c) if np.ndim(c) else np.asarray(c).tobytes() for c in x.consts),
+            )
         if hasattr(x, "eqns"):
-            return "jaxpr", key_of(x)
+            return "jaxpr", key_of(x, rules)
         if isinstance(x, (tuple, list)):
             return type(x).__name__, tuple(map(of_param, x))
         if isinstance(x, dict):
@@ -207,7 +231,36 @@ def key_of(jaxpr: Any) -> Any:
     inputs = tuple(map(of_variable, [*jaxpr.constvars, *jaxpr.invars]))
     equations = []
     for equation in jaxpr.eqns:
-        params = tuple((k, of_param(v)) for k, v in sorted(equation.params.items()))
+        params = equation.params
+        if (body := _CUSTOM.get(equation.primitive.name)) is not None:
+            # The rule is a new object in every trace, so it counts as what it computes.
+            rule = key_of(_derivative(jaxpr, equation), rules + 1) if rules < _MOST_RULES else None
+            found: Any = (body, of_param(params[body])), ("rule", rule)
+        else:
+            found = tuple((k, of_param(v)) for k, v in sorted(params.items()))
         ins, outs = (tuple(map(of_variable, xs)) for xs in (equation.invars, equation.outvars))
-        equations.append((equation.primitive.name, params, ins, outs))
+        equations.append((equation.primitive.name, found, ins, outs))
     return inputs, tuple(equations), tuple(map(of_variable, jaxpr.outvars))
+
+
+def _derivative(jaxpr: Any, equation: Any) -> Any:
+    """The jaxpr of the derivative of one equation, by its own rule."""
+    inputs = [x for x in equation.invars if not _is_literal(x)]
+    alone = jaxpr.replace(constvars=[], invars=inputs, outvars=equation.outvars, eqns=[equation])
+    function = private.jaxpr_as_fun(private.ClosedJaxpr(alone, ()))
+    moved = [i for i, x in enumerate(inputs) if jnp.issubdtype(x.aval.dtype, jnp.floating)]
+
+    def of_moved(xs: Any, floats: Any) -> Any:
+        xs = list(xs)
+        for i, x in zip(moved, floats, strict=True):
+            xs[i] = x
+        return function(*xs)
+
+    def derivative(xs: Any) -> Any:
+        own, floats = functools.partial(of_moved, xs), [xs[i] for i in moved]
+        if equation.primitive.name == "custom_jvp_call":
+            return jax.jvp(lambda *x: own(x), floats, [jnp.ones_like(x) for x in floats])
+        results, pullback = jax.vjp(lambda *x: own(x), *floats)
+        return results, pullback([jnp.ones_like(x) for x in results])
+
+    return jax.make_jaxpr(derivative)([jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in inputs]).jaxpr

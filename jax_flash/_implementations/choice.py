@@ -5,15 +5,16 @@ Used by the lowering of the primitives, which knows the platform, and by `explai
 
 import dataclasses
 import functools
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
 import numpy as np
 
 from jax_flash._call.options import Implementation, Options
-from jax_flash._functions import cuda
+from jax_flash._functions import cpu, cuda, exact
 from jax_flash._functions.trace import MOST_CAPTURED, Functions, captured_name
 from jax_flash._native import _core, origins, registration
 
@@ -36,9 +37,20 @@ class Call:
     """The captured arrays whose gradients are wanted."""
     deterministic: bool = False
     """Sums of gradients have one order."""
+    row_bias: bool = False
+    """The gradient of a bias is wanted that all keys of a row share, beside a score function: without one it is known
+    from lse's."""
 
     @classmethod
-    def of(cls, query: Any, value: Any, options: Options, gradients: Sequence[str] = ()) -> "Call":
+    def of(
+        cls,
+        query: Any,
+        value: Any,
+        options: Options,
+        gradients: Sequence[str] = (),
+        dims: Mapping[str, str] | None = None,
+    ) -> "Call":
+        """``dims``: those of the operands, by name."""
         captured = {captured_name(i): i for i in range(MOST_CAPTURED)}
         return cls(
             np.dtype(query.dtype).name,
@@ -48,6 +60,7 @@ class Call:
             options.functions,
             tuple(captured[name] for name in gradients if name in captured),
             options.separate_dq,
+            "bias" in gradients and (dims or {}).get("bias", "")[-1:] == "1",
         )
 
 
@@ -56,7 +69,12 @@ def _unprintable(call: Call) -> str | None:
     if call.functions is None:
         return None
     if call.gradients and call.deterministic:
-        return "deterministic_backward=True and gradients of captured arrays, to which they add atomically"
+        elements = sum(math.prod(shape) for i, shape in call.functions.shapes.items() if i in call.gradients)
+        if elements > exact.MOST_ELEMENTS:
+            return (
+                f"deterministic_backward=True and gradients of captured arrays of {elements} elements, of which their "
+                f"sums without an order have room for {exact.MOST_ELEMENTS}"
+            )
     return cuda.unprintable(call.functions, call.gradients)
 
 
@@ -73,18 +91,27 @@ class Rule:
 CUDA_DTYPES = ("float16", "bfloat16", "float32")
 CUDA_HEAD_DIM = 256
 
-_FUNCTIONS = Rule(
-    "score_mod, mask_mod and block_mask",
-    lambda call: call.functions is not None,
-    lambda call: "its kernels do not evaluate score_mod, mask_mod and block_mask",
-)
+
+def _beyond_cpu(call: Call) -> str | None:
+    """What of the functions of a call the CPU's kernels can't evaluate; None: nothing."""
+    if call.functions is None:
+        return None
+    if call.dtype == "float64":
+        return "float64"
+    return cpu.unprintable(call.functions, call.gradients)
+
 
 RULES: dict[str, tuple[Rule, ...]] = {
-    "cpu": (_FUNCTIONS,),
+    "cpu": (
+        Rule(
+            "a score_mod or mask_mod with operations that it does not know, or in float64",
+            lambda call: _beyond_cpu(call) is not None,
+            lambda call: f"its kernels don't evaluate functions with {_beyond_cpu(call)}",
+        ),
+    ),
     "cuda": (
         Rule(
-            "a score_mod or mask_mod with operations that it does not know, and gradients of captured arrays whose "
-            "derivative depends on the score",
+            "a score_mod or mask_mod with operations that it does not know",
             lambda call: _unprintable(call) is not None,
             lambda call: f"its kernels can't be compiled with {_unprintable(call)}",
         ),
@@ -191,6 +218,8 @@ def obstacle(implementation: str, platform: str, call: Call) -> str | None:
         return f"it runs on platform {wanted!r}, the call on {platform!r}"
     if wanted is not None and registration.UNAVAILABLE:
         return registration.UNAVAILABLE
+    if wanted is not None and call.row_bias:
+        return "its kernels have no gradient of a bias of shape (..., 1) beside score_mod"
     for rule in RULES.get(implementation, ()):
         if rule.applies(call):
             return rule.reason(call)

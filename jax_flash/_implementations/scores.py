@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash._call.options import UNLIMITED, Operands, Options
+from jax_flash._call.options import OPERANDS, UNLIMITED, Operands, Options
 from jax_flash._functions import plain
 from jax_flash._functions.trace import Function, captured_name
 from jax_flash._implementations import dropout
@@ -235,18 +235,33 @@ def _keep(
     return keep
 
 
+_KEPT_CHUNK = 256
+"""Rows and keys of the blocks of pairs in which `kept` looks."""
+
+
 def kept(
-    options: Options, operands: Operands, side: str, q_length: int, kv_length: int, kv_heads: int
-) -> jax.Array | None:
+    options: Options, operands: Operands, side: str, q_length: int, kv_length: int, kv_heads: int,
+    shape: tuple[int, int] = (1, 1),
+) -> jax.Array | None:  # fmt: skip
     """Which rows of the "q" or "kv" side are in a pair that is kept, [B or 1, length, heads or 1]; None for all.
 
-    Packed sequences count as one sequence, without the rows that are in none. XLA computes this in O(T + S) memory: it
-    fuses the conditions on pairs into the reduction.
+    Packed sequences count as one sequence, without the rows that are in none. In O(T + S) memory: XLA fuses the
+    conditions on pairs into the reduction, or with functions and intervals pairs are looked at by blocks.
+
+    ``shape``: batch entries and query heads, for functions.
     """
     if f"cu_{side}_lengths" in operands:
         within = rows_within(operands, side, q_length if side == "q" else kv_length)
         return None if within is None else within[:, :, None]
     rows, columns = jnp.arange(q_length, dtype=jnp.int32), jnp.arange(kv_length, dtype=jnp.int32)
+    functions = options.functions
+    decided = functions is not None and (functions.masks or "mask_blocks" in operands)
+    if decided or "kv_intervals" in operands or "q_intervals" in operands:
+        sizes = [x.shape[:2] for name, x in operands.items() if name in ("kv_intervals", "q_intervals", "mask", "bias")]
+        batch, heads = np.max([shape, *sizes], axis=0) if isinstance(shape[0], int) else shape
+        return _kept_by_blocks(
+            options, operands, side, (q_length, kv_length), (batch, kv_heads, max(heads // kv_heads, 1))
+        )
     if not any(name in operands for name in ("q_segment_ids", "kv_intervals", "q_intervals", "mask", "bias")):
         found = _in_band(options, operands, side, rows, columns)
         return None if found is None else found[:, :, None]
@@ -256,6 +271,48 @@ def kept(
         of_rows = pairs.any(axis=-1)
         return jnp.moveaxis(of_rows.reshape(of_rows.shape[0], -1, of_rows.shape[-1]), 1, 2)
     return jnp.moveaxis(pairs.any(axis=(2, 3)), 1, 2)
+
+
+def _kept_by_blocks(
+    options: Options, operands: Operands, side: str, lengths: tuple[int, int], heads: tuple[int, int, int]
+) -> jax.Array:
+    """As `kept`, [B, length, heads]; ``heads`` are batch entries, key heads and query heads of each."""
+    sizes = [min(_KEPT_CHUNK, length) for length in lengths]
+    # The last block begins earlier than a multiple of their size, and meets the one before.
+    counts = [-(-length // size) for length, size in zip(lengths, sizes, strict=True)]
+    own, other = (0, 1) if side == "q" else (1, 0)
+
+    def begin(axis: int, i: jax.Array) -> jax.Array:
+        return jnp.minimum(i * sizes[axis], lengths[axis] - sizes[axis])
+
+    def of_block(i: jax.Array) -> jax.Array:
+        def add(j: jax.Array, found: jax.Array) -> jax.Array:
+            starts = [begin(axis, i if axis == own else j) for axis in range(2)]
+            rows, columns = (s + jnp.arange(size, dtype=jnp.int32) for s, size in zip(starts, sizes, strict=True))
+            block = dict(operands)
+            for name, x in operands.items():
+                for axis, letter in enumerate("ts"):
+                    at = OPERANDS[name].dims.find(letter)
+                    if at >= 0 and x.shape[at] > 1:
+                        block[name] = jax.lax.dynamic_slice_in_dim(block[name], starts[axis], sizes[axis], at)
+
+            def look() -> jax.Array:
+                pairs = _keep(options, block, rows, columns, heads[1], _pairs(options, block, heads, rows, columns))
+                assert pairs is not None
+                pairs = jnp.broadcast_to(pairs, (*heads, sizes[0], sizes[1]))
+                return found | (pairs.any(axis=4) if side == "q" else pairs.any(axis=(2, 3)))
+
+            may = may_keep(options, block, rows, columns)
+            return look() if may is None else jax.lax.cond(may, look, lambda: found)
+
+        of_heads = heads if side == "q" else heads[:2]
+        return jax.lax.fori_loop(0, counts[other], add, jnp.zeros((*of_heads, sizes[own]), bool))
+
+    blocks = jax.lax.map(of_block, jnp.arange(counts[own], dtype=jnp.int32))
+    blocks = blocks.reshape(counts[own], heads[0], -1, sizes[own])
+    rest = lengths[own] - (counts[own] - 1) * sizes[own]
+    found = jnp.moveaxis(blocks[:-1], 0, 2).reshape(heads[0], blocks.shape[2], -1)
+    return jnp.swapaxes(jnp.concatenate([found, blocks[-1, ..., sizes[own] - rest :]], axis=-1), 1, 2)
 
 
 def _in_band(options: Options, operands: Operands, side: str, rows: jax.Array, columns: jax.Array) -> jax.Array | None:

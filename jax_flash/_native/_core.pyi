@@ -15,6 +15,9 @@ OPERANDS: tuple[tuple[str, str], ...]
 FLOAT16_FAMILIES: tuple[str, ...]
 """Kernel families of GPUs whose tensor cores take float16 only, to which other dtypes are converted."""
 
+CPU_OPERATIONS: list[str]
+"""The names of the operations that programs of functions for CPU kernels are made of."""
+
 def handlers(*, records: bool) -> dict[str, dict[str, Any]]:
     """Platform -> custom call target -> handler, as ``jax.ffi.register_ffi_target`` takes it; with ``records`` those
     too by which XLA records kernels into CUDA graphs."""
@@ -33,6 +36,7 @@ def scratch(
     head_dim: int,
     value_head_dim: int,
     shapes: Mapping[str, Sequence[int]],
+    dcaptured_elements: Sequence[int] = ...,
 ) -> int:
     """Elements of float32 (float64 for float64 inputs) that a "forward" or "backward" call wants as an extra result.
 
@@ -57,6 +61,7 @@ def scratch_of_any_batch(
     head_dim: int,
     value_head_dim: int,
     shapes: Mapping[str, Sequence[int]],
+    dcaptured_elements: Sequence[int] = ...,
 ) -> tuple[int, int]:
     """(each, more) with ``scratch(..., batch=B) <= each * B + more`` for every B >= 1: for a batch size that is not
     known when a call is lowered. In ``shapes``, any first size above 1 marks an operand that is not shared by the

@@ -156,8 +156,10 @@ def gradients(
     backward_p: Primitive, params: Params, inputs: Arrays, operands: Arrays, wanted: Collection[str]
 ) -> Arrays:
     """The gradients of the ``wanted`` inputs and operands, and maybe of others."""
-    # A bias that all keys of a row share only shifts the row's lse, so its gradient needs no kernel.
-    of_rows = "bias" in wanted and operands["bias"].shape[3] == 1 and not params.options.partial_keys
+    # A bias that all keys of a row share only shifts the row's lse, so its gradient needs no kernel, unless a score
+    # function comes behind it, or these are not all keys.
+    scored = params.options.functions is not None and params.options.functions.score is not None
+    of_rows = "bias" in wanted and operands["bias"].shape[3] == 1 and not (scored or params.options.partial_keys)
     by_kernel = {name for name in wanted if name in operands and OPERANDS[name].trainable}
     params = dataclasses.replace(
         params, tangents=(), gradients=in_order(by_kernel - {"bias"} if of_rows else by_kernel)

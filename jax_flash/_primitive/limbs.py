@@ -35,7 +35,7 @@ def scaled(
     _, kv_length, kv_heads, _ = key.shape
     kept = {}
     for side, length, heads in (("q", q_length, q_heads), ("kv", kv_length, kv_heads)):
-        rows = scores.kept(options, operands, side, q_length, kv_length, kv_heads)
+        rows = scores.kept(options, operands, side, q_length, kv_length, kv_heads, (batch, q_heads))
         if rows is not None:
             kept[side] = jnp.broadcast_to(rows, (batch, length, heads))
 

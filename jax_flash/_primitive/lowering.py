@@ -13,11 +13,11 @@ import numpy as np
 
 from jax_flash._call import dtypes
 from jax_flash._call.options import CAPTURED, OPERANDS
-from jax_flash._functions import cuda
-from jax_flash._functions.trace import MOST_CAPTURED, captured_name
+from jax_flash._functions import cpu, cuda, exact
+from jax_flash._functions.trace import MOST_CAPTURED, Functions, captured_name
 from jax_flash._implementations import choice
 from jax_flash._native import _core, registration
-from jax_flash._primitive import limbs, plain
+from jax_flash._primitive import ahead, limbs, plain
 from jax_flash._primitive.derivatives import delta
 from jax_flash._primitive.params import ARGUMENTS, INPUTS, Params, result_shapes
 
@@ -36,15 +36,18 @@ def call(pass_: str, target: Target, params: Params, *args: jax.Array) -> tuple[
     if pass_ == "tangent":
         return plain.evaluate(pass_, params, *args)
     platform = target.platform
-    described = choice.Call.of(args[0], args[2], params.options, params.gradients if pass_ == "backward" else ())
+    gradients = params.gradients if pass_ == "backward" else ()
+    described = choice.Call.of(args[0], args[2], params.options, gradients, dict(params.operands))
     chosen = choice.choose(params.implementation, platform, described)
     if chosen == "cuda":
         if pass_ == "backward":
             args = (*args[:5], delta(*args[3:7]), *args[6:])
+            exactly = params.options.separate_dq and bool(described.gradients)
+            params = dataclasses.replace(params, options=dataclasses.replace(params.options, exact_sums=exactly))
         if not target.portable:
-            params = _for_local_gpus(pass_, params, max(args[0].shape[-1], args[2].shape[-1]))
+            params = _for_gpus(pass_, params, max(args[0].shape[-1], args[2].shape[-1]))
         dtype = args[0].dtype
-        old = not target.portable and choice.has_old_gpu()
+        old = not target.portable and _is_old()
         if dtype == jnp.float32 or (dtype == jnp.bfloat16 and old):
             wide = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in results]
             called = _aligned(pass_, params, wide, functools.partial(_half_precision, pass_, params), *args)
@@ -55,14 +58,21 @@ def call(pass_: str, target: Target, params: Params, *args: jax.Array) -> tuple[
     return plain.evaluate(pass_, params, *args)
 
 
-def _for_local_gpus(pass_: str, params: Params, largest_head_dim: int) -> Params:
-    """The parameters where dquery has a pass of its own on the GPUs of this process whatever is asked for.
+def _is_old() -> bool:
+    found = ahead.current()
+    return choice.has_old_gpu() if found is None else found.float16_only
+
+
+def _for_gpus(pass_: str, params: Params, largest_head_dim: int) -> Params:
+    """The parameters where dquery has a pass of its own whatever is asked for, on the GPUs of this process or on the
+    one that calls are lowered ahead for.
 
     That is asked for then, by an option that every GPU serves: kernels that add nothing to dq want no accumulator.
     """
     if pass_ != "backward":
         return params
-    separate = choice.has_old_gpu() or (not params.gradients and choice.separate_dq(largest_head_dim))
+    separates = (ahead.current() or choice).separate_dq
+    separate = _is_old() or (not params.gradients and separates(largest_head_dim))
     options = dataclasses.replace(params.options, separate_dq=params.options.separate_dq or separate)
     return dataclasses.replace(params, options=options)
 
@@ -91,10 +101,16 @@ def _custom_call(
 ) -> tuple[jax.Array, ...]:
     shapes = tuple(x.shape for x in results)
     attributes = _attributes(pass_, platform, params, *args)
+    if platform == "cuda" and (found := ahead.current()) is not None:
+        found.calls.append(_described(pass_, attributes, *args))
     if platform == "cuda" and pass_ == "backward":
         dims, gradients = dict(params.operands), zip(params.gradients, results[len(INPUTS) :], strict=True)
-        results = [*results[: len(INPUTS)], *(_of_cuda(name, dims[name], x, args[0]) for name, x in gradients)]
-    scratch = _scratch(pass_, platform, params, attributes, *args)
+        exactly = attributes["exact_sums"]
+        results = [*results[: len(INPUTS)], *(_of_cuda(name, dims[name], x, args[0], exactly) for name, x in gradients)]
+    elements = [
+        x.size for name, x in zip(params.gradients, results[len(INPUTS) :], strict=False) if OPERANDS[name] is CAPTURED
+    ]
+    scratch = _scratch(pass_, platform, params, attributes, elements, *args)
     if type(scratch) is not int or scratch:
         wide = dtypes.accumulation_dtype(args[0].dtype)
         results = (*results, jax.ShapeDtypeStruct((scratch,), wide))
@@ -102,11 +118,26 @@ def _custom_call(
         args = (*args[:6], *args[7:])  # these kernels take delta, which stands in dlse's place, for dlse and out
     target = registration.FORWARD_TARGET if pass_ == "forward" else registration.BACKWARD_TARGET
     called = jax.ffi.ffi_call(target, results)(*args, **attributes)
-    return tuple(_summed_to(shape, x) for shape, x in zip(shapes, called, strict=False))
+    return tuple(
+        exact.floats(x) if x.dtype == jnp.uint32 else _summed_to(shape, x)
+        for shape, x in zip(shapes, called, strict=False)
+    )
 
 
-def _of_cuda(name: str, dims: str, gradient: jax.ShapeDtypeStruct, query: jax.Array) -> jax.ShapeDtypeStruct:
-    """What CUDA's kernels leave of a gradient: where all rows share it, a sum for every batch entry and head."""
+def _described(pass_: str, attributes: Mapping[str, Any], *args: jax.Array) -> ahead.Call:
+    limbs = 2 if attributes["highest_precision"] else 1
+    options = {name: int(x) if isinstance(x, np.int32) else x for name, x in attributes.items()}
+    sizes = (args[0].shape[-1] // limbs, args[2].shape[-1] // limbs)
+    return ahead.Call(pass_, args[0].dtype.name, *sizes, options)
+
+
+def _of_cuda(
+    name: str, dims: str, gradient: jax.ShapeDtypeStruct, query: jax.Array, exactly: bool
+) -> jax.ShapeDtypeStruct:
+    """What CUDA's kernels leave of a gradient: where all rows share it, a sum for every batch entry and head; of a
+    captured array digits, with ``exactly``."""
+    if OPERANDS[name] is CAPTURED:
+        return jax.ShapeDtypeStruct((*gradient.shape, *exact.SHAPE), jnp.uint32) if exactly else gradient
     declared = OPERANDS[name].dims
     if "t" not in declared or "t" in dims:
         return gradient
@@ -137,10 +168,10 @@ def _attributes(pass_: str, platform: str, params: Params, *args: jax.Array) -> 
             attributes[f"has_d{name}"] = name in params.gradients
         if described.may_be_narrow:
             attributes[f"wide_{name}"] = name in operands and operands[name].dtype != args[0].dtype
-    return attributes | _of_functions(pass_, platform, params)
+    return attributes | _of_functions(pass_, platform, params, *args)
 
 
-def _of_functions(pass_: str, platform: str, params: Params) -> dict[str, Any]:
+def _of_functions(pass_: str, platform: str, params: Params, *args: jax.Array) -> dict[str, Any]:
     """The attributes of score and mask functions, and of what they captured."""
     functions = params.options.functions
     captured = {name: dims for name, dims in params.operands if OPERANDS[name] is CAPTURED}
@@ -148,10 +179,11 @@ def _of_functions(pass_: str, platform: str, params: Params) -> dict[str, Any]:
     gradients = [numbers[name] for name in params.gradients if name in captured]
     height, width = (1, 1) if functions is None else functions.block_size
     text = ""
-    if functions is not None and platform == "cuda":
+    if functions is not None:
         several = frozenset(numbers[name] for name, dims in captured.items() if "m" in dims)
         from_0 = "q_offset" not in params.names
-        text = cuda.source(functions, several, pass_ == "backward", gradients, positions_from_0=from_0)
+        arguments = functions, several, pass_ == "backward", gradients, from_0
+        text = cuda.source(*arguments) if platform == "cuda" else cpu.source(*arguments, _most(params, functions, args))
     return {
         "functions": text,
         "captured": np.int32(len(captured)),
@@ -161,8 +193,30 @@ def _of_functions(pass_: str, platform: str, params: Params) -> dict[str, Any]:
     }
 
 
-def _scratch(pass_: str, platform: str, params: Params, attributes: Mapping[str, Any], *args: jax.Array) -> Any:
-    """Elements of scratch: an int, or where the batch is a symbolic size an expression of it."""
+def _most(params: Params, functions: Functions, args: Sequence[jax.Array]) -> tuple[tuple[str, int], ...]:
+    """The largest arguments of the functions of a call, where they are known."""
+    sizes = {"kv": args[1].shape[1]}
+    if "q_offset" not in params.names:
+        sizes["q"] = args[0].shape[1]
+    if "index_offsets" not in params.names:
+        sizes["h"] = args[0].shape[2]
+        sizes["b"] = functions.batch or args[0].shape[0]
+        sizes["b"] *= params.options.sequences
+    return tuple((name, n - 1) for name, n in sorted(sizes.items()) if isinstance(n, int))
+
+
+def _scratch(
+    pass_: str,
+    platform: str,
+    params: Params,
+    attributes: Mapping[str, Any],
+    dcaptured_elements: Sequence[int],
+    *args: jax.Array,
+) -> Any:
+    """Elements of scratch: an int, or where the batch is a symbolic size an expression of it.
+
+    ``dcaptured_elements``: of each gradient of a captured array.
+    """
     query, key, value = args[:3]
     batch: Any = query.shape[0]
     _, q_length, q_heads, head_dim = query.shape
@@ -184,6 +238,7 @@ def _scratch(pass_: str, platform: str, params: Params, attributes: Mapping[str,
             for name, x in operands.items()
             if OPERANDS[name].broadcast
         },
+        "dcaptured_elements": dcaptured_elements,
     }
     if isinstance(batch, int):
         return _core.scratch(batch=batch, **of_batch)

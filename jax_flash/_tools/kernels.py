@@ -1,6 +1,7 @@
-"""``kernels build`` and ``list``: the common variants of the CUDA kernels, compiled without a GPU; ``kernels clear``
-empties the cache."""
+"""``kernels build`` and ``list``: the common variants of the CUDA kernels, or those of a function's calls, compiled
+without a GPU; ``kernels clear`` empties the cache."""
 
+import importlib
 import pathlib
 import sys
 import tempfile
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax_flash._native import _core
+from jax_flash._primitive import ahead
 from jax_flash._tools.table import table
 
 ARCHES = {"sm_70": 70, "sm_75": 75, "sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90": 90, "sm_90a": 90}
@@ -48,15 +50,50 @@ _COLUMNS = {
 }
 
 
-def build(arches: Iterable[int], out_dir: pathlib.Path) -> None:
-    """Compiles the common variants for each of ``arches`` into ``out_dir``. Raises RuntimeError and OSError."""
+def build(arches: Iterable[int], out_dir: pathlib.Path, calls: Sequence[str] = ()) -> None:
+    """Compiles the common variants for each of ``arches`` into ``out_dir``, or where ``calls`` name functions, as
+    ``MODULE:FUNCTION``, the kernels of these. Raises RuntimeError, ValueError and OSError."""
     if out_dir.exists() and not out_dir.is_dir():
         raise NotADirectoryError(f"--out must name a folder, got a file: {out_dir}")
     out_dir.mkdir(parents=True, exist_ok=True)
-    kernels = _common_kernels(arches, out_dir)
+    named = [_named(call) for call in calls]
+    kernels = _kernels_of(named, arches, out_dir) if named else _common_kernels(arches, out_dir)
     _show(kernels)
     size = sum(kernel["cubin_bytes"] for _, kernel in kernels)
     print(f"{len(kernels)} kernels, {size / 2**20:.1f} MiB of cubins, in {out_dir}")
+
+
+def _named(name: str) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """The function that ``MODULE:FUNCTION`` returns, and its arguments."""
+    module, _, function = name.partition(":")
+    try:
+        found, *arguments = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"--call must be MODULE:FUNCTION of a function that returns (function, *arguments), got {name}: {error}"
+        ) from error
+    return found, arguments
+
+
+def _kernels_of(
+    named: Sequence[tuple[Callable[..., Any], Sequence[Any]]], arches: Iterable[int], out_dir: pathlib.Path
+) -> list[tuple[int, Mapping[str, Any]]]:
+    found: dict[tuple[int, str], Mapping[str, Any]] = {}
+    for arch in dict.fromkeys(arches):
+        calls = [call for function, arguments in named for call in ahead.calls_of(function, arguments, arch)]
+        if not calls:
+            raise ValueError(f"--call must name a function whose attention is served by the CUDA kernels of sm_{arch}")
+        for call in calls:
+
+            def variants(_: int, call: ahead.Call = call) -> Mapping[str, Any]:
+                # They take multiples of 8; what calls pad to is what they were lowered with.
+                sizes = [(call.head_dim, call.value_head_dim)]
+                on_call = {"dtypes": [call.dtype], "head_dims": sizes, "options": [call.options]}
+                return on_call | {"passes": ahead.PASSES[call.pass_]}
+
+            for _, kernels in compiled([arch], out_dir, variants):
+                found |= {(arch, kernel["name"]): kernel for kernel in kernels}
+    return [(arch, kernel) for (arch, _), kernel in found.items()]
 
 
 def list_(arches: Iterable[int] | None) -> None:

@@ -16,7 +16,7 @@ namespace {
 
 bool served(const Variant& variant, int limbs) {
   try {
-    tile_row(variant.family, limbs, variant.pass, variant.head_dim, variant.arch, true);
+    tile_row(variant.family, limbs, variant.pass, variant.head_dim, variant.arch, Calls::plain);
     return true;
   } catch (const std::invalid_argument&) {
     return false;
@@ -40,7 +40,7 @@ int main(int, char** arguments) {
           options.has_bias = options.has_dbias = pass == Pass::backward_bias;
           Variant variant{family, arch, pass, DType::f16, head_dim, head_dim, options, {}};
           if (!served(variant, limbs)) continue;
-          variant.tile = tile_row(family, limbs, pass, head_dim, arch, true);  // without options
+          variant.tile = tile_row(family, limbs, pass, head_dim, arch, Calls::plain);  // without options
           const std::string source = variant.source();
           if (!seen.insert(source).second) continue;  // another compute capability takes the same tile row
           const std::string index = std::to_string(seen.size()), name = variant.name();

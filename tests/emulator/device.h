@@ -129,6 +129,16 @@ inline int atomicAdd(int* to, int x) {
   *to += x;
   return before;
 }
+inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long x) {
+  const unsigned long long before = *to;
+  *to += x;
+  return before;
+}
+inline unsigned atomicOr(unsigned* to, unsigned x) {
+  const unsigned before = *to;
+  *to |= x;
+  return before;
+}
 inline void __threadfence() {}
 
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
@@ -146,11 +156,12 @@ T __ldg(const T* from) {
 #define EMULATOR_FLOAT(name) \
   inline float name(float x) { return __builtin_##name(x); }
 EMULATOR_FLOAT(expf)
-EMULATOR_FLOAT(exp2f) EMULATOR_FLOAT(logf) EMULATOR_FLOAT(log1pf) EMULATOR_FLOAT(expm1f) EMULATOR_FLOAT(sinf)
-    EMULATOR_FLOAT(cosf) EMULATOR_FLOAT(tanf) EMULATOR_FLOAT(sinhf) EMULATOR_FLOAT(coshf) EMULATOR_FLOAT(asinf)
-        EMULATOR_FLOAT(acosf) EMULATOR_FLOAT(atanf) EMULATOR_FLOAT(asinhf) EMULATOR_FLOAT(acoshf) EMULATOR_FLOAT(atanhf)
-            EMULATOR_FLOAT(cbrtf) EMULATOR_FLOAT(erff) EMULATOR_FLOAT(erfcf) EMULATOR_FLOAT(floorf)
-                EMULATOR_FLOAT(ceilf) EMULATOR_FLOAT(roundf) EMULATOR_FLOAT(rintf)
+EMULATOR_FLOAT(exp2f)
+EMULATOR_FLOAT(logf) EMULATOR_FLOAT(log1pf) EMULATOR_FLOAT(expm1f) EMULATOR_FLOAT(sinf) EMULATOR_FLOAT(cosf)
+    EMULATOR_FLOAT(tanf) EMULATOR_FLOAT(sinhf) EMULATOR_FLOAT(coshf) EMULATOR_FLOAT(asinf) EMULATOR_FLOAT(acosf)
+        EMULATOR_FLOAT(atanf) EMULATOR_FLOAT(asinhf) EMULATOR_FLOAT(acoshf) EMULATOR_FLOAT(atanhf) EMULATOR_FLOAT(cbrtf)
+            EMULATOR_FLOAT(erff) EMULATOR_FLOAT(erfcf) EMULATOR_FLOAT(floorf) EMULATOR_FLOAT(ceilf)
+                EMULATOR_FLOAT(roundf) EMULATOR_FLOAT(rintf)
 #undef EMULATOR_FLOAT
                     inline float rsqrtf(float x) {
   return 1.f / __builtin_sqrtf(x);

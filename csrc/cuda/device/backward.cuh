@@ -365,11 +365,12 @@ struct Backward {
       if constexpr (loads_take_registers) finish_q(next_rows);
     }
     if constexpr (adds_dq) add_dq(head, tile);
-    if constexpr (has_dbias || has_dalibi_slopes) {
+    if constexpr (sums_gradients) {
       if (counts() && (next_tile < 0 || next_head != head)) {
 #pragma unroll
         for (int m = 0; m < key_tiles; ++m)
-          gradients[m].flush(problem, extent, sequence, head, first_key + key_row + 16 * m, lane);
+          gradients[m].flush(problem, extent, scores.keep.functions(), sequence, head, first_key + key_row + 16 * m,
+                             lane);
       }
     }
     if (next_tile >= 0 && next_head != head) scores.enter(next_head);
@@ -523,7 +524,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
 #pragma unroll
   for (int m = 0; m < key_tiles; ++m) {
     backward.gradients[m].descale = 1.f / descale.ds;
-    if constexpr (has_dbias || has_dalibi_slopes) backward.gradients[m].clear();
+    if constexpr (sums_gradients) backward.gradients[m].clear();
   }
   const Heads heads{first_head, group};
   TileWalk<block_q> tiles =

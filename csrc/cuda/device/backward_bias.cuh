@@ -175,9 +175,11 @@ struct BackwardBias {
                                       const float (&deltas)[row_tiles][2], float dp_factor) {
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
+      FragmentC derivatives[derives_scores ? block_kv / 8 : 1];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        rows.logits<masked>(p[m], nullptr, row_of(m, half), half, tile * block_kv, lane);
+        rows.logits<masked, true>(p[m], derives_scores ? derivatives : nullptr, row_of(m, half), half, tile * block_kv,
+                                  lane);
       }
       rows.weigh(p[m], lse_log2[m]);
       if constexpr (with_dropout_rate) rows.drop<true>(p[m], row_of(m, 0), tile * block_kv, lane);
@@ -185,7 +187,9 @@ struct BackwardBias {
       for (int n = 0; n < block_kv / 8; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          sum[m][n].x[e] += derived(p[m][n].x[e], dp[m][n].x[e], deltas[m][e / 2], dp_factor, rows.dropout.factor);
+          float ds = derived(p[m][n].x[e], dp[m][n].x[e], deltas[m][e / 2], dp_factor, rows.dropout.factor);
+          if constexpr (derives_scores) ds *= derivatives[n].x[e];
+          sum[m][n].x[e] += ds;
         }
       }
     }

@@ -2,7 +2,7 @@
 // same for all kernels whose blocks own keys, with keys along the rows of the accumulators.
 #pragma once
 
-#include "cuda/device/lanes.cuh"
+#include "cuda/device/captured.cuh"
 #include "cuda/device/schedule.cuh"
 #include "cuda/device/scores.cuh"
 
@@ -34,12 +34,16 @@ JAX_FLASH_DEVICE int first_slope_sum(const Problem& problem, int batch, int sequ
 // over rows has at most two addends, of a pair of warps, so that nobody's order is felt; what is summed over heads and
 // batch entries besides, the host leaves to who launches the kernel. (A bias that all keys of a row share has a
 // gradient that needs no kernel: jax_flash/_attention.py.)
-struct OperandGradients {
+constexpr bool sums_gradients = has_dbias || has_dalibi_slopes || sums_captured;  // over the rows of a head
+struct OperandGradients : CapturedSums<sums_captured> {
   float slope;
   float keys[2];  // of a bias that all rows share: keys lane / 4 and lane / 4 + 8
   float descale;  // of dS
 
-  __device__ __forceinline__ void clear() { slope = keys[0] = keys[1] = 0.f; }
+  __device__ __forceinline__ void clear() {
+    slope = keys[0] = keys[1] = 0.f;
+    clear_captured();
+  }
 
   // ds of keys key, key + 8 and rows row, row + 1.
   __device__ __forceinline__ void add(const Problem& problem, const Extent& extent, const Scores& scores, int head,
@@ -65,8 +69,10 @@ struct OperandGradients {
   }
 
   // After the last row of a head, for the keys of the extent from first_key on.
-  __device__ __forceinline__ void flush(const Problem& problem, const Extent& extent, int sequence, int head,
+  __device__ __forceinline__ void flush(const Problem& problem, const Extent& extent,
+                                        const PairFunctions<has_functions>& functions, int sequence, int head,
                                         int first_key, int lane) {
+    flush_captured(problem, extent, functions, first_key, lane);
     if constexpr (has_dalibi_slopes) {
 #pragma unroll
       for (int other = 1; other < 32; other *= 2) slope += __shfl_xor_sync(0xffffffffu, slope, other);

@@ -191,8 +191,10 @@ struct Float32Scores : HeadScores {
       : HeadScores(problem, extent, band_of(problem, extent), head, 1.f), scale(scale_of(problem, extent.batch)) {}
 
   // The score of a product, -inf where the pair is not kept, whatever the product is; and d score / d (scale *
-  // product). A bias of -inf masks: what it hides may be so large that the product is infinite.
-  __device__ __forceinline__ float operator()(float product, int row, int column, float& derivative) const {
+  // product), or with `of_bias` d score / d bias. A bias of -inf masks: what it hides may be so large that the product
+  // is infinite.
+  template <bool of_bias = false>
+  __device__ __forceinline__ float of(float product, int row, int column, float& derivative) const {
     derivative = 1.f;
     // Rounded here: fused with what follows it could differ from pass to pass.
     float score = __fmul_rn(product, scale), bias = 0.f;
@@ -202,8 +204,19 @@ struct Float32Scores : HeadScores {
       kept = kept && bias != -JAX_FLASH_INFINITY;
     }
     if constexpr (has_mask) kept = kept && masks.at(masks.row(row, extent), column, extent);
-    if constexpr (modifies_scores) score = modified.modify(keep.functions(), score, bias, row, column, derivative);
+    if constexpr (modifies_scores) {
+      score = modified.modify<of_bias>(keep.functions(), score, bias, row, column, derivative);
+    }
     return kept ? score : -JAX_FLASH_INFINITY;
+  }
+  __device__ __forceinline__ float operator()(float product, int row, int column, float& derivative) const {
+    return of(product, row, column, derivative);
+  }
+  // The score before the score function.
+  __device__ __forceinline__ float before_function(float product, int row, int column) const {
+    float bias = 0.f, derivative;
+    if constexpr (has_bias) bias = as_float(biases.at(biases.row(row, extent), column, extent));
+    return modified.before_function(__fmul_rn(product, scale), bias, row, column, derivative);
   }
 
   // What dropout multiplies a weight with.

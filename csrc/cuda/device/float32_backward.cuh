@@ -53,14 +53,16 @@ JAX_FLASH_DEVICE void float32_backward_item(const Problem& problem, Float32Stora
     const Float32Rows others{of == Float32Gradient::dv, pairs.dout, of_scores};
     float slope = 0.f, keys[4] = {};
     place.walk(problem, head, [&](int other) {
-      pairs.weigh(other, of != Float32Gradient::dv, [&](int i, int j, float ds) {
+      pairs.weigh(other, of != Float32Gradient::dv, [&](int i, int j, float ds, float of_bias, float product) {
         if constexpr (has_dalibi_slopes) {
-          slope -= ds * pairs.scores.modified.distance(pairs.row_of(i, j, other), pairs.key_of(i, j, other));
+          slope -= of_bias * pairs.scores.modified.distance(pairs.row_of(i, j, other), pairs.key_of(i, j, other));
         }
-        if constexpr (has_dbias) keys[i] += ds;
+        if constexpr (has_dbias) keys[i] += of_bias;
         if constexpr (adds_captured) {
           if (of == Float32Gradient::dk) {
-            pairs.scores.keep.functions().add(problem, pairs.row_of(i, j, other), pairs.key_of(i, j, other), ds);
+            const int row = pairs.row_of(i, j, other), key = pairs.key_of(i, j, other);
+            const float x = captured_take_score ? pairs.scores.before_function(product, row, key) : 0.f;
+            add_directly(problem, pairs.scores.keep.functions(), x, row, key, ds);
           }
         }
       });

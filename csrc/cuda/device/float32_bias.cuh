@@ -24,7 +24,7 @@ JAX_FLASH_DEVICE void float32_bias_item(const Problem& problem, Float32Storage& 
       if (!computed_in_float32(problem, batch, head / group)) continue;
       changed = true;
       const Float32Pairs pairs(problem, shared, place, head);
-      pairs.weigh(first_key, true, [&](int i, int j, float ds) { sum[i][j] += ds; });
+      pairs.weigh(first_key, true, [&](int i, int j, float, float ds, float) { sum[i][j] += ds; });
     }
   }
   if (!changed) return;

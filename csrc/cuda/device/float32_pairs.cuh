@@ -30,7 +30,7 @@ struct Float32Pairs {
   }
 
   // Puts P without the weights that are dropped into shared memory; or with `derives` dS, times the derivative of the
-  // score, and calls `use` before with i, j and dS.
+  // score, and calls `use` before with i, j, dS, this times the derivative by bias and slopes, and the product.
   template <typename Use>
   __device__ __forceinline__ void weigh(int other, bool derives, const Use& use) const {
     const bool of_keys = place.of_keys;
@@ -52,7 +52,11 @@ struct Float32Pairs {
           weight = p * factor;
           if (derives) {
             const float ds = p * ((factor == 0.f ? 0.f : dp[i][j] * factor) - delta[row]);
-            use(i, j, ds);
+            float of_bias = 1.f;
+            if constexpr (derives_scores && (has_dbias || has_dalibi_slopes)) {
+              scores.template of<true>(s[i][j], row, key, of_bias);
+            }
+            use(i, j, ds, ds * of_bias, s[i][j]);
             weight = ds * derivative;
           }
         }

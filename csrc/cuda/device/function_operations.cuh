@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/device/transcendental.cuh"
+#include "layout.h"
 #include "problem.h"
 
 #define JAX_FLASH_FUNCTION static __device__ __forceinline__
@@ -114,6 +115,27 @@ JAX_FLASH_FUNCTION int population_count(int x) { return __popc(static_cast<unsig
 JAX_FLASH_FUNCTION unsigned population_count(unsigned x) { return __popc(x); }
 JAX_FLASH_FUNCTION int leading_zeros(int x) { return __clz(x); }
 JAX_FLASH_FUNCTION unsigned leading_zeros(unsigned x) { return __clz(static_cast<int>(x)); }
+
+// Adds to element i of the gradient of a captured array. With exact_sums as integers: the mantissa, shifted to where it
+// stands, in the two digits that it meets.
+JAX_FLASH_FUNCTION void add_to(void* gradient, long long i, float x) {
+  if constexpr (!option_exact_sums) {
+    atomicAdd(static_cast<float*>(gradient) + i, x);
+  } else {
+    using Digit = unsigned long long;
+    Digit* const digits = static_cast<Digit*>(gradient) + i * (kSumDigits + 1);
+    const unsigned bits = __float_as_uint(x), exponent = bits >> 23 & 255u;
+    if (exponent == 255u) {
+      atomicOr(reinterpret_cast<unsigned*>(digits + kSumDigits), x != x ? 4u : x > 0.f ? 1u : 2u);
+      return;
+    }
+    const unsigned shift = exponent ? exponent - 1 : 0u;
+    const unsigned mantissa = (bits & 0x7fffffu) | (exponent ? 0x800000u : 0u);
+    const Digit whole = static_cast<Digit>(mantissa) << shift % 24, low = whole & 0xffffffu, high = whole >> 24;
+    if (low) atomicAdd(digits + shift / 24, x < 0.f ? 0 - low : low);
+    if (high) atomicAdd(digits + shift / 24 + 1, x < 0.f ? 0 - high : high);
+  }
+}
 
 JAX_FLASH_FUNCTION int to_int(float x) {
   return x != x ? 0 : x >= 0x1p31f ? 2147483647 : x <= -0x1p31f ? -2147483647 - 1 : static_cast<int>(x);

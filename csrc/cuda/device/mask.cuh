@@ -168,18 +168,20 @@ struct Keep : IntervalPlanes<in_intervals>, PairFunctions<has_functions> {
   __device__ __forceinline__ PairFunctions<has_functions>& functions() { return *this; }
   __device__ __forceinline__ const PairFunctions<has_functions>& functions() const { return *this; }
 
-  // The interval of the row is `keys`.
-  __device__ __forceinline__ bool operator()(int row, int column, const int2& keys) const {
+  // The interval of the row is `keys`; with `knows_kind`, `kind` that of the pair's block of the block mask.
+  template <bool knows_kind = false>
+  __device__ __forceinline__ bool operator()(int row, int column, const int2& keys, int kind = full_block) const {
     bool kept = column < extent.kv.length && in_band(band, row, column);
     if constexpr (has_kv_intervals) kept &= holds(keys, column);
     if constexpr (tests_keys) kept &= keeps_of_key(row, column);  // read always: a branch for each costs registers
-    if constexpr (has_functions) kept &= by_functions(row, column);
+    if constexpr (has_functions) kept &= by_functions<knows_kind>(row, column, kind);
     return kept;
   }
   __device__ __forceinline__ bool operator()(int row, int column) const { return (*this)(row, column, keys_of(row)); }
   // What mask functions and the block mask say. Where a row is beyond the end a score function may give anything.
-  __device__ __forceinline__ bool by_functions(int row, int column) const {
-    return (row < extent.q.length) & functions().keeps(problem, extent, row, column);
+  template <bool knows_kind = false>
+  __device__ __forceinline__ bool by_functions(int row, int column, int kind = full_block) const {
+    return (row < extent.q.length) & functions().keeps<knows_kind>(problem, extent, row, column, kind);
   }
   // The keys that a row keeps as far as keeps_of_key and functions let it are one range, from `first` to `last`.
   __device__ __forceinline__ int first(int row) const {

@@ -8,6 +8,11 @@ namespace jax_flash {
 // Kinds of blocks in `mask_blocks`: no pair is kept; the partial mask decides; all pairs are kept.
 constexpr int empty_block = 0, full_block = 2;
 
+// Whether `rows` rows and `keys` keys, from a multiple of these on, lie in one block of the mask: then its kind is read
+// once for all their pairs.
+template <int rows, int keys>
+constexpr bool in_one_block = has_mask_blocks && mask_block_rows % rows == 0 && mask_block_keys % keys == 0;
+
 // The kinds of blocks of one head.
 template <bool present>
 struct BlockKinds {
@@ -67,12 +72,14 @@ struct PairFunctions : BlockKinds<has_mask_blocks> {
     return offset > 0 && row > 0x7fffffff - offset ? 0x7fffffff : row + offset;
   }
 
-  // Whether the mask functions and the block mask keep a pair.
-  __device__ __forceinline__ bool keeps(const Problem& problem, const Extent& extent, int row, int column) const {
+  // Whether the mask functions and the block mask keep a pair; with `knows_kind` this is the kind of its block.
+  template <bool knows_kind>
+  __device__ __forceinline__ bool keeps(const Problem& problem, const Extent& extent, int row, int column,
+                                        int known) const {
     bool kept = true;
     if constexpr (has_mask_function) kept &= mask_function(problem, call, b, h, position(row), column);
     if constexpr (has_mask_blocks) {
-      const int kind = this->of_pair(extent, row, column);
+      const int kind = knows_kind ? known : this->of_pair(extent, row, column);
       bool here = kind != empty_block;
       if constexpr (has_partial_mask) {
         here &= kind == full_block || partial_mask(problem, call, b, h, position(row), column);
@@ -86,11 +93,23 @@ struct PairFunctions : BlockKinds<has_mask_blocks> {
                                          float& derivative) const {
     return score_function(problem, call, x, b, h, position(row), column, derivative);
   }
-  // Adds ds, the gradient of a pair's score, times the derivatives of the score by captured arrays to their gradients.
-  __device__ __forceinline__ void add(const Problem& problem, int row, int column, float ds) const {
+  // Adds ds, the gradient of a pair's score, times the derivatives of the score by elements of captured arrays to their
+  // gradients, or to the sums of those elements that all pairs of a head, a key or a row read. `x` is the score before
+  // the function.
+  __device__ __forceinline__ void add(const Problem& problem, float x, int row, int column, float ds, float* of_head,
+                                      float* of_key, float* of_row) const {
     if constexpr (adds_captured) {
-      if (ds != 0.f) add_to_captured(problem, call, b, h, position(row), column, ds);
+      if (ds != 0.f) add_to_captured(problem, call, x, b, h, position(row), column, ds, of_head, of_key, of_row);
     }
+  }
+  __device__ __forceinline__ void add_of_head(const Problem& problem, const float* sums) const {
+    add_sums_of_head(problem, call, b, h, 0, 0, sums);
+  }
+  __device__ __forceinline__ void add_of_key(const Problem& problem, int column, const float* sums) const {
+    add_sums_of_key(problem, call, b, h, 0, column, sums);
+  }
+  __device__ __forceinline__ void add_of_row(const Problem& problem, int row, const float* sums) const {
+    add_sums_of_row(problem, call, b, h, position(row), 0, sums);
   }
 };
 
@@ -98,9 +117,16 @@ template <>
 struct PairFunctions<false> {
   __device__ __forceinline__ PairFunctions(const Problem&, const Extent&, int) {}
   __device__ __forceinline__ void enter(const Problem&, const Extent&, int) {}
-  __device__ __forceinline__ bool keeps(const Problem&, const Extent&, int, int) const { return true; }
+  __device__ __forceinline__ int of_pair(const Extent&, int, int) const { return full_block; }
+  template <bool knows_kind>
+  __device__ __forceinline__ bool keeps(const Problem&, const Extent&, int, int, int) const {
+    return true;
+  }
   __device__ __forceinline__ float score(const Problem&, float x, int, int, float&) const { return x; }
-  __device__ __forceinline__ void add(const Problem&, int, int, float) const {}
+  __device__ __forceinline__ void add(const Problem&, float, int, int, float, float*, float*, float*) const {}
+  __device__ __forceinline__ void add_of_head(const Problem&, const float*) const {}
+  __device__ __forceinline__ void add_of_key(const Problem&, int, const float*) const {}
+  __device__ __forceinline__ void add_of_row(const Problem&, int, const float*) const {}
 };
 
 // The blocks of a block mask that tiles of `size` rows or keys meet; the other side's rows [begin, end) and query heads
@@ -126,7 +152,9 @@ struct BlockTiles {
   __device__ __forceinline__ bool any(int tile, const Matches& matches) const {
     const int other = of_keys ? mask_block_keys : mask_block_rows;
     const int length = of_keys ? extent.kv.length : extent.q.length;
-    const int begin = tile * size / other, end = at_least(at_most((tile + 1) * size, length) - 1, tile * size) / other;
+    const int begin = tile * size / other;
+    // Mostly a tile lies in one block.
+    const int end = other % size == 0 ? begin : at_least(at_most((tile + 1) * size, length) - 1, tile * size) / other;
     const int planes = problem.mask_blocks_strides.head ? heads.count : 1;
     for (int head = heads.first; head < heads.first + planes; ++head) {
       const BlockKinds<true> kinds(problem, extent, head);

@@ -11,13 +11,20 @@ namespace jax_flash {
 struct ScoreColumns : HeadScores {
   using HeadScores::HeadScores;
 
-  // Scores become weights; d logit / d (scale * score) goes to `derivatives` where these are kept. `lse_of(column)` are
+  // Scores become weights; d logit / d (scale * score) goes to `derivatives` where these are kept, or the product with
+  // keeps_products. `lse_of(column)` are
   // those of two rows, as backward_lse gives them; -inf may stand for a row whose pairs are all masked, unless
   // something modifies the scores.
   template <bool masked, int m_tiles, int n_tiles, int n_derivatives, typename LseOf>
   __device__ __forceinline__ void weigh(FragmentC (&scores)[m_tiles][n_tiles],
                                         FragmentC (&derivatives)[m_tiles][n_derivatives], int first_row, int key,
                                         int lane, const LseOf& lse_of) const {
+    constexpr bool knows_kind = masked && in_one_block<8 * n_tiles, 16>;
+    int kinds[m_tiles];
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m) {
+      kinds[m] = knows_kind ? keep.functions().of_pair(extent, first_row, key + 16 * m) : full_block;
+    }
 #pragma unroll
     for (int n = 0; n < n_tiles; ++n) {
       const int column = 8 * n + lane % 4 * 2;
@@ -43,18 +50,21 @@ struct ScoreColumns : HeadScores {
                 b = as_float(masked ? biases.at(bias, own_key, extent) : bias[own_key * biases.column_stride]);
               }
               logit = modified.logit(keep.functions(), x, b, row, own_key,
-                                     keeps_derivatives ? derivatives[m][n].x[e] : unused);
+                                     keeps_derivatives && !keeps_products ? derivatives[m][n].x[e] : unused);
             }
+            if constexpr (keeps_products) derivatives[m][n].x[e] = x;
             x = probability(logit, odd ? lse_log2.y : lse_log2.x);
             bool kept = true;
-            if constexpr (masked) kept = keep(row, own_key, keys);
+            if constexpr (masked) kept = keep.operator()<knows_kind>(row, own_key, keys, kinds[m]);
             if constexpr (has_mask) {
               kept &= masked ? masks.at(mask, own_key, extent) : mask[own_key * masks.column_stride];
             }
             if constexpr (masked || has_mask) {
               x = kept ? x : 0.f;
               // Where a pair is dropped the derivative may be anything.
-              if constexpr (derives_scores) derivatives[m][n].x[e] = kept ? derivatives[m][n].x[e] : 0.f;
+              if constexpr (derives_scores && !keeps_products) {
+                derivatives[m][n].x[e] = kept ? derivatives[m][n].x[e] : 0.f;
+              }
             }
           }
         }
@@ -97,6 +107,7 @@ struct ScoreColumns : HeadScores {
     for (int n = 0; n < n_tiles; ++n) {
       const int column = 8 * n + lane % 4 * 2;
       const float2 delta = delta_of(column);
+      SumsOfRow<adds_captured> of_rows[2];
 #pragma unroll
       for (int m = 0; m < m_tiles; ++m) {
         FragmentC& ds = products[m][n];
@@ -104,24 +115,65 @@ struct ScoreColumns : HeadScores {
         for (int e = 0; e < 4; ++e) {
           ds.x[e] = derived(weights[m][n].x[e], ds.x[e], e % 2 ? delta.y : delta.x, dp_factor, dropout.factor);
         }
-        if constexpr (has_dbias || has_dalibi_slopes) {
-          if (counts) gradients[m].add(problem, extent, modified, head, first_row + column, key + 16 * m, ds);
-        }
-        if constexpr (adds_captured) {
+        if constexpr (has_score_function && (keeps_products || adds_captured || has_dbias || has_dalibi_slopes)) {
+          derive_function(ds, weights[m][n], derivatives[m][keeps_derivatives ? n : 0], gradients[m], of_rows, counts,
+                          head, first_row + column, key + 16 * m);
+        } else {
+          if constexpr (has_dbias || has_dalibi_slopes) {
+            if (counts) gradients[m].add(problem, extent, modified, head, first_row + column, key + 16 * m, ds);
+          }
+          if constexpr (keeps_derivatives) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            if (counts) {
-              keep.functions().add(problem, first_row + column + e % 2, key + 16 * m + e / 2 * 8,
-                                   ds.x[e] * gradients[m].descale);
-            }
+            for (int e = 0; e < 4; ++e) ds.x[e] *= derivatives[m][n].x[e];
           }
         }
-        if constexpr (keeps_derivatives) {
+      }
+      if constexpr (adds_captured && captured_of_rows > 0) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) ds.x[e] *= derivatives[m][n].x[e];
+        for (int odd = 0; odd < 2; ++odd) {
+          if (counts) of_rows[odd].flush(problem, extent, keep.functions(), first_row + column + odd, lane);
         }
       }
     }
+  }
+
+ private:
+  // The last step of derive(), with a score function: gradients of what it captured are of dS; those of bias and slopes
+  // of dS times its derivative; and the product's of that times the derivative of what comes before it.
+  __device__ __forceinline__ void derive_function(FragmentC& ds, const FragmentC& weights, const FragmentC& kept,
+                                                  OperandGradients& gradients, SumsOfRow<adds_captured> (&of_rows)[2],
+                                                  bool counts, int head, int first_row, int first_key) const {
+    float inner[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int row = first_row + e % 2, key = first_key + e / 2 * 8;
+      float x = 0.f, outer = 1.f;
+      inner[e] = 1.f;
+      if constexpr (keeps_products) {
+        float bias = 0.f;
+        if constexpr (has_bias) bias = as_float(biases.at(biases.row(row, extent), key, extent));
+        x = modified.before_function(kept.x[e], bias, row, key, inner[e]);
+        if constexpr (derives_scores) keep.functions().score(problem, x, row, key, outer);
+        // Where a pair is dropped the derivatives may be anything.
+        if (weights.x[e] == 0.f) outer = inner[e] = 0.f;
+      } else if constexpr (derives_scores && !with_softcap) {
+        outer = kept.x[e];
+      } else if constexpr (keeps_derivatives) {
+        inner[e] = kept.x[e];
+      }
+      if constexpr (adds_captured) {
+        if (counts) {
+          keep.functions().add(problem, x, row, key, weights.x[e] == 0.f ? 0.f : ds.x[e] * gradients.descale,
+                               gradients.sums_of_head(), gradients.sums_of_key(e / 2), of_rows[e % 2].sums);
+        }
+      }
+      ds.x[e] *= outer;
+    }
+    if constexpr (has_dbias || has_dalibi_slopes) {
+      if (counts) gradients.add(problem, extent, modified, head, first_row, first_key, ds);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) ds.x[e] *= inner[e];
   }
 };
 

@@ -10,9 +10,9 @@ struct ScoreRows : HeadScores {
       : HeadScores(problem, extent, band_of(problem, extent), head, scale) {}
 
   // Scores of one row, keys `first_key` and on, become logits; those that are not kept, -inf. d logit / d (scale *
-  // score) goes to `derivatives` where these are kept (keeps_derivatives), unless that is null. Four n8 tiles at a
-  // time, or what is read for all of them crowds out the accumulators.
-  template <bool masked, int tiles>
+  // score), or with `of_bias` d logit / d bias, goes to `derivatives` where these are kept (keeps_derivatives), unless
+  // that is null. Four n8 tiles at a time, or what is read for all of them crowds out the accumulators.
+  template <bool masked, bool of_bias = false, int tiles>
   __device__ __forceinline__ void logits(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
                                          int first_key, int lane) const {
     constexpr int together = tiles % 4 == 0 ? 4 : 2;
@@ -22,6 +22,9 @@ struct ScoreRows : HeadScores {
     // registers too, the two ends would be spilled.
     constexpr bool bounded_first = bounded_left || has_kv_intervals;
     constexpr bool by_ends = !(loads_take_registers && (has_bias || has_mask || in_segments));
+    // Of the tile's keys, which begin at a multiple of their number.
+    constexpr bool knows_kind = masked && block_kv % (8 * tiles) == 0 && in_one_block<1, 8 * tiles>;
+    const int kind = knows_kind ? keep.functions().of_pair(extent, row, first_key) : full_block;
     const int own_key = first_key + lane % 4 * 2;
     const int first_kept = masked ? keep.first(row) - own_key : 0, last_kept = masked ? keep.last(row) - own_key : 0;
 #pragma unroll
@@ -40,7 +43,7 @@ struct ScoreRows : HeadScores {
           if constexpr (modifies_scores) {
             float b = 0.f, derivative;
             if constexpr (has_bias) b = as_float(bias[n][odd]);
-            score = modified.logit(keep.functions(), score, b, row, column, derivative);
+            score = modified.logit<of_bias>(keep.functions(), score, b, row, column, derivative);
             if constexpr (keeps_derivatives) {
               if (derivatives) derivatives[first_n + n].x[2 * half + odd] = derivative;
             }
@@ -53,9 +56,9 @@ struct ScoreRows : HeadScores {
               kept = (!bounded_first || here >= first_kept) && here <= last_kept;
               // What is read is read always: a branch for each would cost registers.
               if constexpr (tests_keys) kept &= keep.keeps_of_key(row, column);
-              if constexpr (has_functions) kept &= keep.by_functions(row, column);
+              if constexpr (has_functions) kept &= keep.by_functions<knows_kind>(row, column, kind);
             } else {
-              kept = keep(row, column);
+              kept = keep.operator()<knows_kind>(row, column, keep.keys_of(row), kind);
             }
             score = kept ? score : -JAX_FLASH_INFINITY;
           }

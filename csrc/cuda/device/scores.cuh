@@ -12,6 +12,11 @@ constexpr bool modifies_scores = with_softcap || has_bias || has_alibi_slopes ||
 // Whether the derivative of a score by its product differs from pair to pair: then it is kept from the score to its
 // gradient.
 constexpr bool keeps_derivatives = with_softcap || derives_scores;
+// Whether a backward with keys along its rows keeps the products instead, and evaluates the score function again: where
+// gradients of captured arrays depend on the score, and where those of bias and slopes, which come behind softcap, are
+// of one factor of the derivative alone.
+constexpr bool keeps_products =
+    captured_take_score || (derives_scores && with_softcap && (has_dbias || has_dalibi_slopes));
 
 JAX_FLASH_DEVICE float as_float(float x) { return x; }
 JAX_FLASH_DEVICE float as_float(u16 x) {
@@ -114,9 +119,9 @@ struct Scores {
     return fabsf(static_cast<float>(row - column) + offset);
   }
 
-  // A modified score of a raw one, and d modified / d (scale * score), where derivatives are kept.
-  __device__ __forceinline__ float modify(const PairFunctions<has_functions>& functions, float score, float bias,
-                                          int row, int column, float& derivative) const {
+  // A score before the score function, of a raw one, and d x / d (scale * score), where that is not 1.
+  __device__ __forceinline__ float before_function(float score, float bias, int row, int column,
+                                                   float& derivative) const {
     float x = score * scale;
     if constexpr (with_softcap) {
       const float t = hyperbolic_tangent(x * inverse_softcap);
@@ -125,19 +130,28 @@ struct Scores {
     }
     if constexpr (has_bias) x += bias;
     if constexpr (has_alibi_slopes) x -= slope * distance(row, column);
+    return x;
+  }
+  // A modified score of a raw one, and d modified / d (scale * score), where derivatives are kept; with `of_bias`,
+  // d modified / d bias instead.
+  template <bool of_bias = false>
+  __device__ __forceinline__ float modify(const PairFunctions<has_functions>& functions, float score, float bias,
+                                          int row, int column, float& derivative) const {
+    float x = before_function(score, bias, row, column, derivative);
     if constexpr (has_score_function) {
       float outer = 1.f;
       const bool hidden = has_bias && bias == -JAX_FLASH_INFINITY;
       x = functions.score(problem, x, row, column, outer);
       if (hidden) x = -JAX_FLASH_INFINITY;
-      if constexpr (derives_scores) derivative = hidden ? 0.f : with_softcap ? outer * derivative : outer;
+      if constexpr (derives_scores) derivative = hidden ? 0.f : with_softcap && !of_bias ? outer * derivative : outer;
     }
     return x;
   }
   // The same in units of log2, ready for exp2.
+  template <bool of_bias = false>
   __device__ __forceinline__ float logit(const PairFunctions<has_functions>& functions, float score, float bias,
                                          int row, int column, float& derivative) const {
-    return modify(functions, score, bias, row, column, derivative) * kLog2e;
+    return modify<of_bias>(functions, score, bias, row, column, derivative) * kLog2e;
   }
 };
 

@@ -83,7 +83,7 @@ std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std:
             continue;
           }
           for (int rows : kSplitKvRows) {
-            if (find_tile_row(of.name, limbs, pass, largest, arch, is_plain(record), rows)) add(rows);
+            if (find_tile_row(of.name, limbs, pass, largest, arch, calls_of(record), rows)) add(rows);
           }
         }
       }

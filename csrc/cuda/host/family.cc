@@ -39,8 +39,8 @@ const Family& served_family(int arch) {
                               std::to_string(arch % 10));
 }
 
-const Family& pass_family(const Family& family, int arch, int limbs, Pass pass, int head_dim, bool plain) {
-  if (!*family.fallback || find_tile_row(family.name, limbs, pass, head_dim, arch, plain)) return family;
+const Family& pass_family(const Family& family, int arch, int limbs, Pass pass, int head_dim, Calls calls) {
+  if (!*family.fallback || find_tile_row(family.name, limbs, pass, head_dim, arch, calls)) return family;
   return family_named(family.fallback);
 }
 
@@ -56,7 +56,8 @@ Variant variant_of(const Family& device_family, int arch, Pass pass, DType dtype
   const bool without_dq = pass == Pass::backward && own_dq && largest <= device_family.lean_without_dq;
   const bool wants_registers = options.has_descale || options.has_q_lengths || options.has_kv_lengths;
   const bool plain = is_plain(options) && !(without_dq && wants_registers);
-  const Family& family = pass_family(device_family, arch, limbs, pass, largest, plain);
+  const Calls calls = plain ? Calls::plain : std::min(calls_of(options), Calls::without_functions);
+  const Family& family = pass_family(device_family, arch, limbs, pass, largest, calls);
   if (dtype == DType::f32 || dtype == DType::f64) {
     throw std::invalid_argument(
         "dtype of a kernel must be float16 or bfloat16; float32 is passed as float16 with descale");
@@ -68,7 +69,7 @@ Variant variant_of(const Family& device_family, int arch, Pass pass, DType dtype
   if (options.highest_precision && !options.has_descale) {
     throw std::invalid_argument("highest_precision needs float16 arrays of two limbs and their descale, got none");
   }
-  const TileRow& tile = tile_row(family.name, limbs, pass, largest, arch, plain, rows);
+  const TileRow& tile = tile_row(family.name, limbs, pass, largest, arch, calls, rows);
   Variant variant{family.name, arch, pass, dtype, head_dim, value_head_dim, options, tile, rows};
   const bool tunable = plain && !without_dq && !options.has_descale && head_dim == value_head_dim;
   if (!gpu.empty() && tunable) {
@@ -118,7 +119,7 @@ bool serves_single_tile(const Family& family, int arch, const Options& options, 
 bool serves_split_kv(const Family& family, int arch, const Problem& p, const SplitKvPlan& plan) {
   const int limbs = p.options.highest_precision ? 2 : 1, largest = std::max(p.head_dim, p.value_head_dim);
   const char* const of = pass_family(family, arch, limbs, Pass::forward_split_kv, largest).name;
-  return plan.rows && find_tile_row(of, limbs, Pass::forward_split_kv, largest, arch, is_plain(p.options), plan.rows);
+  return plan.rows && find_tile_row(of, limbs, Pass::forward_split_kv, largest, arch, calls_of(p.options), plan.rows);
 }
 
 Choice choose(int arch, Pass pass, int head_dim, const std::string& gpu) {

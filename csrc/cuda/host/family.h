@@ -6,6 +6,7 @@
 
 #include "cuda/host/cuda.h"
 #include "cuda/host/jit.h"
+#include "cuda/tiles.h"
 
 namespace jax_flash::cuda {
 
@@ -40,7 +41,7 @@ const Family* family_of(int arch);
 const Family& served_family(int arch);
 
 // The family whose kernel serves a pass: this one, or its fallback.
-const Family& pass_family(const Family& family, int arch, int limbs, Pass pass, int head_dim, bool plain = false);
+const Family& pass_family(const Family& family, int arch, int limbs, Pass pass, int head_dim, Calls calls = Calls::all);
 
 // Whether dQ has a pass of its own.
 bool separate_dq(const Family& family, const Options& options, int largest_head_dim);

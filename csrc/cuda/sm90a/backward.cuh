@@ -25,7 +25,7 @@ namespace jax_flash {
 constexpr int row_of_tiles = 64 * computing;            // keys: a tile of each warpgroup
 constexpr int tiles_of_keys = block_kv / row_of_tiles;  // of a warpgroup
 static_assert(block_kv % row_of_tiles == 0 && tiles_of_keys <= 2, "one or two tiles of keys a warpgroup");
-static_assert(tiles_of_keys == 1 || !(keeps_derivatives || skips_tiles || has_dbias || has_dalibi_slopes),
+static_assert(tiles_of_keys == 1 || !(keeps_derivatives || skips_tiles || sums_gradients || adds_captured),
               "more options than there are registers for");
 // In how many pieces dQ is computed, a slab of columns each: the gradient of slopes takes the registers of more.
 constexpr int dq_pieces = has_dalibi_slopes ? KSlabs::slabs : 1;

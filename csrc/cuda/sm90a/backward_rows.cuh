@@ -179,7 +179,7 @@ struct Weights {
         dp_factor(descale.dout * descale.value * descale.ds * probability_unit),
         dq_factor(scale_of(block.problem, block.place.batch) * descale.key / descale.ds) {
     gradients[0].descale = 1.f / descale.ds;
-    if constexpr (has_dbias || has_dalibi_slopes) gradients[0].clear();
+    if constexpr (sums_gradients) gradients[0].clear();
   }
   __device__ __forceinline__ int key() const { return first_key + lane / 4; }
 
@@ -189,8 +189,9 @@ struct Weights {
   __device__ __forceinline__ Walk move(const Walk& at, const Block& block) {
     const Walk next = at.after(block.tiles);
     if (next.head != at.head) {
-      if constexpr (derives && (has_dbias || has_dalibi_slopes)) {
-        gradients[0].flush(scores.problem, scores.extent, block.place.sequence, at.head, first_key, lane);
+      if constexpr (derives && sums_gradients) {
+        gradients[0].flush(scores.problem, scores.extent, scores.keep.functions(), block.place.sequence, at.head,
+                           first_key, lane);
       }
       if (next.head <= block.last_head) scores.enter(next.head);
     }

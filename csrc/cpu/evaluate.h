@@ -1,0 +1,344 @@
+// Evaluates score and mask functions (functions.h) for the pairs of a tile.
+#pragma once
+
+#include <math.h>
+
+#include <algorithm>
+#include <bit>
+
+#include "functions.h"
+#include "gemm.h"
+
+namespace jax_flash::cpu::JAX_FLASH_ISA {
+
+constexpr double kLog2E = 1.4426950408889634074;
+constexpr double kLn2 = 0.69314718055994530942;
+
+// Operations, on a vector of each argument
+
+using I32 = Native<int32_t, kWidth<float>>;
+
+template <typename Condition, typename V>
+JAX_FLASH_INLINE V pick(Condition condition, V x, V y) {
+  U32 bits = bits_as<U32>(condition);
+  return bits_as<V>((bits & bits_as<U32>(x)) | (~bits & bits_as<U32>(y)));
+}
+
+template <typename V, typename Of>
+JAX_FLASH_INLINE V each(V x, Of of) {
+  for (int i = 0; i < kWidth<float>; ++i) x[i] = of(x[i]);
+  return x;
+}
+template <typename V, typename Of>
+JAX_FLASH_INLINE V each(V x, V y, Of of) {
+  for (int i = 0; i < kWidth<float>; ++i) x[i] = of(x[i], y[i]);
+  return x;
+}
+
+// Divisions of 32-bit integers are exact in double, whose quotients are rounded far below the distance of an inexact
+// one from the next integer.
+JAX_FLASH_INLINE int32_t quotient_of(int32_t x, int32_t y) {
+  return y == 0 ? -1 : y == -1 ? static_cast<int32_t>(-static_cast<uint32_t>(x)) : x / y;
+}
+JAX_FLASH_INLINE I32 quotient(I32 x, I32 y) {
+  using Double = Native<double, kWidth<float>>;
+  I32 unusual = (y == 0) | (y == -1), by = pick(unusual, I32{} + 1, y);
+  I32 found = __builtin_convertvector(__builtin_convertvector(x, Double) / __builtin_convertvector(by, Double), I32);
+  found = pick(y == -1, bits_as<I32>(-bits_as<U32>(x)), found);
+  return pick(y == 0, I32{} - 1, found);
+}
+JAX_FLASH_INLINE I32 remainder(I32 x, I32 y) {
+  I32 found = bits_as<I32>(bits_as<U32>(x) - bits_as<U32>(quotient(x, y)) * bits_as<U32>(y));
+  return pick(y == 0, x, found);
+}
+JAX_FLASH_INLINE U32 quotient(U32 x, U32 y) {
+  return each(x, y, [](uint32_t a, uint32_t b) { return b == 0 ? ~0u : a / b; });
+}
+JAX_FLASH_INLINE U32 remainder(U32 x, U32 y) {
+  return each(x, y, [](uint32_t a, uint32_t b) { return b == 0 ? a : a % b; });
+}
+
+JAX_FLASH_INLINE I32 integer_of(F32 x) {
+  I32 fits = (x < 0x1p31f) & (x >= -0x1p31f);
+  I32 found = __builtin_convertvector(pick(fits, x, F32{}), I32);
+  found = pick(x >= 0x1p31f, I32{} + 2147483647, found);
+  return pick(x < -0x1p31f, I32{} - 2147483647 - 1, found);
+}
+JAX_FLASH_INLINE U32 unsigned_of(F32 x) {
+  return each(bits_as<U32>(x), [](uint32_t bits) {
+    float value = __builtin_bit_cast(float, bits);
+    return value >= 0x1p32f ? ~0u : value > 0 ? static_cast<uint32_t>(value) : 0u;
+  });
+}
+
+// e^x: x = n ln 2 + f, n an integer, with ln 2 in two parts, so that the difference is exact.
+JAX_FLASH_INLINE F32 exponential(F32 x) {
+  F32 y = pick(x > 170, F32{} + 170, pick(x < -170, F32{} - 170, x));
+  constexpr float kShift = 0x1.8p23f;
+  F32 n = (y * 0x1.715476p0f + kShift) - kShift;
+  F32 f = (y - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;
+  F32 half = ((n * 0.5f) + kShift) - kShift;  // 2^n in two steps, which may overflow or vanish
+  auto power = [](F32 n) { return bits_as<F32>(bits_as<U32>(n + (0x1.8p23f + 127)) << 23); };
+  return bits_as<F32>(exp2(bits_as<Vec<float>>(f * 0x1.715476p0f))) * power(half) * power(n - half);
+}
+
+JAX_FLASH_INLINE F32 hyperbolic_tangent(F32 x) {
+  U32 bits = bits_as<U32>(x);
+  Tanh<float> found =
+      tanh_of_log2<float>(bits_as<Vec<float>>(bits & 0x7fffffffu) * static_cast<float>(2 * 1.4426950408889634));
+  return bits_as<F32>(bits_as<U32>(found.value) | (bits & 0x80000000u));
+}
+
+// An argument of a step: lanes, the next line `stride` after.
+struct Operand {
+  const uint32_t* at;
+  ptrdiff_t stride;
+};
+
+template <typename X>
+JAX_FLASH_INLINE X read(const Operand& from, int line, int lane) {
+  X found;
+  std::memcpy(&found, from.at + line * from.stride + lane, sizeof(found));
+  return found;
+}
+
+template <typename Vector>
+JAX_FLASH_INLINE void for_vectors(uint32_t* to, int lanes, int lines, Vector vector) {
+  for (int line = 0; line < lines; ++line) {
+    for (int lane = 0; lane < lanes; lane += kWidth<float>) {
+      auto result = vector(line, lane);
+      std::memcpy(to + line * lanes + lane, &result, sizeof(result));
+    }
+  }
+}
+
+// Elements in memory, as a vector of what they are computed in.
+template <typename Stored>
+JAX_FLASH_INLINE auto converted(const Native<Stored, kWidth<float>>& x) {
+  return bits_as<U32>(__builtin_convertvector(x, I32));
+}
+template <>
+JAX_FLASH_INLINE auto converted<float>(const Native<float, kWidth<float>>& x) {
+  return bits_as<U32>(x);
+}
+
+// How 16-bit floats are read; other elements are read as they are.
+template <typename Stored>
+struct Bits {
+  using type = Stored;
+};
+template <>
+struct Bits<Half> {
+  using type = uint16_t;
+};
+template <>
+struct Bits<BFloat16> {
+  using type = uint16_t;
+};
+
+template <typename Element>
+JAX_FLASH_INLINE auto reversed() {
+  using Index =
+      std::conditional_t<sizeof(Element) == 1, int8_t, std::conditional_t<sizeof(Element) == 2, int16_t, int32_t>>;
+  Native<Index, kWidth<float>> order;
+  for (int i = 0; i < kWidth<float>; ++i) order[i] = static_cast<Index>(kWidth<float> - 1 - i);
+  return order;
+}
+
+// Neighbouring lanes mostly read neighbouring elements, in either order, or all read one. Where they do not, elements
+// are read one by one: gather instructions take 1.3 to 2.7 times as long on processors whose microcode makes them safe.
+template <typename Stored>
+JAX_FLASH_INLINE void load_elements(uint32_t* to, int lanes, int lines, const Operand& index, const void* array) {
+  constexpr int W = kWidth<float>;
+  using Element = typename Bits<Stored>::type;
+  using Elements = Native<Element, W>;
+  const Element* elements = static_cast<const Element*>(array);
+  I32 count;
+  for (int i = 0; i < W; ++i) count[i] = i;
+  if constexpr (std::is_same_v<Stored, Element>) {
+    // Lanes far apart are rows of a table of rows and keys: the lines of a lane are neighbours there, and the lanes of
+    // a line may all be in one set of the cache.
+    const I32 at = read<I32>(index, 0, 0);
+    if (lines > 1 && index.stride != 0 && std::abs(at[1] - at[0]) * sizeof(Element) > 64) {
+      for (int lane = 0; lane < lanes; ++lane) {
+        for (int line = 0; line < lines; ++line) {
+          const Element element = elements[static_cast<int32_t>(index.at[line * index.stride + lane])];
+          if constexpr (std::is_same_v<Stored, float>) {
+            to[line * lanes + lane] = __builtin_bit_cast(uint32_t, element);
+          } else {
+            to[line * lanes + lane] = static_cast<uint32_t>(element);
+          }
+        }
+      }
+      return;
+    }
+  }
+  for_vectors(to, lanes, lines, [&](int line, int lane) __attribute__((always_inline)) {
+    const I32 at = read<I32>(index, line, lane);
+    const int32_t step = at[1] - at[0];
+    Elements found;
+    const bool regular = stdx::all_of(bits_as<IntVec<float>>(at) == bits_as<IntVec<float>>(at[0] + step * count));
+    if (regular && step == 1) {
+      std::memcpy(&found, elements + at[0], sizeof(found));
+    } else if (regular && step == -1) {
+      std::memcpy(&found, elements + at[W - 1], sizeof(found));
+      found = __builtin_shuffle(found, reversed<Element>());
+    } else {
+      for (int i = 0; i < W; ++i) found[i] = elements[at[i]];
+    }
+    if constexpr (std::is_same_v<Stored, Element>) {
+      return converted<Element>(found);
+    } else {
+      return bits_as<U32>(widen(found, Stored{}));
+    }
+  });
+}
+
+// What a step's arguments are for the pairs of a tile.
+struct TileOfPairs {
+  const int32_t *positions, *heads;  // of the rows
+  bool rows_in_lanes;
+  int32_t first_key, last_key;  // keys past the last repeat it, so that what they load is in range
+  int lanes, lines;  // lanes: whole vectors, of which those past the end repeat a row or are keys past the last
+  int32_t batch, call;
+};
+
+constexpr int kPairsTogether = 512;  // that are evaluated together, in whole lines: one at least
+
+// Runs steps in memory of the caller.
+class Evaluator {
+ public:
+  Evaluator() = default;
+  Evaluator(const Functions& functions, int most_lanes, int most_lines, const void* const* captured)
+      : most_lanes_(most_lanes), most_lines_(round_up(most_lines, kWidth<float>)), captured_(captured) {
+    sizes_[0] = int64_t{functions.most_slots(Side::lane)} * most_lanes_;
+    sizes_[1] = int64_t{functions.most_slots(Side::line)} * most_lines_;
+    sizes_[2] = int64_t{functions.most_slots(Side::pair)} * std::max(kPairsTogether, most_lanes_);
+  }
+  template <typename Arena>
+  void take(Arena& arena) {
+    lanes_ = arena.template take<uint32_t>(sizes_[0]);
+    lines_ = arena.template take<uint32_t>(sizes_[1]);
+    pairs_ = arena.template take<uint32_t>(sizes_[2]);
+  }
+
+  // body(line, lines) once the results of these lines are there: see result(). Scores are float, `stride` apart.
+  template <typename Body>
+  void run(const Steps& steps, const TileOfPairs& tile, const float* scores, ptrdiff_t stride, Body body) const {
+    const int together = std::max(1, kPairsTogether / tile.lanes);
+    for (const Step& step : steps.lanes) run_step(step, tile, Side::lane, 0, 1, nullptr, 0);
+    for (const Step& step : steps.lines) run_step(step, tile, Side::line, 0, 1, nullptr, 0);
+    for (int line = 0; line < tile.lines; line += together) {
+      const int lines = std::min(together, tile.lines - line);
+      for (const Step& step : steps.pairs) {
+        run_step(step, tile, Side::pair, line, lines, scores + line * stride, stride);
+      }
+      body(line, lines);
+    }
+  }
+
+  // Line `line` of those of the body.
+  template <typename V>
+  const V* result(const Value& value, const TileOfPairs& tile, int line) const {
+    return reinterpret_cast<const V*>(pairs_ + int64_t{value.slot} * pair_slot(tile) + line * tile.lanes);
+  }
+
+ private:
+  static int pair_slot(const TileOfPairs& tile) { return std::max(kPairsTogether, tile.lanes); }
+
+  __attribute__((noinline)) void run_step(const Step& step, const TileOfPairs& tile, Side side, int line, int lines,
+                                          const float* scores, ptrdiff_t score_stride) const {
+    int lanes = side == Side::line ? round_up(tile.lines, kWidth<float>) : tile.lanes;
+    uint32_t* to = side == Side::lane   ? lanes_ + int64_t{step.to} * most_lanes_
+                   : side == Side::line ? lines_ + int64_t{step.to} * most_lines_
+                                        : pairs_ + int64_t{step.to} * pair_slot(tile);
+    auto fill = [&](uint32_t bits) { std::fill_n(to, lanes * lines, bits); };
+    auto of_rows = [&](const int32_t* rows) {
+      std::memcpy(to, rows, sizeof(*rows) * (side == Side::line ? tile.lines : lanes));
+      // Lines past the last repeat it, so that what they load is in range.
+      if (side == Side::line) std::fill(to + tile.lines, to + lanes, to[tile.lines - 1]);
+    };
+    Operand args[3];
+    for (int i = 0; i < 3; ++i) {
+      const Value& x = step.args[i];
+      args[i] = x.side == Side::lane   ? Operand{lanes_ + int64_t{x.slot} * most_lanes_, 0}
+                : x.side == Side::line ? Operand{lines_ + int64_t{x.slot} * most_lines_, 0}
+                                       : Operand{pairs_ + int64_t{x.slot} * pair_slot(tile), tile.lanes};
+    }
+    // Lines that follow one another are one.
+    const bool loads = step.operation >= Operation::load_bool_;
+    if (!loads && args[0].stride == lanes && args[1].stride == lanes && args[2].stride == lanes)
+      lanes *= lines, lines = 1;
+    switch (step.operation) {
+      case Operation::score: return load_scores(to, lanes, lines, scores, score_stride);
+      case Operation::b: return fill(static_cast<uint32_t>(tile.batch));
+      case Operation::call: return fill(static_cast<uint32_t>(tile.call));
+      case Operation::constant: return fill(static_cast<uint32_t>(step.number));
+      case Operation::h: return of_rows(tile.heads);
+      case Operation::q: return of_rows(tile.positions);
+      case Operation::kv:
+        for (int i = 0; i < lanes; ++i) to[i] = static_cast<uint32_t>(std::min(tile.first_key + i, tile.last_key));
+        return;
+      case Operation::spread:
+        for (int i = 0; i < lines; ++i) std::fill_n(to + i * lanes, lanes, args[0].at[line + i]);
+        return;
+#define JAX_FLASH_UNARY(name, R, X, ...)                                                            \
+  case Operation::name##_:                                                                          \
+    return for_vectors(to, lanes, lines, [&](int i, int lane) __attribute__((always_inline)) -> R { \
+      const X x = read<X>(args[0], i, lane);                                                        \
+      return bits_as<R>(__VA_ARGS__);                                                               \
+    });
+#define JAX_FLASH_BINARY(name, R, X, Y, ...)                                                        \
+  case Operation::name##_:                                                                          \
+    return for_vectors(to, lanes, lines, [&](int i, int lane) __attribute__((always_inline)) -> R { \
+      const X x = read<X>(args[0], i, lane);                                                        \
+      const Y y = read<Y>(args[1], i, lane);                                                        \
+      return bits_as<R>(__VA_ARGS__);                                                               \
+    });
+#define JAX_FLASH_TERNARY(name, R, X, Y, Z, ...)                                                    \
+  case Operation::name##_:                                                                          \
+    return for_vectors(to, lanes, lines, [&](int i, int lane) __attribute__((always_inline)) -> R { \
+      const X x = read<X>(args[0], i, lane);                                                        \
+      const Y y = read<Y>(args[1], i, lane);                                                        \
+      const Z z = read<Z>(args[2], i, lane);                                                        \
+      return bits_as<R>(__VA_ARGS__);                                                               \
+    });
+#define JAX_FLASH_LIBRARY(name, function) JAX_FLASH_UNARY(name, F, F, each(x, [](float a) { return ::function(a); }))
+#define JAX_FLASH_LOAD(name, Stored) \
+  case Operation::name##_: return load_elements<Stored>(to, lanes, lines, args[0], element<Stored>(step, tile));
+        JAX_FLASH_CPU_LIBRARY(JAX_FLASH_LIBRARY)
+        JAX_FLASH_CPU_OPERATIONS(JAX_FLASH_UNARY, JAX_FLASH_BINARY, JAX_FLASH_TERNARY)
+        JAX_FLASH_CPU_LOADS(JAX_FLASH_LOAD)
+#undef JAX_FLASH_LOAD
+#undef JAX_FLASH_LIBRARY
+#undef JAX_FLASH_TERNARY
+#undef JAX_FLASH_BINARY
+#undef JAX_FLASH_UNARY
+    }
+  }
+
+  template <typename Stored>
+  const void* element(const Step& step, const TileOfPairs& tile) const {
+    return static_cast<const Stored*>(captured_[step.number]) + tile.call * step.of_call;
+  }
+
+  // Functions see scores in natural units.
+  static void load_scores(uint32_t* to, int lanes, int lines, const float* scores, ptrdiff_t stride) {
+    for (int line = 0; line < lines; ++line) {
+      for (int lane = 0; lane < lanes; lane += kWidth<float>) {
+        store(reinterpret_cast<float*>(to) + line * lanes + lane,
+              load(scores + line * stride + lane) * static_cast<float>(kLn2));
+      }
+    }
+  }
+  using F = F32;
+  using I = I32;
+  using U = U32;
+
+  int most_lanes_ = 0, most_lines_ = 0;
+  const void* const* captured_ = nullptr;
+  int64_t sizes_[3]{};
+  uint32_t *lanes_ = nullptr, *lines_ = nullptr, *pairs_ = nullptr;
+};
+
+}  // namespace jax_flash::cpu::JAX_FLASH_ISA

@@ -1,0 +1,85 @@
+// Score and mask functions on CPUs: programs of the operations of operations.h, which the kernels evaluate for the
+// pairs of a tile.
+//
+// A tile has lines of lanes. What depends on nothing, or on what the lanes stand for, is computed once for a tile's
+// lanes, what depends on what the lines stand for once for its lines, and only the rest for each pair.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "operations.h"
+
+namespace jax_flash::cpu {
+
+enum class Operation : uint8_t {
+  // The arguments of functions; `call` is which of the calls that vmap has joined a batch entry is of.
+  score,
+  b,
+  h,
+  q,
+  kv,
+  call,
+  constant,
+  spread,  // a value of the lines, in all lanes
+#define JAX_FLASH_NAME(name, ...) name##_,
+  JAX_FLASH_CPU_LIBRARY(JAX_FLASH_NAME) JAX_FLASH_CPU_OPERATIONS(JAX_FLASH_NAME, JAX_FLASH_NAME, JAX_FLASH_NAME)
+      JAX_FLASH_CPU_LOADS(JAX_FLASH_NAME)
+#undef JAX_FLASH_NAME
+};
+
+enum class Side : uint8_t { lane, line, pair };
+
+struct Value {
+  Side side = Side::lane;
+  int slot = 0;
+};
+
+struct Step {
+  Operation operation;
+  int to = 0;       // a slot of the step's own side
+  Value args[3]{};  // unused ones repeat the first
+  int number = 0;   // bits of a constant; a load: which captured array
+  int64_t of_call =
+      0;  // of a load: elements of the array that one of the calls that vmap has joined has; 0: all share it
+};
+
+// Adds to an element of the gradient of a captured array: the gradient of the score times `derivative`.
+struct Addition {
+  int gradient;
+  int64_t of_call;
+  Value derivative, index, valid;
+  bool always;  // `valid` has no meaning
+};
+
+// A program for tiles whose lanes are rows, or keys.
+struct Steps {
+  std::vector<Step> lanes, lines, pairs;
+  int lane_slots = 0, line_slots = 0, pair_slots = 0;
+  std::vector<Value> results;  // all of pairs
+  std::vector<Addition> additions;
+};
+struct Program {
+  Steps of_rows, of_keys;  // in the lanes
+
+  const Steps& lanes_are_rows(bool rows) const { return rows ? of_rows : of_keys; }
+  explicit operator bool() const { return !of_rows.results.empty() || !of_rows.additions.empty(); }
+};
+
+// Those of a call. `score` has the results value and, in a backward pass, derivative; `gradient` has additions alone.
+struct Functions {
+  int batch = 0;  // batch entries of each of the calls that vmap has joined; 0: there is one
+  Program score, mask, partial_mask, gradient;
+
+  int most_slots(Side side) const;
+};
+
+// Of a text of jax_flash/_functions/cpu.py, parsed once for each pointer: see Options::functions. Throws
+// std::invalid_argument.
+const Functions& functions_of(const char* text);
+
+// The names of all operations that a text may have.
+std::vector<std::string> operation_names();
+
+}  // namespace jax_flash::cpu

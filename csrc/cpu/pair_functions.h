@@ -1,0 +1,280 @@
+// What score and mask functions and the blocks of a block mask do to the scores of a tile.
+#pragma once
+
+#include "evaluate.h"
+#include "pack.h"
+#include "ranges.h"
+
+namespace jax_flash::cpu::JAX_FLASH_ISA {
+
+// From natural units to those of log2. A finite number stays finite: the lowest float, which is often used as a mask,
+// must not become -inf.
+template <typename T>
+JAX_FLASH_INLINE Vec<T> in_log2(const Vec<T>& x) {
+  constexpr T kLargest = std::numeric_limits<T>::max();
+  Vec<T> y = x * static_cast<T>(kLog2E);
+  stdx::where(y > kLargest && x <= kLargest, y) = kLargest;
+  stdx::where(y < -kLargest && x >= -kLargest, y) = -kLargest;
+  return y;
+}
+
+// Kinds of blocks in mask_blocks: no pair is kept; the partial mask decides; all pairs are kept.
+constexpr int kEmptyBlock = 0, kPartialBlock = 1, kFullBlock = 2;
+
+// The blocks of the block mask of one sequence. Rows and keys count from its first.
+class Blocks {
+ public:
+  Blocks() = default;
+  Blocks(const Problem& p, int64_t batch, int64_t sequence)
+      : strides_(p.mask_blocks_strides), rows_(p.options.mask_block_rows), keys_(p.options.mask_block_keys) {
+    if (p.mask_blocks) kinds_ = p.mask_blocks + batch * strides_.batch + sequence * strides_.sequence;
+  }
+
+  explicit operator bool() const { return kinds_; }
+  int64_t row_block(int64_t t) const { return t / rows_; }
+  int64_t key_block(int64_t s) const { return s / keys_; }
+  int kind(int64_t head, int64_t row_block, int64_t key_block) const {
+    return kinds_[head * strides_.head + row_block * strides_.row + key_block * strides_.column];
+  }
+
+  // Whether any, or all, of the blocks that rows [begin, end) and keys [first, last) of some heads meet have a kind
+  // that `matches`.
+  template <typename Matches>
+  bool any(int64_t head, int64_t heads, int64_t begin, int64_t end, int64_t first, int64_t last,
+           Matches matches) const {
+    if (strides_.head == 0) heads = 1;
+    for (int64_t h = head; h < head + heads; ++h) {
+      for (int64_t row = row_block(begin); row <= row_block(end - 1); ++row) {
+        for (int64_t key = key_block(first); key <= key_block(last - 1); ++key) {
+          if (matches(kind(h, row, key))) return true;
+        }
+      }
+    }
+    return false;
+  }
+  // Whether a pair is kept, as far as blocks tell.
+  bool meets(int64_t head, int64_t heads, int64_t begin, int64_t end, int64_t first, int64_t last) const {
+    return any(head, heads, begin, end, first, last, [](int kind) { return kind != kEmptyBlock; });
+  }
+
+ private:
+  const Int8* kinds_ = nullptr;
+  BlockStrides strides_{};
+  int rows_ = 1, keys_ = 1;
+};
+
+class PairFunctions {
+ public:
+  explicit PairFunctions(const Problem& p) : p_(p) {
+    if (!p.options.functions) return;
+    functions_ = &functions_of(p.options.functions);
+    for (int i = 0; i < p.options.dcaptured; ++i) gradients_[i + 1] = gradients_[i] + p.dcaptured_elements[i];
+  }
+
+  explicit operator bool() const { return functions_; }
+  // Whether the derivative of the score differs from 1, in a backward pass.
+  bool has_derivative() const { return functions_ && functions_->score.of_rows.results.size() > 1; }
+  bool has_gradient() const { return functions_ && functions_->gradient; }
+  // Of the gradients of captured arrays together.
+  int64_t gradient_elements() const { return gradients_[p_.options.dcaptured]; }
+  bool has_masks() const { return functions_ && (functions_->mask || p_.mask_blocks); }
+  const Blocks& blocks() const { return blocks_; }
+
+  void take(Arena& arena, int most_lanes, int most_lines) {
+    if (!functions_) return;
+    evaluator_ = Evaluator(*functions_, most_lanes, most_lines, p_.captured);
+    evaluator_.take(arena);
+    kinds_ = arena.take<int32_t>(most_lanes);
+  }
+
+  void go_to(int64_t batch, int64_t sequence, int64_t q_offset) {
+    if (!functions_) return;
+    blocks_ = Blocks(p_, batch, sequence);
+    q_offset_ = q_offset;
+    batch_ = static_cast<int32_t>(batch * p_.options.sequences + sequence);
+    if (p_.index_offsets) batch_ += p_.index_offsets[0];
+    call_ = 0;
+    if (functions_->batch > 0) {
+      const int entries = functions_->batch * p_.options.sequences;
+      call_ = batch_ / entries;
+      batch_ %= entries;
+    }
+  }
+  // What functions take for a row and a query head. Positions beyond int32 have the largest one.
+  int32_t position(int64_t t) const { return static_cast<int32_t>(std::min<int64_t>(t + q_offset_, 2147483647)); }
+  int32_t head(int64_t head) const { return static_cast<int32_t>(head + (p_.index_offsets ? p_.index_offsets[1] : 0)); }
+
+  // A tile of the sequence: `rows` are indices of rows in the lanes or lines.
+  struct Tile {
+    const int32_t *rows, *positions, *heads;
+    bool rows_in_lanes;
+    int64_t head;  // whose blocks are those of all rows
+    int64_t first_key;
+    int lanes, lines;
+  };
+
+  // Lines [begin, end) keep some pair; `whole`: all lines keep all, and nothing was written to `keep`.
+  struct Kept {
+    int begin, end;
+    bool whole;
+  };
+  // Decides which pairs the mask functions and the block mask keep: `keep`, lines `stride` apart, is -1 where they do,
+  // else 0. No score is needed, so that what nobody keeps is not computed.
+  Kept decide(const Tile& tile, int32_t* keep, ptrdiff_t stride) const {
+    const TileOfPairs pairs = pairs_of(tile);
+    if (functions_->mask) {
+      const Steps& steps = functions_->mask.lanes_are_rows(tile.rows_in_lanes);
+      evaluator_.run(steps, pairs, nullptr, 0, [&](int first, int lines) {
+        for (int i = 0; i < lines; ++i) {
+          std::copy_n(evaluator_.result<int32_t>(steps.results[0], pairs, i), tile.lanes, keep + (first + i) * stride);
+        }
+      });
+    }
+    const bool by_blocks = blocks_ && decide_blocks(tile, pairs, keep, stride);
+    if (!functions_->mask && !by_blocks) return {0, tile.lines, true};
+    Kept kept{tile.lines, 0, false};
+    for (int line = 0; line < tile.lines; ++line) {
+      if (!keeps_any(keep + line * stride, tile.lanes)) continue;
+      kept.begin = std::min(kept.begin, line);
+      kept.end = line + 1;
+    }
+    return kept;
+  }
+  static JAX_FLASH_INLINE bool keeps_any(const int32_t* keep, int lanes) {
+    I32 any{};
+    for (int lane = 0; lane < lanes; lane += kWidth<float>) any |= vector(keep + lane);
+    return stdx::any_of(bits_as<IntVec<float>>(any) != 0);
+  }
+  // The lanes of a line from the first vector to the last that keep some pair.
+  static KeyRange kept_lanes(const int32_t* keep, int lanes) {
+    constexpr int W = kWidth<float>;
+    KeyRange range{0, lanes};
+    while (range.begin < range.end && !keeps_any(keep + range.begin, W)) range.begin += W;
+    while (range.begin < range.end && !keeps_any(keep + range.end - W, W)) range.end -= W;
+    return range;
+  }
+
+  // Changes scores in units of log2, and writes what the gradients of earlier scores are to be multiplied by to
+  // `derivatives`, which may be null, of the same stride. A pair that is dropped has the score -inf and the factor 0;
+  // `keep` has lines `keep_stride` apart, and is null where all are kept.
+  void apply(const Tile& tile, float* scores, ptrdiff_t stride, float* derivatives, const int32_t* keep,
+             ptrdiff_t keep_stride) const {
+    constexpr int W = kWidth<float>;
+    if (functions_->score) {
+      const TileOfPairs pairs = pairs_of(tile);
+      const Steps& steps = functions_->score.lanes_are_rows(tile.rows_in_lanes);
+      evaluator_.run(steps, pairs, scores, stride, [&](int first, int lines) {
+        for (int i = 0; i < lines; ++i) {
+          const float* values = evaluator_.result<float>(steps.results[0], pairs, i);
+          for (int lane = 0; lane < tile.lanes; lane += W) {
+            store(scores + (first + i) * stride + lane, in_log2<float>(load(values + lane)));
+          }
+          if (!derivatives || steps.results.size() < 2) continue;
+          std::copy_n(evaluator_.result<float>(steps.results[1], pairs, i), tile.lanes,
+                      derivatives + (first + i) * stride);
+        }
+      });
+    }
+    for (int i = 0; derivatives && !has_derivative() && i < tile.lines; ++i) {
+      std::fill_n(derivatives + i * stride, tile.lanes, 1.f);
+    }
+    for (int i = 0; keep && i < tile.lines; ++i) {
+      for (int lane = 0; lane < tile.lanes; lane += W) {
+        const I32 kept = vector(keep + i * keep_stride + lane);
+        const ptrdiff_t at = i * stride + lane;
+        const F32 lowest = F32{} - static_cast<float>(__builtin_inf());
+        store(scores + at, bits_as<Vec<float>>(pick(kept, bits_as<F32>(load(scores + at)), lowest)));
+        if (!derivatives) continue;
+        store(derivatives + at, bits_as<Vec<float>>(bits_as<U32>(kept) & bits_as<U32>(load(derivatives + at))));
+      }
+    }
+  }
+
+  // Adds to the gradients of captured arrays, one after the other in `sums`. `scores` are those before apply(),
+  // `dscores` the gradients of those after it.
+  void add_gradients(const Tile& tile, const float* scores, const float* dscores, ptrdiff_t stride,
+                     double* sums) const {
+    const TileOfPairs pairs = pairs_of(tile);
+    const Steps& steps = functions_->gradient.lanes_are_rows(tile.rows_in_lanes);
+    evaluator_.run(steps, pairs, scores, stride, [&](int first, int lines) {
+      for (const Addition& addition : steps.additions) {
+        double* to = sums + gradients_[addition.gradient] + call_ * addition.of_call;
+        for (int i = 0; i < lines; ++i) {
+          const float* ds = dscores + (first + i) * stride;
+          const float* derivative = evaluator_.result<float>(addition.derivative, pairs, i);
+          const int32_t* index = evaluator_.result<int32_t>(addition.index, pairs, i);
+          const int32_t* valid = addition.always ? nullptr : evaluator_.result<int32_t>(addition.valid, pairs, i);
+          for (int lane = 0; lane < tile.lanes; ++lane) {
+            // What is dropped adds nothing, whatever the derivative is.
+            if (ds[lane] == 0 || (valid && !valid[lane])) continue;
+            to[index[lane]] += static_cast<double>(ds[lane]) * derivative[lane];
+          }
+        }
+      }
+    });
+  }
+
+ private:
+  static JAX_FLASH_INLINE I32 vector(const int32_t* from) {
+    I32 found;
+    std::memcpy(&found, from, sizeof(found));
+    return found;
+  }
+
+  TileOfPairs pairs_of(const Tile& tile) const {
+    const int32_t first_key = static_cast<int32_t>(tile.first_key);
+    return {tile.positions, tile.heads, tile.rows_in_lanes, first_key, p_.kv_length - 1, tile.lanes, tile.lines,
+            batch_,         call_};
+  }
+
+  // Writes `keep`, or where the mask functions have written it, lowers it; false: all blocks are full. Each line has
+  // the kinds of its lanes.
+  bool decide_blocks(const Tile& tile, const TileOfPairs& pairs, int32_t* keep, ptrdiff_t stride) const {
+    const int rows = tile.rows_in_lanes ? tile.lanes : tile.lines, keys = tile.rows_in_lanes ? tile.lines : tile.lanes;
+    const auto [least, most] = std::minmax_element(tile.rows, tile.rows + rows);
+    const int64_t end = std::min<int64_t>(tile.first_key + keys, p_.kv_length);
+    auto any = [&](auto matches) { return blocks_.any(tile.head, 1, *least, *most + 1, tile.first_key, end, matches); };
+    if (!any([](int kind) { return kind != kFullBlock; })) return false;
+    const bool decides = functions_->partial_mask && any([](int kind) { return kind == kPartialBlock; });
+    auto block_of_key = [&](int i) { return blocks_.key_block(std::min(tile.first_key + i, end - 1)); };
+    auto block_of_row = [&](int i) { return blocks_.row_block(tile.rows[i]); };
+    int64_t block = -1;
+    auto decide_line = [&](int line, const int32_t* partial) {
+      const int64_t of_line = tile.rows_in_lanes ? block_of_key(line) : block_of_row(line);
+      for (int lane = 0; block != of_line && lane < tile.lanes; ++lane) {
+        kinds_[lane] = tile.rows_in_lanes ? blocks_.kind(tile.head, block_of_row(lane), of_line)
+                                          : blocks_.kind(tile.head, of_line, block_of_key(lane));
+      }
+      block = of_line;
+      for (int lane = 0; lane < tile.lanes; lane += kWidth<float>) {
+        int32_t* to = keep + line * stride + lane;
+        I32 kind = vector(kinds_ + lane), kept = kind != kEmptyBlock;
+        if (partial) kept &= (kind == kFullBlock) | vector(partial + lane);
+        if (functions_->mask) kept &= vector(to);
+        std::memcpy(to, &kept, sizeof(kept));
+      }
+    };
+    if (!decides) {
+      for (int line = 0; line < tile.lines; ++line) decide_line(line, nullptr);
+      return true;
+    }
+    const Steps& steps = functions_->partial_mask.lanes_are_rows(tile.rows_in_lanes);
+    evaluator_.run(steps, pairs, nullptr, 0, [&](int first, int lines) {
+      for (int i = 0; i < lines; ++i) {
+        decide_line(first + i, evaluator_.result<int32_t>(steps.results[0], pairs, i));
+      }
+    });
+    return true;
+  }
+
+  const Problem& p_;
+  const Functions* functions_ = nullptr;
+  int64_t gradients_[kMostCaptured + 1]{};  // where those of captured arrays begin
+  Evaluator evaluator_;
+  Blocks blocks_;
+  int64_t q_offset_ = 0;
+  int32_t batch_ = 0, call_ = 0;
+  int32_t* kinds_ = nullptr;  // of the lanes
+};
+
+}  // namespace jax_flash::cpu::JAX_FLASH_ISA
