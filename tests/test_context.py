@@ -595,8 +595,9 @@ def test_explain(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "xla_gpu_enable_latency_hiding_scheduler is off" in str(found)
         context.set_overlap_flags()
         assert "is off" not in str(jax_flash.explain(X, X, X, platform="cuda", context=of_context))
-        served = jax_flash.explain(X, X, X, platform="cpu", alibi_slopes=np.ones(4, np.float32), context=of_context)
-        assert served.implementation == "xla"
+        slopes = np.ones(4, np.float32)
+        served = jax_flash.explain(X, X, X, platform="cuda", alibi_slopes=slopes, context=of_context, source=True)
+        assert "score" in served.source
 
 
 def test_flax_hook() -> None:

@@ -48,6 +48,8 @@ def relocated(
     blocks of a block mask become a mask function: then the operand is gone. ``dtype`` is that of scores.
     """
     functions = options.functions or Functions()
+    if blocks:
+        operands = {**operands, "mask_blocks": operands["mask_blocks"].astype(jnp.int32)}
     builder = _Builder(operands, locate, arrays, dtype)
     score, masks, partial = functions.score, functions.masks, functions.partial_mask
     given = {name for name in operands if not is_captured(name)}
@@ -151,12 +153,8 @@ class _Scalars:
     def element(self, name: str, *at: Any) -> Any:
         array = self._arrays[name]
         at = tuple(np.int32(0) if size == 1 else i for i, size in zip(at, array.shape, strict=True))
-        return _integer(array[at])
+        return array[at]
 
     def user(self, function: Function, *scalars: Any) -> Any:
         captured = [self._arrays[captured_name(i)] for i in function.captured]
         return plain.evaluated(function, captured, *scalars)
-
-
-def _integer(x: Any) -> Any:
-    return x.astype(jnp.int32) if x.dtype == jnp.int8 else x
