@@ -134,6 +134,15 @@ def _gradients(
     query, key, value, operands, out, lse = fixed
     visiting, staying = _visiting(key, value, operands)
     sums: Arrays = {}
+    functions = call.options.functions
+    if "bias" in wanted and operands["bias"].shape[3] == 1 and (functions is None or functions.score is None):
+        # It only shifts lse, so its gradient needs no kernel, nor the keys.
+        from jax_flash._primitive import derivatives
+
+        wanted = [name for name in wanted if name != "bias"]
+        _, rows = of_source(call, 0, query, operands)
+        row_sums = derivatives.delta(dout, lse, dlse, out)
+        sums["bias"] = derivatives.rows_gradient(rows, lse, row_sums, dlse)
     home: Arrays = {}
     leaving: Arrays = {}  # dK and dV of the keys that were here, which travel while the next kernel runs
     for step in (0, *range(call.devices - 1, 0, -1)):

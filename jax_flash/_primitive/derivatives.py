@@ -169,7 +169,7 @@ def gradients(
     if of_rows or "sinks" in wanted:
         row_sums = delta(inputs["dout"], inputs["lse"], inputs["dlse"], inputs["out"])
     if of_rows:
-        found["bias"] = _rows_gradient(operands, inputs["lse"], row_sums, inputs["dlse"])
+        found["bias"] = rows_gradient(operands, inputs["lse"], row_sums, inputs["dlse"])
     if "sinks" in wanted:
         found["sinks"] = _sinks_gradient(operands, inputs["lse"], row_sums)
     return found
@@ -201,7 +201,7 @@ def _sinks_gradient(operands: Mapping[str, jax.Array], lse: jax.Array, delta: ja
     return -_without_padding(operands, scores.sink_weights(operands, lse) * delta).sum(axis=-1)
 
 
-def _rows_gradient(operands: Mapping[str, jax.Array], lse: jax.Array, delta: jax.Array, dlse: jax.Array) -> jax.Array:
+def rows_gradient(operands: Mapping[str, jax.Array], lse: jax.Array, delta: jax.Array, dlse: jax.Array) -> jax.Array:
     """The gradient of a bias [b, n, t, 1]: sum of ds over the keys of a row, whose p sum to 1 less the sink's weight.
 
     It is rowsum(p * dp) - delta * rowsum(p), where rowsum(p * dp) = delta + dlse (FlashAttention-2, equation 4).
