@@ -17,10 +17,11 @@ from jax_flash._call.options import (
     Implementation,
     Options,
     Precision,
-    interval_ranges,
     positions_matter,
-    segment_ranges,
+    with_ranges,
 )
+from jax_flash._context import run
+from jax_flash._context.choice import ContextParallel, Place, check_lengths, place_of
 from jax_flash._functions import arguments as _functions
 from jax_flash._functions.trace import Functions
 from jax_flash._implementations import choice, chunked, dropout, reference, scores, varlen, varying
@@ -59,6 +60,7 @@ class _Shared(TypedDict, total=False):
     precision: Precision | None
     deterministic_backward: bool | None
     implementation: Implementation | None
+    context: ContextParallel | None
 
 
 class _Padded(_Shared, total=False):
@@ -138,6 +140,7 @@ def attention(
     deterministic_backward: bool | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
+    context: ContextParallel | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Exact attention, ``softmax(scale * query @ key.T) @ value``, in O(T + S) memory, forward and backward.
 
@@ -212,6 +215,10 @@ def attention(
       implementation: None picks the best one that serves the call on its platform (``jax_flash.explain`` says which);
         or "cpu", "cuda" (the kernels of this package), "xla" (plain JAX in chunks, O(T + S) memory, any platform) or
         "reference" (plain quadratic attention).
+      context: a `jax_flash.context.ContextParallel`: the sequence is spread over the devices along a mesh axis. Inside
+        a ``jax.shard_map`` over that axis the arrays are those of one device, but numbers (``q_offset``, lengths,
+        intervals, what functions and block masks are for) are those of the whole sequence; docs/context.md says what
+        each argument then has. Without it rows of a sharded query stay where they are, and K and V are gathered.
 
     Returns:
       out ``[..., T, N, V]`` in the dtype of ``query``; with ``return_lse`` also lse ``[..., N, T]``, the natural
@@ -220,14 +227,17 @@ def attention(
     Raises:
       TypeError: an argument has the wrong type or dtype.
       ValueError: an argument has the wrong rank, shape or value, or ``implementation`` is unknown.
-      NotImplementedError: the named ``implementation`` does not serve this call here.
+      NotImplementedError: the named ``implementation``, or the schedule that ``context`` names, does not serve this
+        call here.
     """
     query, key, value = checks.inputs(query=query, key=key, value=value)
     checks.shapes(query, key, value)
+    place = place_of(context)
     if implementation != "reference":
         for name, array in (("query", query), ("key", key), ("value", value)):
             checks.known_sizes(name, array, -3)
     leading, (q_length, q_heads), kv_length = query.shape[:-3], query.shape[-3:-1], key.shape[-3]
+    all_rows, all_keys = _whole_lengths(place, q_length, kv_length)
     arguments = _Arguments(
         causal,
         window,
@@ -244,7 +254,7 @@ def attention(
     functions, of_functions = _functions.functions_of(
         _functions.Arguments(score_mod, mask_mod, block_mask),
         _dtypes.accumulation_dtype(query.dtype),
-        (math.prod(leading), q_heads, q_length, kv_length),
+        (math.prod(leading), q_heads, all_rows, all_keys),
         q_offset,
     )
     record = _record(arguments, query, leading, q_heads, functions)
@@ -252,7 +262,7 @@ def attention(
 
     operands = record.operands | of_functions
     wide = _dtypes.accumulation_dtype(query.dtype)
-    scores_shape = (*leading, q_heads, q_length, kv_length)
+    scores_shape = (*leading, q_heads, q_length, all_keys)
     if bias is not None:
         dtypes = [x for x in _dtypes.INPUTS if np.dtype(jnp.dtype(x)).itemsize <= wide.itemsize]
         bias = checks.scores("bias", bias, scores_shape, dtypes)
@@ -267,10 +277,11 @@ def attention(
             operands[name] = checks.integers(name, ids, (*leading, length)).reshape(-1, length)
         elif (q_segment_ids is None) != (kv_segment_ids is None):
             raise ValueError(f"{name} must be given with {other}, got None")
-    for name, lengths, limit in (("q_lengths", q_lengths, q_length), ("kv_lengths", kv_lengths, kv_length)):
+    for name, lengths, limit in (("q_lengths", q_lengths, all_rows), ("kv_lengths", kv_lengths, all_keys)):
         if lengths is not None:
             operands[name] = checks.lengths(name, lengths, leading, limit).reshape(-1)
-    operands |= _intervals((kv_start, kv_end), (q_start, q_end), (*leading, q_heads), q_length, kv_length)
+    heads, lengths = (*leading, q_heads), ((q_length, all_keys), (kv_length, all_rows))
+    operands |= _intervals((kv_start, kv_end), (q_start, q_end), heads, *lengths)
     options = record.options
     choice.check_implementation(implementation, query, value, options)
 
@@ -282,15 +293,12 @@ def attention(
             lse = jnp.broadcast_to(operands["sinks"].reshape(*leading, q_heads, 1), lse.shape)
         return (out, lse) if return_lse else out
 
-    for name in ("q_segment_ids", "kv_segment_ids"):
-        if name in operands:
-            operands[name.replace("_ids", "_ranges")] = segment_ranges(operands[name])
-    operands |= _interval_ranges(operands)
     batch = math.prod(leading)
     query4, key4, value4 = (x.reshape(batch, *x.shape[-3:]) for x in (record.query, key, value))
     if record.scale is not None:
-        query4, operands["traced_scale"] = _with_positive_scale(record.scale, query4, operands)
-    out, lse = _run(options, _Static(implementation, None), query4, key4, value4, operands)
+        rows = _rows_within(place, operands, q_length)
+        query4, operands["traced_scale"] = _with_positive_scale(record.scale, query4, rows)
+    out, lse = _run_anywhere(place, options, _Static(implementation, None), query4, key4, value4, operands)
     out = out.reshape(*query.shape[:-1], value.shape[-1])
     return (out, lse.reshape(*leading, q_heads, q_length)) if return_lse else out
 
@@ -369,6 +377,7 @@ def attention_varlen(
     deterministic_backward: bool | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
+    context: ContextParallel | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention within each of D sequences that are packed one after another, without padding.
 
@@ -408,6 +417,7 @@ def attention_varlen(
       deterministic_backward: see `attention`.
       return_lse: also return lse.
       implementation: see `attention`.
+      context: see `attention`; ``cu_q_lengths`` and ``cu_kv_lengths`` are those of the whole sequence of tokens.
 
     Returns:
       out ``[tokens, N, V]`` in the dtype of ``query``; with ``return_lse`` also lse ``[N, tokens]``.
@@ -421,13 +431,15 @@ def attention_varlen(
             raise ValueError(f"{name} must have rank 3, [tokens, heads, head_dim], got {array.shape}")
         checks.known_sizes(name, array, 0)
     checks.heads(query, key, value)
+    place = place_of(context)
     (tokens, q_heads), kv_tokens = query.shape[:2], key.shape[0]
+    all_rows, all_keys = _whole_lengths(place, tokens, kv_tokens)
     limits = (
-        tokens if max_q_length is None else checks.length("max_q_length", max_q_length),
-        kv_tokens if max_kv_length is None else checks.length("max_kv_length", max_kv_length),
+        all_rows if max_q_length is None else checks.length("max_q_length", max_q_length),
+        all_keys if max_kv_length is None else checks.length("max_kv_length", max_kv_length),
     )
-    cu_q = checks.cumulative("cu_q_lengths", cu_q_lengths, tokens, limits[0])
-    cu_kv = checks.cumulative("cu_kv_lengths", cu_kv_lengths, kv_tokens, limits[1])
+    cu_q = checks.cumulative("cu_q_lengths", cu_q_lengths, all_rows, limits[0])
+    cu_kv = checks.cumulative("cu_kv_lengths", cu_kv_lengths, all_keys, limits[1])
     if cu_q.shape != cu_kv.shape:
         raise ValueError(f"cu_kv_lengths must have the shape of cu_q_lengths, {cu_q.shape}, got {cu_kv.shape}")
     sequences = cu_q.shape[0] - 1
@@ -455,7 +467,8 @@ def attention_varlen(
     )
     record = _record(arguments, query, (sequences,), q_heads, functions)
     return_lse = checks.boolean("return_lse", return_lse)
-    intervals = _intervals((kv_start, kv_end), (q_start, q_end), (q_heads,), tokens, kv_tokens)
+    lengths = (tokens, all_keys), (kv_tokens, all_rows)
+    intervals = _intervals((kv_start, kv_end), (q_start, q_end), (q_heads,), *lengths)
     options = dataclasses.replace(record.options, sequences=sequences)
     choice.check_implementation(implementation, query, value, options)
 
@@ -469,11 +482,13 @@ def attention_varlen(
     # The record has one batch entry for each sequence; here the sequences share one batch entry.
     operands = {name: _of_sequences(name, x) for name, x in record.operands.items()}
     operands |= {"cu_q_lengths": cu_q[None], "cu_kv_lengths": cu_kv[None]}
-    operands |= intervals | _interval_ranges(intervals) | of_functions
+    operands |= intervals | of_functions
     packed_query = record.query[None]
     if record.scale is not None:
-        packed_query, operands["traced_scale"] = _with_positive_scale(record.scale, packed_query, operands)
-    out, lse = _run(options, _Static(implementation, limits), packed_query, key[None], value[None], operands)
+        rows = _rows_within(place, operands, tokens)
+        packed_query, operands["traced_scale"] = _with_positive_scale(record.scale, packed_query, rows)
+    static = _Static(implementation, limits)
+    out, lse = _run_anywhere(place, options, static, packed_query, key[None], value[None], operands)
     return (out[0], lse[0]) if return_lse else out[0]
 
 
@@ -482,20 +497,23 @@ def _of_sequences(name: str, x: jax.Array) -> jax.Array:
 
 
 def _intervals(
-    kv: tuple[object, object], q: tuple[object, object], heads: tuple[int, ...], q_length: int, kv_length: int
+    kv: tuple[object, object],
+    q: tuple[object, object],
+    heads: tuple[int, ...],
+    of_rows: tuple[int, int],
+    of_keys: tuple[int, int],
 ) -> dict[str, jax.Array]:
-    """The operands of (kv_start, kv_end) and of (q_start, q_end); ``heads`` are the leading dimensions and N."""
+    """The operands of (kv_start, kv_end) and of (q_start, q_end).
+
+    ``heads`` are the leading dimensions and N; ``of_rows`` and ``of_keys`` are for each the length, and the limit of
+    what they hold.
+    """
     operands = {}
     if any(side is not None for side in kv):
-        operands["kv_intervals"] = checks.intervals(("kv_start", "kv_end"), kv, (*heads, q_length), kv_length)
+        operands["kv_intervals"] = checks.intervals(("kv_start", "kv_end"), kv, (*heads, of_rows[0]), of_rows[1])
     if any(side is not None for side in q):
-        operands["q_intervals"] = checks.intervals(("q_start", "q_end"), q, (*heads, kv_length), q_length)
+        operands["q_intervals"] = checks.intervals(("q_start", "q_end"), q, (*heads, of_keys[0]), of_keys[1])
     return operands
-
-
-def _interval_ranges(operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    names = [name for name in ("kv_intervals", "q_intervals") if name in operands]
-    return {name.replace("intervals", "interval_ranges"): interval_ranges(operands[name]) for name in names}
 
 
 class _Arguments(NamedTuple):
@@ -567,10 +585,27 @@ def _record(
     return _Record(query, None, options, operands)
 
 
-def _with_positive_scale(
-    scale: jax.Array, query: jax.Array, operands: dict[str, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+def _whole_lengths(place: Place | None, q_length: int, kv_length: int) -> tuple[int, int]:
+    """The lengths of the whole sequence, of which query and key may be a device's part."""
+    if place is None:
+        return q_length, kv_length
+    check_lengths(place, q_length, kv_length)
+    return q_length * place.shards, kv_length * place.shards
+
+
+def _rows_within(place: Place | None, operands: dict[str, jax.Array], q_length: int) -> jax.Array | None:
+    """Which rows of query are not padding, as `scores.rows_within`."""
+    if place is None:
+        return scores.rows_within(operands, "q", q_length)
+    positions = run.row_positions(place, q_length)
+    every = scores.rows_within(operands, "q", q_length * place.shards)
+    return None if every is None else jnp.take(every, positions, axis=1)
+
+
+def _with_positive_scale(scale: jax.Array, query: jax.Array, rows: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """``query`` [B, T, N, H] times the sign of a scalar ``scale``, or 0, and the magnitude of the scale, [B].
+
+    ``rows`` says which rows are not padding, [B or 1, T]; None: none are.
 
     Only the product of the two matters, (query * scale / rest) * rest, for any constant rest. So rest has no gradient,
     and derivatives by the scale, of any order and at 0 too, flow through the query.
@@ -578,7 +613,6 @@ def _with_positive_scale(
     # If the reciprocal would overflow rest is 1, and query is multiplied by the whole scale.
     tiny = jnp.finfo(scale.dtype).tiny
     rest = jax.lax.stop_gradient(jnp.where(jnp.abs(scale) < tiny, 1, jnp.abs(scale)))
-    rows = scores.rows_within(operands, "q", query.shape[1])
     if rows is not None:  # padding must not reach the gradient of the scale
         query = jnp.where(rows[:, :, None, None], query, 0)
     # The factor is 1, -1 or 0, so nothing is rounded. In the dtype of the scale, in which its gradient is summed.
@@ -594,6 +628,27 @@ class _Static(NamedTuple):
 
 
 Operands = dict[str, jax.Array]
+
+
+def _run_anywhere(
+    place: Place | None,
+    options: Options,
+    static: _Static,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    operands: Operands,
+) -> tuple[jax.Array, jax.Array]:
+    """`_run`, on the devices of ``place`` if there is one; operands are without ranges."""
+
+    def attend(options: Options, limits: tuple[int, int] | None, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+        query, key, value, operands = arrays
+        return _run(options, static._replace(limits=limits), query, key, value, with_ranges(operands))
+
+    if place is None:
+        return attend(options, static.limits, query, key, value, operands)
+    of_context = run.Static(place, static.limits, attend, static.implementation)
+    return run.attention(of_context, options, query, key, value, operands)
 
 
 def _run(

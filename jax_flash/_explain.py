@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,10 @@ import numpy as np
 
 from jax_flash._attention import attention
 from jax_flash._call import checks, dtypes
-from jax_flash._call.options import Implementation, Precision
+from jax_flash._call.options import Implementation, Options, Precision
+from jax_flash._context import choice as _context
+from jax_flash._context.choice import place_of
+from jax_flash._context.run import sizes_of
 from jax_flash._functions import arguments as _functions
 from jax_flash._functions import cpu, cuda
 from jax_flash._implementations import choice
@@ -38,6 +41,8 @@ class Explanation:
         which ``obstacles`` has the reason.
       gradients: why the backward pass is served by "xla" although the forward is not, where it is: that of gradients of
         arrays that ``score_mod`` captured; "" if both are served alike.
+      context: with ``context``, which schedule serves the call and why others can't, what travels and how many bytes
+        each device sends, and which options of XLA's compiler would hide that behind the kernels but are off.
     """
 
     implementation: str
@@ -47,6 +52,7 @@ class Explanation:
     split: tuple[str, ...] = ()
     source: str = ""
     gradients: str = ""
+    context: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"on {self.platform}, attention is served by {self.implementation!r}"]
@@ -60,6 +66,7 @@ class Explanation:
         lines += [f"  tuned: {row}" for row in self.tuned]
         lines += [f"  split: {part}" for part in self.split]
         lines += [f"  gradients of captured arrays: by 'xla', {self.gradients}"] if self.gradients else []
+        lines += [f"  context: {part}" for part in self.context]
         lines += [self.source] if self.source else []
         return "\n".join(lines)
 
@@ -112,6 +119,16 @@ def explain(
         (math.prod(query.shape[:-3]), query.shape[-2], query.shape[-3], key.shape[-3]),
         options.get("q_offset", 0),
     )
+    place = place_of(options.get("context"))
+    schedule = "" if place is None else _schedule(place, shapes, options)
+    alibi = options.get("alibi_slopes") is not None and functions is None
+    if place is not None and alibi and _context.relocates(schedule, place.context.order):
+        functions, _ = _functions.functions_of(  # such a score function ALiBi becomes
+            _functions.Arguments(lambda score, b, h, q, kv: score - abs(q - kv).astype(score.dtype)),
+            dtypes.accumulation_dtype(shapes[0].dtype),
+            (1, 1, 1, 1),
+            0,
+        )
     call = choice.Call(np.dtype(shapes[0].dtype).name, shapes[0].shape[-1], shapes[2].shape[-1], precise, functions)
     obstacles: dict[str, str] = {
         name: reason for name in choice.IMPLEMENTATIONS if (reason := choice.obstacle(name, platform, call))
@@ -125,9 +142,11 @@ def explain(
     printer: Any = cpu if platform == "cpu" else cuda
     if checks.boolean("source", source) and functions is not None and printer.unprintable(functions) is None:
         printed = printer.source(functions, derives=True)
-    return Explanation(
-        chosen, platform, obstacles, tuned, split, printed, _of_gradients(chosen, platform, call, options)
-    )
+    context: tuple[str, ...] = ()
+    if place is not None:
+        context, split = _of_context(place, schedule, shapes, options, platform), ()
+    gradients = _of_gradients(chosen, platform, call, options)
+    return Explanation(chosen, platform, obstacles, tuned, split, printed, gradients, context)
 
 
 def _of_gradients(chosen: str, platform: str, call: choice.Call, options: Mapping[str, Any]) -> str:
@@ -146,6 +165,52 @@ def _of_gradients(chosen: str, platform: str, call: choice.Call, options: Mappin
         deterministic=choice.deterministic_by_default() if deterministic is None else deterministic,
     )
     return choice.obstacle(chosen, platform, call) or ""
+
+
+def _schedule(place: _context.Place, shapes: Sequence[jax.ShapeDtypeStruct], options: Mapping[str, Any]) -> str:
+    return _context.chosen(place, _sizes(place, shapes), _record(options))[0]
+
+
+def _record(options: Mapping[str, Any]) -> Options:
+    """What a schedule depends on of the options of a call."""
+    return Options(causal=False, scale=1.0, dropout_rate=float(options.get("dropout_rate", 0.0)))
+
+
+def _sizes(place: _context.Place, shapes: Sequence[jax.ShapeDtypeStruct]) -> _context.Sizes:
+    return sizes_of(place, *(jax.ShapeDtypeStruct((1, *x.shape[-3:]), x.dtype) for x in shapes))
+
+
+def _of_context(
+    place: _context.Place,
+    schedule: str,
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    options: Mapping[str, Any],
+    platform: str,
+) -> tuple[str, ...]:
+    sizes, batch = _sizes(place, shapes), math.prod(shapes[0].shape[:-3])
+    found = _context.travels(schedule, place.devices, sizes, shapes[0].dtype.itemsize, batch)
+    order = place.context.order
+    lines = [
+        f"schedule {schedule!r} over {place.devices} devices along {place.context.axis!r}, order {order!r}",
+        f"{_context.TRAVELLING[schedule]}: {_bytes(found['forward'])} sent by each device in the forward pass, "
+        f"{_bytes(found['backward'])} in the backward pass, if no other mesh axis splits the call",
+        *(f"{name}: no, {reason}" for name, reason in _context.obstacles(place, sizes, _record(options)).items()),
+    ]
+    if options.get("alibi_slopes") is not None and _context.relocates(schedule, order):
+        lines.append(f"alibi_slopes become a score_mod with schedule {schedule!r} and order {order!r}")
+    if platform == "cuda" and (missing := _context.overlap_is_off()):
+        lines.append(
+            f"communication may not overlap with the kernels: {missing} is off "
+            "(jax_flash.context.set_overlap_flags sets it)"
+        )
+    return tuple(lines)
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
 
 
 def _split(query: Any, key: Any, options: Mapping[str, Any]) -> tuple[str, ...]:

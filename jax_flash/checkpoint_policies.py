@@ -12,6 +12,8 @@ import jax
 
 OUT = "jax_flash_out"
 LSE = "jax_flash_lse"
+GATHERED = "jax_flash_gathered"
+"""The name of K and V that the schedule "all_gather" of `jax_flash.context` has gathered."""
 NAMES = (OUT, LSE)
 """The names of out and lse, for ``jax.checkpoint_policies.save_only_these_names`` and similar; both are needed."""
 

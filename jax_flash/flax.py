@@ -129,7 +129,7 @@ def attention_fn(
       attn_weights_value_einsum: likewise.
       causal: keep keys s <= t only, whatever ``is_causal`` is: bound beforehand, it makes a model causal.
       **options: the other options of `attention` that Flax lacks: ``window``, ``alibi_slopes``,
-        ``deterministic_backward``, ``implementation``, ...
+        ``deterministic_backward``, ``implementation``, ``context``, ...
 
     Returns:
       ``[..., T, N, V]``.
@@ -178,6 +178,8 @@ def attention_fn(
         "return_lse": False,
     }
     if module is not None:
+        if options.get("context") is not None:
+            raise NotImplementedError("context must not be given where weights are sown: no device has all of them")
         weights = _weights(query, key, given, options)
         weights = weights.astype(wide) if force_fp32_for_softmax else weights
         module.sow("intermediates", "attention_weights", weights)  # also the collection of nnx.Intermediate

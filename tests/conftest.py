@@ -31,7 +31,7 @@ import jax  # noqa: E402
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_num_cpu_devices", 4)  # for the sharding tests
+jax.config.update("jax_num_cpu_devices", 8)  # for the tests of sharding and context parallelism
 
 
 def _no_gpu() -> str | None:

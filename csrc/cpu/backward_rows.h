@@ -33,7 +33,8 @@ inline void BackwardItem<E>::prepare(int64_t item) {
       constexpr double kLargest = std::numeric_limits<T>::max();
       *row_lse(t) = none ? kInfinity<T> : static_cast<T>(std::max(lse * kLog2E, -kLargest));
       *row_rest(t) = 0;
-      if (std::abs(lse) > kLargeLse<T> && std::abs(lse) <= kLargest) {
+      // Restated is what these keys sum up to.
+      if (!p_.options.partial_keys && std::abs(lse) > kLargeLse<T> && std::abs(lse) <= kLargest) {
         large = true;
         // The online softmax begins with the sink.
         *row_lse(t) = static_cast<T>(options_.sink(batch_, head_) * kLog2E);
@@ -139,7 +140,8 @@ inline void BackwardItem<E>::reduce_slopes(int64_t head) {
         dscores += sums.dscores;
         distances += sums.distances;
       }
-      if (distances == 0) continue;
+      // Of some of the keys the exact sum is not known.
+      if (distances == 0 || p_.options.partial_keys) continue;
       // With the sink's, the weights add up to 1, and the sum of weight * (dweight - delta) over keys and sink is dlse.
       double of_sink = __builtin_exp2(sink - *row_lse(t) - *row_rest(t)) * *delta(t);
       sum += (*statistic(p_.dlse, t) + of_sink - dscores) * distances;

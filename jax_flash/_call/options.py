@@ -35,6 +35,7 @@ class Options:
     separate_dq: bool = False  # on GPUs dquery has a pass of its own, and gradients are summed in a fixed order
     original_bfloat16: bool = False  # the originals passed with descale are bfloat16, else float32
     exact_sums: bool = False  # gradients of captured arrays are sums in digits: set where they are lowered
+    partial_keys: bool = False  # backward and tangent: out and lse are those of more keys than these
     sequences: int = 1  # of a batch entry; 1 unless it is packed
     window_left: int = UNLIMITED
     window_right: int = UNLIMITED
@@ -92,6 +93,17 @@ def interval_ranges(intervals: jax.Array) -> jax.Array:
     empty = start >= end
     some = jnp.where(empty, _INT32.max, start).min(axis=-1), jnp.where(empty, _INT32.min, end).max(axis=-1)
     return jnp.stack([*some, start.max(axis=-1), end.min(axis=-1)], axis=-1)
+
+
+def with_ranges(operands: Operands) -> dict[str, jax.Array]:
+    """The operands with the ranges of their segment ids and intervals."""
+    made = {name.replace("_ids", "_ranges"): segment_ranges(x) for name, x in operands.items() if "segment_ids" in name}
+    made |= {
+        name.replace("intervals", "interval_ranges"): interval_ranges(x)
+        for name, x in operands.items()
+        if name in ("kv_intervals", "q_intervals")
+    }
+    return {**operands, **made}
 
 
 def _offset_of_rows(operands: Operands, first_row: jax.Array, rows: int) -> jax.Array:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash._functions.trace import Function
+from jax_flash._implementations import varying
 from jax_flash._native import private
 
 Scalars = Callable[..., jax.Array]
@@ -39,7 +40,7 @@ def scores_of(
 
     def pair(captured: Sequence[jax.Array], keep: jax.Array, score: jax.Array, *indices: jax.Array) -> jax.Array:
         if parts is None:
-            return jnp.where(keep, _evaluated(function, captured, score, *indices), -jnp.inf)
+            return jnp.where(keep, evaluated(function, captured, score, *indices), -jnp.inf)
         loads = parts.loads(*captured, score, *indices)
         return _kept(parts.value, -jnp.inf, keep, (score, *loads), indices)
 
@@ -50,14 +51,38 @@ def mask_of(function: Function, captured: Sequence[jax.Array], pairs: Pairs) -> 
     """What a mask function keeps, bool [B, K, G, rows, columns]."""
 
     def pair(captured: Sequence[jax.Array], *indices: jax.Array) -> jax.Array:
-        return _evaluated(function, captured, *indices)
+        return evaluated(function, captured, *indices)
 
     return _over_pairs(pair, function, captured, (), pairs)
 
 
-def _evaluated(function: Function, captured: Sequence[jax.Array], *scalars: jax.Array) -> jax.Array:
-    (result,) = private.jaxpr_as_fun(private.ClosedJaxpr(function.jaxpr, ()))(*captured, *scalars)
-    return result
+def evaluated(function: Function, captured: Sequence[jax.Array], *scalars: jax.Array) -> jax.Array:
+    """The function's result for captured arrays and scalars."""
+    return _run(inlined(function.jaxpr), (*captured, *scalars))[0]
+
+
+def _run(jaxpr: Any, args: Sequence[jax.Array]) -> list[jax.Array]:
+    """The results of an `inlined` jaxpr.
+
+    Inside a shard_map the arguments may vary over other mesh axes than those with which it was traced, so that each
+    equation has to be told; the primitives take no mixture.
+    """
+    if not any(map(varying.varying_axes, args)):
+        results: list[jax.Array] = private.jaxpr_as_fun(private.ClosedJaxpr(jaxpr, ()))(*args)
+        return results
+    known = dict(zip(jaxpr.invars, args, strict=True))
+
+    def read(x: Any) -> jax.Array:
+        return jnp.asarray(x.val, x.aval.dtype) if hasattr(x, "val") else known[x]
+
+    variable = type(jaxpr.invars[0])
+    for equation in jaxpr.eqns:
+        inputs = varying.vary_alike([read(x) for x in equation.invars])
+        invars, outvars = ([variable(x.aval) for x in xs] for xs in (equation.invars, equation.outvars))
+        alone = equation.replace(invars=invars, outvars=outvars)
+        one = jaxpr.replace(invars=invars, outvars=outvars, eqns=[alone])
+        known.update(zip(equation.outvars, private.jaxpr_as_fun(private.ClosedJaxpr(one, ()))(*inputs), strict=True))
+    return [read(x) for x in jaxpr.outvars]
 
 
 def _over_pairs(
@@ -112,18 +137,18 @@ def split_loads(function: Function) -> Parts | None:
     rest = [x for x in jaxpr.eqns if x not in loads]
     if any(x in captured for equation in rest for x in equation.invars) or any(x in captured for x in jaxpr.outvars):
         return None
-    load = private.jaxpr_as_fun(private.ClosedJaxpr(jaxpr.replace(outvars=found), ()))
+    load = functools.partial(_run, jaxpr.replace(outvars=found))
     of_loads = jaxpr.replace(invars=[*found, *scalars], eqns=rest)
-    value = private.jaxpr_as_fun(private.ClosedJaxpr(of_loads, ()))
+    value = functools.partial(_run, of_loads)
     shapes = [x.aval.shape for x in found]
 
     def read(*args: jax.Array) -> Sequence[jax.Array]:
-        return [x.reshape(()) for x in load(*args)]
+        return [x.reshape(()) for x in load(args)]
 
     def of_values(floats: Sequence[jax.Array], indices: Sequence[jax.Array]) -> jax.Array:
         score, *values = floats
         shaped = [x.reshape(shape) for x, shape in zip(values, shapes, strict=True)]
-        return value(*shaped, score, *indices)[0]
+        return value((*shaped, score, *indices))[0]
 
     return Parts(read, of_values)
 
@@ -134,7 +159,9 @@ def _size(variable: Any) -> int:
 
 
 def inlined(jaxpr: Any) -> Any:
-    """The jaxpr with the bodies of nested jits in place of their calls; rules of custom derivatives stay."""
+    """The jaxpr with the bodies of nested jits in place of their calls; rules of custom derivatives stay.
+
+    Without what the mesh added where it was traced, which moves no scalar: it is evaluated elsewhere."""
     equations: list[Any] = []
 
     def add(jaxpr: Any, names: dict[Any, Any]) -> list[Any]:
@@ -143,6 +170,9 @@ def inlined(jaxpr: Any) -> Any:
 
         for equation in jaxpr.eqns:
             invars = [renamed(x) for x in equation.invars]
+            if equation.primitive.name in ("pvary", "reshard", "sharding_constraint"):
+                names |= dict(zip(equation.outvars, invars, strict=True))
+                continue
             body = equation.params.get(_INLINED.get(equation.primitive.name, ""))
             body = getattr(body, "jaxpr", body) if not getattr(body, "consts", ()) else None
             if body is not None:

@@ -171,7 +171,17 @@ _INLINED = {
     **{name: "call_jaxpr" for name in ("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")},
     "custom_vjp_call_jaxpr": "fun_jaxpr",
 }
-_SAME = ("stop_gradient", "copy", "copy_p", "pvary", "optimization_barrier", "reduce_precision", "real")
+_SAME = (
+    "stop_gradient",
+    "copy",
+    "copy_p",
+    "pvary",
+    "reshard",
+    "sharding_constraint",
+    "optimization_barrier",
+    "reduce_precision",
+    "real",
+)
 
 
 class Lowering:

@@ -123,7 +123,8 @@ def trace(name: str, function: Callable[..., Any], kind: str, dtype: Any, captur
         raise ValueError(f"{name} must have no side effects, got {', '.join(map(str, closed.effects))}")
     jaxpr, arrays = _without_constants_alone(closed)
     indices = tuple(map(captured.index, arrays))
-    return Function(kind, name, jaxpr, indices, (kind, indices, _key(jaxpr)))
+    # A jaxpr holds the mesh under which it was traced, and can't be evaluated under another.
+    return Function(kind, name, jaxpr, indices, (kind, indices, key_of(jaxpr), jax.sharding.get_abstract_mesh()))
 
 
 def _arguments(kind: str) -> tuple[str, ...]:
@@ -196,7 +197,7 @@ _MOST_RULES = 3
 """Derivatives up to this order tell functions apart: a rule may call its own function, so there is no end to them."""
 
 
-def _key(jaxpr: Any, rules: int = 0) -> Any:
+def key_of(jaxpr: Any, rules: int = 0) -> Any:
     """What is equal for jaxprs that compute the same way: equations by the numbers of their variables.
 
     ``rules``: within so many rules of derivatives.
@@ -212,11 +213,11 @@ def _key(jaxpr: Any, rules: int = 0) -> Any:
         if hasattr(x, "jaxpr") and hasattr(x, "consts"):  # a closed jaxpr
             return (
                 "jaxpr",
-                _key(x.jaxpr, rules),
+                key_of(x.jaxpr, rules),
                 tuple(id(c) if np.ndim(c) else np.asarray(c).tobytes() for c in x.consts),
             )
         if hasattr(x, "eqns"):
-            return "jaxpr", _key(x, rules)
+            return "jaxpr", key_of(x, rules)
         if isinstance(x, (tuple, list)):
             return type(x).__name__, tuple(map(of_param, x))
         if isinstance(x, dict):
@@ -233,7 +234,7 @@ def _key(jaxpr: Any, rules: int = 0) -> Any:
         params = equation.params
         if (body := _CUSTOM.get(equation.primitive.name)) is not None:
             # The rule is a new object in every trace, so it counts as what it computes.
-            rule = _key(_derivative(jaxpr, equation), rules + 1) if rules < _MOST_RULES else None
+            rule = key_of(_derivative(jaxpr, equation), rules + 1) if rules < _MOST_RULES else None
             found: Any = (body, of_param(params[body])), ("rule", rule)
         else:
             found = tuple((k, of_param(v)) for k, v in sorted(params.items()))

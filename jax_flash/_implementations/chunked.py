@@ -201,7 +201,10 @@ def tangent(
     by_row, moved_by_row = (_split_operands(x["t"] | x["ts"], "t", q_chunk) for x in (groups, moved_groups))
     by_column, moved_by_column = (_split_operands(x["s"], "s", kv_chunk) for x in (groups, moved_groups))
 
-    maximum, rest = _restated(query, key, lse, operands, options)
+    # Restated would be what these keys alone sum up to.
+    partial = options.partial_keys
+    centered = centered and not partial
+    maximum, rest = (lse, jnp.zeros_like(lse)) if partial else _restated(query, key, lse, operands, options)
     of_rows: dict[str, Any] = {
         "query": inputs["query"],
         "moved": {name: moved[name] for name in ("query",) if name in moved},

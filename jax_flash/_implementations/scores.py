@@ -192,7 +192,7 @@ def _keep(
     Mask functions and block masks count where ``pairs`` are given.
     """
     conditions = []
-    lower, upper = _band(options, operands)
+    lower, upper = band(options, operands)
     difference = (columns - rows[:, None])[None]
     if upper is not None:
         conditions.append(difference <= upper[:, None, None])
@@ -317,7 +317,7 @@ def _kept_by_blocks(
 
 def _in_band(options: Options, operands: Operands, side: str, rows: jax.Array, columns: jax.Array) -> jax.Array | None:
     """As `kept`, [B or 1, length], for calls that only lengths, causal and a window mask."""
-    lower, upper = _band(options, operands)
+    lower, upper = band(options, operands)
     q_length, kv_length = rows.size, columns.size
     if not {"q_offset", "window_bounds", "q_lengths", "kv_lengths"} & operands.keys():
         # Known when the call is traced: mostly all are kept, and the caller needs no mask.
@@ -342,7 +342,7 @@ def _in_band(options: Options, operands: Operands, side: str, rows: jax.Array, c
 def may_keep(options: Options, operands: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array | None:
     """False only if no pair of the block is kept, judged by its edges; None if every block may have such pairs."""
     conditions = []
-    lower, upper = _band(options, operands)
+    lower, upper = band(options, operands)
     if upper is not None:
         conditions.append(columns[0] - rows[-1] <= upper)
     if lower is not None:
@@ -381,7 +381,7 @@ def may_keep(options: Options, operands: Operands, rows: jax.Array, columns: jax
     return may.any()
 
 
-def _band(options: Options, operands: Operands) -> tuple[jax.Array | None, jax.Array | None]:
+def band(options: Options, operands: Operands) -> tuple[jax.Array | None, jax.Array | None]:
     """The smallest and largest kept column - row, each int32 [B] or [1]; None without a limit."""
     offset = operands["q_offset"][:, 0] if "q_offset" in operands else jnp.zeros(1, jnp.int32)
     if "window_bounds" in operands:
@@ -397,7 +397,7 @@ def _band(options: Options, operands: Operands) -> tuple[jax.Array | None, jax.A
 
 
 def _traced_band(options: Options, bounds: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`_band` of window_bounds [B, 2], whose sides may be negative, so that they could wrap around at either end."""
+    """`band` of window_bounds [B, 2], whose sides may be negative, so that they could wrap around at either end."""
     left, right = bounds[:, 0], bounds[:, 1]
     if options.causal:
         right = jnp.minimum(right, 0)

@@ -10,8 +10,9 @@ option record and the operands pass through unread.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -38,6 +39,45 @@ def forward(
     of_call, arrays = params.params_of(options, operands, implementation, limits)
     out, lse = _forward_p.bind(query, key, value, *arrays, params=of_call)
     return out, lse
+
+
+def tangent(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    operands: Mapping[str, jax.Array],
+    tangents: Mapping[str, jax.Array],
+    *,
+    options: Options,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The tangents of out and lse, linear in ``tangents`` of inputs and operands; its transpose is `backward`.
+
+    With ``options.partial_keys`` out and lse are those of more keys than these, and the results add up to theirs.
+    """
+    of_call, arrays = params.params_of(options, operands, implementation, None)
+    names = [name for name in (*params.INPUTS, *of_call.names) if name in tangents]
+    of_call = dataclasses.replace(of_call, tangents=tuple(names))
+    moved = [tangents[name] for name in names]
+    out, lse = _tangent_p.bind(query, key, value, out, lse, *arrays, *moved, params=of_call)
+    return out, lse
+
+
+def backward(
+    inputs: Mapping[str, jax.Array],
+    operands: Mapping[str, jax.Array],
+    wanted: Collection[str],
+    *,
+    options: Options,
+    implementation: str | None,
+) -> dict[str, jax.Array]:
+    """The gradients of the inputs and operands in ``wanted``; ``inputs`` are those of the primitive by name."""
+    of_call, arrays = params.params_of(options, operands, implementation, None)
+    in_order = dict(zip(of_call.names, arrays, strict=True))
+    found = derivatives.gradients(_backward_p, of_call, dict(inputs), in_order, wanted)
+    return {name: found[name] for name in wanted}
 
 
 def _lowering(pass_: str, platform: str, ctx: Any, *args: Any, params: params.Params) -> Any:

@@ -72,9 +72,9 @@ def define(forward_p: Primitive, tangent_p: Primitive, backward_p: Primitive) ->
             return [None] * count + [ad.Zero(x.aval) if name in unknown else None for name, x in linear.items()]
         results = (inputs["out"], inputs["lse"])
         dout, dlse = (_instantiated(x, result) for x, result in zip(cotangents, results, strict=True))
-        gradients = _gradients(backward_p, params, inputs | {"dout": dout, "dlse": dlse}, operands, unknown)
+        found = gradients(backward_p, params, inputs | {"dout": dout, "dlse": dlse}, operands, unknown)
         return [None] * count + [
-            _split_alike(gradients[name].astype(x.aval.dtype), x.aval) if name in unknown else None
+            _split_alike(found[name].astype(x.aval.dtype), x.aval) if name in unknown else None
             for name, x in linear.items()
         ]
 
@@ -152,27 +152,27 @@ def _added(results: Sequence[Any], terms: Sequence[Sequence[Any]]) -> list[Any]:
 # The backward pass around the kernels
 
 
-def _gradients(
+def gradients(
     backward_p: Primitive, params: Params, inputs: Arrays, operands: Arrays, wanted: Collection[str]
 ) -> Arrays:
     """The gradients of the ``wanted`` inputs and operands, and maybe of others."""
     # A bias that all keys of a row share only shifts the row's lse, so its gradient needs no kernel, unless a score
-    # function comes behind it.
+    # function comes behind it, or these are not all keys.
     scored = params.options.functions is not None and params.options.functions.score is not None
-    of_rows = "bias" in wanted and operands["bias"].shape[3] == 1 and not scored
+    of_rows = "bias" in wanted and operands["bias"].shape[3] == 1 and not (scored or params.options.partial_keys)
     by_kernel = {name for name in wanted if name in operands and OPERANDS[name].trainable}
     params = dataclasses.replace(
         params, tangents=(), gradients=in_order(by_kernel - {"bias"} if of_rows else by_kernel)
     )
     results = backward_p.bind(*(inputs[name] for name in ARGUMENTS["backward"]), *operands.values(), params=params)
-    gradients: Arrays = dict(zip((*INPUTS, *params.gradients), results, strict=True))
+    found: Arrays = dict(zip((*INPUTS, *params.gradients), results, strict=True))
     if of_rows or "sinks" in wanted:
         row_sums = delta(inputs["dout"], inputs["lse"], inputs["dlse"], inputs["out"])
     if of_rows:
-        gradients["bias"] = _rows_gradient(operands, inputs["lse"], row_sums, inputs["dlse"])
+        found["bias"] = rows_gradient(operands, inputs["lse"], row_sums, inputs["dlse"])
     if "sinks" in wanted:
-        gradients["sinks"] = _sinks_gradient(operands, inputs["lse"], row_sums)
-    return gradients
+        found["sinks"] = _sinks_gradient(operands, inputs["lse"], row_sums)
+    return found
 
 
 def delta(dout: jax.Array, lse: jax.Array, dlse: jax.Array, out: jax.Array) -> jax.Array:
@@ -201,7 +201,7 @@ def _sinks_gradient(operands: Mapping[str, jax.Array], lse: jax.Array, delta: ja
     return -_without_padding(operands, scores.sink_weights(operands, lse) * delta).sum(axis=-1)
 
 
-def _rows_gradient(operands: Mapping[str, jax.Array], lse: jax.Array, delta: jax.Array, dlse: jax.Array) -> jax.Array:
+def rows_gradient(operands: Mapping[str, jax.Array], lse: jax.Array, delta: jax.Array, dlse: jax.Array) -> jax.Array:
     """The gradient of a bias [b, n, t, 1]: sum of ds over the keys of a row, whose p sum to 1 less the sink's weight.
 
     It is rowsum(p * dp) - delta * rowsum(p), where rowsum(p * dp) = delta + dlse (FlashAttention-2, equation 4).

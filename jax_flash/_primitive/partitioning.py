@@ -238,12 +238,18 @@ def _apart(run: Callable[..., tuple[jax.Array, ...]], *args: jax.Array) -> tuple
 
 def _part_shapes(*avals: Any, run: Callable[..., Any]) -> list[Any]:
     with use_abstract_mesh(_NO_MESH):
-        return [ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(run, *avals)]
+        return [ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(run, *map(_without_mesh, avals))]
 
 
 def _part_lowering(ctx: Any, *args: Any, run: Callable[..., Any]) -> Any:
+    ctx = ctx.replace(avals_in=tuple(map(_without_mesh, ctx.avals_in)))
     with use_abstract_mesh(_NO_MESH):
         return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
+
+
+def _without_mesh(x: Any) -> Any:
+    """The shape and dtype alone: inside a shard_map, arrays vary over axes of the mesh."""
+    return ShapedArray(x.shape, x.dtype)
 
 
 _part_p = Primitive("jax_flash_part")

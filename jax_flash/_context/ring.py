@@ -1,0 +1,369 @@
+"""The schedule "ring": K and V travel around the devices, and partial results join by their lse.
+
+Ring Attention (Liu et al. 2023, https://arxiv.org/abs/2310.01889), in striped order Striped Attention (Brandon et al.
+2023, https://arxiv.org/abs/2311.09431).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash._call.options import Options, positions_matter, with_ranges
+from jax_flash._context.call import Arrays, Call, axis_of, by_intervals, of_keys_alone, wide
+from jax_flash._context.orders import Shard
+from jax_flash._implementations import varying
+from jax_flash._native import private
+from jax_flash.checkpoint_policies import LSE, OUT
+
+Tree = TypeVar("Tree")
+Others = TypeVar("Others")
+
+
+def attention(
+    call: Call, query: jax.Array, key: jax.Array, value: jax.Array, operands: Arrays
+) -> tuple[jax.Array, jax.Array]:
+    """out and lse, with a derivative of its own: of the whole softmax, by out and lse of all keys.
+
+    So a backward pass keeps out, lse and this device's shards, and K and V go around again, with dK and dV.
+    """
+    if call.named == "reference" or private.MISSING is not None:
+        return _forward(call, query, key, value, operands)
+
+    @jax.custom_jvp
+    def attend(index: jax.Array, *inputs: Any) -> tuple[jax.Array, jax.Array]:
+        return _forward(_at(call, index), *inputs)
+
+    @functools.partial(attend.defjvp, symbolic_zeros=True)
+    def rule(primals: Any, tangents: Any) -> Any:
+        out, lse = attend(*primals)
+        # Named as those of one device are, so that remat policies can keep them.
+        out, lse = private.checkpoint_name(out, OUT), private.checkpoint_name(lse, LSE)
+        moved = dict(zip(_INPUTS, tangents[1:4], strict=True)) | tangents[4]
+        moved = {name: x for name, x in moved.items() if not isinstance(x, jax.custom_derivatives.SymbolicZero)}
+        if not moved:
+            return (out, lse), (jnp.zeros_like(out), jnp.zeros_like(lse))
+        fixed, moved = varying.vary_alike(((*primals, out, lse), moved))
+        arrays, tree = jax.tree.flatten(fixed)
+        static = _Static(call, tree, tuple(moved))
+        return (out, lse), tuple(_tangent_p.bind(*arrays, *moved.values(), static=static))
+
+    return attend(call.index, query, key, value, operands)
+
+
+def _at(call: Call, index: jax.Array) -> Call:
+    """The call with ``index`` for its device's, since rules may be traced where the first one is unknown."""
+    rows, keys = (dataclasses.replace(x, index=index) for x in (call.rows, call.keys))
+    return dataclasses.replace(call, rows=rows, keys=keys)
+
+
+def _forward(
+    call: Call, query: jax.Array, key: jax.Array, value: jax.Array, operands: Arrays
+) -> tuple[jax.Array, jax.Array]:
+    visiting, staying = _visiting(key, value, operands)
+    state = None
+    for step in range(call.devices):
+        # Sent before the kernel that hides it, and after the one before that, so that only two shards are in memory.
+        if state is not None:
+            visiting, state = _after(visiting, state)
+        following = _sent(call, visiting) if step + 1 < call.devices else visiting
+        options, of_step = of_source(call, step, query, staying | visiting[2])
+        out, lse = call.attend(options, None, query, visiting[0], visiting[1], of_step)
+        new = State(out.astype(wide(query)), lse)
+        state = new if state is None else state.merged(new)
+        visiting = following
+    assert state is not None
+    return state.out.astype(query.dtype), state.lse
+
+
+# The tangent is a primitive, so that its transpose, the backward pass, can be written out: what of it may be in memory
+# at the same time is decided there.
+
+
+class _Static(NamedTuple):
+    """The parameter of the primitive: its arguments are the leaves of a tree (index, query, key, value, operands, out,
+    lse), and the tangents of ``names``."""
+
+    call: Call  # without its index
+    tree: Any
+    names: tuple[str, ...]
+
+    def split(self, args: Sequence[Any]) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
+        count = self.tree.num_leaves
+        index, *fixed = self.tree.unflatten(args[:count])
+        return _at(self.call, index), tuple(fixed), dict(zip(self.names, args[count:], strict=True))
+
+
+def _evaluated(*args: jax.Array, static: _Static) -> tuple[jax.Array, jax.Array]:
+    """The tangents of out and lse, linear in those of inputs and operands."""
+    from jax_flash import _primitive  # imported here, since jax may lack the names it needs
+
+    call, (query, key, value, operands, out, lse), moved = static.split(args)
+    visiting, staying = _visiting(key, value, operands)
+    travelling: Arrays = {name: moved[name] for name in _INPUTS[1:] if name in moved}
+    totals = jnp.zeros_like(out, wide(query)), jnp.zeros_like(lse)
+    for step in range(call.devices):
+        options, of_step = of_source(call, step, query, staying | visiting[2])
+        tangents = {name: moved[name] for name in ("query",) if name in moved} | travelling
+        tangents |= _moved_operands(call, step, operands, of_step, moved)
+        if tangents:
+            arrays = (query, *visiting[:2], out, lse, with_ranges(of_step), tangents)
+            options = dataclasses.replace(options, partial_keys=True)
+            terms = _primitive.tangent(*varying.vary_alike(arrays), options=options, implementation=call.named)
+            totals = totals[0] + terms[0].astype(wide(query)), totals[1] + terms[1]
+        if step + 1 < call.devices:
+            visiting, travelling = _sent(call, (visiting, travelling))
+    return totals[0].astype(out.dtype), totals[1]
+
+
+def _gradients(
+    call: Call, fixed: tuple[Any, ...], dout: jax.Array, dlse: jax.Array, wanted: Sequence[str]
+) -> dict[str, jax.Array]:
+    """The gradients of ``wanted`` inputs and operands, in the accumulation dtype.
+
+    The first step is that of the device's own keys. Then K and V go around backwards, and dK and dV with them; the
+    last hop brings these home. All others are hidden by a kernel, and begin when the kernel before that has ended: so
+    two shards of K and V are in memory at most, the device's own apart.
+    """
+    query, key, value, operands, out, lse = fixed
+    visiting, staying = _visiting(key, value, operands)
+    sums: Arrays = {}
+    functions = call.options.functions
+    if "bias" in wanted and operands["bias"].shape[3] == 1 and (functions is None or functions.score is None):
+        # It only shifts lse, so its gradient needs no kernel, nor the keys.
+        from jax_flash._primitive import derivatives
+
+        wanted = [name for name in wanted if name != "bias"]
+        _, rows = of_source(call, 0, query, operands)
+        row_sums = derivatives.delta(dout, lse, dlse, out)
+        sums["bias"] = derivatives.rows_gradient(rows, lse, row_sums, dlse)
+    home: Arrays = {}
+    leaving: Arrays = {}  # dK and dV of the keys that were here, which travel while the next kernel runs
+    for step in (0, *range(call.devices - 1, 0, -1)):
+        if step != 0:
+            visiting, (sums, home, leaving) = _after(visiting, (sums, home, leaving))
+        travelling = _sent(call, leaving, back=True)
+        following = _sent(call, visiting, back=True) if step != 1 and call.devices > 1 else visiting
+        arrays = (query, *visiting[:2], out, lse)
+        found = _gradients_of_step(call, step, arrays, staying | visiting[2], dout, dlse, wanted, operands)
+        of_keys: Arrays = {name: found.pop(name) for name in _INPUTS[1:] if name in found}
+        sums |= {name: x + sums[name] if name in sums else x for name, x in found.items()}
+        if step == 0:
+            home = of_keys
+        else:
+            leaving = {name: x + travelling[name] if name in travelling else x for name, x in of_keys.items()}
+        visiting = following
+    arrived = _sent(call, leaving, back=True)
+    return sums | {name: x + arrived[name] if name in arrived else x for name, x in home.items()}
+
+
+def _gradients_of_step(
+    call: Call,
+    step: int,
+    arrays: tuple[jax.Array, ...],
+    operands_here: Arrays,
+    dout: jax.Array,
+    dlse: jax.Array,
+    wanted: Sequence[str],
+    operands: Arrays,
+) -> Arrays:
+    from jax_flash import _primitive
+
+    query, key, value, out, lse = arrays
+    options, of_step = of_source(call, step, query, operands_here)
+    of_old = {old: _names_in_step(call, step, old, operands, of_step) for old in wanted if old not in _INPUTS}
+    names = [*(name for name in wanted if name in _INPUTS), *(name for found in of_old.values() for name in found)]
+    if not names:
+        return {}
+    inputs = {"query": query, "key": key, "value": value, "dout": dout, "lse": lse, "dlse": dlse, "out": out}
+    inputs, of_call = varying.vary_alike((inputs, with_ranges(of_step)))
+    options = dataclasses.replace(options, partial_keys=True)
+    found = _primitive.backward(inputs, of_call, names, options=options, implementation=call.named)
+    found = {name: x.astype(wide(query)) for name, x in found.items()}
+    for old, new in of_old.items():
+        terms = [found.pop(name) for name in new]
+        axis = axis_of(old, operands[old], "s")
+        if terms and axis is not None:  # the columns of these keys
+            keys = source_of(call, step)
+            shape = jax.ShapeDtypeStruct(operands[old].shape, wide(query))
+            (whole,) = jax.linear_transpose(lambda x, keys=keys, axis=axis: keys.of(x, axis), _like(shape, terms[0]))(
+                terms[0]
+            )
+            terms = [whole]
+        if terms:
+            found[old] = functools.reduce(jnp.add, terms)
+    return found
+
+
+def _like(shape: jax.ShapeDtypeStruct, x: jax.Array) -> Any:
+    """Zeros that vary over the mesh axes over which ``x`` does."""
+    return varying.vary_alike(jnp.zeros(shape.shape, shape.dtype), x)
+
+
+def _define() -> Any:
+    primitive = private.Primitive("jax_flash_ring_tangent")
+    primitive.multiple_results = True
+    primitive.def_impl(functools.partial(private.apply_primitive, primitive))
+
+    def abstract_eval(*avals: Any, static: _Static) -> list[Any]:
+        *_, out, lse = avals[: static.tree.num_leaves]
+        return [out, lse]
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, static: _Static) -> Any:
+        at = [i for i, t in enumerate(tangents) if type(t) is not private.ad.Zero]
+
+        def moved(*args: jax.Array) -> Any:
+            every = list(primals)
+            for i, x in zip(at, args, strict=True):
+                every[i] = x
+            return list(_evaluated(*every, static=static))
+
+        return jax.jvp(moved, [primals[i] for i in at], [tangents[i] for i in at])
+
+    def transpose(cotangents: Sequence[Any], *args: Any, static: _Static) -> Any:
+        count, zero = static.tree.num_leaves, private.ad.Zero
+        call, fixed, linear = static.split(args)
+        if all(type(x) is zero for x in cotangents):
+            return [None] * count + [zero(x.aval) for x in linear.values()]
+        dout, dlse = (
+            varying.vary_alike(jnp.zeros_like(like) if type(x) is zero else x, like)
+            for x, like in zip(cotangents, fixed[4:], strict=True)
+        )
+        found = _gradients(call, fixed, dout, dlse, static.names)
+        return [None] * count + [
+            found[name].astype(x.aval.dtype) if name in found else zero(x.aval) for name, x in linear.items()
+        ]
+
+    def batch(args: Sequence[Any], dims: Sequence[Any], *, static: _Static) -> Any:
+        # Plain JAX transposes it; checkpointed, so that the shards of other devices are sent again rather than kept.
+        evaluated = jax.checkpoint(functools.partial(_evaluated, static=static))
+        return list(jax.vmap(evaluated, in_axes=tuple(dims))(*args)), [0, 0]
+
+    primitive.def_abstract_eval(abstract_eval)
+    private.ad.primitive_jvps[primitive] = jvp
+    private.ad.primitive_transposes[primitive] = transpose
+    private.batching.primitive_batchers[primitive] = batch
+    private.mlir.register_lowering(primitive, private.mlir.lower_fun(_evaluated, multiple_results=True))
+    # The primitives within are partitioned functions, whose lowering needs the devices.
+    private.prim_requires_devices_during_lowering.add(primitive)
+    return primitive
+
+
+_tangent_p: Any = _define() if private.MISSING is None else None
+
+_INPUTS = ("query", "key", "value")
+Visiting = tuple[jax.Array, jax.Array, Arrays]
+
+
+def _visiting(key: jax.Array, value: jax.Array, operands: Arrays) -> tuple[Visiting, Arrays]:
+    """What travels, and the operands that don't."""
+    travelling = {name: x for name, x in operands.items() if of_keys_alone(name)}
+    return (key, value, travelling), {name: x for name, x in operands.items() if name not in travelling}
+
+
+def _moved_operands(call: Call, step: int, operands: Arrays, of_step: Arrays, moved: Arrays) -> Arrays:
+    """The tangents of the operands of a step."""
+    found: Arrays = {}
+    for old, tangent in moved.items():
+        if old in _INPUTS:
+            continue
+        axis = axis_of(old, operands[old], "s")
+        here = tangent if axis is None else source_of(call, step).of(tangent, axis)
+        found |= dict.fromkeys(_names_in_step(call, step, old, operands, of_step), here)
+    return found
+
+
+def _names_in_step(call: Call, step: int, old: str, operands: Arrays, of_step: Arrays) -> list[str]:
+    """By which names an operand of the call is an operand of a step."""
+    if axis_of(old, operands[old], "s") is not None:
+        return [old]
+    # Slopes may have become an array that a function captured.
+    return [name for name, x in of_step.items() if x is operands[old]]
+
+
+def _sent(call: Call, tree: Tree, *, back: bool = False) -> Tree:
+    """What the device before has sent: after each step a device has the shard of the one before; or of the next."""
+    around = [(i, (i + (-1 if back else 1)) % call.devices) for i in range(call.devices)]
+    sent: Tree = jax.tree.map(lambda x: jax.lax.ppermute(x, call.axis, around), tree)
+    return sent
+
+
+def _after(tree: Tree, others: Others) -> tuple[Tree, Others]:
+    """Both, of which nothing that uses ``tree`` is computed before all of ``others``.
+
+    A barrier, which XLA for CPUs drops before it schedules: it would send all shards at once, and keep them. There the
+    arrays are made to depend on a number that is 0.
+    """
+    tree, others = jax.lax.optimization_barrier((tree, others))
+
+    def on_cpu(tree: Tree, others: Others) -> Tree:
+        zero = jnp.int32(0)
+        for x in jax.tree.leaves(others):
+            bits = jax.lax.bitcast_convert_type(x.ravel()[0].astype(jnp.float32), jnp.int32)
+            zero = zero + jax.lax.shift_right_logical(bits & 1, np.int32(1))
+        return jax.tree.map(lambda x: jnp.where(zero == 0, x, jnp.zeros_like(x)), tree)
+
+    tied: Tree = jax.lax.platform_dependent(tree, others, cpu=on_cpu, default=lambda tree, others: tree)
+    return tied, others
+
+
+def source_of(call: Call, step: int) -> Shard:
+    """The shard of keys that is here in a step."""
+    index = (call.index - np.int32(step)) % np.int32(call.devices)
+    return dataclasses.replace(call.keys, index=index)
+
+
+def of_source(call: Call, step: int, query: jax.Array, operands: Arrays) -> tuple[Options, Arrays]:
+    """Options and operands for the keys that are here in a step."""
+    keys = source_of(call, step)
+    found = {}
+    for name, x in operands.items():
+        axis = axis_of(name, x, "s")
+        found[name] = x if axis is None or of_keys_alone(name) else keys.of(x, axis)
+    if step:
+        found.pop("sinks", None)  # counted once, in the first step
+    if keys.consecutive and call.limits is None and call.options.functions is None:
+        return call.options, _of_consecutive(call, keys, query, found)
+    return by_intervals(call, found, keys, query)
+
+
+def _of_consecutive(call: Call, keys: Shard, query: jax.Array, operands: Arrays) -> Arrays:
+    """Operands by which rows and keys, both consecutive, count from their first ones."""
+    found = dict(operands)
+    if positions_matter(call.options, found):
+        # Beyond all keys nothing depends on how far.
+        offset = found.get("q_offset", jnp.zeros((query.shape[0], 1), jnp.int32))
+        limit = np.int32(np.iinfo(np.int32).max // 2)
+        if "alibi_slopes" not in found:
+            offset = jnp.clip(offset, -limit, limit)
+        found["q_offset"] = offset + call.rows.first - keys.first
+    for name, shard in (("q_lengths", call.rows), ("q_intervals", call.rows), ("kv_lengths", keys),
+                        ("kv_intervals", keys)):  # fmt: skip
+        if name in found:
+            found[name] = shard.count_before(found[name])
+    return found
+
+
+class State(NamedTuple):
+    """The softmax over the keys of some steps, in the accumulation dtype: out [B, T, N, V] and lse [B, N, T]."""
+
+    out: jax.Array
+    lse: jax.Array
+
+    def merged(self, other: State) -> State:
+        """The softmax over the keys of both."""
+        most = jax.lax.stop_gradient(jnp.maximum(self.lse, other.lse))
+        finite = jnp.where(jnp.isfinite(most), most, 0)
+        weights = jnp.exp(self.lse - finite), jnp.exp(other.lse - finite)
+        total = weights[0] + weights[1]
+        empty = total == 0
+        divisor = jnp.where(empty, 1, total)
+        lse = jnp.where(empty, -jnp.inf, finite + jnp.log(divisor))
+        shares = (jnp.swapaxes(x / divisor, 1, 2)[..., None] for x in weights)
+        return State(next(shares) * self.out + next(shares) * other.out, lse)
