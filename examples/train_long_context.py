@@ -43,9 +43,12 @@ class SpreadAttention(train_gpt.SelfAttention):
 
     context: ContextParallel
 
-    def __call__(self, x: jax.Array, position: jax.Array, cache: None) -> tuple[jax.Array, None]:
+    def __call__(
+        self, x: jax.Array, position: jax.typing.ArrayLike, cache: train_gpt.Cache | None
+    ) -> tuple[jax.Array, train_gpt.Cache | None]:
+        assert cache is None
         # rotate() counts rows from a position on; the difference is where each row stands.
-        apart = position - jnp.arange(x.shape[1], dtype=jnp.int32)
+        apart = jnp.asarray(position) - jnp.arange(x.shape[1], dtype=jnp.int32)
         query, key = train_gpt.rotate(self.query(x), apart), train_gpt.rotate(self.key(x), apart)
         out = jax_flash.attention(query, key, self.value(x), causal=True, context=self.context)
         return self.out(out), None
@@ -101,7 +104,7 @@ SIZES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "u8": 1, "
 def communicated(program: jax.stages.Compiled) -> dict[str, int]:
     """Bytes of the results of each kind of collective in a compiled step, on one device."""
     found: dict[str, int] = {}
-    for shapes, kind in COLLECTIVE.findall(program.as_text()):
+    for shapes, kind in COLLECTIVE.findall(program.as_text() or ""):
         for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
             size = SIZES.get(dtype, 4) * math.prod(int(n) for n in dims.split(",") if n)
             found[kind] = found.get(kind, 0) + size
@@ -111,6 +114,7 @@ def communicated(program: jax.stages.Compiled) -> dict[str, int]:
 def peak_memory(program: jax.stages.Compiled) -> int:
     """Bytes of arguments, results and temporary arrays of a step on one device, as XLA has planned them."""
     plan = program.memory_analysis()
+    assert plan is not None
     used = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
     return int(used - plan.alias_size_in_bytes)
 

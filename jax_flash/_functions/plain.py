@@ -158,6 +158,19 @@ def _size(variable: Any) -> int:
     return size
 
 
+def _without_shardings(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters of an equation, those of nested jaxprs too, without the shardings that an explicit mesh gave them."""
+
+    def without(x: Any) -> Any:
+        if hasattr(x, "jaxpr") and hasattr(x, "consts"):
+            return x.replace(jaxpr=without(x.jaxpr))
+        if hasattr(x, "eqns"):
+            return x.replace(eqns=[e.replace(params=_without_shardings(e.params)) for e in x.eqns])
+        return x
+
+    return {name: None if name in ("sharding", "out_sharding") else without(x) for name, x in params.items()}
+
+
 def inlined(jaxpr: Any) -> Any:
     """The jaxpr with the bodies of nested jits in place of their calls; rules of custom derivatives stay.
 
@@ -182,7 +195,8 @@ def inlined(jaxpr: Any) -> Any:
             # New variables, as the body of one function may be called several times.
             outvars = [type(x)(x.aval) if type(x).__name__ == "Var" else x for x in equation.outvars]
             names |= dict(zip(equation.outvars, outvars, strict=True))
-            equations.append(equation.replace(invars=invars, outvars=outvars))
+            params = _without_shardings(equation.params)
+            equations.append(equation.replace(invars=invars, outvars=outvars, params=params))
         return [renamed(x) for x in jaxpr.outvars]
 
     outvars = add(jaxpr, {})

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from jax_flash._functions import folding
 from jax_flash._functions.trace import Function
@@ -537,7 +538,8 @@ def score_program(
         result, pullback = jax.vjp(of_floats, *floats)
         return result, *pullback(jax.numpy.ones_like(result))
 
-    closed = jax.make_jaxpr(joint)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes))
+    with use_abstract_mesh(AbstractMesh((), ())):  # scalars have no place on the mesh of the call
+        closed = jax.make_jaxpr(joint)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes))
     arrays = [lowering.elements(x) for x in loaded]
     results = lowering.jaxpr(closed.jaxpr, closed.consts, [*arrays, *args[count:]])
     outputs = [int(lowering.elements(x)[()]) for x in results[:2]]
