@@ -1,0 +1,42 @@
+"""The documentation: its code runs, and its links lead to files that exist."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+RUN = ("index.md", "recipes.md", "migrating.md", "troubleshooting.md")
+"""The pages whose blocks of Python run: in recipes.md each by itself, in the others those of a page in turn."""
+
+
+def _blocks(page: str) -> list[str]:
+    """The blocks of Python of a page, each behind as many empty lines as make the line numbers of errors right."""
+    text = (ROOT / "docs" / page).read_text()
+    found = re.finditer(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in found]
+
+
+def _run(page: str, block: str, names: dict[str, object]) -> None:
+    exec(compile(block, str(ROOT / "docs" / page), "exec"), names)
+
+
+@pytest.mark.parametrize("number", range(len(_blocks("recipes.md"))))
+def test_recipes_run(number: int) -> None:
+    _run("recipes.md", _blocks("recipes.md")[number], {})
+
+
+@pytest.mark.parametrize("page", [page for page in RUN if page != "recipes.md"])
+def test_pages_run(page: str) -> None:
+    names: dict[str, object] = {}
+    for block in _blocks(page):
+        _run(page, block, names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_links_lead_to_files(page: pathlib.Path) -> None:
+    """`./run docs` checks the anchors."""
+    links = re.findall(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+    dead = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not dead
