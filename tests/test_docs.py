@@ -3,6 +3,7 @@
 import pathlib
 import re
 
+import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -19,7 +20,9 @@ def _blocks(page: str) -> list[str]:
 
 
 def _run(page: str, block: str, names: dict[str, object]) -> None:
-    exec(compile(block, str(ROOT / "docs" / page), "exec"), names)
+    """As for users: with JAX's own settings rather than those of conftest.py."""
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        exec(compile(block, str(ROOT / "docs" / page), "exec"), names)
 
 
 @pytest.mark.parametrize("number", range(len(_blocks("recipes.md"))))
