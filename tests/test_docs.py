@@ -1,15 +1,16 @@
 """The documentation: its code runs, and its links lead to files that exist."""
 
+import functools
 import pathlib
 import re
 
-import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 RUN = ("index.md", "recipes.md", "migrating.md", "troubleshooting.md")
 """The pages whose blocks of Python run: in recipes.md each by itself, in the others those of a page in turn."""
+MESSAGES = re.findall(r"^\| `(.+?)` \| ", (ROOT / "docs/troubleshooting.md").read_text(), flags=re.MULTILINE)
 
 
 def _blocks(page: str) -> list[str]:
@@ -20,16 +21,16 @@ def _blocks(page: str) -> list[str]:
 
 
 def _run(page: str, block: str, names: dict[str, object]) -> None:
-    """As for users: with JAX's own settings rather than those of conftest.py."""
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
-        exec(compile(block, str(ROOT / "docs" / page), "exec"), names)
+    exec(compile(block, str(ROOT / "docs" / page), "exec"), names)
 
 
+@pytest.mark.usefixtures("as_an_example_runs")
 @pytest.mark.parametrize("number", range(len(_blocks("recipes.md"))))
 def test_recipes_run(number: int) -> None:
     _run("recipes.md", _blocks("recipes.md")[number], {})
 
 
+@pytest.mark.usefixtures("as_an_example_runs")
 @pytest.mark.parametrize("page", [page for page in RUN if page != "recipes.md"])
 def test_pages_run(page: str) -> None:
     names: dict[str, object] = {}
@@ -43,3 +44,17 @@ def test_links_lead_to_files(page: pathlib.Path) -> None:
     links = re.findall(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
     dead = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert not dead
+
+
+@functools.cache
+def _sources() -> str:
+    """The package's Python with the parts of a string that stand on lines of their own joined."""
+    text = "".join(path.read_text() for path in sorted((ROOT / "jax_flash").rglob("*.py")))
+    return re.sub(r"(?<!\")\"\s*\n\s*f?\"(?!\")", "", text).replace("\\'", "'")
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_messages_are_those_of_the_source(message: str) -> None:
+    """In order, with anything short between the parts that the page gives."""
+    parts = [re.escape(part.strip()) for part in message.split("...") if part.strip(" :,;.[]")]
+    assert re.search("[^\\n]{0,200}?".join(parts), _sources())
