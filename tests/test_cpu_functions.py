@@ -121,4 +121,4 @@ def test_every_operation_has_a_case() -> None:
             )  # fmt: skip
             text = cpu.source(trace.Functions(traced))
         used.update(line.split()[0] for line in text.splitlines())
-    assert cpu.OPERATIONS - used <= {"b", "h", "kv", "copy"}
+    assert cpu.operations() - used <= {"b", "h", "kv", "copy"}

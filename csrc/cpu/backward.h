@@ -145,8 +145,7 @@ class BackwardItem {
   void run(int64_t item, const Turns* turns) {
     turns_ = turns;
     if (functions_.has_gradient()) {
-      captured_sums_ = reinterpret_cast<double*>(static_cast<T*>(p_.scratch) + plan_.captured_sums);
-      captured_sums_ += item * functions_.gradient_elements();
+      captured_sums_ = static_cast<double*>(p_.scratch) + item * functions_.gradient_elements();
       std::memset(captured_sums_, 0, sizeof(double) * functions_.gradient_elements());
     }
     if (plan_.in_turn) return take_turns(item);
@@ -213,7 +212,7 @@ class BackwardItem {
   // for each block of rows whether the chunk has sums of it, dslope() the gradient of a head's slope.
   T* dq(int64_t head, int64_t t) const {
     int64_t row = ((chunk_ * p_.batch + batch_) * p_.q_heads + head) * plan_.padded_q_length + first_sum_ + t;
-    return static_cast<T*>(p_.scratch) + row * plan_.padded_head_dim;
+    return static_cast<T*>(p_.scratch) + plan_.dq + row * plan_.padded_head_dim;
   }
   T* delta(int64_t t) const { return statistic(static_cast<T*>(p_.scratch) + plan_.delta, t); }
   // In units of log2, and +inf where the row keeps no key. While a row is restated, its running maximum and sum.

@@ -298,7 +298,7 @@ void share_captured_sums(const Problem& p, BackwardPlan& plan) {
 void reduce_captured(const Problem& p, const BackwardPlan& plan, const ParallelFor& parallel_for) {
   const int64_t all = captured_elements(p);
   if (all == 0) return;
-  const double* sums = reinterpret_cast<const double*>(static_cast<const float*>(p.scratch) + plan.captured_sums);
+  const double* sums = static_cast<const double*>(p.scratch);
   for (int64_t i = 0, first = 0; i < p.options.dcaptured; first += p.dcaptured_elements[i++]) {
     constexpr int64_t kPart = 1 << 14;
     const int64_t count = p.dcaptured_elements[i], parts = divide_up(count, kPart);
@@ -360,7 +360,8 @@ BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads, int64
   constexpr int kPreparedRows = 16;
   plan.prepared_rows = plan.record != 0 ? kReduceRows : kPreparedRows;
   plan.prepare_items = p.batch * divide_up(p.q_length, plan.prepared_rows);
-  plan.q_copy = parts * p.q_heads * plan.padded_q_length * plan.padded_head_dim;
+  plan.dq = divide_up(2 * plan.items * captured_elements(p), 16) * 16;
+  plan.q_copy = plan.dq + parts * p.q_heads * plan.padded_q_length * plan.padded_head_dim;
   plan.dout_copy = plan.q_copy + rows * plan.padded_head_dim + plan.prepare_items * p.q_heads * plan.record;
   plan.touched = plan.dout_copy + rows * (divide_up(p.value_head_dim, 16) * 16);
   plan.dslopes = plan.touched + parts * p.kv_heads * plan.row_blocks;
@@ -369,9 +370,7 @@ BackwardPlan plan_backward(DType dtype, const Problem& p, int64_t threads, int64
   plan.delta = plan.slope_sums + with_slopes * 2 * p.q_length;
   plan.row_lse = plan.delta + int64_t{p.batch} * p.q_heads * p.q_length;
   plan.row_rest = plan.row_lse + int64_t{p.batch} * p.q_heads * p.q_length;
-  plan.captured_sums = plan.row_rest + int64_t{p.batch} * p.q_heads * p.q_length;
-  plan.captured_sums += plan.captured_sums % 2;
-  plan.scratch = plan.captured_sums + 2 * plan.items * captured_elements(p);
+  plan.scratch = plan.row_rest + int64_t{p.batch} * p.q_heads * p.q_length;
   return plan;
 }
 

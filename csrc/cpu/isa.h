@@ -27,7 +27,8 @@ struct ForwardPlan {
 // Blocks of at most so many rows are decoding: head_dim is in the lanes (decoding.h).
 constexpr int kDecodingRows = 8;
 
-// The scratch holds sums of dq [chunks][batch][q_heads][padded_q_length][padded_head_dim], and what follows them.
+// The scratch holds double [items][elements of dcaptured], the items' sums of the gradients of captured arrays; from
+// `dq` on sums of dq [chunks][batch][q_heads][padded_q_length][padded_head_dim]; and what follows them.
 struct BackwardPlan {
   int chunks;               // groups of key blocks, each with its own sum of dq
   bool in_turn;             // a block of keys is an item, and all of a head add to one sum of dq in their order
@@ -39,6 +40,7 @@ struct BackwardPlan {
   int64_t items;            // batch_items * head_items * chunk_items; batch * kv_heads * blocks if in_turn
   int64_t padded_q_length;  // rows of a head in a sum of dq, with a padding for each sequence
   int64_t padded_head_dim;  // elements of such a row
+  int64_t dq;               // offset in the scratch
   int64_t delta;            // offset in the scratch: [batch][q_heads][q_length] rowsum(dout * out) - dlse
   int64_t row_lse;          // likewise: lse in units of log2, or of restated rows the maximum
   int64_t row_rest;         // likewise: lse - row_lse of restated rows, and 0 of others
@@ -50,11 +52,10 @@ struct BackwardPlan {
   int64_t prepare_items;    // batch * parts of prepared_rows rows
   int64_t touched;  // offset in the scratch: [chunks][batch][kv_heads][row_blocks], 1 if the chunk has sums of the rows
   int64_t dslopes;  // likewise: [chunks][batch][q_heads][sequences]; only with the gradient of the slopes
-  int64_t slope_sums;     // likewise: [chunks][batch][q_heads][q_length][2]
-  int64_t captured_sums;  // likewise, on 8 bytes: double [items][elements of dcaptured]
-  int64_t scratch;        // elements in all
-  int row_blocks;         // blocks of a head in backward_reduce; if packed an upper bound, as above
-  int64_t reduce_items;   // batch * q_heads * row_blocks; 0 if the blocks of keys write dq themselves
+  int64_t slope_sums;    // likewise: [chunks][batch][q_heads][q_length][2]
+  int64_t scratch;       // elements in all
+  int row_blocks;        // blocks of a head in backward_reduce; if packed an upper bound, as above
+  int64_t reduce_items;  // batch * q_heads * row_blocks; 0 if the blocks of keys write dq themselves
 };
 
 constexpr int kReduceRows = 64;

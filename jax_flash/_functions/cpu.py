@@ -16,9 +16,6 @@ from jax_flash._functions import program
 from jax_flash._functions.cuda import reason
 from jax_flash._functions.program import Op, Program, Unprintable
 from jax_flash._functions.trace import Function, Functions
-from jax_flash._native import _core
-
-OPERATIONS = frozenset(_core.CPU_OPERATIONS)
 
 _KINDS = {
     "bool": "b",
@@ -38,6 +35,14 @@ _SAME_OF_INTEGERS = ("add", "sub", "mul", "neg", "eq", "ne", "abs", "sign")
 """Operations of int32 that are those of uint32, too; of unsigned numbers the last two are not."""
 
 _OF_BITS = ("and", "or", "xor", "not", "shift_left", "shift_right_logical", "shift_right_arithmetic")
+
+
+@functools.cache
+def operations() -> frozenset[str]:
+    """The names of the operations that a text may have."""
+    from jax_flash._native import _core  # imported here, since registration says first why there is none
+
+    return frozenset(_core.CPU_OPERATIONS)
 
 
 def source(functions: Functions, several: frozenset[int] = frozenset(), derives: bool = False,
@@ -97,7 +102,7 @@ class _Writer:
         self.numbers: dict[str, int] = {}
 
     def line(self, operation: str, *args: int) -> int:
-        if operation not in OPERATIONS:
+        if operation not in operations():
             raise Unprintable(f"primitive {operation}")
         text = " ".join([operation, *map(str, args)])
         if text not in self.numbers:
