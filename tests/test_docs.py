@@ -1,0 +1,72 @@
+"""The documentation: its code runs, and its links lead to files that exist."""
+
+import contextlib
+import functools
+import io
+import pathlib
+import re
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+IN_TURN = ("index.md", "tutorial.md", "migrating.md")
+"""The pages whose blocks of Python run one after another; those of recipes.md run each by itself."""
+MESSAGES = re.findall(r"^\| `(.+?)` \| ", (ROOT / "docs/troubleshooting.md").read_text(), flags=re.MULTILINE)
+
+
+def _blocks(page: str) -> list[tuple[str, str | None]]:
+    """The blocks of Python of a page, and the output that follows each if the page shows one.
+
+    Each is behind as many empty lines as make the line numbers of errors right.
+    """
+    text = (ROOT / "docs" / page).read_text()
+    pattern = r"^```python\n(.*?)^```$(?:[^`]*?\n\n```text\n(.*?)^```$)?"
+    found = re.finditer(pattern, text, flags=re.DOTALL | re.MULTILINE)
+    return [("\n" * text.count("\n", 0, block.start(1)) + block[1], block[2]) for block in found]
+
+
+def _run(page: str, block: str, names: dict[str, object]) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(block, str(ROOT / "docs" / page), "exec"), names)
+    return printed.getvalue()
+
+
+@pytest.mark.usefixtures("as_an_example_runs")
+@pytest.mark.parametrize("number", range(len(_blocks("recipes.md"))))
+def test_recipes_run(number: int) -> None:
+    _run("recipes.md", _blocks("recipes.md")[number][0], {})
+
+
+@pytest.mark.usefixtures("as_an_example_runs")
+@pytest.mark.parametrize("page", IN_TURN)
+def test_pages_run(page: str) -> None:
+    names: dict[str, object] = {}
+    for block, output in _blocks(page):
+        printed = _run(page, block, names)
+        if output is not None and jax.default_backend() == "cpu":  # explain() says another thing on a GPU
+            assert printed == output
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_links_lead_to_files(page: pathlib.Path) -> None:
+    """`./run docs` checks the anchors."""
+    links = re.findall(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+    dead = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not dead
+
+
+@functools.cache
+def _sources() -> str:
+    """The package's Python with the parts of a string that stand on lines of their own joined."""
+    text = "".join(path.read_text() for path in sorted((ROOT / "jax_flash").rglob("*.py")))
+    return re.sub(r"(?<!\")\"\s*\n\s*f?\"(?!\")", "", text).replace("\\'", "'")
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_messages_are_those_of_the_source(message: str) -> None:
+    """In order, with anything short between the parts that the page gives."""
+    parts = [re.escape(part.strip()) for part in message.split("...") if part.strip(" :,;.[]")]
+    assert re.search("[^\\n]{0,200}?".join(parts), _sources())
