@@ -44,7 +44,7 @@
   CONSTANT(bool, original_bfloat16)                                                                                  \
   /* gradients of captured arrays are sums in digits, whose order changes nothing: see kSumDigits */                 \
   CONSTANT(bool, exact_sums)                                                                                         \
-  /* of a backward pass: out and lse are those of more keys than these, whose weights so do not sum to 1 */           \
+  /* of a backward pass: out and lse are those of more keys than these, whose weights so do not sum to 1 */          \
   VALUE(bool, partial_keys)                                                                                          \
   /* multiplies the scores; finite and > 0 (Python folds sign and zero into the query). 1 with traced_scale */       \
   VALUE(double, scale)                                                                                               \
