@@ -499,6 +499,19 @@ def test_sharding(axes: str) -> None:
     close(found, wanted)
 
 
+def test_rows_on_a_mesh_that_do_not_begin_with_a_block() -> None:
+    """Without a function that decides in partial blocks, too."""
+    mesh = jax.make_mesh((4,), ("t",), devices=jax.devices("cpu")[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    query, key, value, _ = inputs_of(40, 64)
+    counts, kept = jnp.asarray([[[0, 2, 1]]]), jnp.asarray([[[[0, 1], [0, 1], [1, 0]]]])
+    block_mask = BlockMask.from_lists(
+        counts * 0, kept, full_kv_num_blocks=counts, full_kv_indices=kept, lengths=(40, 64), block_size=(16, 32)
+    )
+    attend = jax.jit(functools.partial(jax_flash.attention, block_mask=block_mask))
+    placed = jax.device_put(query, NamedSharding(mesh, PartitionSpec(None, "t")))
+    close(attend(placed, key, value), attend(query, key, value))
+
+
 @pytest.mark.slow
 def test_packed_sequences_count_from_their_own_first_row() -> None:
     lengths_q, lengths_kv = [5, 0, 17, 10], [9, 4, 20, 10]

@@ -183,10 +183,17 @@ def _of_rows(first_row: jax.Array, shape: tuple[int, ...], params: Params, opera
     of_rows = {name: OPERANDS[name].of_rows for name in params.names}
     found = {name: f(operands, first_row, rows) if f else operands[name] for name, f in of_rows.items()}
     if "mask_blocks" in found:
-        assert params.options.functions is not None
-        found["mask_blocks"] = _blocks_of_rows(
-            found["mask_blocks"], first_row, rows, params.options.functions.block_size[0]
-        )
+        functions = params.options.functions
+        assert functions is not None
+        height, width = functions.block_size
+        if functions.partial_mask is None and rows % height:
+            # No function decides in a block of rows that meets an empty and a full one, so blocks get lower.
+            fitting = math.gcd(height, rows)
+            found["mask_blocks"] = jnp.repeat(found["mask_blocks"], height // fitting, axis=3)
+            functions = dataclasses.replace(functions, block_size=(fitting, width))
+            params = dataclasses.replace(params, options=dataclasses.replace(params.options, functions=functions))
+            height = fitting
+        found["mask_blocks"] = _blocks_of_rows(found["mask_blocks"], first_row, rows, height)
     return params, found
 
 
