@@ -400,6 +400,12 @@ def test_the_hint_at_a_mask_works(shape: tuple[int, ...]) -> None:
     jax_flash.attention(query, key, key, mask=hinted)
 
 
+def test_where_rows_and_keys_are_as_many_the_hint_is_for_keys() -> None:
+    query = array((2, 5, 4, 8))
+    with pytest.raises(ValueError, match=r"use mask\[:, None, None, :\]"):
+        jax_flash.attention(query, query, query, mask=array((2, 5), bool))
+
+
 def drawn(*shape: int) -> np.ndarray:
     return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
 

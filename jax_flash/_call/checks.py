@@ -274,8 +274,8 @@ def _hint(name: str, shape: tuple[int, ...], scores: tuple[int, ...]) -> str:
     leading, q_length, kv_length = scores[:-3], *scores[-2:]
     inserted = {
         (*leading, q_length, kv_length): "None",
-        (*leading, kv_length): "None, None, :",
         (*leading, q_length): "None, :, None",
+        (*leading, kv_length): "None, None, :",  # where T = S, too: masks of padding are of keys
     }
     if shape not in inserted:
         return ""
