@@ -70,143 +70,123 @@ int own_dependency(Operation operation) {
   }
 }
 
-// Gives each step of one side a slot, that of a value that no later step reads if there is one.
-class Slots {
+// Turns a text into steps. An operation is placed on the side of what it depends on, right before its first reader.
+class Planner {
  public:
-  int take() {
-    if (free_.empty()) return count_++;
-    const int slot = free_.back();
-    free_.pop_back();
-    return slot;
+  Planner(const Lines& text, int of_lanes) : text_(text) {
+    const int of_lines = of_lanes == kRows ? kKeys : kRows;
+    for (const Line& line : text.lines) {
+      int all = own_dependency(line.operation);
+      for (int i = 0; i < line.arguments; ++i) all |= depends_[line.args[i]];
+      depends_.push_back(all);
+      sides_.push_back((all & ~of_lanes) == 0 ? Side::lane : all == of_lines ? Side::line : Side::pair);
+    }
+    for (auto& places : places_) places.assign(text.lines.size(), -1);
   }
-  void give(int slot) { free_.push_back(slot); }
-  int count() const { return count_; }
+
+  Steps plan() {
+    std::vector<int> results;
+    for (int i : text_.results) results.push_back(of_pairs(i));
+    for (const LinesOfAddition& x : text_.additions) {
+      results.push_back(of_pairs(x.derivative));
+      results.push_back(of_pairs(x.index));
+      results.push_back(x.valid < 0 ? results.back() : of_pairs(x.valid));
+    }
+    const std::vector<Value> values = take_slots(results);
+    auto next = results.begin();
+    for (size_t i = 0; i < text_.results.size(); ++i) steps_.results.push_back(values[*next++]);
+    for (const LinesOfAddition& x : text_.additions) {
+      const Value derivative = values[*next++], index = values[*next++], valid = values[*next++];
+      steps_.additions.push_back({x.gradient, x.of_call, derivative, index, valid, x.valid < 0});
+    }
+    return std::move(steps_);
+  }
 
  private:
-  std::vector<int> free_;
-  int count_ = 0;
-};
+  // A line whose arguments are numbers of placed ones.
+  struct Placed {
+    Line line;
+    Side side;
+  };
 
-Steps planned(Lines text, int of_lanes) {
-  const int of_lines = of_lanes == kRows ? kKeys : kRows;
-  std::vector<Side> sides;
-  std::vector<int> depends;
-  auto side_of = [&](int dependencies) {
-    return (dependencies & ~of_lanes) == 0 ? Side::lane : dependencies == of_lines ? Side::line : Side::pair;
-  };
-  for (const Line& line : text.lines) {
-    int all = own_dependency(line.operation);
-    for (int i = 0; i < line.arguments; ++i) all |= depends[line.args[i]];
-    depends.push_back(all);
-    sides.push_back(side_of(all));
+  int put(Line line, Side side) {
+    placed_.push_back({line, side});
+    return static_cast<int>(placed_.size()) - 1;
   }
-  // Steps of pairs read lines by way of all lanes, and results are of pairs. These steps come right before their first
-  // reader, so that their slots are soon free again.
-  std::vector<Line> lines;
-  std::vector<Side> new_sides;
-  std::vector<int> moved(text.lines.size(), -1), spread(text.lines.size(), -1);
-  auto put = [&](const Line& line, Side side) {
-    lines.push_back(line);
-    new_sides.push_back(side);
-    return static_cast<int>(lines.size()) - 1;
-  };
-  auto for_pairs = [&](int i, bool result) {
-    if (sides[i] == Side::pair || (sides[i] == Side::lane && !result)) return moved[i];
-    if (spread[i] < 0) {
-      const Operation operation = sides[i] == Side::line ? Operation::spread : Operation::copy_;
-      spread[i] = put({operation, 1, {moved[i]}}, Side::pair);
+
+  // The number of line i of the text where steps of a side read it. Steps of lines read what depends on nothing as a
+  // value of their own; those of pairs read the lanes as they are, and lines by way of all lanes.
+  int place(int i, Side reader) {
+    const Side own = sides_[i], side = own == Side::lane && reader == Side::line ? Side::line : own;
+    int& found = places_[static_cast<int>(side)][i];
+    if (found < 0) {
+      Line line = text_.lines[i];
+      for (int j = 0; j < line.arguments; ++j) line.args[j] = place(line.args[j], side);
+      found = put(line, side);
     }
-    return spread[i];
-  };
-  for (size_t i = 0; i < text.lines.size(); ++i) {
-    Line line = text.lines[i];
-    for (int j = 0; j < line.arguments; ++j) {
-      line.args[j] = sides[i] == Side::pair ? for_pairs(line.args[j], false) : moved[line.args[j]];
-    }
-    // A line may read what is the same for all lanes: that has a value of its own for the lines.
-    moved[i] = put(line, sides[i]);
+    if (side != Side::line || reader != Side::pair) return found;
+    int& spread = places_[static_cast<int>(Side::pair)][i];
+    if (spread < 0) spread = put({Operation::spread, 1, {found}}, Side::pair);
+    return spread;
   }
-  for (int& i : text.results) i = for_pairs(i, true);
-  for (LinesOfAddition& x : text.additions) {
-    x.derivative = for_pairs(x.derivative, true);
-    x.index = for_pairs(x.index, true);
-    if (x.valid >= 0) x.valid = for_pairs(x.valid, true);
+
+  // As a value of pairs, as results are.
+  int of_pairs(int i) {
+    const int found = place(i, Side::pair);
+    if (sides_[i] != Side::lane) return found;
+    int& copy = places_[static_cast<int>(Side::pair)][i];
+    if (copy < 0) copy = put({Operation::copy_, 1, {found}}, Side::pair);
+    return copy;
   }
-  // Values that depend on nothing are of the lanes, and again of the lines where lines read them.
-  std::vector<int> of_line(lines.size(), -1);
-  std::vector<Line> more;
-  std::vector<Side> more_sides;
-  std::vector<int> places(lines.size());
-  auto copied = [&](auto& self, int i) -> int {
-    if (new_sides[i] == Side::line) return places[i];
-    if (of_line[i] < 0) {
-      Line line = lines[i];
-      for (int j = 0; j < line.arguments; ++j) line.args[j] = self(self, line.args[j]);
-      more.push_back(line);
-      more_sides.push_back(Side::line);
-      of_line[i] = static_cast<int>(more.size()) - 1;
-    }
-    return of_line[i];
-  };
-  for (size_t i = 0; i < lines.size(); ++i) {
-    Line line = lines[i];
-    for (int j = 0; j < line.arguments; ++j) {
-      line.args[j] = new_sides[i] == Side::line ? copied(copied, line.args[j]) : places[line.args[j]];
-    }
-    more.push_back(line);
-    more_sides.push_back(new_sides[i]);
-    places[i] = static_cast<int>(more.size()) - 1;
-  }
-  auto placed = [&](int i) { return places[i]; };
-  const int count = static_cast<int>(more.size());
-  std::vector<int> last(count, -1);
-  for (int i = 0; i < count; ++i) {
-    for (int j = 0; j < more[i].arguments; ++j) {
-      int& reader = last[more[i].args[j]];
-      // What another side's steps read has to stay.
-      reader = more_sides[more[i].args[j]] == more_sides[i] ? std::max(reader, i) : count;
-    }
-  }
-  for (int i : text.results) last[placed(i)] = count;
-  for (const LinesOfAddition& x : text.additions) {
-    for (int i : {x.derivative, x.index, x.valid}) {
-      if (i >= 0) last[placed(i)] = count;
-    }
-  }
-  Steps steps;
-  Slots slots[3];
-  std::vector<Value> values(count);
-  for (int i = 0; i < count; ++i) {
-    const Line& line = more[i];
-    Slots& own = slots[static_cast<int>(more_sides[i])];
-    Step step{line.operation, own.take(), {}, line.number, line.of_call};
-    for (int j = 0; j < line.arguments; ++j) step.args[j] = values[line.args[j]];
-    for (int j = line.arguments; j < 3; ++j) step.args[j] = step.args[0];
-    values[i] = {more_sides[i], step.to};
-    // Only now: a step may not write what it reads, for loads read an index after they have written.
-    for (int j = 0; j < line.arguments; ++j) {
-      int& reader = last[line.args[j]];
-      if (reader == i && more_sides[line.args[j]] == more_sides[i]) {
-        own.give(values[line.args[j]].slot);
-        reader = -1;
+
+  // Gives each step a slot of its side, that of a value that no later step reads if there is one. What another side's
+  // steps read, and results, stay.
+  std::vector<Value> take_slots(const std::vector<int>& results) {
+    const int count = static_cast<int>(placed_.size());
+    std::vector<int> last(count, -1);
+    for (int i = 0; i < count; ++i) {
+      const Placed& reader = placed_[i];
+      for (int j = 0; j < reader.line.arguments; ++j) {
+        const int read = reader.line.args[j];
+        last[read] = placed_[read].side == reader.side ? std::max(last[read], i) : count;
       }
     }
-    (more_sides[i] == Side::lane   ? steps.lanes
-     : more_sides[i] == Side::line ? steps.lines
-                                   : steps.pairs)
-        .push_back(step);
+    for (int i : results) last[i] = count;
+    std::vector<int> free[3];
+    int* counts[] = {&steps_.lane_slots, &steps_.line_slots, &steps_.pair_slots};
+    std::vector<Step>* of_side[] = {&steps_.lanes, &steps_.lines, &steps_.pairs};
+    std::vector<Value> values(count);
+    for (int i = 0; i < count; ++i) {
+      const auto& [line, side] = placed_[i];
+      const int own = static_cast<int>(side);
+      int slot = *counts[own];
+      if (free[own].empty()) {
+        ++*counts[own];
+      } else {
+        slot = free[own].back();
+        free[own].pop_back();
+      }
+      Step step{line.operation, slot, {}, line.number, line.of_call};
+      for (int j = 0; j < 3; ++j) step.args[j] = j < line.arguments ? values[line.args[j]] : step.args[0];
+      values[i] = {side, slot};
+      of_side[own]->push_back(step);
+      // Only now: no step writes what it reads.
+      for (int j = 0; j < line.arguments; ++j) {
+        if (last[line.args[j]] != i) continue;
+        free[own].push_back(values[line.args[j]].slot);
+        last[line.args[j]] = -1;
+      }
+    }
+    return values;
   }
-  steps.lane_slots = slots[0].count();
-  steps.line_slots = slots[1].count();
-  steps.pair_slots = slots[2].count();
-  for (int i : text.results) steps.results.push_back(values[placed(i)]);
-  for (const LinesOfAddition& x : text.additions) {
-    const bool always = x.valid < 0;
-    steps.additions.push_back({x.gradient, x.of_call, values[placed(x.derivative)], values[placed(x.index)],
-                               always ? Value{} : values[placed(x.valid)], always});
-  }
-  return steps;
-}
+
+  const Lines& text_;
+  std::vector<int> depends_;
+  std::vector<Side> sides_;
+  std::vector<int> places_[3];  // for each side, where a line of the text is on it; -1: nowhere yet
+  std::vector<Placed> placed_;
+  Steps steps_;
+};
 
 Functions parsed(const char* text) {
   Functions functions;
@@ -215,7 +195,7 @@ Functions parsed(const char* text) {
   Lines current;
   Program* program = nullptr;
   auto finish = [&] {
-    if (program) *program = {planned(current, kRows), planned(current, kKeys)};
+    if (program) *program = {Planner(current, kRows).plan(), Planner(current, kKeys).plan()};
     current = {};
   };
   while (std::getline(lines, words)) {
