@@ -30,7 +30,11 @@ def _finite_results(attend: Attend, padding: np.ndarray, inputs: Any, trainable:
 SMALL_OPTIONS = dataclasses.replace(SMALL_EVERYTHING, name="small_options", bias_holes=0.0)
 
 
-@pytest.mark.parametrize("case", [SMALL, SMALL_OPTIONS, SMALL_PACKED], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [SMALL, *(pytest.param(case, marks=pytest.mark.slow) for case in (SMALL_OPTIONS, SMALL_PACKED))],
+    ids=lambda case: case.name,
+)
 @pytest.mark.parametrize(
     "target", cases.targets(lambda target: "float64" in target.dtypes and target.platform == "cpu")
 )
