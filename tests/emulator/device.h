@@ -159,14 +159,27 @@ EMULATOR_FLOAT(expf)
 EMULATOR_FLOAT(exp2f)
 EMULATOR_FLOAT(logf)
 EMULATOR_FLOAT(log1pf)
-EMULATOR_FLOAT(expm1f) EMULATOR_FLOAT(sinf) EMULATOR_FLOAT(cosf) EMULATOR_FLOAT(tanf) EMULATOR_FLOAT(sinhf)
-    EMULATOR_FLOAT(coshf) EMULATOR_FLOAT(asinf) EMULATOR_FLOAT(acosf) EMULATOR_FLOAT(atanf) EMULATOR_FLOAT(asinhf)
-        EMULATOR_FLOAT(acoshf) EMULATOR_FLOAT(atanhf) EMULATOR_FLOAT(cbrtf) EMULATOR_FLOAT(erff) EMULATOR_FLOAT(erfcf)
-            EMULATOR_FLOAT(floorf) EMULATOR_FLOAT(ceilf) EMULATOR_FLOAT(roundf) EMULATOR_FLOAT(rintf)
+EMULATOR_FLOAT(expm1f)
+EMULATOR_FLOAT(sinf)
+EMULATOR_FLOAT(cosf)
+EMULATOR_FLOAT(tanf)
+EMULATOR_FLOAT(sinhf)
+EMULATOR_FLOAT(coshf)
+EMULATOR_FLOAT(asinf)
+EMULATOR_FLOAT(acosf)
+EMULATOR_FLOAT(atanf)
+EMULATOR_FLOAT(asinhf)
+EMULATOR_FLOAT(acoshf)
+EMULATOR_FLOAT(atanhf)
+EMULATOR_FLOAT(cbrtf)
+EMULATOR_FLOAT(erff)
+EMULATOR_FLOAT(erfcf)
+EMULATOR_FLOAT(floorf)
+EMULATOR_FLOAT(ceilf)
+EMULATOR_FLOAT(roundf)
+EMULATOR_FLOAT(rintf)
 #undef EMULATOR_FLOAT
-                inline float rsqrtf(float x) {
-  return 1.f / __builtin_sqrtf(x);
-}
+inline float rsqrtf(float x) { return 1.f / __builtin_sqrtf(x); }
 inline float powf(float x, float y) { return __builtin_powf(x, y); }
 inline float fmodf(float x, float y) { return __builtin_fmodf(x, y); }
 inline float atan2f(float x, float y) { return __builtin_atan2f(x, y); }
