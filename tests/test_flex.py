@@ -253,6 +253,24 @@ def test_dropped_pairs_add_exactly_nothing(implementation: str) -> None:
     assert np.isfinite(second).all()
 
 
+def test_captured_gradients_where_lse_is_large() -> None:
+    """CPU kernels state such rows again; beyond them a tile has ordinary rows."""
+    query, key, value, dout = inputs_of(70, 130, np.float32)
+    query = query.at[:, ::3].multiply(1000.0)
+    table = jnp.asarray(rng.standard_normal(130), np.float32)
+
+    def gradient(implementation: str, query: Any, key: Any, value: Any, table: Any, dout: Any) -> Any:
+        def attend(table: Any) -> Any:
+            return jax_flash.attention(
+                query, key, value, score_mod=lambda s, b, h, q, kv: s + table[kv], implementation=implementation
+            )
+
+        return jax.vjp(attend, table)[1](dout)
+
+    args = query, key, value, table, dout
+    close(gradient("cpu", *args), gradient("reference", *exact(args)), 1e-4)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_what_a_score_function_may_return(implementation: str) -> None:
     """-inf drops a pair, +inf and NaN make the row NaN, and a row that keeps nothing gives zeros."""

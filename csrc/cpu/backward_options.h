@@ -117,14 +117,16 @@ __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int row
       if (functions_) dscore *= of_functions;
       stdx::where(weight == T(0), dscore) = T(0);
       stdx::where(weight == T(0), dscore_after) = T(0);
-      if (functions_.has_gradient() && !large) store(dscores_after_ + i * kKeys + lane, dscore_after);
+      if (functions_.has_gradient()) store(dscores_after_ + i * kKeys + lane, dscore_after);
       store(weights, used);
       store<T>(dscores, dscore * derivative);
       if (p_.dalibi_slopes) {
         dslope_row += dscore * distance;
         dscore_row += dscore_after;
-        if (functions_) distance *= of_functions;
-        stdx::where(weight == T(0), distance) = T(0);
+        if (functions_) {
+          distance *= of_functions;
+          stdx::where(weight == T(0), distance) = T(0);
+        }
         distance_row += weight * distance;
       }
       if (!sums_bias) continue;
