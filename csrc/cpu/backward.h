@@ -435,7 +435,7 @@ class BackwardItem {
     }
   }
 
-  // // Whether the block mask keeps any of the block's keys for rows [begin, end).
+  // Whether the block mask keeps any of the block's keys for rows [begin, end).
   bool meets_blocks(int64_t begin, int64_t end) const {
     const Blocks& blocks = functions_.blocks();
     return !blocks || blocks.meets(head_, 1, begin, end, first_, first_ + count_);

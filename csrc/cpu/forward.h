@@ -348,9 +348,7 @@ class ForwardItem {
     return trim(keys, [&](int64_t begin, int64_t end) {
       if (options_.has_segments && !kept.segments.meets(key_segments(p_, batch_, begin, end))) return false;
       if (q_intervals_ && !intervals_of_keys(begin, end).meets(kept.first_row, kept.end_row)) return false;
-      auto [head, heads] = visited_heads();
-      const Blocks& blocks = functions_.blocks();
-      return !blocks || blocks.meets(head, heads, kept.first_row, kept.end_row, begin, end);
+      return visits(kept, begin, end);
     });
   }
   // Where the first of a range's blocks begins that none of the rows keeps.
@@ -440,8 +438,9 @@ class ForwardItem {
 
   // Whether the block mask keeps any of the keys.
   bool visits(const Kept& kept, int64_t begin, int64_t end) const {
+    auto [head, heads] = visited_heads();
     const Blocks& blocks = functions_.blocks();
-    return !blocks || blocks.meets(first_head_, plan_.fold, kept.first_row, kept.end_row, begin, end);
+    return !blocks || blocks.meets(head, heads, kept.first_row, kept.end_row, begin, end);
   }
 
   // Steps of a block's products: one for each tile of registers, or with AMX one for all products of a panel.
