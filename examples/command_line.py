@@ -1,10 +1,18 @@
-"""What the commands here share: converters of flags for argparse, and interruptions."""
+"""What the commands here share: parsers, converters of flags for argparse, and interruptions."""
 
 import argparse
 import contextlib
 import math
 import signal
 from collections.abc import Callable, Iterator
+
+
+def parser_of(documentation: str | None, usage: str | None = None) -> argparse.ArgumentParser:
+    """A parser that says what a module's docstring does: its first paragraph, and the rest after the options."""
+    description, _, rest = (documentation or "").partition("\n\n")
+    return argparse.ArgumentParser(
+        usage=usage, description=description, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def at_least(minimum: int) -> Callable[[str], int]:

@@ -36,7 +36,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import jax_flash
-from command_line import interruptions
+from command_line import interruptions, parser_of
 from llama import checkpoint, data, flags, lora, pretraining, training
 from llama.data import TEMPLATE
 from llama.model import Attention, Llama, LlamaConfig, count_parameters, generate
@@ -540,10 +540,7 @@ def merge_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    description, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=description, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     subparsers = {
         name: commands.add_parser(name, help=text, description=text)

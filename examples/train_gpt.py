@@ -34,7 +34,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import jax_flash
-from command_line import at_least, interruptions, real
+from command_line import at_least, interruptions, parser_of, real
 
 BYTES = 256  # the vocabulary: every value of a byte is a token
 
@@ -418,13 +418,7 @@ def read_state(checkpoints: ocp.CheckpointManager, like: State) -> State:
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    description, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [options]",
-        description=description,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, usage="%(prog)s [options]")
     positive = at_least(1)
 
     run = parser.add_argument_group("the run")

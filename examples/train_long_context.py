@@ -31,7 +31,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from train_gpt import Config, State
 
 import jax_flash
-from command_line import at_least, real
+from command_line import at_least, parser_of, real
 from jax_flash.context import ContextParallel, Order, Schedule, padded_length, positions, reorder, set_overlap_flags
 
 SMALL = Config(layers=2, width=64, heads=4, kv_heads=2, length=512, batch=2, steps=60, learning_rate=2e-3)
@@ -143,13 +143,7 @@ def run(step: Any, state: State, text: jax.Array, config: Config, name: str) -> 
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    description, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [options]",
-        description=description,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, usage="%(prog)s [options]")
     positive = at_least(1)
     parser.add_argument(
         "--data", type=positive, default=1, metavar="N", help="devices that share the batch (default 1)"

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from jax_flash._functions import program
-from jax_flash._functions.cuda import reason
 from jax_flash._functions.program import Op, Program, Unprintable
 from jax_flash._functions.trace import Function, Functions
 
@@ -31,8 +30,8 @@ _NARROW = {
 }
 """What makes a value of the narrower dtype of one that was computed in the wider."""
 
-_SAME_OF_INTEGERS = ("add", "sub", "mul", "neg", "eq", "ne", "abs", "sign")
-"""Operations of int32 that are those of uint32, too; of unsigned numbers the last two are not."""
+_SAME_OF_INTEGERS = ("add", "sub", "mul", "neg", "eq", "ne")
+"""Operations of int32 that are those of uint32, too."""
 
 _OF_BITS = ("and", "or", "xor", "not", "shift_left", "shift_right_logical", "shift_right_arithmetic")
 
@@ -224,4 +223,4 @@ def _kind(dtype: str) -> str:
 
 def unprintable(functions: Functions, gradients: Sequence[int] = (), derives: bool = True) -> str | None:
     """What is in the way of evaluating a call's functions; None: nothing."""
-    return reason(lambda: source(functions, derives=derives, gradients=gradients))
+    return program.reason(lambda: source(functions, derives=derives, gradients=gradients))

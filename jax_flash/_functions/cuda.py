@@ -290,18 +290,9 @@ def literal(x: object, dtype: str) -> str:
     return f"({text})" if text.startswith("-") else text
 
 
-def reason(check: Callable[[], object]) -> str | None:
-    """Why ``check``, which prints something, fails; None if it does not."""
-    try:
-        check()
-    except Unprintable as error:
-        return str(error)
-    return None
-
-
 def unprintable(functions: Functions, gradients: Sequence[int] = (), derives: bool = True) -> str | None:
     """What is in the way of printing a call's functions; None: nothing."""
-    return reason(lambda: source(functions, derives=derives, gradients=gradients))
+    return program.reason(lambda: source(functions, derives=derives, gradients=gradients))
 
 
-__all__ = ["Function", "literal", "reason", "source", "unprintable"]
+__all__ = ["Function", "literal", "source", "unprintable"]

@@ -34,6 +34,15 @@ class Unprintable(Exception):
     """A function can't be lowered to a program; the message names the primitive, or what else is in the way."""
 
 
+def reason(check: Callable[[], object]) -> str | None:
+    """Why ``check``, which prints something, fails; None if it does not."""
+    try:
+        check()
+    except Unprintable as error:
+        return str(error)
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class Op:
     """One operation.
