@@ -20,7 +20,8 @@ from jax_flash._implementations import choice
 from jax_flash.flex import BlockMask, create_block_mask
 
 B, N, K, H = 2, 4, 2, 16
-IMPLEMENTATIONS = ("xla", "reference", "cpu")
+IMPLEMENTATIONS = ("xla", "reference", "cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+SLOW_XLA = ("reference", "cpu", pytest.param("xla", marks=pytest.mark.slow), IMPLEMENTATIONS[-1])
 rng = np.random.default_rng(0)
 TABLE = jnp.ones((N, 16), jnp.float32)
 
@@ -60,7 +61,8 @@ def dense(
 
 def kind_of(implementation: str) -> tuple[Any, float, float]:
     """The dtype in which an implementation is tested, and the tolerance of values and of gradients."""
-    return (np.float32, 5e-6, 3e-5) if implementation == "cpu" else (np.float64, 1e-11, 1e-10)
+    tolerances = {"cpu": (np.float32, 5e-6, 3e-5), "cuda": (np.float32, 2e-5, 1e-4)}
+    return tolerances.get(implementation, (np.float64, 1e-11, 1e-10))
 
 
 def exact(x: Any) -> Any:
@@ -81,16 +83,23 @@ def close(found: Any, wanted: Any, tolerance: float = 1e-11) -> None:
 # Values
 
 
-QUICK = ("cpu", *(f"xla {name}" for name in ("causal", "packed_sequences", "relative_bias")), "reference alibi")
+QUICK = ("cpu", "cuda", *(f"xla {name}" for name in ("causal", "packed_sequences", "relative_bias")), "reference alibi")
 """What a commit runs of the gallery; the rest is marked slow."""
 
 
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
-        pytest.param(name, x, marks=() if {x, f"{x} {name}"} & {*QUICK} else pytest.mark.slow)
+        pytest.param(
+            name,
+            x,
+            marks=[
+                *([pytest.mark.gpu] if x == "cuda" else []),
+                *([] if {x, f"{x} {name}"} & {*QUICK} else [pytest.mark.slow]),
+            ],
+        )
         for name in gallery.GALLERY
-        for x in IMPLEMENTATIONS
+        for x in ("xla", "reference", "cpu", "cuda")
     ],
 )
 def test_gallery(name: str, implementation: str) -> None:
@@ -108,10 +117,24 @@ def test_gallery(name: str, implementation: str) -> None:
     close(found, wanted, tolerance)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["relative_bias", "graphormer", "packed_sequences"])
-def test_dtypes(name: str, dtype: str) -> None:
-    sizes = gallery.Sizes(B, N, 70)
+@pytest.mark.parametrize(
+    ("name", "dtype", "length"),
+    [
+        *(
+            (name, dtype, 70)
+            for name in ("relative_bias", "graphormer", "packed_sequences")
+            for dtype in ("float16", "bfloat16", "float32")
+        ),
+        *(
+            pytest.param(name, dtype, 333, marks=pytest.mark.gpu)
+            for name in gallery.GALLERY
+            for dtype in ("float16", "bfloat16")
+        ),
+    ],
+)
+def test_dtypes(name: str, dtype: str, length: int) -> None:
+    """Out and all gradients, those of captured arrays in float32; on GPUs the whole gallery."""
+    sizes = gallery.Sizes(B, N, length)
     exact = inputs_of(sizes.length, sizes.length)
     *inputs, dout = (x.astype(dtype) for x in exact)
     arrays = gallery.draw(name, sizes, dtype=np.float32)
@@ -127,7 +150,7 @@ def test_dtypes(name: str, dtype: str) -> None:
         assert np.abs(np.asarray(x, np.float64) - np.asarray(y)).max() <= 8 * epsilon * scale + 1e-5 * scale
 
 
-@pytest.mark.parametrize("implementation", ["reference", "cpu", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("implementation", SLOW_XLA)
 def test_captured_arrays_of_every_kind(implementation: str) -> None:
     """A scalar, float16 and bfloat16 tables, booleans, uint8, and one that is used in two functions."""
     t, s = 40, 300
@@ -161,7 +184,7 @@ def test_captured_arrays_of_every_kind(implementation: str) -> None:
     close(found[2], wanted[2], 2e-2)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "cpu", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("implementation", SLOW_XLA)
 def test_with_every_other_option(implementation: str) -> None:
     """It comes after softcap, bias and ALiBi; masks are a conjunction; dropout drops the same; lse is of the result."""
     t, s, offset = 50, 290, 240
@@ -210,7 +233,7 @@ def test_with_every_other_option(implementation: str) -> None:
     close(pullback((dout, dlse)), want_pullback(exact((dout, dlse))), of_gradients)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "cpu", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("implementation", SLOW_XLA)
 def test_dropped_pairs_add_exactly_nothing(implementation: str) -> None:
     """Where a pair is dropped the function, its derivatives and what it captured may be NaN or infinite."""
     t = s = 280

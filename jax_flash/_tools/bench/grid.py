@@ -18,7 +18,7 @@ import numpy as np
 
 from jax_flash._native import registration, tuned
 from jax_flash._tools import doctor
-from jax_flash._tools.bench import compare, race, seeds, small
+from jax_flash._tools.bench import compare, flex, race, seeds, small
 from jax_flash._tools.bench import ladder as _ladder
 from jax_flash._tools.bench import peers as _peers
 from jax_flash._tools.bench import tune as _tune
@@ -147,6 +147,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ladder.add_argument("--head-dim", dest="head_dims", action="append", type=int, choices=HEAD_DIMS, help="this alone")
     ladder.add_argument("--rounds", type=_positive, default=3, metavar="N", help="rounds of all in turn (default: 3)")
 
+    flex.add_arguments(actions)
     seeds.add_arguments(actions)
 
 
@@ -161,6 +162,7 @@ def run(args: argparse.Namespace) -> bool:
         "ladder": _climb,
         "small": _small,
         "compare": _compare_builds,
+        "flex": flex.run,
         "seeds": seeds.run,
     }
     return actions[args.action](args)

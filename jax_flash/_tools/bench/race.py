@@ -75,16 +75,23 @@ class Entry:
 def of_jax(
     attend: Attend, cell: Cell, pass_: str, compiler_options: dict[str, Any] | None = None
 ) -> Callable[[Sequence[jax.Array]], Entry]:
-    """The contestant of a function of JAX, as a function of what `Cell.draw` returns: its programs compile once.
+    """The contestant of a function of JAX, as a function of what `Cell.draw` returns: its programs compile once."""
 
-    The backward is the pullback alone: the residuals of forward are its argument.
-    """
-
-    def forward(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+    def forward(_: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         return attend(query, key, value, cell.causal)
 
+    return of_function(forward, None, pass_, compiler_options)
+
+
+def of_function(
+    forward: Callable[..., Any], fixed: Any, pass_: str, compiler_options: dict[str, Any] | None = None
+) -> Callable[[Sequence[jax.Array]], Entry]:
+    """The contestant of ``forward(fixed, *inputs)``, as a function of inputs and dout.
+
+    The backward is the pullback alone, to the inputs: the residuals of forward are its argument.
+    """
     run = jax.jit(forward, compiler_options=compiler_options)
-    keep = jax.jit(lambda *inputs: jax.vjp(forward, *inputs)[1])
+    keep = jax.jit(lambda fixed, *inputs: jax.vjp(functools.partial(forward, fixed), *inputs)[1])
 
     @functools.cache
     def pull_of(tree: Any) -> Callable[[Any, Any], Any]:
@@ -97,8 +104,8 @@ def of_jax(
     def entry(arrays: Sequence[jax.Array]) -> Entry:
         *inputs, dout = arrays
         if pass_ == "forward":
-            return Entry(lambda: run(*inputs), jax.block_until_ready)
-        kept, tree = jax.tree.flatten(keep(*inputs))
+            return Entry(lambda: run(fixed, *inputs), jax.block_until_ready)
+        kept, tree = jax.tree.flatten(keep(fixed, *inputs))
         pull = pull_of(tree)
         return Entry(lambda: pull(kept, dout), jax.block_until_ready)
 

@@ -1,0 +1,318 @@
+"""``bench flex``: masks and scores as functions, against the built-in options that compute the same, XLA and PyTorch's
+flex_attention."""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import pathlib
+import statistics
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash import flex
+from jax_flash._attention import attention
+from jax_flash._tools.bench import race
+from jax_flash._tools.bench.flex_kinds import KINDS
+from jax_flash._tools.bench.race import Cell, Entry
+from jax_flash._tools.table import table
+
+PASSES = ("forward", "backward")
+CELLS = tuple(
+    Cell("bfloat16", head_dim, length, False, batch, 2048 // head_dim)
+    for head_dim, (batch, length) in itertools.product((64, 128), ((4, 4096), (1, 16384)))
+)
+CPU_CELLS = (Cell("float32", 64, 1024, False, 1, 4),)
+JAX = types.SimpleNamespace(clip=jnp.clip, tanh=jnp.tanh, sigmoid=jax.nn.sigmoid)
+CONTESTANTS = ("functions", "option", "xla", "torch")
+
+
+def add_arguments(actions: Any) -> None:
+    parser = actions.add_parser(
+        "flex",
+        help="masks and scores as functions, against options, XLA and PyTorch's flex_attention",
+        description="Times the kinds of attention of examples/flex_gallery.py by score_mod and block_mask, forward and "
+        "backward, in turn with the built-in options that compute the same and with PyTorch's flex_attention (on a "
+        "GPU) or XLA (on a CPU). A ratio is their time over ours, in the medians of the rounds. Then what "
+        "sparse block masks, partial tiles, a new function and create_block_mask cost.",
+    )
+    parser.add_argument("--only", action="append", choices=[*KINDS, *COSTS], help="may be given several times")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of all in turn; 0: only compile them")
+    parser.add_argument("--family", metavar="F", help="run the kernels of this family, as JAX_FLASH_CUDA_FAMILY does")
+    parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write all that was measured as JSON")
+
+
+# Contestants
+
+
+def drawn(name: str, cell: Cell) -> dict[str, np.ndarray]:
+    """The arrays that a kind's functions read; floats in float32."""
+    found = KINDS[name].arrays(np.random.default_rng(0), cell)
+    return {k: x.astype(np.float32) if x.dtype.kind == "f" else x for k, x in found.items()}
+
+
+def ours(name: str, cell: Cell, pass_: str, implementation: str) -> Entry:
+    """By functions, with a block mask where there is a mask, made beforehand."""
+    kind, arrays = KINDS[name], {k: jnp.asarray(x) for k, x in drawn(name, cell).items()}
+    trained = [k for k, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)]
+    of_batch = cell.batch if any(k not in trained and len(x) == cell.batch for k, x in arrays.items()) else None
+    _, mask_mod = kind.mods(JAX, arrays, cell)
+    lengths = cell.q_shape[1], cell.length
+    block_mask = mask_mod and jax.jit(lambda: flex.create_block_mask(mask_mod, of_batch, None, *lengths))()
+
+    def forward(fixed: Any, query: Any, key: Any, value: Any, *of_trained: Any) -> Any:
+        others, block_mask = fixed
+        score_mod, _ = kind.mods(JAX, {**others, **dict(zip(trained, of_trained, strict=True))}, cell)
+        return attention(
+            query, key, value, score_mod=score_mod, block_mask=block_mask, implementation=implementation
+        )  # fmt: skip
+
+    fixed = {k: x for k, x in arrays.items() if k not in trained}, block_mask
+    *inputs, dout = cell.draw()
+    return race.of_function(forward, fixed, pass_)([*inputs, *(arrays[k] for k in trained), dout])
+
+
+def built_in(name: str, cell: Cell, pass_: str, implementation: str) -> Entry:
+    """By the options that compute the same."""
+    option = KINDS[name].option
+    assert option is not None
+    options = option({k: jnp.asarray(x) for k, x in drawn(name, cell).items()})
+    varying = {k: x for k, x in options.items() if isinstance(x, jax.Array)}
+    static = {k: x for k, x in options.items() if k not in varying}
+
+    def forward(fixed: Any, query: Any, key: Any, value: Any) -> Any:
+        return attention(query, key, value, **static, **fixed, implementation=implementation)
+
+    return race.of_function(forward, varying, pass_)(cell.draw())
+
+
+def torch_flex(name: str, cell: Cell, pass_: str) -> Entry:
+    """PyTorch's flex_attention, compiled, with its own block mask."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    xp = types.SimpleNamespace(clip=torch.clamp, tanh=torch.tanh, sigmoid=torch.sigmoid)
+    arrays = {k: torch.from_numpy(x).to("cuda") for k, x in drawn(name, cell).items()}
+    trained = [x.requires_grad_() for x in arrays.values() if x.is_floating_point()] if pass_ == "backward" else []
+    of_batch = any(not x.is_floating_point() and len(x) == cell.batch for x in arrays.values())
+    score_mod, mask_mod = KINDS[name].mods(xp, arrays, cell)
+    sizes = cell.batch if of_batch else None, None, cell.q_shape[1], cell.length
+    block_mask = mask_mod and torch.compile(create_block_mask)(mask_mod, *sizes, device="cuda")
+    torch.manual_seed(0)
+    shape = cell.batch, cell.heads, cell.length, cell.head_dim
+    query, key, value, dout = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
+    attend = functools.partial(
+        torch.compile(flex_attention, dynamic=False), score_mod=score_mod, block_mask=block_mask
+    )  # fmt: skip
+    if pass_ == "forward":
+        with torch.no_grad():
+            attend(query, key, value)
+
+        def run() -> Any:
+            with torch.no_grad():
+                return attend(query, key, value)
+
+        return Entry(run, lambda _: torch.cuda.synchronize())
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+    out = attend(*inputs)
+    return Entry(
+        lambda: torch.autograd.grad(out, [*inputs, *trained], dout, retain_graph=True),
+        lambda _: torch.cuda.synchronize(),
+    )
+
+
+def contestants(name: str, cell: Cell, pass_: str, platform: str) -> dict[str, Callable[[], Entry]]:
+    of_cell = name, cell, pass_
+    kernels = "cuda" if platform == "gpu" else "cpu"
+    found = {"functions": functools.partial(ours, *of_cell, kernels)}
+    if KINDS[name].option:
+        found["option"] = functools.partial(built_in, *of_cell, kernels)
+    if platform == "gpu":
+        found["torch"] = functools.partial(torch_flex, *of_cell)
+    else:
+        found["xla"] = functools.partial(ours, *of_cell, "xla")
+    return found
+
+
+# Measurement
+
+
+@dataclasses.dataclass
+class Row:
+    """Milliseconds of the rounds by contestant, and why a contestant has none."""
+
+    kind: str
+    cell: str
+    pass_: str
+    rounds: dict[str, list[float]]
+    errors: dict[str, str]
+
+    def milliseconds(self, name: str) -> float | None:
+        return statistics.median(self.rounds[name]) if self.rounds.get(name) else None
+
+    def ratio(self, name: str) -> float | None:
+        """The time of a contestant over ours."""
+        own, other = self.milliseconds("functions"), self.milliseconds(name)
+        return other / own if own and other else None
+
+
+def measured(
+    kind: str, cell: Any, pass_: str, makers: Mapping[str, Callable[[], Entry]], rounds: int
+) -> Row:  # fmt: skip
+    found = race.race(makers, rounds, seconds=0.05, pause=0.01)
+    return Row(
+        kind, str(cell), pass_,
+        {name: [1e3 * x for x in seconds] for name, seconds in found.seconds.items() if name not in found.errors},
+        {name: f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}" for name, error in found.errors.items()},
+    )  # fmt: skip
+
+
+def kinds(only: Sequence[str], rounds: int, platform: str) -> Iterator[Row]:
+    cells = CELLS if platform == "gpu" else CPU_CELLS
+    for name, kind in KINDS.items():
+        if name in only:
+            for cell, pass_ in itertools.product(cells if kind.every_shape else cells[:1], PASSES):
+                yield measured(name, cell, pass_, contestants(name, cell, pass_, platform), rounds)
+                jax.clear_caches()
+
+
+# What else a function costs
+
+
+def _of_block_mask(block_mask: Any, cell: Cell, pass_: str, implementation: str, **options: Any) -> Entry:
+    def forward(block_mask: Any, query: Any, key: Any, value: Any) -> Any:
+        return attention(query, key, value, block_mask=block_mask, implementation=implementation, **options)
+
+    return race.of_function(forward, block_mask, pass_)(cell.draw())
+
+
+def sparse(cell: Cell, pass_: str, implementation: str) -> dict[str, Callable[[], Entry]]:
+    """A block mask that keeps a share of its blocks, drawn at random, all full: "functions" is the call without one."""
+    blocks = cell.length // 128
+    order = np.random.default_rng(0).permuted(np.tile(np.arange(blocks), (blocks, 1)), axis=1)[None, None]
+    none = np.zeros((1, 1, blocks), np.int32)
+
+    def of(share: int) -> Entry:
+        counts = np.full((1, 1, blocks), blocks // share, np.int32)
+        kept = np.sort(order[..., : blocks // share], axis=-1).astype(np.int32)
+        block_mask = flex.BlockMask.from_lists(
+            none, kept, counts, kept, lengths=(cell.length, cell.length), block_size=128
+        )  # fmt: skip
+        return _of_block_mask(block_mask, cell, pass_, implementation)
+
+    plain = functools.partial(_of_block_mask, None, cell, pass_, implementation)
+    return {"functions": plain, **{f"1/{share}": functools.partial(of, share) for share in (1, 2, 4, 8)}}
+
+
+def partial(cell: Cell, pass_: str, implementation: str) -> dict[str, Callable[[], Entry]]:
+    """Neighbourhood attention, all of whose blocks are partial, and the same blocks by one comparison, as those on the
+    diagonal of a causal mask have: "functions" is the latter."""
+    _, mask_mod = KINDS["neighbourhood"].mods(JAX, {}, cell)
+    assert mask_mod is not None
+    made = jax.jit(lambda: flex.create_block_mask(mask_mod, None, None, cell.length, cell.length))()
+    kinds = np.asarray(made.kinds)
+    order = np.argsort(kinds == 0, axis=-1, kind="stable").astype(np.int32)
+    simple = flex.BlockMask.from_lists(
+        (kinds > 0).sum(-1).astype(np.int32), order, lengths=(cell.length, cell.length), block_size=128,
+        mask_mod=lambda b, h, q, kv: q + 2048 >= kv,
+    )  # fmt: skip
+    return {
+        "functions": functools.partial(_of_block_mask, simple, cell, pass_, implementation),
+        "neighbourhood": functools.partial(_of_block_mask, made, cell, pass_, implementation),
+    }
+
+
+def first_use(cell: Cell, implementation: str) -> float:
+    """Seconds of forward and backward of a function that was never seen before, less those of the second call."""
+    unseen = time.time() % 1e4
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return score + jnp.sin((q - kv) * unseen)
+
+    query, key, value, dout = cell.draw()
+
+    @jax.jit
+    def both(query: Any, key: Any, value: Any, dout: Any) -> Any:
+        attend = functools.partial(attention, score_mod=score_mod, implementation=implementation)
+        out, pullback = jax.vjp(attend, query, key, value)
+        return out, pullback(dout)
+
+    times = []
+    for _ in range(2):
+        began = time.perf_counter()
+        jax.block_until_ready(both(query, key, value, dout))
+        times.append(time.perf_counter() - began)
+    return times[0] - times[1]
+
+
+def create_block_mask(length: int = 131072) -> Entry:
+    """That of a window."""
+    window = lambda b, h, q, kv: (q >= kv) & (q - kv < 4096)  # noqa: E731
+    make = jax.jit(lambda: flex.create_block_mask(window, None, None, length, length))
+    return Entry(make, jax.block_until_ready)
+
+
+COSTS = ("sparse", "partial", "first_use", "create_block_mask")
+
+
+def costs(only: Sequence[str], rounds: int, platform: str) -> Iterator[Row]:
+    implementation = "cuda" if platform == "gpu" else "cpu"
+    cell = CELLS[2] if platform == "gpu" else CPU_CELLS[0]
+    for name, makers in (("sparse", sparse), ("partial", partial)):
+        if name in only:
+            for pass_ in PASSES:
+                yield measured(name, cell, pass_, makers(cell, pass_, implementation), rounds)
+    if "first_use" in only and rounds:
+        seconds = [first_use(cell, implementation) for _ in range(3)]
+        yield Row("first_use", str(cell), "both", {"functions": [1e3 * x for x in seconds]}, {})
+    if "create_block_mask" in only:
+        yield measured("create_block_mask", "S 131072, window", "-", {"functions": create_block_mask}, rounds)
+
+
+# Results
+
+
+def show(row: Row) -> None:
+    cells = []
+    for name in row.rounds:
+        milliseconds, ratio = row.milliseconds(name), row.ratio(name)
+        text = "compiled" if milliseconds is None else f"{milliseconds:.3f} ms"
+        cells.append(f"{name} {text}" + ("" if ratio is None or name == "functions" else f" ({ratio:.2f})"))
+    cells += [f"{name}: {error}" for name, error in row.errors.items()]
+    print(f"{row.kind:<18}{row.cell:<20}{row.pass_:<10}{', '.join(cells)}", flush=True)
+
+
+def means(rows: Sequence[Row]) -> list[list[str]]:
+    """By pass and contestant: the geometric mean and the least of the ratios of all kinds."""
+    found = [["", "geometric mean", "least", "rows"]]
+    for pass_, name in itertools.product(PASSES, CONTESTANTS[1:]):
+        ratios = [r for row in rows if row.kind in KINDS and row.pass_ == pass_ and (r := row.ratio(name))]
+        if ratios:
+            mean = math.exp(statistics.fmean(map(math.log, ratios)))
+            found.append([f"{pass_}: {name} / ours", f"{mean:.2f}", f"{min(ratios):.2f}", str(len(ratios))])
+    return found
+
+
+def run(args: argparse.Namespace) -> bool:
+    """Times all, and prints a line for each. Returns whether ours ran everywhere."""
+    platform = jax.default_backend()
+    only = args.only or [*KINDS, *COSTS]
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; time over ours in parentheses")
+    rows = []
+    for row in itertools.chain(kinds(only, args.rounds, platform), costs(only, args.rounds, platform)):
+        show(row)
+        rows.append(row)
+    if args.rounds:
+        print(table(means(rows), right=(1, 2, 3)))
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1), encoding="utf-8")
+    return not any("functions" in row.errors for row in rows)
