@@ -135,10 +135,13 @@ def test_gallery(name: str, implementation: str) -> None:
 def test_dtypes(name: str, dtype: str, length: int) -> None:
     """Out and all gradients, those of captured arrays in float32; on GPUs the whole gallery."""
     sizes = gallery.Sizes(B, N, length)
+    served_by = {"implementation": "cuda"} if length > 70 else {}
     exact = inputs_of(sizes.length, sizes.length)
     *inputs, dout = (x.astype(dtype) for x in exact)
     arrays = gallery.draw(name, sizes, dtype=np.float32)
-    found = gallery.gradients_of(lambda q, k, v, a: gallery.attend(name, sizes, q, k, v, a), dout, inputs, arrays)
+    found = gallery.gradients_of(
+        lambda q, k, v, a: gallery.attend(name, sizes, q, k, v, a, **served_by), dout, inputs, arrays
+    )
     wide = [x.astype(jnp.float64) for x in inputs]
     of_wide = {k: x.astype(jnp.float64) if x.dtype == jnp.float32 else x for k, x in arrays.items()}
     dout = dout.astype(jnp.float64)
