@@ -1,5 +1,7 @@
 """Exact attention for JAX as XLA custom calls: fast on GPUs and CPUs, differentiable through out and lse."""
 
+import importlib.metadata as _metadata
+
 from jax_flash import checkpoint_policies
 from jax_flash._attention import attention, attention_varlen
 from jax_flash._call.options import Implementation, Precision
@@ -21,4 +23,4 @@ __all__ = [
     "explain",
     "explain_varlen",
 ]
-__version__ = "0.1.0"
+__version__ = _metadata.version("jax_flash")
