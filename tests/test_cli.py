@@ -232,6 +232,7 @@ GPUS = {
     "V100": {"name": "Tesla V100-SXM2-16GB", "compute_capability": 70, "family": "sm70"},
     "T4": {"name": "Tesla T4", "compute_capability": 75, "family": "sm75"},
     "A100": {"name": "NVIDIA A100-SXM4-40GB", "compute_capability": 80, "family": "sm80"},
+    "H200": {"name": "NVIDIA H200", "compute_capability": 90, "family": "sm90a"},
     "P100": {"name": "Tesla P100-PCIE-16GB", "compute_capability": 60, "family": ""},
 }
 
@@ -474,7 +475,7 @@ def test_prebuilt_kernels_are_counted_and_stale_ones_known(monkeypatch, tmp_path
     assert str(origins.Prebuilt("folder", {}, frozenset())) == "none in folder"
 
 
-@pytest.mark.parametrize("gpu", ["V100", "T4", "A100"])
+@pytest.mark.parametrize("gpu", ["V100", "T4", "A100", "H200"])
 def test_the_default_calls_of_a_gpu_are_prebuilt(monkeypatch, gpu):
     """Forward and backward of every dtype, as they are lowered where such a GPU is."""
     arch, head_dim = GPUS[gpu]["compute_capability"], 64
