@@ -1,5 +1,7 @@
 """What is shipped: workflows, the configuration of wheels, packs of kernels, and what ./run does to a machine."""
 
+import concurrent.futures
+import functools
 import json
 import logging
 import os
@@ -12,8 +14,9 @@ import tarfile
 import tomllib
 
 import pytest
+from test_cache import KERNEL
 
-from jax_flash._native import origins
+from jax_flash._native import _core, origins, registration
 from jax_flash._tools import kernels
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -136,6 +139,43 @@ def test_a_damaged_pack_is_no_pack(tmp_path: pathlib.Path, damage: str, caplog: 
     with caplog.at_level(logging.WARNING, "jax_flash"):
         assert len(origins.unpack([str(tmp_path)], 80)) < 3
     assert f"can't read the kernels in {path}" in caplog.text
+
+
+@pytest.mark.skipif(not registration.cuda_status()["nvrtc"], reason="no NVRTC here (the [test] extra installs it)")
+def test_calls_take_their_kernels_from_packs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unpacked once, when a kernel is first asked for, from any thread; what a pack lacks is compiled."""
+    monkeypatch.setenv("JAX_FLASH_CACHE_DIR", "")
+    monkeypatch.setenv("JAX_FLASH_NOTICE_SECONDS", "off")
+    folder = str(tmp_path)
+    variants = {"dtypes": ["bfloat16"], "head_dims": [(16, 16)], "options": [{}], "passes": ["forward"]}
+    _core.build_kernels(arch=80, out_dir=folder, **variants)
+    assert [path.name for path in origins.pack(tmp_path)] == ["sm_80.tar.xz"]
+    asked: list[int] = []
+
+    def packed(arch: int) -> dict[str, bytes]:
+        asked.append(arch)
+        return origins.unpack([folder], arch)
+
+    settings = {"source_dir": str(registration.SOURCES), "nvrtc_paths": registration.nvrtc_paths()}
+    fetch = functools.partial(_core.fetch_kernel, **KERNEL)
+    try:
+        _core.configure_cuda(prebuilt_dirs=[folder], packed=packed, **settings)
+        assert asked == []
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            assert {future.result() for future in [pool.submit(fetch) for _ in range(8)]} == {"prebuilt"}
+        assert asked == [80]
+        assert fetch(head_dim=24, value_head_dim=24) == "compiled"
+        _core.configure_cuda(prebuilt_dirs=[folder], **settings)
+        assert fetch() == "compiled"
+
+        def broken(arch: int) -> dict[str, bytes]:
+            raise OSError(f"no disk for sm_{arch}")
+
+        _core.configure_cuda(prebuilt_dirs=[folder], packed=broken, **settings)
+        with pytest.raises(RuntimeError, match="no disk for sm_80"):
+            fetch()
+    finally:
+        registration.configure(registration.SOURCES)
 
 
 def test_packs_are_named_for_what_wheels_carry() -> None:
