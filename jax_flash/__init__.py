@@ -1,10 +1,12 @@
 """Exact attention for JAX as XLA custom calls: fast on GPUs and CPUs, differentiable through out and lse."""
 
+import importlib.metadata as _metadata
+
 from jax_flash import checkpoint_policies
 from jax_flash._attention import attention, attention_varlen
 from jax_flash._call.options import Implementation, Precision
 from jax_flash._dot_product import dot_product_attention
-from jax_flash._explain import Explanation, explain
+from jax_flash._explain import Explanation, explain, explain_varlen
 from jax_flash._implementations.dropout import dropout_mask
 from jax_flash._native.registration import EXPORT_SAFE_TARGETS
 
@@ -19,5 +21,6 @@ __all__ = [
     "dot_product_attention",
     "dropout_mask",
     "explain",
+    "explain_varlen",
 ]
-__version__ = "0.1.0"
+__version__ = _metadata.version("jax_flash")

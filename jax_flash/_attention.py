@@ -20,6 +20,7 @@ from jax_flash._call.options import (
     positions_matter,
     with_ranges,
 )
+from jax_flash._call.signature import readable
 from jax_flash._context import run
 from jax_flash._context.choice import ContextParallel, Place, check_lengths, place_of
 from jax_flash._functions import arguments as _functions
@@ -38,8 +39,8 @@ MaskMod = Callable[[Any, Any, Any, Any], Any]
 Window = ArrayLike | tuple[ArrayLike | None, ArrayLike | None] | None
 
 
-class _Shared(TypedDict, total=False):
-    """Keywords of both functions, for the overloads."""
+class Shared(TypedDict, total=False):
+    """Keywords of both functions, for the overloads and `explain`."""
 
     causal: bool
     q_offset: Integers
@@ -63,7 +64,7 @@ class _Shared(TypedDict, total=False):
     context: ContextParallel | None
 
 
-class _Padded(_Shared, total=False):
+class Padded(Shared, total=False):
     q_segment_ids: Integers | None
     kv_segment_ids: Integers | None
     q_lengths: Integers | None
@@ -79,7 +80,7 @@ def attention(
     mask: ArrayLike | None = None,
     *,
     return_lse: Literal[False] = False,
-    **options: Unpack[_Padded],
+    **options: Unpack[Padded],
 ) -> jax.Array: ...
 
 
@@ -92,7 +93,7 @@ def attention(
     mask: ArrayLike | None = None,
     *,
     return_lse: Literal[True],
-    **options: Unpack[_Padded],
+    **options: Unpack[Padded],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -105,10 +106,11 @@ def attention(
     mask: ArrayLike | None = None,
     *,
     return_lse: bool,
-    **options: Unpack[_Padded],
+    **options: Unpack[Padded],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
+@readable
 def attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -314,7 +316,7 @@ def attention_varlen(
     max_kv_length: int | None = None,
     *,
     return_lse: Literal[False] = False,
-    **options: Unpack[_Shared],
+    **options: Unpack[Shared],
 ) -> jax.Array: ...
 
 
@@ -329,7 +331,7 @@ def attention_varlen(
     max_kv_length: int | None = None,
     *,
     return_lse: Literal[True],
-    **options: Unpack[_Shared],
+    **options: Unpack[Shared],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -344,10 +346,11 @@ def attention_varlen(
     max_kv_length: int | None = None,
     *,
     return_lse: bool,
-    **options: Unpack[_Shared],
+    **options: Unpack[Shared],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
+@readable
 def attention_varlen(
     query: ArrayLike,
     key: ArrayLike,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax_flash._attention import Window, attention
 from jax_flash._call import checks, dtypes
 from jax_flash._call.options import Implementation
+from jax_flash._call.signature import readable
 
 _IMPLEMENTATIONS = {"cudnn": "cuda"}
 """jax.nn's other names. Its "cudnn" means fused kernels on an NVIDIA GPU or an exception, and so does "cuda"."""
@@ -49,6 +50,7 @@ def dot_product_attention(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@readable
 def dot_product_attention(
     query: jax.typing.ArrayLike,
     key: jax.typing.ArrayLike,

@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from jax_flash._tools import doctor as _doctor
 from jax_flash._tools import kernels as _kernels
 
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
-ARCHES = "sm_70, sm_75, sm_80, sm_86, sm_89, sm_90, sm_90a"
+ARCHES = "sm_70, sm_75, sm_80, sm_86, sm_89, sm_90, sm_90a, sm_100, sm_120"
 NO_CUDA = {
     "driver": "",
     "driver_error": "libcuda.so.1 is not here",
@@ -231,6 +232,7 @@ GPUS = {
     "V100": {"name": "Tesla V100-SXM2-16GB", "compute_capability": 70, "family": "sm70"},
     "T4": {"name": "Tesla T4", "compute_capability": 75, "family": "sm75"},
     "A100": {"name": "NVIDIA A100-SXM4-40GB", "compute_capability": 80, "family": "sm80"},
+    "H200": {"name": "NVIDIA H200", "compute_capability": 90, "family": "sm90a"},
     "P100": {"name": "Tesla P100-PCIE-16GB", "compute_capability": 60, "family": ""},
 }
 
@@ -403,7 +405,8 @@ def test_doctor_shows_what_kernels_come_from(nvrtc, cudnn, prebuilt):
     """Rows of what is here alone: of two versions of NVRTC both, in their order."""
     machine = faked("V100", nvrtc, cudnn=cudnn, prebuilt=prebuilt, driver="13.0")
     shown = dict(_doctor.gpu_versions(machine))
-    assert shown["CUDA driver"] == "13.0"
+    # NVRTC 12 compiles for a driver of CUDA 13, which needs no remark about its own version.
+    assert shown["CUDA driver"] == "13.0" + (", compatible with NVRTC 12.9" if 12 in nvrtc else "")
     if nvrtc:
         assert shown["NVRTC"].split(", ") == [NVRTC[major] for major in nvrtc]
     else:
@@ -472,8 +475,8 @@ def test_prebuilt_kernels_are_counted_and_stale_ones_known(monkeypatch, tmp_path
     assert str(origins.Prebuilt("folder", {}, frozenset())) == "none in folder"
 
 
-@pytest.mark.parametrize("gpu", ["V100", "T4"])
-def test_the_default_calls_of_an_old_gpu_are_prebuilt(monkeypatch, gpu):
+@pytest.mark.parametrize("gpu", ["V100", "T4", "A100", "H200"])
+def test_the_default_calls_of_a_gpu_are_prebuilt(monkeypatch, gpu):
     """Forward and backward of every dtype, as they are lowered where such a GPU is."""
     arch, head_dim = GPUS[gpu]["compute_capability"], 64
     needs(arch)
@@ -515,10 +518,16 @@ def test_the_default_calls_of_an_old_gpu_are_prebuilt(monkeypatch, gpu):
         return pass_, dtype, frozenset(told)
 
     common = _kernels.common(arch)
-    built = {variant(p, d, o) for p in ("forward", "backward") for d in common["dtypes"] for o in common["options"]}
+    built = {
+        variant(p, d, o)
+        for p in ("forward", "backward")
+        for group in common
+        for d in group["dtypes"]
+        for o in group["options"]
+    }
     assert {variant(pass_, dtype, record) for pass_, dtype, _, record in asked} == built
     for _, _, columns, record in asked:
-        assert (columns, columns) in common["head_dims"]
+        assert all((columns, columns) in group["head_dims"] for group in common)
         assert (record["window_left"], record["window_right"]) == (2**31 - 1, 2**31 - 1)
         assert record["softcap"] == record["dropout_rate"] == 0
 
@@ -595,25 +604,29 @@ def test_kernels_build_compiles_each_architecture_once(built, tmp_path, capsys):
     out = tmp_path / "deep" / "down"
     arguments = ["--arch", "sm_80", "--arch", "sm_90a", "--arch", "sm_90", "--out", str(out)]
     assert main(["kernels", "build", *arguments]) == 0
-    assert built == [(80, str(out)), (90, str(out))]
+    assert built == [(80, str(out))] * 2 + [(90, str(out))] * 2
     assert out.is_dir()
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["arch", "variant", "registers", "shared", "threads", "spills", "local", "cubin"]
     assert lines[2].split() == ["sm_80", "forward_bf16_d128_causal", "168", "81920", "128", "0", "8", "31488"]
-    assert lines[3].split()[0] == "sm_90"
-    assert lines[4] == f"2 kernels, 0.1 MiB of cubins, in {out}"
+    assert [line.split()[0] for line in lines[2:6]] == ["sm_80", "sm_80", "sm_90", "sm_90"]
+    assert lines[6] == f"4 kernels, 0.1 MiB of cubins, in {out}"
 
 
 def test_kernels_list_shows_every_architecture(built, capsys):
     assert main(["kernels", "list"]) == 0
-    assert [arch for arch, _ in built] == [70, 75, 80, 86, 89, 90]
+    assert [arch for arch, _ in built] == [70, 75, 80, 80, 86, 86, 89, 89, 90, 90, 100, 100, 120, 120]
     assert len({folder for _, folder in built}) == 1
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 6
+    shown = capsys.readouterr()
+    assert len(shown.out.splitlines()) == 2 + 2 + 6 * 2  # from sm_80 on there are two groups of variants
+    counts = [int(count) for count in re.findall(r"(\d+) for sm_\d+", shown.err)]
+    assert len(counts) == 8
+    assert re.match(rf"compiling {sum(counts)} kernels on {os.cpu_count()} cores, about \d+ (minutes|s): ", shown.err)
 
 
 def test_kernels_list_of_one_architecture(built):
     assert main(["kernels", "list", "--arch", "sm_89"]) == 0
-    assert [arch for arch, _ in built] == [89]
+    assert [arch for arch, _ in built] == [89, 89]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError])

@@ -1,6 +1,10 @@
 """explain() says which implementation serves a call, and why not the others."""
 
+import importlib.util
+import io
+import sys
 import typing
+import xml.etree.ElementTree
 from typing import Any
 
 import jax
@@ -92,12 +96,14 @@ def test_takes_arrays_and_every_option() -> None:
     assert jax_flash.explain(x, x, x, **options, platform="cpu").implementation == "cpu"
 
 
-@pytest.mark.parametrize("function", ["attention", "attention_varlen", "dot_product_attention", "explain"])
+@pytest.mark.parametrize(
+    "function", ["attention", "attention_varlen", "dot_product_attention", "explain", "explain_varlen"]
+)
 def test_names_are_typed(function: str) -> None:
     """A type checker knows which implementations and precisions there are, in every overload too."""
     public = getattr(jax_flash, function)
     overloads = typing.get_overloads(public)
-    assert len(overloads) == {"explain": 0, "dot_product_attention": 2}.get(function, 3)
+    assert len(overloads) == {"explain": 0, "explain_varlen": 0, "dot_product_attention": 2}.get(function, 3)
     for signature in (public, *overloads):
         hints = typing.get_type_hints(signature)
         if "implementation" not in hints:  # an overload that takes its options by a TypedDict
@@ -170,3 +176,101 @@ def test_gradients_of_captured_arrays() -> None:
     assert not jax_flash.explain(*shapes(), **wide).gradients
     table = table[:3]
     assert not jax_flash.explain(*shapes(), **wide, deterministic_backward=True).gradients
+
+
+def test_every_array_may_be_a_shape() -> None:
+    """Also of options; those whose values matter to no answer."""
+    ints = jax.ShapeDtypeStruct((2,), "int32")
+    options: dict[str, Any] = {
+        "bias": jax.ShapeDtypeStruct((2, 4, 5, 7), "float32"),
+        "mask": jax.ShapeDtypeStruct((1, 1, 5, 7), "bool"),
+        "kv_lengths": ints,
+        "q_offset": ints,
+        "sinks": jax.ShapeDtypeStruct((4,), "float32"),
+        "window": (jax.ShapeDtypeStruct((), "int32"), None),
+        "score_mod": lambda score, b, h, q, kv: score * 2,
+    }
+    assert jax_flash.explain(*shapes(), **options, platform="cpu", source=True).source
+    wrong = options | {"bias": jax.ShapeDtypeStruct((2, 4, 5, 8), "float32")}
+    with pytest.raises(ValueError, match="bias must broadcast"):
+        jax_flash.explain(*shapes(), **wrong)
+
+
+def test_bias_and_mask_by_position() -> None:
+    """As attention takes them."""
+    bias, mask = jnp.zeros((2, 4, 5, 7), jnp.float32), jnp.ones((1, 1, 5, 7), bool)
+    assert jax_flash.explain(*shapes(), bias, mask, platform="cpu").implementation == "cpu"
+    with pytest.raises(TypeError, match="mask"):
+        jax_flash.explain(*shapes(), bias, bias)
+
+
+def test_packed_sequences() -> None:
+    query, key, value = (jax.ShapeDtypeStruct((n, 4, 64), "bfloat16") for n in (5, 7, 7))
+    lengths = [0, 2, 5], [0, 3, 7]
+    for platform in ("cpu", "cuda"):
+        found = jax_flash.explain_varlen(query, key, value, *lengths, causal=True, platform=platform)
+        assert found.implementation == platform
+    found = jax_flash.explain_varlen(query, key, value, *lengths, 3, 4, score_mod=lambda s, *_: s, source=True)
+    assert found.source
+    traced = jax.ShapeDtypeStruct((3,), "int32")
+    assert jax_flash.explain_varlen(query, key, value, traced, traced, platform="tpu").implementation == "xla"
+    with pytest.raises(ValueError, match="cu_q_lengths"):
+        jax_flash.explain_varlen(query, key, value, [0, 2, 9], [0, 3, 7])
+    with pytest.raises(ValueError, match="query must have rank 3"):
+        jax_flash.explain_varlen(*shapes(), *lengths)
+    with pytest.raises(TypeError, match="q_lengths"):
+        jax_flash.explain_varlen(query, key, value, *lengths, q_lengths=[1, 2])
+
+
+# Forms to read
+
+
+def markup() -> jax_flash.Explanation:
+    """With text in which rich and HTML would find markup."""
+    return jax_flash.Explanation(
+        "cpu",
+        "cpu",
+        {"cuda": "no [bold]GPU[/bold] & <none>"},
+        split=("batch",),
+        source="a < b[0]",
+        gradients="by a < b",
+    )
+
+
+def test_a_table_where_rich_shows_it() -> None:
+    rich_console = pytest.importorskip("rich.console")
+    console = rich_console.Console(width=100, file=io.StringIO(), color_system=None)
+    console.print(markup())
+    lines = [line.strip() for line in console.file.getvalue().splitlines()]
+    assert lines[0] == "on cpu, attention is served by 'cpu'"
+    assert "cuda" in next(line for line in lines if "no, no [bold]GPU[/bold] & <none>" in line)
+    for text in ("batch", "by 'xla', by a < b", "a < b[0]", "could, when asked for by name"):
+        assert any(text in line for line in lines)
+
+
+def test_an_interactive_terminal_shows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    text = str(markup())
+    assert repr(markup()) == text  # as in a file, where there is no terminal
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    assert "\x1b[" in repr(markup())  # bold, colours
+    assert str(markup()) == text
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert repr(markup()) == text
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_html_in_a_notebook() -> None:
+    page = markup()._repr_html_()
+    root = xml.etree.ElementTree.fromstring(f"<div>{page}</div>")
+    assert root.findtext("table/caption") == "on cpu, attention is served by 'cpu'"
+    rows = {row[0].findtext("b"): row[1].text for row in root.iter("tr")}
+    assert rows["cuda"] == "no, no [bold]GPU[/bold] & <none>"
+    assert rows["cpu"] == "yes"
+    assert rows["split"] == "batch"
+    assert root.findtext("pre") == "a < b[0]"

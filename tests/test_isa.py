@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -121,3 +122,18 @@ def test_unknown_is_refused() -> None:
     call = run("mmx", "import jax_flash, jax.numpy as jnp; q = jnp.ones((1, 2, 1, 8)); jax_flash.attention(q, q, q)")
     assert call.returncode != 0
     assert "got mmx" in call.stderr
+
+
+def test_a_build_for_this_machine_has_its_best_sets(tmp_path: pathlib.Path) -> None:
+    """JAX_FLASH_CPU_ISAS=native asks this program, which ./run train builds by."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("there is no C++ compiler here")
+    source = pathlib.Path(__file__).parents[1] / "csrc/cpu/native.cc"
+    subprocess.run([compiler, "-std=c++20", str(source), "-o", str(tmp_path / "native")], check=True, timeout=120)
+    found = subprocess.run([tmp_path / "native"], check=True, capture_output=True, text=True).stdout.split(";")
+    probe = run("", "from jax_flash._native import _core; print(_core.cpu_isa())")
+    assert len(found) == 2
+    # The system may refuse tiles to a process, which the program does not ask for.
+    assert probe.stdout.strip() == found[0] or found[0] == "amx_bf16"
+    assert not found[1].endswith("_bf16")

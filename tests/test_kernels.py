@@ -99,7 +99,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
         # The dtypes differ by one instruction's suffix, the architectures by their tile rows and by the assembler.
         head_dims = {80: [40, 64, 128, 256], 86: [64, 128, 256], 89: [128], 90: [40, 64, 128, 256]}[arch]
         folder: pathlib.Path = tmp_path_factory.mktemp(f"sm_{arch}")
-        options = _kernels.COMMON["options"]
+        options = _kernels.COMMON[0]["options"]
         family = "sm80" if arch == 90 else ""
         rows = compiled(arch, folder, dtypes=["bfloat16"], head_dims=head_dims, options=options, family=family)
         assert len(list(folder.iterdir())) == len(rows) == 4 * len(head_dims)
@@ -565,4 +565,4 @@ def test_every_tile_row_is_compiled(kernels: Any) -> None:
 
 def test_an_architecture_without_kernels_is_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match=r"no kernels for compute capability 6\.0"):
-        _core.build_kernels(arch=60, out_dir=str(tmp_path), **_kernels.COMMON)
+        _core.build_kernels(arch=60, out_dir=str(tmp_path), **_kernels.COMMON[0])

@@ -379,7 +379,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
         folder: pathlib.Path = tmp_path_factory.mktemp(f"sm_{arch}")
         try:
             variants = {
-                **modelled(arch),
+                **modelled(arch)[0],
                 "head_dims": [(64, 64), (128, 128), *([(256, 256)] if arch == 90 else ())],
             }
             kernels = _core.build_kernels(arch=arch, out_dir=str(folder), **variants)

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -69,6 +71,16 @@ Options named_options(const nb::dict& attributes) {
   }
   if (known != attributes.size()) throw std::invalid_argument("options must be named as in the option record");
   return options;
+}
+
+cuda::Variants named_variants(const std::vector<std::string>& dtypes, const std::vector<std::pair<int, int>>& head_dims,
+                              const std::vector<nb::dict>& options, const std::vector<std::string>& passes) {
+  cuda::Variants wanted;
+  wanted.head_dims = head_dims;
+  for (const std::string& dtype : dtypes) wanted.dtypes.push_back(named_dtype(dtype));
+  for (const nb::dict& attributes : options) wanted.options.push_back(named_options(attributes));
+  for (const std::string& pass : passes) wanted.passes.push_back(named_pass(pass));
+  return wanted;
 }
 
 nb::dict row_of(const cuda::Kernel& k) {
@@ -159,6 +171,25 @@ struct Scratch {
     return {each, more};
   }
 };
+
+// A function of Python that returns files by name, for threads without the GIL.
+std::function<std::map<std::string, std::string>(int)> unpacker(const nb::object& function) {
+  // Kept for good: when the settings are destroyed there may be no interpreter to release it.
+  const nb::handle kept = function.inc_ref();
+  return [kept](int arch) {
+    nb::gil_scoped_acquire acquire;
+    std::map<std::string, std::string> files;
+    try {
+      for (auto [name, content] : nb::cast<nb::dict>(kept(arch))) {
+        const nb::bytes bytes = nb::cast<nb::bytes>(content);
+        files.emplace(nb::cast<std::string>(name), std::string(bytes.c_str(), bytes.size()));
+      }
+    } catch (const nb::python_error& error) {
+      throw std::runtime_error(error.what());  // an error of Python may only be kept with the GIL
+    }
+    return files;
+  };
+}
 
 nb::capsule capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); }
 
@@ -282,10 +313,16 @@ NB_MODULE(_core, m) {
 
   m.def(
       "configure_cuda",
-      [](std::string source_dir, std::vector<std::string> prebuilt_dirs, std::vector<std::string> nvrtc_paths) {
-        cuda::configure({std::move(source_dir), std::move(prebuilt_dirs), std::move(nvrtc_paths)});
+      [](std::string source_dir, std::vector<std::string> prebuilt_dirs, std::vector<std::string> nvrtc_paths,
+         const nb::object& packed) {
+        cuda::Settings settings{std::move(source_dir), std::move(prebuilt_dirs), std::move(nvrtc_paths), {}};
+        if (!packed.is_none()) settings.packed = unpacker(packed);
+        // Without the GIL: a thread that waits for it may hold a lock that this takes.
+        nb::gil_scoped_release release;
+        cuda::configure(std::move(settings));
       },
-      nb::kw_only(), nb::arg("source_dir"), nb::arg("prebuilt_dirs"), nb::arg("nvrtc_paths"));
+      nb::kw_only(), nb::arg("source_dir"), nb::arg("prebuilt_dirs"), nb::arg("nvrtc_paths"),
+      nb::arg("packed") = nb::none());
 
   m.def("largest_head_dim", &cuda::largest_head_dim, nb::kw_only(), nb::arg("arch"), nb::arg("highest_precision"));
 
@@ -322,16 +359,11 @@ NB_MODULE(_core, m) {
       [](int arch, const std::string& out_dir, const std::vector<std::string>& dtypes,
          const std::vector<std::pair<int, int>>& head_dims, const std::vector<nb::dict>& options,
          const std::string& family, const std::vector<std::string>& passes) {
-        std::vector<DType> types;
-        std::vector<Pass> wanted;
-        for (const std::string& pass : passes) wanted.push_back(named_pass(pass));
-        for (const std::string& dtype : dtypes) types.push_back(named_dtype(dtype));
-        std::vector<Options> records;
-        for (const nb::dict& attributes : options) records.push_back(named_options(attributes));
+        const cuda::Variants wanted = named_variants(dtypes, head_dims, options, passes);
         std::vector<cuda::Kernel> kernels;
         {
           nb::gil_scoped_release release;
-          kernels = cuda::build(arch, types, head_dims, records, out_dir, family, wanted);
+          kernels = cuda::build(arch, wanted, out_dir, family);
         }
         nb::list rows;
         for (const cuda::Kernel& k : kernels) rows.append(row_of(k));
@@ -339,6 +371,36 @@ NB_MODULE(_core, m) {
       },
       nb::kw_only(), nb::arg("arch"), nb::arg("out_dir"), nb::arg("dtypes"), nb::arg("head_dims"), nb::arg("options"),
       nb::arg("family") = "", nb::arg("passes") = kPasses);
+
+  m.def(
+      "kernel_names",
+      [](int arch, const std::vector<std::string>& dtypes, const std::vector<std::pair<int, int>>& head_dims,
+         const std::vector<nb::dict>& options, const std::vector<std::string>& passes) {
+        nb::list names;
+        for (const std::string& name : cuda::names(arch, named_variants(dtypes, head_dims, options, passes))) {
+          names.append(name);
+        }
+        return names;
+      },
+      nb::kw_only(), nb::arg("arch"), nb::arg("dtypes"), nb::arg("head_dims"), nb::arg("options"),
+      nb::arg("passes") = kPasses);
+
+  m.def(
+      "fetch_kernels",
+      [](int arch, const std::vector<std::string>& dtypes, const std::vector<std::pair<int, int>>& head_dims,
+         const std::vector<nb::dict>& options, const std::string& gpu, const std::vector<std::string>& passes) {
+        const cuda::Variants wanted = named_variants(dtypes, head_dims, options, passes);
+        std::vector<cuda::Origin> origins;
+        {
+          nb::gil_scoped_release release;
+          origins = cuda::fetch(arch, wanted, gpu);
+        }
+        nb::list rows;
+        for (const cuda::Origin& o : origins) rows.append(nb::make_tuple(o.name, o.origin, o.seconds));
+        return rows;
+      },
+      nb::kw_only(), nb::arg("arch"), nb::arg("dtypes"), nb::arg("head_dims"), nb::arg("options"), nb::arg("gpu") = "",
+      nb::arg("passes") = kPasses);
 
   m.def(
       "study_shared_bytes",

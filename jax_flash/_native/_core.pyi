@@ -1,6 +1,6 @@
 """The compiled library: csrc/ffi/module.cc."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 FFI_API_VERSION: tuple[int, int]
@@ -91,8 +91,18 @@ def group_splits(
 def cpu_isa() -> str:
     """The CPU's instruction set in use. Raises RuntimeError if JAX_FLASH_CPU_ISA names one that this CPU lacks."""
 
-def configure_cuda(*, source_dir: str, prebuilt_dirs: Sequence[str], nvrtc_paths: Sequence[str]) -> None:
-    """Sets the paths of the device sources, of the cubins built ahead of time and of NVIDIA's libraries."""
+def configure_cuda(
+    *,
+    source_dir: str,
+    prebuilt_dirs: Sequence[str],
+    nvrtc_paths: Sequence[str],
+    packed: Callable[[int], Mapping[str, bytes]] | None = None,
+) -> None:
+    """Sets the paths of the device sources, of the cubins built ahead of time and of NVIDIA's libraries.
+
+    ``packed(arch)`` returns the files of the packs for a compute capability such as 90, by name. It is called once for
+    each, from any thread.
+    """
 
 def largest_head_dim(*, arch: int, highest_precision: bool) -> int:
     """The largest head_dim with kernels for a compute capability such as 70."""
@@ -128,6 +138,30 @@ def build_kernels(
     ``head_dims`` are pairs of head_dim and value_head_dim; ``options`` are records by name, absent where not named;
     ``family`` is a kernel family that runs there, by default the one that serves it. Raises RuntimeError with the
     compiler's log or for a family that does not run there, ValueError for an architecture that no family serves.
+    """
+
+def kernel_names(
+    *,
+    arch: int,
+    dtypes: Sequence[str],
+    head_dims: Sequence[tuple[int, int]],
+    options: Sequence[Mapping[str, Any]],
+    passes: Sequence[str] = ...,
+) -> list[str]:
+    """The names of what `build_kernels` would compile."""
+
+def fetch_kernels(
+    *,
+    arch: int,
+    dtypes: Sequence[str],
+    head_dims: Sequence[tuple[int, int]],
+    options: Sequence[Mapping[str, Any]],
+    gpu: str = "",
+    passes: Sequence[str] = ...,
+) -> list[tuple[str, str, float]]:
+    """As `build_kernels`, but through the cache, as calls fetch their kernels, on the GPU of that name.
+
+    Returns for each its name, "prebuilt", "cached" or "compiled", and the seconds that this took.
     """
 
 def study_shared_bytes(*, arch: int, file: str, entry: str, constants: str) -> int: ...

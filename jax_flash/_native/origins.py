@@ -6,14 +6,21 @@ machine other than this one.
 
 import collections
 import dataclasses
+import logging
+import lzma
 import pathlib
 import re
+import tarfile
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 _OLDEST = {13: 75}
 """The lowest compute capability that an NVRTC compiles for, by its major version, if that excludes a kernel family:
 CUDA 13 dropped Maxwell, Pascal and Volta."""
+
+PACK = "sm_{}.tar.xz"
+"""The name of a pack, by compute capability such as 90: the cubins for it in one compressed archive. Kernels resemble
+each other, so that together they take 0.06 of their size, and each by itself, as in a wheel without packs, 0.24."""
 
 _NAME = re.compile(
     r"\w+-(?P<pass_>forward|backward)-(?P<dtype>f16|bf16)-d(?P<head_dim>\d+)(?P<causal>-causal)?-sm_\d+-[0-9a-f]+"
@@ -48,13 +55,63 @@ class Prebuilt:
         return f"{', '.join(kernels) or 'none'} in {self.folder}"
 
 
+def pack(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Makes packs of the cubins in a folder, and removes these; returns the packs. Raises OSError."""
+    packs = []
+    for arch, files in sorted(_by_arch(folder.glob("*-sm_*-*.cubin")).items()):
+        path = folder / PACK.format(arch)
+        with tarfile.open(path, "w:xz", preset=9) as archive:
+            for file in sorted(files):
+                entry = tarfile.TarInfo(file.name)  # without times and owners: equal kernels make an equal pack
+                entry.size = file.stat().st_size
+                with file.open("rb") as content:
+                    archive.addfile(entry, content)
+        for file in files:
+            file.unlink()
+        packs.append(path)
+    return packs
+
+
+def unpack(folders: Iterable[str], arch: int) -> dict[str, bytes]:
+    """The files of the packs for a compute capability such as 90, by name; of a damaged pack those before the damage.
+
+    The first folder that has a file wins.
+    """
+    found: dict[str, bytes] = {}
+    for folder in folders:
+        path = pathlib.Path(folder) / PACK.format(arch)
+        try:
+            with tarfile.open(path, "r:xz") as archive:
+                for member in archive:
+                    if (file := archive.extractfile(member)) is not None:
+                        found.setdefault(member.name, file.read())
+        except FileNotFoundError:
+            continue
+        except (OSError, EOFError, tarfile.TarError, lzma.LZMAError) as error:
+            # What it lacks is compiled. A warning may not leave the thread that XLA calls kernels on.
+            logging.getLogger("jax_flash").warning("jax_flash: can't read the kernels in %s: %s", path, error)
+    return found
+
+
+def _by_arch(paths: Iterable[pathlib.Path]) -> dict[int, list[pathlib.Path]]:
+    found = collections.defaultdict(list)
+    for path in paths:
+        found[int(path.stem.rsplit("-sm_", 1)[1].split("-")[0])].append(path)
+    return dict(found)
+
+
 def prebuilt(folders: Iterable[str], arches: Collection[int]) -> list[Prebuilt]:
     """The kernels in the folders, and for the compute capabilities in ``arches`` whether they are of these sources."""
     found = []
     for folder in folders:
-        files = collections.defaultdict(list)
-        for path in sorted(pathlib.Path(folder).glob("*-sm_*-*.cubin")):
-            files[int(path.stem.rsplit("-sm_", 1)[1].split("-")[0])].append(path.stem)
+        files = {
+            arch: [path.stem for path in sorted(paths)]
+            for arch, paths in _by_arch(pathlib.Path(folder).glob("*-sm_*-*.cubin")).items()
+        }
+        for path in pathlib.Path(folder).glob(PACK.format("*")):
+            arch = int(path.name.removeprefix("sm_").split(".")[0])
+            names = sorted(name.removesuffix(".cubin") for name in unpack([folder], arch))
+            files[arch] = files.get(arch, []) + names
         stale = frozenset(arch for arch in arches if arch in files and not _fits(arch, files[arch]))
         found.append(Prebuilt(folder, {arch: len(names) for arch, names in files.items()}, stale))
     return found

@@ -4,6 +4,7 @@ An FFI library that is newer than the running jaxlib makes the whole CPU backend
 compared before anything is registered. If they can't be, nothing is registered, and plain JAX serves every call.
 """
 
+import functools
 import importlib.util
 import os
 import pathlib
@@ -25,7 +26,7 @@ except ImportError as error:
         ) from error
     raise
 
-from jax_flash._native import private, tuned, warn  # only if there is a library
+from jax_flash._native import origins, private, tuned, warn  # only if there is a library
 
 FORWARD_TARGET = "jax_flash_forward"
 BACKWARD_TARGET = "jax_flash_backward"
@@ -115,7 +116,13 @@ SOURCES = _INSTALLED / "kernels"
 
 def configure(sources: pathlib.Path) -> None:
     """Tells the library its paths; kernels are compiled from the folder ``sources``."""
-    _core.configure_cuda(source_dir=str(sources), prebuilt_dirs=prebuilt_dirs(), nvrtc_paths=nvrtc_paths())
+    folders = prebuilt_dirs()
+    _core.configure_cuda(
+        source_dir=str(sources),
+        prebuilt_dirs=folders,
+        nvrtc_paths=nvrtc_paths(),
+        packed=functools.partial(origins.unpack, folders),
+    )
 
 
 def prebuilt_dirs() -> list[str]:

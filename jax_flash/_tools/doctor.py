@@ -144,9 +144,12 @@ def versions(problems: list[str]) -> list[list[str]]:
         problems.append(f"the kernels can't be called: {registration.UNAVAILABLE}")
     library = ".".join(map(str, _core.FFI_API_VERSION))
     try:
-        runtime = ".".join(map(str, registration.runtime_ffi_version()))
+        version = registration.runtime_ffi_version()
+        runtime = ".".join(map(str, version))
+        # An import has compared them: a runtime takes libraries of its major version that are not newer.
+        fits = ", compatible" if version != _core.FFI_API_VERSION else ""
     except (OSError, ValueError):
-        runtime = "none that is known"
+        runtime, fits = "none that is known", ""
     try:
         isa = _core.cpu_isa()
     except RuntimeError as error:
@@ -154,11 +157,16 @@ def versions(problems: list[str]) -> list[list[str]]:
         problems.append(f"CPU: {error}")
     return [
         ["python", f"{platform.python_version()}, {sys.platform} {platform.machine()}"],
-        ["jax", f"{jax.__version__}, jaxlib {jaxlib.version.__version__}"],
-        ["FFI API", f"{library} in jax_flash, {runtime} in jaxlib"],
+        ["jax", f"{jax.__version__}, jaxlib {jaxlib.version.__version__}{_jax_fits()}"],
+        ["FFI API", f"{library} in jax_flash, {runtime} in jaxlib{fits}"],
         ["CUDA graphs", _graphs()],
         ["CPU", f"{isa}, {os.cpu_count()} cores"],
     ]
+
+
+def _jax_fits() -> str:
+    """jax refuses to be imported with a jaxlib that it can't use, so others that differ do no harm."""
+    return ", compatible" if jax.__version__ != jaxlib.version.__version__ else ""
 
 
 def _graphs() -> str:
@@ -178,7 +186,7 @@ def gpu_versions(here: Machine) -> list[list[str]]:
     """Rows on driver, NVRTC, cache and prebuilt kernels, which the CUDA kernels need."""
     status = here.status
     rows = [
-        ["CUDA driver", status["driver"] or f"none: {status['driver_error'] or 'no reason given'}"],
+        ["CUDA driver", _driver(status)],
         ["NVRTC", ", ".join(status["nvrtc"]) or f"none: {status['nvrtc_error'] or 'no reason given'}"],
     ]
     rows += [["cuDNN", here.cudnn]] if here.cudnn else []
@@ -190,6 +198,16 @@ def gpu_versions(here: Machine) -> list[list[str]]:
     except ValueError as error:
         rows.append(["tuned tile rows", str(error)])
     return rows
+
+
+def _driver(status: Mapping[str, Any]) -> str:
+    """Its CUDA version, and which NVRTC of another version compiles for it: any of its major version or an older one
+    does, by CUDA's rules of compatibility."""
+    if not status["driver"]:
+        return f"none: {status['driver_error'] or 'no reason given'}"
+    versions = [entry.split(" ", 1)[0] for entry in status["nvrtc"]]
+    fitting = [v for v in versions if v != status["driver"] and _version(v)[:1] <= _version(status["driver"])[:1]]
+    return status["driver"] + (f", compatible with NVRTC {' and '.join(fitting)}" if fitting else "")
 
 
 def _where(row: _tuned.TunedRow, devices: Iterable[Mapping[str, Any]]) -> str:

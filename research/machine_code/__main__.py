@@ -14,24 +14,26 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jax_flash._tools.kernels import COMMON, compiled
+from jax_flash._tools.kernels import compiled
 from jax_flash._tools.table import table
 from machine_code import model
 
 
-def modelled(arch: int) -> dict[str, Any]:
+def modelled(arch: int) -> list[dict[str, Any]]:
     """The variants that are predicted: bfloat16 has the same instructions, and full attention no masks.
 
     The backward is the default of the compute capability: in two passes for Volta and Turing. The model does not cover
     Hopper's asynchronous MMAs and copies: for Hopper it predicts the kernels of sm80.
     """
-    return {
-        "family": "sm80" if arch == 90 else "",
-        "dtypes": ("float16",),
-        "head_dims": tuple(pair for pair in COMMON["head_dims"] if pair[0] in (64, 128, 256)),
-        "options": ({"causal": False, "separate_dq": arch < 80},),
-        "passes": ("forward", "backward", "backward_dq"),
-    }
+    return [
+        {
+            "family": "sm80" if arch == 90 else "",
+            "dtypes": ("float16",),
+            "head_dims": ((64, 64), (128, 128), (256, 256)),
+            "options": ({"causal": False, "separate_dq": arch < 80},),
+            "passes": ("forward", "backward", "backward_dq"),
+        }
+    ]
 
 
 def show(arches: Iterable[int] | None, conflicts: float) -> None:

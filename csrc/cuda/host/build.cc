@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <future>
 #include <stdexcept>
 #include <thread>
@@ -51,19 +52,19 @@ Kernel build_row(int arch, Pass pass, DType dtype, int head_dim, const Options& 
   return build(variant, out_dir);
 }
 
-std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std::vector<std::pair<int, int>>& head_dims,
-                          const std::vector<Options>& options, const std::string& out_dir, const std::string& forced,
-                          const std::vector<Pass>& passes) {
-  const Family& family = forced.empty() ? served_family(arch) : *family_of(arch, forced, "family");
+namespace {
+
+// Every combination that has a kernel; `gpu` as in variant_of().
+std::vector<Variant> variants_of(const Family& family, int arch, const Variants& wanted, const std::string& gpu) {
   std::vector<Variant> variants;
   auto add_once = [&](const Variant& variant) {
     auto same = [&](const Variant& other) { return other.name() == variant.name(); };
     if (std::none_of(variants.begin(), variants.end(), same)) variants.push_back(variant);
   };
-  for (Pass pass : passes) {
-    for (DType dtype : dtypes) {
-      for (auto [head_dim, value_head_dim] : head_dims) {
-        for (const Options& record : options) {
+  for (Pass pass : wanted.passes) {
+    for (DType dtype : wanted.dtypes) {
+      for (auto [head_dim, value_head_dim] : wanted.head_dims) {
+        for (const Options& record : wanted.options) {
           const int largest = std::max(head_dim, value_head_dim), limbs = record.highest_precision ? 2 : 1;
           if (pass == Pass::backward_dq && !separate_dq(family, record, largest)) continue;
           if (pass == Pass::backward_bias && !(record.separate_dq && record.has_dbias)) continue;
@@ -72,7 +73,7 @@ std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std:
             continue;
           }
           auto add = [&](int rows) {
-            variants.push_back(variant_of(family, arch, pass, dtype, head_dim, value_head_dim, record, rows));
+            variants.push_back(variant_of(family, arch, pass, dtype, head_dim, value_head_dim, record, rows, gpu));
           };
           if (pass == Pass::forward_single_tile && !serves_single_tile(family, arch, record, head_dim, value_head_dim))
             continue;
@@ -89,18 +90,51 @@ std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std:
       }
     }
   }
-  // NVRTC compiles different programs at the same time.
-  std::vector<Kernel> kernels(variants.size());
+  return variants;
+}
+
+// Calls task(0) to task(count - 1) on all cores: NVRTC compiles different programs at the same time.
+template <typename Task>
+void on_all_cores(size_t count, Task task) {
   std::vector<std::future<void>> workers;
   std::atomic<size_t> next{0};
   for (unsigned i = 0; i < std::max(1u, std::thread::hardware_concurrency()); ++i) {
     workers.push_back(std::async(std::launch::async, [&] {
-      for (size_t mine; (mine = next++) < variants.size();) kernels[mine] = build(variants[mine], out_dir);
+      for (size_t mine; (mine = next++) < count;) task(mine);
     }));
   }
   for (std::future<void>& worker : workers) worker.wait();
   for (std::future<void>& worker : workers) worker.get();
+}
+
+}  // namespace
+
+std::vector<Kernel> build(int arch, const Variants& wanted, const std::string& out_dir, const std::string& forced) {
+  const Family& family = forced.empty() ? served_family(arch) : *family_of(arch, forced, "family");
+  const std::vector<Variant> variants = variants_of(family, arch, wanted, "");
+  std::vector<Kernel> kernels(variants.size());
+  on_all_cores(variants.size(), [&](size_t i) { kernels[i] = build(variants[i], out_dir); });
   return kernels;
+}
+
+std::vector<std::string> names(int arch, const Variants& wanted) {
+  std::vector<std::string> names;
+  for (const Variant& variant : variants_of(served_family(arch), arch, wanted, "")) names.push_back(variant.name());
+  return names;
+}
+
+std::vector<Origin> fetch(int arch, const Variants& wanted, const std::string& gpu) {
+  // As calls on that GPU choose it: JAX_FLASH_CUDA_FAMILY and the rows that `bench tune` stored for it apply.
+  const Family* family = family_of(arch);
+  const std::vector<Variant> variants = variants_of(family ? *family : served_family(arch), arch, wanted, gpu);
+  std::vector<Origin> origins(variants.size());
+  on_all_cores(variants.size(), [&](size_t i) {
+    const auto began = std::chrono::steady_clock::now();
+    const std::string origin = fetch(variants[i]).origin;
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
+    origins[i] = {variants[i].name(), origin, took.count()};
+  });
+  return origins;
 }
 
 }  // namespace jax_flash::cuda

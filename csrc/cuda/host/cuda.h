@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -22,6 +24,9 @@ struct Settings {
   std::string source_dir;                  // the device sources, shipped as package data
   std::vector<std::string> prebuilt_dirs;  // folders of cubins from `kernels build`, searched first
   std::vector<std::string> nvrtc_paths;    // libraries to try before the loader's own search
+  // The files of these folders' packs for a compute capability, by name; searched after the folders' own files. Packs
+  // are compressed, and Python has the decompressor. Called once for each compute capability. May be empty.
+  std::function<std::map<std::string, std::string>(int arch)> packed;
 };
 void configure(Settings settings);
 
@@ -158,17 +163,33 @@ struct Kernel {
   int float32_local_bytes;        // spill stores, spill loads and stack frames of all of them
   std::string compiler_warnings;  // lines of ptxas's log that warn of lost performance
 };
-// Compiles these passes for every combination of dtypes, head dims and options, for an architecture such as 80 or 90,
-// into a folder for Settings::prebuilt_dirs, without a driver or a GPU. Head dims are pairs of head_dim and
-// value_head_dim. `family` is one that the architecture runs (else std::runtime_error), or empty for the best. Throws
+// These passes for every combination of dtypes, head dims and options. Head dims are pairs of head_dim and
+// value_head_dim.
+struct Variants {
+  std::vector<DType> dtypes;
+  std::vector<std::pair<int, int>> head_dims;
+  std::vector<Options> options;
+  std::vector<Pass> passes;
+};
+// Compiles them for an architecture such as 80 or 90 into a folder for Settings::prebuilt_dirs, without a driver or a
+// GPU. `family` is one that the architecture runs (else std::runtime_error), or empty for the best. Throws
 // std::invalid_argument for an architecture that no family serves.
-std::vector<Kernel> build(int arch, const std::vector<DType>& dtypes, const std::vector<std::pair<int, int>>& head_dims,
-                          const std::vector<Options>& options, const std::string& out_dir, const std::string& family,
-                          const std::vector<Pass>& passes);
+std::vector<Kernel> build(int arch, const Variants& wanted, const std::string& out_dir, const std::string& family);
 
-// Fetches the kernels of one call for an architecture through the cache, without a driver; returns where they came
-// from: "prebuilt", "cached" or "compiled".
-// The tuned rows of `gpu` apply, unless that is empty.
+// The names of what build() would compile for the best family.
+std::vector<std::string> names(int arch, const Variants& wanted);
+
+// Where a kernel came from: "prebuilt", "cached" (on disk) or "compiled", and how long that took.
+struct Origin {
+  std::string name;
+  std::string origin;
+  double seconds;
+};
+// Fetches their kernels as calls on an architecture do, but without a driver: those that are neither prebuilt nor
+// cached are compiled into the cache. The tuned rows of `gpu` apply, unless that is empty. Throws as build().
+std::vector<Origin> fetch(int arch, const Variants& wanted, const std::string& gpu);
+
+// The same for the kernel of one pass; returns where it came from.
 std::string fetch(int arch, Pass pass, DType dtype, int head_dim, int value_head_dim, const Options& options,
                   const std::string& gpu = "");
 

@@ -41,15 +41,6 @@ constexpr size_t kKeyDigits = 16;
 // So a variant's name is cut to this length, but keeps its "-sm_80" at the end; the key tells entries apart.
 constexpr size_t kLongestVariant = 90;
 
-std::string entry_name(const std::string& variant, const std::string& key) {
-  std::string readable = variant;
-  if (readable.size() > kLongestVariant) {
-    const std::string target = readable.substr(readable.rfind('-'));
-    readable = readable.substr(0, kLongestVariant - target.size() - 1) + "~" + target;
-  }
-  return readable + "-" + key.substr(0, kKeyDigits) + kSuffix;
-}
-
 bool ends_with(const std::string& text, const std::string& end) {
   return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
 }
@@ -166,6 +157,23 @@ std::optional<int64_t> limit_of(const char* text) {
 
 }  // namespace
 
+std::string entry_name(const std::string& variant, const std::string& key) {
+  std::string readable = variant;
+  if (readable.size() > kLongestVariant) {
+    const std::string target = readable.substr(readable.rfind('-'));
+    readable = readable.substr(0, kLongestVariant - target.size() - 1) + "~" + target;
+  }
+  return readable + "-" + key.substr(0, kKeyDigits) + kSuffix;
+}
+
+std::optional<std::string> cubin_in(const std::string& entry, const std::string& key) {
+  const size_t length = trailer(key, "").size();
+  if (entry.size() < length) return std::nullopt;
+  std::string cubin = entry.substr(0, entry.size() - length);
+  if (entry.compare(cubin.size(), length, trailer(key, cubin)) != 0) return std::nullopt;
+  return cubin;
+}
+
 Hash& Hash::add(const std::string& text) {
   constexpr Wide kPrime = (Wide{1} << 88) + 0x13b;
   for (unsigned char c : text) state_ = (state_ ^ c) * kPrime;
@@ -270,10 +278,9 @@ std::optional<std::string> KernelFolder::read(const std::string& variant, const 
     return std::nullopt;
   }
   const std::optional<std::string> content = content_of(file.get(), status.st_size);
-  const size_t length = trailer(key, "").size();
-  if (!content || content->size() < length) return std::nullopt;
-  std::string cubin = content->substr(0, content->size() - length);
-  if (content->compare(cubin.size(), length, trailer(key, cubin)) != 0) return std::nullopt;
+  if (!content) return std::nullopt;
+  std::optional<std::string> cubin = cubin_in(*content, key);
+  if (!cubin) return std::nullopt;
   // The time of last use is kept to the hour, so that many processes that start at once write little.
   constexpr time_t kHour = 3600;
   if (is_cache_ && std::time(nullptr) - used_at(status).tv_sec > kHour) futimens(file.get(), nullptr);

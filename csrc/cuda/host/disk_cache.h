@@ -19,6 +19,11 @@ class Hash {
   Wide state_ = (Wide{0x6c62272e07bb0142} << 64) + 0x62b821756295c58d;
 };
 
+// The name of an entry: readable, short enough for any file system, and unique by the key.
+std::string entry_name(const std::string& variant, const std::string& key);
+// The cubin of an entry's content; nothing if it is damaged or of another key.
+std::optional<std::string> cubin_in(const std::string& entry, const std::string& key);
+
 // An open folder: reads and writes go to the folder that was checked, even if its path is replaced afterwards.
 class KernelFolder {
  public:

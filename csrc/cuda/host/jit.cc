@@ -1,6 +1,8 @@
 #include "cuda/host/jit.h"
 
 #include <algorithm>
+#include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -23,6 +25,21 @@ namespace {
 
 std::mutex settings_mutex;
 Settings the_settings;
+
+std::mutex packs_mutex;
+std::map<int, std::map<std::string, std::string>> packs;  // by compute capability, of the settings
+
+// The cubin of a variant from the packs of prebuilt kernels.
+std::optional<std::string> packed_cubin(const Settings& settings, int arch, const std::string& name,
+                                        const std::string& key) {
+  if (!settings.packed) return std::nullopt;
+  // Held while Python unpacks, so that no two threads do. No thread waits here with the GIL, which that needs.
+  std::lock_guard<std::mutex> lock(packs_mutex);
+  auto found = packs.find(arch);
+  if (found == packs.end()) found = packs.emplace(arch, settings.packed(arch)).first;
+  const auto entry = found->second.find(entry_name(name, key));
+  return entry == found->second.end() ? std::nullopt : cubin_in(entry->second, key);
+}
 
 const char* dtype_name(DType dtype) {
   switch (dtype) {
@@ -104,6 +121,35 @@ Nvrtc::Result compile(const Variant& variant, const Nvrtc& nvrtc) {
                        compile_options(family_named(variant.family).suffix, nvrtc.target(variant.arch)));
 }
 
+// Tells a user, who is waiting for a call, what took the time, and how the next process need not. A line on stderr
+// rather than a warning: nothing is wrong, and XLA's threads, which compile, hold no GIL.
+void tell_compiled(const std::string& name, double seconds, const std::optional<std::string>& kept,
+                   const KernelFolder& cache) {
+  double least = 1;
+  std::string complaint;
+  if (const char* text = std::getenv("JAX_FLASH_NOTICE_SECONDS"); text && *text) {
+    char* end = nullptr;
+    const double wanted = std::strtod(text, &end);
+    if (std::string(text) == "off") return;
+    if (*end || !(wanted >= 0)) {
+      complaint = std::string(" (it must be a number of at least 0, or off, got ") + text + ")";
+    } else {
+      least = wanted;
+    }
+  }
+  if (complaint.empty() && seconds < least) return;
+  std::string why;
+  if (!kept) why = cache.problem().empty() ? ", which no cache keeps" : ", which no cache keeps: " + cache.problem();
+  char time[32];
+  std::snprintf(time, sizeof(time), "%.1f s", seconds);
+  // In one write, so that the lines of several threads do not mix.
+  const std::string line = "jax_flash: compiled " + name + " in " + time + why +
+                           "; python -m jax_flash warmup compiles kernels ahead of calls, and "
+                           "JAX_FLASH_NOTICE_SECONDS=off hides this line" +
+                           complaint + "\n";
+  std::fputs(line.c_str(), stderr);
+}
+
 // From the cache on disk, or compiled. `key` is what the sources say.
 Fetched cached_or_compiled(const std::string& name, const std::string& source, const std::string& key, int arch,
                            const char* suffix) {
@@ -115,9 +161,11 @@ Fetched cached_or_compiled(const std::string& name, const std::string& source, c
   const std::string full_key = hash.hex();
   const KernelFolder cache = KernelFolder::cache(true);
   if (auto cubin = cache.read(name, full_key)) return {*cubin, "cached"};
+  const auto began = std::chrono::steady_clock::now();
   std::string cubin = nvrtc.compile(name, source, sources().files, options).cubin;
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
   // A disk that can't take it costs the next process a compilation, and nothing else.
-  cache.write(name, full_key, cubin);
+  tell_compiled(name, took.count(), cache.write(name, full_key, cubin), cache);
   return {std::move(cubin), "compiled"};
 }
 
@@ -129,6 +177,7 @@ Fetched fetch(const Variant& variant) {
   for (const std::string& dir : settings.prebuilt_dirs) {
     if (auto cubin = KernelFolder::trusted(dir, false).read(name, key)) return {*cubin, "prebuilt"};
   }
+  if (auto cubin = packed_cubin(settings, variant.arch, name, key)) return {*cubin, "prebuilt"};
   return cached_or_compiled(name, variant.source(), key, variant.arch, family_named(variant.family).suffix);
 }
 
@@ -218,8 +267,12 @@ Settings settings() {
 }
 
 void configure(Settings settings) {
-  std::lock_guard<std::mutex> lock(settings_mutex);
-  the_settings = std::move(settings);
+  {
+    std::lock_guard<std::mutex> lock(settings_mutex);
+    the_settings = std::move(settings);
+  }
+  std::lock_guard<std::mutex> lock(packs_mutex);
+  packs.clear();
 }
 
 std::vector<Nvrtc> nvrtcs(std::string* error) { return Nvrtc::all(settings().nvrtc_paths, error); }

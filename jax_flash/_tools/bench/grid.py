@@ -78,7 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "memory",
         help="the memory of forward + backward, against plain attention",
         description="Compiles forward + backward of float16 attention, ours and plain attention (XLA's, which keeps "
-        "scores), and prints the peak of their memory by XLA's own analysis, inputs and results with it.",
+        "scores), and prints the peak of their memory by XLA's own analysis, inputs and results with it. It needs an "
+        "NVIDIA GPU that JAX sees, since the analysis is that of its compiler, and hardly any of the GPU's memory, "
+        "since nothing is run.",
     )
 
     compared = actions.add_parser(
@@ -210,7 +212,10 @@ def device() -> jax.Device:
     """The GPU that is measured. Raises RuntimeError if there is none."""
     found = doctor._devices("cuda")
     if not found:
-        raise RuntimeError("JAX has no CUDA device here, and what is measured are its kernels")
+        raise RuntimeError(
+            "JAX has no CUDA device here, and what is measured are its kernels: it needs an NVIDIA GPU, and "
+            "jax[cuda12] or jax[cuda13]"
+        )
     return found[0]
 
 
@@ -477,6 +482,7 @@ MEMORY = (
 def _memory(_: argparse.Namespace) -> bool:
     here = device()
     print(f"{here.device_kind}, kernels of {_family()}, jax {jax.__version__}")
+    print(f"compiling four programs for each of {len(MEMORY)} shapes, and running none of them", file=sys.stderr)
     print("peak memory of forward + backward in MiB, float16, with inputs, results and all that is kept between them;")
     print("temporary: what ours takes of it besides inputs, results and what forward keeps\n")
     rows = [["B", "N", "S", "H", "plain", "ours", "saved", "temporary: forward", "backward"]]
