@@ -7,11 +7,13 @@ from jax_flash._dot_product import dot_product_attention
 from jax_flash._explain import Explanation, explain
 from jax_flash._implementations.dropout import dropout_mask
 from jax_flash._native.registration import EXPORT_SAFE_TARGETS
+from jax_flash._patch import Patch, patch_jax_nn
 
 __all__ = [
     "EXPORT_SAFE_TARGETS",
     "Explanation",
     "Implementation",
+    "Patch",
     "Precision",
     "attention",
     "attention_varlen",
@@ -19,5 +21,6 @@ __all__ = [
     "dot_product_attention",
     "dropout_mask",
     "explain",
+    "patch_jax_nn",
 ]
 __version__ = "0.1.0"
