@@ -77,7 +77,7 @@ def patch_jax_nn() -> Patch:
     key gives zeros.
 
     **What is left to JAX's own function**, which serves it or raises its own error: every call that this package does
-    not take, such as one with complex numbers or 8-bit floats, "cudnn" where there is no GPU, or arguments that are
+    not take, such as one with complex numbers or integers, "cudnn" where there is no GPU, or arguments that are
     wrong. ``left`` of the result has the reasons.
 
     **What is not reached.** Code that holds JAX's function itself, by ``from jax.nn import dot_product_attention``

@@ -3,15 +3,24 @@
 import contextlib
 import functools
 import io
+import os
 import pathlib
 import re
 
 import jax
 import pytest
 
+os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is imported
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-IN_TURN = ("index.md", "tutorial.md", "migrating.md")
+NEEDS = {"integrations/equinox.md": "equinox", "integrations/keras.md": "keras"}
+"""What the blocks of a page import that may not be installed."""
+IN_TURN = (
+    "index.md",
+    "tutorial.md",
+    "migrating.md",
+    *(path.relative_to(ROOT / "docs").as_posix() for path in PAGES if path.parent.name == "integrations"),
+)
 """The pages whose blocks of Python run one after another; those of recipes.md run each by itself."""
 MESSAGES = re.findall(r"^\| `(.+?)` \| ", (ROOT / "docs/troubleshooting.md").read_text(), flags=re.MULTILINE)
 
@@ -43,6 +52,8 @@ def test_recipes_run(number: int) -> None:
 @pytest.mark.usefixtures("as_an_example_runs")
 @pytest.mark.parametrize("page", IN_TURN)
 def test_pages_run(page: str) -> None:
+    if page in NEEDS:
+        pytest.importorskip(NEEDS[page], reason=f'{NEEDS[page]} is not installed: pip install ".[test]"')
     names: dict[str, object] = {}
     for block, output in _blocks(page):
         printed = _run(page, block, names)

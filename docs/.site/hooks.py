@@ -18,7 +18,8 @@ LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s:]+?)(#[^)\s]*)?\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    sources = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*.py")]
+    found = (*ROOT.glob("examples/*.py"), *ROOT.glob("examples/integrations/*.py"))
+    sources = [path.relative_to(ROOT).as_posix() for path in found]
     for path in (*PAGES, *sources):
         files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     return files

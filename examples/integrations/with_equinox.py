@@ -13,9 +13,9 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from copy_task import HEADS, LENGTH, VOCABULARY, WIDTH, loss_of, steps_of, train
 
 import jax_flash
+from copy_task import HEADS, LENGTH, VOCABULARY, WIDTH, loss_of, steps_of, train
 
 Heads = tuple[jax.Array, jax.Array, jax.Array]
 

@@ -1,18 +1,19 @@
 """Flax Linen: the attention of linen.MultiHeadDotProductAttention by its argument attention_fn.
 
-    python examples/integrations/with_flax_linen.py
+python examples/integrations/with_flax_linen.py
 """
 
 import functools
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from copy_task import HEADS, LENGTH, VOCABULARY, WIDTH, loss_of, steps_of, train
 from flax import linen as nn
 
 import jax_flash.flax
+from copy_task import HEADS, LENGTH, VOCABULARY, WIDTH, loss_of, steps_of, train
 
 
 class Model(nn.Module):
@@ -32,7 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> float:
     steps = steps_of(arguments, __doc__)
     model = Model()
     parameters = model.init(jax.random.key(1), jnp.zeros((1, LENGTH), jnp.int32))
-    return train(lambda p, tokens, wanted: loss_of(model.apply(p, tokens), wanted), parameters, steps)[1]
+
+    def loss(parameters: Any, tokens: jax.Array, wanted: jax.Array) -> jax.Array:
+        return loss_of(jnp.asarray(model.apply(parameters, tokens)), wanted)
+
+    return train(loss, parameters, steps)[1]
 
 
 if __name__ == "__main__":

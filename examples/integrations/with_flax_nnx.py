@@ -1,6 +1,6 @@
 """Flax nnx: the attention of nnx.MultiHeadAttention by its argument attention_fn.
 
-    python examples/integrations/with_flax_nnx.py
+python examples/integrations/with_flax_nnx.py
 """
 
 import functools
@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from copy_task import HEADS, LENGTH, VOCABULARY, WIDTH, loss_of, steps_of, train
 from flax import nnx
 
 import jax_flash.flax
+from copy_task import HEADS, LENGTH, VOCABULARY, WIDTH, loss_of, steps_of, train
 
 
 class Model(nnx.Module):

@@ -1,6 +1,6 @@
 """A model written with jax.nn.dot_product_attention, which stays as it is: `jax_flash.patch_jax_nn` serves its calls.
 
-    python examples/integrations/with_jax_nn.py
+python examples/integrations/with_jax_nn.py
 """
 
 import sys
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from copy_task import loss_of, steps_of, train
-from with_plain_jax import Parameters, init
 
 import jax_flash
+from copy_task import loss_of, steps_of, train
+from with_plain_jax import Parameters, init
 
 
 def model(parameters: Parameters, tokens: jax.Array) -> jax.Array:

@@ -18,9 +18,9 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 import jax
 import keras
 import numpy as np
-from copy_task import DISTANCE, HEADS, LENGTH, VOCABULARY, WIDTH, batch, steps_of
 
 import jax_flash
+from copy_task import DISTANCE, HEADS, LENGTH, VOCABULARY, WIDTH, batch, steps_of
 
 
 @keras.saving.register_keras_serializable(package="jax_flash")
@@ -78,8 +78,8 @@ class _Embedding(keras.layers.Layer):  # type: ignore[misc]
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.tokens = keras.layers.Embedding(VOCABULARY, WIDTH)
-        self.positions = keras.layers.Embedding(LENGTH, WIDTH)
+        self.tokens = keras.layers.Embedding(VOCABULARY, WIDTH, keras.initializers.RandomNormal(stddev=1.0))
+        self.positions = keras.layers.Embedding(LENGTH, WIDTH, keras.initializers.RandomNormal(stddev=1.0))
 
     def build(self, shape: tuple[int | None, ...]) -> None:
         self.tokens.build(shape)

@@ -1,6 +1,6 @@
 """Attention in plain JAX: a function of arrays, called where the scores would be.
 
-    python examples/integrations/with_plain_jax.py
+python examples/integrations/with_plain_jax.py
 """
 
 import sys
@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from copy_task import HEADS, LENGTH, VOCABULARY, WIDTH, loss_of, steps_of, train
 
 import jax_flash
+from copy_task import HEADS, LENGTH, VOCABULARY, WIDTH, loss_of, steps_of, train
 
 Parameters = Mapping[str, jax.Array]
 
