@@ -18,7 +18,7 @@ LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s:]+?)(#[^)\s]*)?\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    found = (*ROOT.glob("examples/*.py"), *ROOT.glob("examples/integrations/*.py"))
+    found = (path for part in ("*.py", "*.ipynb", "integrations/*.py") for path in ROOT.glob(f"examples/{part}"))
     sources = [path.relative_to(ROOT).as_posix() for path in found]
     for path in (*PAGES, *sources):
         files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
