@@ -1,14 +1,19 @@
 """The documentation: its code runs, and its links lead to files that exist."""
 
+import ast
 import contextlib
 import functools
+import importlib.util
 import io
 import os
 import pathlib
 import re
+from typing import Any
 
 import jax
 import pytest
+
+from jax_flash._tools import plots
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is imported
 ROOT = pathlib.Path(__file__).parents[1]
@@ -22,6 +27,11 @@ IN_TURN = (
     *(path.relative_to(ROOT / "docs").as_posix() for path in PAGES if path.parent.name == "integrations"),
 )
 """The pages whose blocks of Python run one after another; those of recipes.md run each by itself."""
+DARK = next(  # the hooks import MkDocs
+    ast.literal_eval(node.value)
+    for node in ast.parse((ROOT / "docs/.site/hooks.py").read_text(encoding="utf-8")).body
+    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "DARK"
+)
 MESSAGES = re.findall(r"^\| `(.+?)` \| ", (ROOT / "docs/troubleshooting.md").read_text(), flags=re.MULTILINE)
 
 
@@ -67,6 +77,40 @@ def test_links_lead_to_files(page: pathlib.Path) -> None:
     links = re.findall(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
     dead = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert not dead
+
+
+def _of_site(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / ".site" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PLOTS = _of_site("plots")
+
+
+@pytest.mark.parametrize("name", PLOTS.FIGURES)
+def test_plots_show_what_the_tables_say(name: str) -> None:
+    """If not: python docs/.site/plots.py"""
+    data = PLOTS.figures()[name]
+    assert PLOTS.shown((ROOT / "docs/images" / f"{name}.svg").read_text(encoding="utf-8")) == data
+    values = [x for part in data.values() if isinstance(part, dict) for x in part.values()]
+    assert values
+    assert all(len(x) == len(data["labels"]) > 2 for x in values)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs/images").glob("*.svg")), ids=lambda path: path.stem)
+def test_pictures_have_dark_versions(path: pathlib.Path) -> None:
+    """hooks.py knows each colour of a picture, and a picture has no other way to say one."""
+    colours = set(re.findall(r"#[0-9a-fA-F]{6}\b", text := path.read_text(encoding="utf-8")))
+    assert "#ffffff" in colours
+    assert colours <= set(DARK)
+    assert not re.search(r"(?:fill|stroke)[:=] ?\"?(?:black|white|rgb|#[0-9a-f]{3}\b)", text)
+    assert len(text) < 60_000
+
+
+def test_dark_colours_are_those_of_reports() -> None:
+    assert plots.dark() == DARK
 
 
 @functools.cache
