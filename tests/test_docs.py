@@ -21,12 +21,39 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 NEEDS = {"integrations/equinox.md": "equinox", "integrations/keras.md": "keras"}
 """What the blocks of a page import that may not be installed."""
 IN_TURN = (
+    "../README.md",
+    "context.md",
+    "flex.md",
     "index.md",
     "tutorial.md",
+    "transformations.md",
     "migrating.md",
     *(path.relative_to(ROOT / "docs").as_posix() for path in PAGES if path.parent.name == "integrations"),
 )
 """The pages whose blocks of Python run one after another; those of recipes.md run each by itself."""
+GIVEN = {
+    "context.md": """
+import jax, jax.numpy as jnp
+tokens = jnp.arange(128).reshape(2, 64)
+query, key, value = (jax.random.normal(jax.random.key(i), (2, 64, 4, 8)) for i in range(3))
+""",
+    "flex.md": """
+import jax, jax.numpy as jnp
+B, T, S = 2, 32, 32
+query, key, value = (jax.random.normal(jax.random.key(i), (B, T, 4, 8)) for i in range(3))
+table, ids = jnp.zeros((4, T + S)), jnp.zeros((B, S), jnp.int32)
+""",
+    "transformations.md": """
+import jax, jax.numpy as jnp
+import jax_flash
+from jax_flash import attention, explain
+x = query = key = value = jax.random.normal(jax.random.key(0), (2, 16, 4, 8))
+def block(x):
+    return x + attention(x, x, x, causal=True)
+f = block
+""",
+}
+"""What the blocks of a page take for granted, where they are parts of a program."""
 DARK = next(  # the hooks import MkDocs
     ast.literal_eval(node.value)
     for node in ast.parse((ROOT / "docs/.site/hooks.py").read_text(encoding="utf-8")).body
@@ -65,10 +92,16 @@ def test_pages_run(page: str) -> None:
     if page in NEEDS:
         pytest.importorskip(NEEDS[page], reason=f'{NEEDS[page]} is not installed: pip install ".[test]"')
     names: dict[str, object] = {}
+    exec(GIVEN.get(page, ""), names)
     for block, output in _blocks(page):
         printed = _run(page, block, names)
         if output is not None and jax.default_backend() == "cpu":  # explain() says another thing on a GPU
             assert printed == output
+
+
+def test_every_block_is_run() -> None:
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in PAGES if "```python" in path.read_text()}
+    assert pages - {"recipes.md", *IN_TURN} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
