@@ -121,7 +121,7 @@ def main() -> None:
             options = {"color": colour, "label": names.get(name, name)}
             if horizontal and axes.get_xscale() == "log" and begins == [0] * len(sizes):
                 # The length of a bar would say nothing on such a scale.
-                axes.plot(sizes, places, plots.style(styles[name])["marker"], **options)
+                axes.plot(sizes, range(len(sizes)), plots.style(styles[name])["marker"], **options)
             elif horizontal:
                 axes.barh(places, sizes, width, left=begins, **options)
             else:
@@ -129,7 +129,7 @@ def main() -> None:
         if horizontal:
             axes.set_yticks(range(len(data["labels"])), data["labels"])
             axes.invert_yaxis()
-            axes.grid(visible=False, axis="y")
+            axes.grid(visible=axes.get_xscale() == "log", axis="y")
         else:
             axes.set_xticks(range(len(data["labels"])), data["labels"], rotation=30, ha="right")
             axes.grid(visible=False, axis="x")
