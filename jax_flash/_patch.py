@@ -17,7 +17,8 @@ _IMPLEMENTATIONS = {None: None, "xla": None, "cudnn": "cuda"}
 _lock = threading.Lock()
 _active: "list[Patch]" = []
 _jax_function: Callable[..., Any] = jax.nn.dot_product_attention
-"""JAX's own function, or what stood in its place when the first patch was applied."""
+_replaced: Callable[..., Any] = _jax_function
+"""What stood in its place when a patch was applied, and is put back: JAX's own function, or somebody else's."""
 _context: Any = None
 """A part of the keys of jit's caches, made with the first patch: making one has every function traced again."""
 
@@ -40,11 +41,11 @@ class Patch:
         with _lock:
             if self not in _active:
                 return
+            if len(_active) == 1:
+                _take_traces_of(False)  # first, likewise
+                if jax.nn.dot_product_attention is _patched:  # else somebody else's stands there by now
+                    jax.nn.dot_product_attention = _replaced
             _active.remove(self)
-            if not _active:
-                if jax.nn.dot_product_attention is _patched:  # else another patch stands there, and calls _patched
-                    jax.nn.dot_product_attention = _jax_function
-                _take_traces_of(False)
 
     def __enter__(self) -> Self:
         if self not in _active:
@@ -87,21 +88,20 @@ def patch_jax_nn() -> Patch:
     keeps both. With a jax whose user contexts can't be set for all threads (0.9), its caches are cleared instead.
 
     **Threads and nesting.** A patch is one of the process: calls of all threads are served while any patch is in force.
-    Applying and restoring are safe in any thread and any order; JAX's function is back after the last one. Apply the
-    first patch of a process while no other thread traces.
+    Applying and restoring are safe in any thread and any order; JAX's function is back after the last one. A function
+    that another thread traces at that moment may have either, and keeps it, so patch where no other thread traces.
 
     Returns:
       The patch, with ``restore()``, ``served`` and ``left``.
     """
-    global _jax_function
+    global _replaced
     patch = Patch()
     with _lock:
-        if not _active:
-            if jax.nn.dot_product_attention is not _patched:
-                _jax_function = jax.nn.dot_product_attention
-                jax.nn.dot_product_attention = _patched
-            _take_traces_of(True)
         _active.append(patch)
+        if len(_active) == 1:
+            if jax.nn.dot_product_attention is not _patched:
+                _replaced, jax.nn.dot_product_attention = jax.nn.dot_product_attention, _patched
+            _take_traces_of(True)  # last: what is traced by this key is to be served
     return patch
 
 

@@ -256,13 +256,28 @@ def test_another_patch_of_the_same_name_stays(monkeypatch: pytest.MonkeyPatch) -
         context.setattr(jax.nn, "dot_product_attention", theirs)
         patch.restore()
         assert call() == "theirs"
-    # It puts back what it found, ours, which calls JAX's function by now.
+    # It puts back what it found, which is ours and calls JAX's function by now.
     given = arrays()
     np.testing.assert_array_equal(call(*given), ORIGINAL(*given))
     assert not is_ours(call, *given)
     with jax_flash.patch_jax_nn() as patch:
         call(*given)
     assert patch.served == 1
+
+
+def test_a_function_of_somebody_else_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not called by what is left to JAX: it may itself call what it found."""
+    given = tuple(x.astype(jnp.int32) for x in arrays())
+
+    def theirs(*given: Any, **options: Any) -> Any:
+        raise AssertionError
+
+    with monkeypatch.context() as context:
+        context.setattr(jax.nn, "dot_product_attention", theirs)
+        with jax_flash.patch_jax_nn() as patch, jax.numpy_dtype_promotion("standard"):
+            call(*given)
+        assert len(patch.left) == 1
+        assert jax.nn.dot_product_attention is theirs
 
 
 def test_a_patch_is_one_of_the_process() -> None:
