@@ -9,11 +9,13 @@ from jax_flash._dot_product import dot_product_attention
 from jax_flash._explain import Explanation, explain, explain_varlen
 from jax_flash._implementations.dropout import dropout_mask
 from jax_flash._native.registration import EXPORT_SAFE_TARGETS
+from jax_flash._patch import Patch, patch_jax_nn
 
 __all__ = [
     "EXPORT_SAFE_TARGETS",
     "Explanation",
     "Implementation",
+    "Patch",
     "Precision",
     "attention",
     "attention_varlen",
@@ -22,5 +24,6 @@ __all__ = [
     "dropout_mask",
     "explain",
     "explain_varlen",
+    "patch_jax_nn",
 ]
 __version__ = _metadata.version("jax_flash")
