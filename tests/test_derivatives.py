@@ -78,14 +78,14 @@ def second_order(attend: Attend, problem: cases.Problem) -> dict[str, jax.Array]
         out, lse = attend(*inputs, **trainable)
         return out, jnp.where(lse > -jnp.inf, lse, 0.0)
 
-    def gradients(inputs: Any, trainable: Any) -> Any:
-        return jax.vjp(results, inputs, trainable)[1](cotangents)
-
     @jax.jit
-    def run() -> Any:
+    def run(at: Any, along: Any, cotangents: Any) -> Any:  # arguments, for XLA would fold constants, at great length
+        def gradients(inputs: Any, trainable: Any) -> Any:
+            return jax.vjp(results, inputs, trainable)[1](cotangents)
+
         return jax.jvp(results, at, along)[1], jax.jvp(gradients, at, along)[1]
 
-    (out, lse), (inputs, trainable) = run()
+    (out, lse), (inputs, trainable) = run(at, along, cotangents)
     return {"out": out, "lse": lse} | dict(zip("qkv", inputs, strict=True)) | trainable
 
 
