@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import json
+import pathlib
 from typing import Any
 
 import jax
@@ -11,9 +13,10 @@ import pytest
 from jax_flash.__main__ import main
 from jax_flash._call.options import Options
 from jax_flash._implementations import reference
-from jax_flash._tools.bench import grid, race
+from jax_flash._tools.bench import flex, grid, race
 from jax_flash._tools.bench import peers as _peers
 from jax_flash._tools.bench import small as _bench_small
+from jax_flash._tools.bench.flex_kinds import KINDS
 
 CELL = race.Cell("float32", 16, 64, True, 1, 2)
 
@@ -228,3 +231,33 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str],
 def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "grid"]) == 1
     assert "jax_flash bench grid: JAX has no CUDA device here" in capsys.readouterr().err
+
+
+def test_flex(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A kind with an option that computes the same, on a CPU; every kind is right in tests/test_flex.py."""
+    file = tmp_path / "folder" / "flex.json"
+    assert main(["bench", "flex", "--only", "window", "--only", "first_use", "--rounds", "1", "--out", str(file)]) == 0
+    rows = json.loads(file.read_text())
+    assert [(row["kind"], row["pass_"]) for row in rows] == [
+        ("window", "forward"), ("window", "backward"), ("first_use", "both"),
+    ]  # fmt: skip
+    assert all(set(row["rounds"]) == {"functions", "option", "xla"} and not row["errors"] for row in rows[:2])
+    text = capsys.readouterr().out
+    assert "forward: xla / ours" in text
+    ratio = rows[0]["rounds"]["xla"][0] / rows[0]["rounds"]["functions"][0]
+    assert f"({ratio:.2f})" in text
+
+
+@pytest.mark.parametrize("cell", [flex.CPU_CELLS[0]])
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.option])
+def test_the_options_of_flex_compute_the_same(name: str, cell: race.Cell) -> None:
+    cell = dataclasses.replace(cell, length=256, heads=2)
+    with jax.numpy_dtype_promotion("standard"):  # as PyTorch, which traces the same functions
+        by_functions, by_option = (make(name, cell, "forward", "xla") for make in (flex.ours, flex.built_in))
+        np.testing.assert_allclose(by_functions.start(), by_option.start(), rtol=1e-5, atol=1e-5)
+
+
+def test_flex_rounds(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "flex", "--rounds", "-1"])
+    assert "must be a number of at least 0" in capsys.readouterr().err

@@ -187,6 +187,17 @@ def test_captured_arrays_of_every_kind(implementation: str) -> None:
     close(found[2], wanted[2], 2e-2)
 
 
+def test_gradients_of_captured_scalars_are_lowered_for_gpus() -> None:
+    """Such an operand has no axes, and so no head dim that could be padded."""
+    *inputs, dout = inputs_of(16, 16, np.float32)
+
+    def loss(scalar: jax.Array) -> jax.Array:
+        return (dout * jax_flash.attention(*inputs, score_mod=lambda s, b, h, q, kv: s * scalar)).sum()
+
+    traced = jax.jit(jax.grad(loss)).trace(jnp.float32(2))
+    assert "jax_flash" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
 @pytest.mark.parametrize("implementation", SLOW_XLA)
 def test_with_every_other_option(implementation: str) -> None:
     """It comes after softcap, bias and ALiBi; masks are a conjunction; dropout drops the same; lse is of the result."""

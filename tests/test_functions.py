@@ -144,6 +144,15 @@ def test_equal_operations_are_one_and_constants_are_folded() -> None:
     assert of.inputs(0) == {"q", "kv"}
 
 
+@pytest.mark.parametrize(("name", "f"), [("one_minus_square", lambda x: 1 - x * x), ("log2", np.log2)])
+def test_primitives_that_jax_has_since_0_11(name: str, f: Callable[..., Any]) -> None:
+    """They are made of others."""
+    builder = program.Builder({}, {})
+    of = builder.finished([builder.apply(name, "float32", (builder.op("input", "float32", (), "score"),))])
+    x = np.float32([0.25, 0.5, 3.0])
+    np.testing.assert_allclose(evaluated(of, {"score": x}, [])[0], f(x), rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("name", "function"),
     [

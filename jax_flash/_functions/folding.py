@@ -35,6 +35,7 @@ ELEMENTWISE = {
     *_COMPARISONS, *_INTEGERS, *_FLOATS,
     *("and", "or", "xor", "not", "select_n", "clamp", "convert_element_type", "integer_pow", "logistic", "rsqrt"),
     *("cbrt", "round", "is_finite", "erf", "erfc", "atan2", "tan", "sinh", "cosh", "asin", "acos", "atan", "asinh"),
+    *("one_minus_square", "log2"),  # jax 0.11 has them
     *("acosh", "atanh", "shift_left", "shift_right_logical", "shift_right_arithmetic", "population_count", "clz"),
 }  # fmt: skip
 """Primitives that work element by element."""
@@ -137,6 +138,11 @@ def simplified(builder: Builder, name: str, dtype: str, args: tuple[int, ...], p
         return _power(builder, dtype, args[0], params)
     if name == "square":
         return builder.apply("mul", dtype, (args[0], args[0]))
+    if name == "one_minus_square":  # 1 - x^2, of tanh's derivative
+        square = builder.apply("mul", dtype, (args[0], args[0]))
+        return builder.apply("sub", dtype, (builder.constant(1, dtype), square))
+    if name == "log2":
+        return builder.apply("mul", dtype, (builder.apply("log", dtype, args), builder.constant(1 / np.log(2), dtype)))
     if name in _COMPARISONS:
         return _compared(builder, name, args)
     if name == "not" and dtype == "bool" and builder.ops[args[0]].name == "not":

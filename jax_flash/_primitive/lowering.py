@@ -257,15 +257,15 @@ def _aligned(
     sizes = {"h": args[0].shape[-1], "v": args[2].shape[-1]}
 
     def missing(dims: str) -> int:
-        return -sizes.get(dims[-1], 0) % 8
+        return -sizes.get(dims[-1:], 0) % 8  # captured scalars have no axes
 
     def pad(x: jax.Array, dims: str) -> jax.Array:
         return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing(dims)),)) if missing(dims) else x
 
     dims = params.result_dims(pass_)
     padded = [
-        jax.ShapeDtypeStruct((*x.shape[:-1], x.shape[-1] + missing(d)), x.dtype)
+        jax.ShapeDtypeStruct((*x.shape[:-1], x.shape[-1] + missing(d)) if missing(d) else x.shape, x.dtype)
         for x, d in zip(results, dims, strict=True)
     ]
     called = call(padded, *map(pad, args, params.argument_dims(pass_)))
-    return tuple(x[..., : sizes[d[-1]]] if d[-1] in sizes else x for x, d in zip(called, dims, strict=True))
+    return tuple(x[..., : sizes[d[-1]]] if missing(d) else x for x, d in zip(called, dims, strict=True))

@@ -4,11 +4,13 @@ flex_attention."""
 import argparse
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import math
 import pathlib
 import statistics
+import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,9 +47,17 @@ def add_arguments(actions: Any) -> None:
         "sparse block masks, partial tiles, a new function and create_block_mask cost.",
     )
     parser.add_argument("--only", action="append", choices=[*KINDS, *COSTS], help="may be given several times")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of all in turn; 0: only compile them")
+    parser.add_argument(
+        "--rounds", type=_count, default=5, metavar="N", help="of all in turn (default: 5); 0: only compile them"
+    )
     parser.add_argument("--family", metavar="F", help="run the kernels of this family, as JAX_FLASH_CUDA_FAMILY does")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write all that was measured as JSON")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
+    return int(text)
 
 
 # Contestants
@@ -97,8 +107,11 @@ def built_in(name: str, cell: Cell, pass_: str, implementation: str) -> Entry:
 def torch_flex(name: str, cell: Cell, pass_: str) -> Entry:
     """PyTorch's flex_attention, compiled, with its own block mask."""
     import torch
+    import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch._dynamo.reset()  # which else stops compiling at the eighth function
+    torch._functorch.config.donated_buffer = False  # for retain_graph
     xp = types.SimpleNamespace(clip=torch.clamp, tanh=torch.tanh, sigmoid=torch.sigmoid)
     arrays = {k: torch.from_numpy(x).to("cuda") for k, x in drawn(name, cell).items()}
     trained = [x.requires_grad_() for x in arrays.values() if x.is_floating_point()] if pass_ == "backward" else []
@@ -109,12 +122,16 @@ def torch_flex(name: str, cell: Cell, pass_: str) -> Entry:
     torch.manual_seed(0)
     shape = cell.batch, cell.heads, cell.length, cell.head_dim
     query, key, value, dout = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
-    attend = functools.partial(
-        torch.compile(flex_attention, dynamic=False), score_mod=score_mod, block_mask=block_mask
-    )  # fmt: skip
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def attend(*inputs: Any, **options: Any) -> Any:
+        return compiled(*inputs, score_mod=score_mod, block_mask=block_mask, **options)
+
+    try:
+        attend(query, key, value)
+    except Exception:  # its default tiles need more shared memory than there is
+        attend = functools.partial(attend, kernel_options={"num_stages": 1})
     if pass_ == "forward":
-        with torch.no_grad():
-            attend(query, key, value)
 
         def run() -> Any:
             with torch.no_grad():
@@ -181,7 +198,15 @@ def kinds(only: Sequence[str], rounds: int, platform: str) -> Iterator[Row]:
         if name in only:
             for cell, pass_ in itertools.product(cells if kind.every_shape else cells[:1], PASSES):
                 yield measured(name, cell, pass_, contestants(name, cell, pass_, platform), rounds)
-                jax.clear_caches()
+                free()
+
+
+def free() -> None:
+    """Frees what the last row held, which programs and graphs of PyTorch refer to in cycles."""
+    jax.clear_caches()
+    gc.collect()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
 
 
 # What else a function costs
@@ -235,7 +260,7 @@ def first_use(cell: Cell, implementation: str) -> float:
     unseen = time.time() % 1e4
 
     def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return score + jnp.sin((q - kv) * unseen)
+        return score + jnp.sin((q - kv).astype(score.dtype) * unseen)
 
     query, key, value, dout = cell.draw()
 
@@ -270,6 +295,7 @@ def costs(only: Sequence[str], rounds: int, platform: str) -> Iterator[Row]:
         if name in only:
             for pass_ in PASSES:
                 yield measured(name, cell, pass_, makers(cell, pass_, implementation), rounds)
+                free()
     if "first_use" in only and rounds:
         seconds = [first_use(cell, implementation) for _ in range(3)]
         yield Row("first_use", str(cell), "both", {"functions": [1e3 * x for x in seconds]}, {})
