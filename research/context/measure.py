@@ -1,4 +1,4 @@
-"""Measures attention over the GPUs of one host, beside one GPU and flash_attn_jax's ring, and what docs/scaling.md says.
+"""Measures attention over the GPUs of one host, beside one GPU and flash_attn_jax's ring.
 
 python research/context/measure.py --out scaling.json
 """
@@ -28,12 +28,18 @@ from jax_flash._tools.bench import race  # noqa: E402
 from jax_flash._tools.bench.race import Entry  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-KINDS = (("ring", "zigzag"), ("all_gather", "zigzag"), ("ulysses", "contiguous"), ("ring", "striped"), ("ring", "contiguous"))
+KINDS = (
+    ("ring", "zigzag"),
+    ("all_gather", "zigzag"),
+    ("ulysses", "contiguous"),
+    ("ring", "striped"),
+    ("ring", "contiguous"),
+)
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def entry(attend: Attend, length: int, gradients: bool, sharding: Any) -> Entry:
-    """Forward, or forward and backward, of one causal sequence in bfloat16; on the mesh of the sharding, if it has one."""
+    """Forward, or forward and backward, of one causal sequence in bfloat16, on the mesh of the sharding."""
     mesh = getattr(sharding, "mesh", None)
     shapes = [(1, length, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     draw = jax.jit(

@@ -22,6 +22,8 @@ import numpy as np
 
 from jax_flash import flex
 from jax_flash._attention import attention
+from jax_flash._call.options import Implementation
+from jax_flash._tools import doctor
 from jax_flash._tools.bench import race
 from jax_flash._tools.bench.flex_kinds import KINDS
 from jax_flash._tools.bench.race import Cell, Entry
@@ -69,7 +71,7 @@ def drawn(name: str, cell: Cell) -> dict[str, np.ndarray]:
     return {k: x.astype(np.float32) if x.dtype.kind == "f" else x for k, x in found.items()}
 
 
-def ours(name: str, cell: Cell, pass_: str, implementation: str) -> Entry:
+def ours(name: str, cell: Cell, pass_: str, implementation: Implementation) -> Entry:
     """By functions, with a block mask where there is a mask, made beforehand."""
     kind, arrays = KINDS[name], {k: jnp.asarray(x) for k, x in drawn(name, cell).items()}
     trained = [k for k, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -90,7 +92,7 @@ def ours(name: str, cell: Cell, pass_: str, implementation: str) -> Entry:
     return race.of_function(forward, fixed, pass_)([*inputs, *(arrays[k] for k in trained), dout])
 
 
-def built_in(name: str, cell: Cell, pass_: str, implementation: str) -> Entry:
+def built_in(name: str, cell: Cell, pass_: str, implementation: Implementation) -> Entry:
     """By the options that compute the same."""
     option = KINDS[name].option
     assert option is not None
@@ -148,8 +150,8 @@ def torch_flex(name: str, cell: Cell, pass_: str) -> Entry:
 
 def contestants(name: str, cell: Cell, pass_: str, platform: str) -> dict[str, Callable[[], Entry]]:
     of_cell = name, cell, pass_
-    kernels = "cuda" if platform == "gpu" else "cpu"
-    found = {"functions": functools.partial(ours, *of_cell, kernels)}
+    kernels: Implementation = "cuda" if platform == "gpu" else "cpu"
+    found: dict[str, Callable[[], Entry]] = {"functions": functools.partial(ours, *of_cell, kernels)}
     if KINDS[name].option:
         found["option"] = functools.partial(built_in, *of_cell, kernels)
     if platform == "gpu":
@@ -185,11 +187,8 @@ def measured(
     kind: str, cell: Any, pass_: str, makers: Mapping[str, Callable[[], Entry]], rounds: int
 ) -> Row:  # fmt: skip
     found = race.race(makers, rounds, seconds=0.03, pause=0.01)
-    return Row(
-        kind, str(cell), pass_,
-        {name: [1e3 * x for x in seconds] for name, seconds in found.seconds.items() if name not in found.errors},
-        {name: f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}" for name, error in found.errors.items()},
-    )  # fmt: skip
+    times = {name: [1e3 * x for x in seconds] for name, seconds in found.seconds.items() if name not in found.errors}
+    return Row(kind, str(cell), pass_, times, {name: doctor.first_line(x) for name, x in found.errors.items()})
 
 
 def kinds(only: Sequence[str], rounds: int, platform: str) -> Iterator[Row]:
@@ -212,14 +211,14 @@ def free() -> None:
 # What else a function costs
 
 
-def _of_block_mask(block_mask: Any, cell: Cell, pass_: str, implementation: str, **options: Any) -> Entry:
+def _of_block_mask(block_mask: Any, cell: Cell, pass_: str, implementation: Implementation, **options: Any) -> Entry:
     def forward(block_mask: Any, query: Any, key: Any, value: Any) -> Any:
         return attention(query, key, value, block_mask=block_mask, implementation=implementation, **options)
 
     return race.of_function(forward, block_mask, pass_)(cell.draw())
 
 
-def sparse(cell: Cell, pass_: str, implementation: str) -> dict[str, Callable[[], Entry]]:
+def sparse(cell: Cell, pass_: str, implementation: Implementation) -> dict[str, Callable[[], Entry]]:
     """A block mask that keeps a share of its blocks, drawn at random, all full: "functions" is the call without one."""
     blocks = cell.length // 128
     order = np.random.default_rng(0).permuted(np.tile(np.arange(blocks), (blocks, 1)), axis=1)[None, None]
@@ -237,7 +236,7 @@ def sparse(cell: Cell, pass_: str, implementation: str) -> dict[str, Callable[[]
     return {"functions": plain, **{f"1/{share}": functools.partial(of, share) for share in (1, 2, 4, 8)}}
 
 
-def partial(cell: Cell, pass_: str, implementation: str) -> dict[str, Callable[[], Entry]]:
+def partial(cell: Cell, pass_: str, implementation: Implementation) -> dict[str, Callable[[], Entry]]:
     """Neighbourhood attention, all of whose blocks are partial, and the same blocks by one comparison, as those on the
     diagonal of a causal mask have: "functions" is the latter."""
     _, mask_mod = KINDS["neighbourhood"].mods(JAX, {}, cell)
@@ -255,7 +254,7 @@ def partial(cell: Cell, pass_: str, implementation: str) -> dict[str, Callable[[
     }
 
 
-def first_use(cell: Cell, implementation: str) -> float:
+def first_use(cell: Cell, implementation: Implementation) -> float:
     """Seconds of forward and backward of a function that was never seen before, less those of the second call."""
     unseen = time.time() % 1e4
 
@@ -289,7 +288,7 @@ COSTS = ("sparse", "partial", "first_use", "create_block_mask")
 
 
 def costs(only: Sequence[str], rounds: int, platform: str) -> Iterator[Row]:
-    implementation = "cuda" if platform == "gpu" else "cpu"
+    implementation: Implementation = "cuda" if platform == "gpu" else "cpu"
     cell = CELLS[2] if platform == "gpu" else CPU_CELLS[0]
     for name, makers in (("sparse", sparse), ("partial", partial)):
         if name in only:
