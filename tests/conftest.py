@@ -1,6 +1,7 @@
 """Strict JAX for every test: x64 on, implicit promotion forbidden; warnings are fatal by pyproject.toml."""
 
 import ctypes
+import gc
 import os
 import re
 import zlib
@@ -94,7 +95,12 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Runs CUDA kernels on the CPU (docs/emulator.md)."""
     import emulated
 
-    return emulated.build(tmp_path_factory.mktemp("emulator"))
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # of all workers of this run
+    shared = shared / "emulator_library"
+    shared.mkdir(exist_ok=True)
+    return emulated.load(emulated.build(shared), tmp_path_factory.mktemp("emulator"))
 
 
 @pytest.fixture(scope="module")

@@ -341,11 +341,6 @@ def block_kinds(keep: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 needs_compiler = pytest.mark.skipif(emulated.COMPILER is None or sys.platform != "linux", reason="needs g++ on Linux")
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return emulated.build(tmp_path_factory.mktemp("emulator"))
-
-
 GROUPS = {"q_heads": 4, "kv_heads": 2}
 EMULATED: dict[str, dict[str, Any]] = {
     "mask": {"mask": "sequences"},
