@@ -85,6 +85,7 @@ QUICK = ("cpu", *(f"xla {name}" for name in ("causal", "packed_sequences", "rela
 """What a commit runs of the gallery; the rest is marked slow."""
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
@@ -108,6 +109,7 @@ def test_gallery(name: str, implementation: str) -> None:
     close(found, wanted, tolerance)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["relative_bias", "graphormer", "packed_sequences"])
 def test_dtypes(name: str, dtype: str) -> None:
@@ -127,6 +129,7 @@ def test_dtypes(name: str, dtype: str) -> None:
         assert np.abs(np.asarray(x, np.float64) - np.asarray(y)).max() <= 8 * epsilon * scale + 1e-5 * scale
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("implementation", ["reference", "cpu", pytest.param("xla", marks=pytest.mark.slow)])
 def test_captured_arrays_of_every_kind(implementation: str) -> None:
     """A scalar, float16 and bfloat16 tables, booleans, uint8, and one that is used in two functions."""
@@ -161,6 +164,7 @@ def test_captured_arrays_of_every_kind(implementation: str) -> None:
     close(found[2], wanted[2], 2e-2)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("implementation", ["reference", "cpu", pytest.param("xla", marks=pytest.mark.slow)])
 def test_with_every_other_option(implementation: str) -> None:
     """It comes after softcap, bias and ALiBi; masks are a conjunction; dropout drops the same; lse is of the result."""
@@ -210,6 +214,7 @@ def test_with_every_other_option(implementation: str) -> None:
     close(pullback((dout, dlse)), want_pullback(exact((dout, dlse))), of_gradients)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("implementation", ["reference", "cpu", pytest.param("xla", marks=pytest.mark.slow)])
 def test_dropped_pairs_add_exactly_nothing(implementation: str) -> None:
     """Where a pair is dropped the function, its derivatives and what it captured may be NaN or infinite."""
@@ -484,6 +489,7 @@ def test_scan_over_layers_and_remat() -> None:
 AXES = {"batch": (2, 1, 1), "rows": (1, 4, 1), "heads": (1, 1, 4), "batch and rows": (2, 2, 1), "key heads": (1, 1, 2)}
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("axes", list(AXES))
 def test_sharding(axes: str) -> None:
     """On a mesh functions see the indices of the whole call."""

@@ -396,6 +396,7 @@ def is_quick(name: str, kernel_pass: str, family: str) -> bool:
     return name in EMULATED and name != "filled" and (family == "sm90a" or name in ("score", "blocks"))
 
 
+@pytest.mark.by_turns(3)
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "kernel_pass", "family"),
