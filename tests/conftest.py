@@ -1,12 +1,14 @@
 """Strict JAX for every test: x64 on, implicit promotion forbidden; warnings are fatal by pyproject.toml."""
 
 import ctypes
+import gc
 import os
 import re
 import zlib
 from collections.abc import Iterator
 
 import pytest
+import turns as _turns
 
 # Set before NumPy and XLA read them; subprocesses inherit them.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share a GPU
@@ -34,6 +36,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_num_cpu_devices", 8)  # for the tests of sharding and context parallelism
 
 
+# JAX's traces and programs are many small objects, and each collection looks at those of all tests before.
+gc.set_threshold(100_000, 20, 100)
+
+
 def _no_gpu() -> str | None:
     try:
         jax.devices("cuda")
@@ -43,23 +49,22 @@ def _no_gpu() -> str | None:
 
 
 def _keep_turn(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With JAX_FLASH_TEST_TURN=I/N the I-th of N shares of the tests that are marked slow, and all others; with
-    JAX_FLASH_TEST_SHARE=I/N the I-th of N shares of all. A share is the same in every process."""
-    for variable, marked in (("JAX_FLASH_TEST_TURN", True), ("JAX_FLASH_TEST_SHARE", False)):
+    """With JAX_FLASH_TEST_TURN=I/N what turns.py keeps for the I-th of N turns; with JAX_FLASH_TEST_SHARE=I/N the I-th
+    of N shares of all tests."""
+    for variable in ("JAX_FLASH_TEST_TURN", "JAX_FLASH_TEST_SHARE"):
         if not (value := os.environ.get(variable)):
             continue
         numbers = re.fullmatch(r"(\d+)/(\d+)", value)
         if not numbers or not 0 <= int(numbers[1]) < int(numbers[2]):
             raise pytest.UsageError(f"{variable} must be I/N with 0 <= I < N, got {value!r}")
         turn, turns = int(numbers[1]), int(numbers[2])
-        others = [
-            item
-            for item in items
-            if (not marked or item.get_closest_marker("slow")) and zlib.crc32(item.nodeid.encode()) % turns != turn
-        ]
-        config.hook.pytest_deselected(items=others)
-        left_out = set(map(id, others))
-        items[:] = [item for item in items if id(item) not in left_out]
+        if variable == "JAX_FLASH_TEST_TURN":
+            kept = _turns.kept(items, turn, turns)
+        else:
+            kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % turns == turn]
+        remain = set(map(id, kept))
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in remain])
+        items[:] = kept
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -94,7 +99,12 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Runs CUDA kernels on the CPU (docs/emulator.md)."""
     import emulated
 
-    return emulated.build(tmp_path_factory.mktemp("emulator"))
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # of all workers of this run
+    shared = shared / "emulator_library"
+    shared.mkdir(exist_ok=True)
+    return emulated.load(emulated.build(shared), tmp_path_factory.mktemp("emulator"))
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import argparse
 import concurrent.futures
 import ctypes
 import faulthandler
+import fcntl
 import os
 import pathlib
 import shutil
@@ -33,9 +34,19 @@ ENVIRONMENT = {"JAX_FLASH_SPLIT_KV": "0"}
 """Set for the process unless a test is of the split-KV forward, which would otherwise serve most of these problems."""
 
 
-def build(folder: pathlib.Path, sources: pathlib.Path = ROOT / "csrc") -> ctypes.CDLL:
-    """Builds the emulator with the library's own host code, whose driver layer it replaces."""
-    includes = ["-I", HOST, "-I", sources]  # in this order: the emulator's files shadow the device's
+def build(folder: pathlib.Path, sources: pathlib.Path = ROOT / "csrc") -> pathlib.Path:
+    """Compiles the emulator with the library's own host code, whose driver layer it replaces. Of several processes the
+    first compiles, the others wait."""
+    library = folder / "emulator.so"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _compile(library, sources)
+    return library
+
+
+def _compile(library: pathlib.Path, sources: pathlib.Path) -> None:
+    folder, includes = library.parent, _includes(sources)
     parts = {
         HOST / "emulator.cc": ["-O3", "-U_FORTIFY_SOURCE"],  # which forbids jumps to other stacks
         HOST / "runtime.cc": ["-O0"],
@@ -52,10 +63,19 @@ def build(folder: pathlib.Path, sources: pathlib.Path = ROOT / "csrc") -> ctypes
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(one, parts))
-    library = folder / "emulator.so"
-    run(COMPILER, "-shared", "-o", library, *objects, "-ldl", "-pthread")
+    linked = library.with_suffix(".linked")
+    run(COMPILER, "-shared", "-o", linked, *objects, "-ldl", "-pthread")
+    linked.rename(library)
+
+
+def _includes(sources: pathlib.Path) -> list[Any]:
+    return ["-I", HOST, "-I", sources]  # in this order: the emulator's files shadow the device's
+
+
+def load(library: pathlib.Path, folder: pathlib.Path, sources: pathlib.Path = ROOT / "csrc") -> ctypes.CDLL:
+    """The emulator, which compiles kernels in ``folder``; one for each process."""
     script = folder / "compile"
-    flags = " ".join(str(part) for part in [*KERNEL, "-include", HOST / "device.h", *includes])
+    flags = " ".join(str(part) for part in [*KERNEL, "-include", HOST / "device.h", *_includes(sources)])
     script.write_text(f"#!/bin/sh\nset -e\n{COMPILER} {flags} -c -o $1.o $1\n{COMPILER} -shared -o $2 $1.o\n")
     script.chmod(0o755)
     emulator = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
@@ -598,7 +618,7 @@ def main() -> None:
         os.environ.update(ENVIRONMENT)
     folder = a.keep or pathlib.Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
-    emulator = build(folder, a.sources)
+    emulator = load(build(folder, a.sources), folder, a.sources)
     options = [name for name in a.options.split(",") if name]
     problem = Problem(a.dtype, *(getattr(a, name) for name in sizes), a.value_head_dim, options)
     failed = False

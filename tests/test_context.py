@@ -59,7 +59,7 @@ def serves(case: Case | PackedCase, schedule: str) -> bool:
     return not (schedule == "ring" and case.dropout_rate)
 
 
-def ways_of(values: Any, *, every: int = 3, served: Any = serves) -> list[Any]:
+def ways_of(values: Any, *, every: int = 6, served: Any = serves) -> list[Any]:
     """Each value with all schedules and orders that serve it; one in ``every`` in each run, the others are slow."""
     found = [(x, *way) for x in values for way in WAYS if served(x, way[0])]
     return [
@@ -82,11 +82,12 @@ def test_every_option(case: Case, schedule: str, order: str) -> None:
     check_case(cases.problem(case, "float32"), case, schedule, order)
 
 
-@pytest.mark.parametrize(("case", "schedule", "order"), ways_of(PACKED, every=4))
+@pytest.mark.parametrize(("case", "schedule", "order"), ways_of(PACKED, every=8))
 def test_packed_sequences(case: PackedCase, schedule: str, order: str) -> None:
     check_case(cases.packed_problem(case, "float32"), case, schedule, order)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize(
     ("case", "schedule", "order"),

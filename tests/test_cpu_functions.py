@@ -90,6 +90,7 @@ def measured(x: jax.Array) -> tuple[jax.Array, ...]:
     return jnp.where(jnp.abs(tame) < 1e30, tame, jnp.sign(tame) * 4.0), kind
 
 
+@pytest.mark.by_turns(4)
 @pytest.mark.parametrize("number", range(0, len(CASES), 9))
 def test_operations(number: int) -> None:
     for name, function, dtype in CASES[number : number + 9]:

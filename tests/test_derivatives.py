@@ -89,6 +89,7 @@ def second_order(attend: Attend, problem: cases.Problem) -> dict[str, jax.Array]
     return {"out": out, "lse": lse} | dict(zip("qkv", inputs, strict=True)) | trainable
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     ("target", "dtype", "case"),
     [
@@ -193,6 +194,7 @@ TRANSFORMED = Case("transformed", 5, 7, q_heads=2, kv_heads=1, head_dim=3, leadi
 NAMES = list(_transformations(jax_flash.attention))
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
 def test_transformations(target: Target, name: str) -> None:
@@ -213,6 +215,7 @@ def test_transformations(target: Target, name: str) -> None:
         assert np.abs(got - want).max() <= tolerance * max(1.0, np.abs(want).max())
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.implementation != "reference"))
 @pytest.mark.parametrize("order", ["forward_over_reverse", "reverse_over_reverse"])
 def test_no_nan_in_second_derivatives(target: Target, order: str) -> None:

@@ -89,6 +89,7 @@ SHARED = (
 """Gradients that many blocks have a share in: of a bias that is broadcast, in every way, and of slopes."""
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("target", "dtype", "case"),
     [

@@ -130,6 +130,7 @@ ALWAYS = ("causal-64", "descale-128", "separate_dq-alibi", "segments-alibi", "in
 FORWARD_ONLY = ("many-heads",)  # whose blocks of 192 rows the backward does not have
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     ("name", "kernel_pass"),
     by_turns(CASES, ALWAYS, "forward") + by_turns((x for x in CASES if x not in FORWARD_ONLY), ALWAYS, "backward"),
@@ -175,6 +176,7 @@ AMPERE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("kernel_pass", ["forward", "backward"])
 @pytest.mark.parametrize("name", by_turns(AMPERE, ("causal-64", "arrays-128", "softcap-dropout-window", "split-64")))
 def test_values_of_ampere(emulator: ctypes.CDLL, name: str, kernel_pass: str) -> None:
@@ -219,6 +221,7 @@ def test_values_of_split_kv(emulator: ctypes.CDLL, name: str, monkeypatch: pytes
         assert not any(wrong), (order, wrong)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("family", ["sm80", "sm90a"])
 @pytest.mark.parametrize("name", ["query", "key", "value", "dout"])
 def test_rows_of_any_size(emulator: ctypes.CDLL, name: str, family: str) -> None:

@@ -251,6 +251,7 @@ def test_logits_are_those_of_transformers(example, tmp_path, variant):
     np.testing.assert_allclose(load(example, tmp_path)(tokens), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("kind", ["ours", "xla"])
 def test_packed_sequences_are_computed_as_alone(example, tmp_path, kind):
     config = config_of()
@@ -267,6 +268,7 @@ def test_packed_sequences_are_computed_as_alone(example, tmp_path, kind):
     assert np.abs(packed - model(tokens, positions)).max() > 0.1
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_dtypes_compute_nearly_the_same(example, tmp_path, dtype):
     config = config_of()
@@ -947,6 +949,7 @@ def test_transformers_reads_what_is_written(example, small, tmp_path):
     assert tokenizer(text, add_special_tokens=False)["input_ids"] == ours.encode(text).ids
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("packing", [None, True])
 def test_ours_and_plain_attention_learn_the_same(example, small, tmp_path, packing):
     curves = {}
@@ -970,6 +973,7 @@ def test_on_a_gpu_all_three_attentions_learn_the_same(example, small, tmp_path, 
         np.testing.assert_allclose(curves[kind], curves["ours"], rtol=0, atol=0.1)  # bfloat16 rounds to 1/256
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("kind", ["ours", "xla"])
 def test_packing_changes_no_loss(example, small, tmp_path, capsys, kind):
     """A step over all examples has the same loss and gradients, in fewer rows."""
@@ -994,6 +998,7 @@ def test_packing_changes_no_loss(example, small, tmp_path, capsys, kind):
         np.testing.assert_allclose(metrics[True][name], metrics[None][name], rtol=1e-4)
 
 
+@pytest.mark.by_turns(2)
 @needs_cpu
 @pytest.mark.parametrize(("kind", "calls"), [("ours", True), ("xla", False)])
 def test_the_step_calls_the_attention_that_was_asked_for(example, small, tmp_path, monkeypatch, kind, calls):
@@ -1041,6 +1046,7 @@ def test_float16_goes_on_after_overflows(example, small, tmp_path, capsys):
     assert lines[first]["learning_rate"] == lines[0]["learning_rate"]
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("packing", [False, True])
 def test_random_weights_need_a_configuration_alone(example, tmp_path, capsys, packing):
     path = tmp_path / "config.json"
@@ -1170,6 +1176,7 @@ def test_the_documented_commands_halve_the_loss_in_twenty_steps(example, tmp_pat
     assert seconds["ours"] < 120
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_loss_that_is_not_finite_stops_the_run(example, small, tmp_path, dtype):
     """In float16 when no smaller scale is left to try."""

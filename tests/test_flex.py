@@ -87,6 +87,7 @@ QUICK = ("cpu", "cuda", *(f"xla {name}" for name in ("causal", "packed_sequences
 """What a commit runs of the gallery; the rest is marked slow."""
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
@@ -117,6 +118,7 @@ def test_gallery(name: str, implementation: str) -> None:
     close(found, wanted, tolerance)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("name", "dtype", "length"),
     [
@@ -153,6 +155,7 @@ def test_dtypes(name: str, dtype: str, length: int) -> None:
         assert np.abs(np.asarray(x, np.float64) - np.asarray(y)).max() <= 8 * epsilon * scale + 1e-5 * scale
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("implementation", SLOW_XLA)
 def test_captured_arrays_of_every_kind(implementation: str) -> None:
     """A scalar, float16 and bfloat16 tables, booleans, uint8, and one that is used in two functions."""
@@ -198,6 +201,7 @@ def test_gradients_of_captured_scalars_are_lowered_for_gpus() -> None:
     assert "jax_flash" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("implementation", SLOW_XLA)
 def test_with_every_other_option(implementation: str) -> None:
     """It comes after softcap, bias and ALiBi; masks are a conjunction; dropout drops the same; lse is of the result."""
@@ -247,6 +251,7 @@ def test_with_every_other_option(implementation: str) -> None:
     close(pullback((dout, dlse)), want_pullback(exact((dout, dlse))), of_gradients)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("implementation", SLOW_XLA)
 def test_dropped_pairs_add_exactly_nothing(implementation: str) -> None:
     """Where a pair is dropped the function, its derivatives and what it captured may be NaN or infinite."""
@@ -521,6 +526,7 @@ def test_scan_over_layers_and_remat() -> None:
 AXES = {"batch": (2, 1, 1), "rows": (1, 4, 1), "heads": (1, 1, 4), "batch and rows": (2, 2, 1), "key heads": (1, 1, 2)}
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("axes", list(AXES))
 def test_sharding(axes: str) -> None:
     """On a mesh functions see the indices of the whole call."""

@@ -14,6 +14,7 @@ from cases import Case, PackedCase, Target
 import jax_flash
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(("target", "case", "dtype"), cases.conformance("out"))
 def test_values(target: Target, case: Case | PackedCase, dtype: str) -> None:
     problem = cases.problem_of(case, dtype)

@@ -350,11 +350,6 @@ def block_kinds(keep: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 needs_compiler = pytest.mark.skipif(emulated.COMPILER is None or sys.platform != "linux", reason="needs g++ on Linux")
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return emulated.build(tmp_path_factory.mktemp("emulator"))
-
-
 GROUPS = {"q_heads": 4, "kv_heads": 2}
 EMULATED: dict[str, dict[str, Any]] = {
     "mask": {"mask": "sequences"},
@@ -410,6 +405,7 @@ def is_quick(name: str, kernel_pass: str, family: str) -> bool:
     return name in EMULATED and name != "filled" and (family == "sm90a" or name in ("score", "blocks"))
 
 
+@pytest.mark.by_turns(3)
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "kernel_pass", "family"),

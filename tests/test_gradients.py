@@ -12,6 +12,7 @@ import pytest
 from cases import SMALL, SMALL_EVERYTHING, SMALL_PACKED, Case, PackedCase, Target
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(("target", "case", "dtype"), cases.conformance("gradients"))
 def test_values(target: Target, case: Case | PackedCase, dtype: str) -> None:
     problem = cases.problem_of(case, dtype)

@@ -47,6 +47,7 @@ def of(x: Any) -> Any:
     return x[(None,) * (4 - x.ndim)] if x.dtype == bool else x.astype(np.int32)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", SAME)
 @pytest.mark.parametrize("target", cases.targets())
 def test_other_masks_as_intervals(target: Target, name: str) -> None:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 one_process = pytest.mark.xdist_group("kernels")
+one_process_of_hopper = pytest.mark.xdist_group("hopper")
 """Of the tests that look at the same kernels."""
 
 SHARED_LIMIT = {70: 96 * 1024, 75: 64 * 1024, 80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -146,6 +147,7 @@ def pass_of(kernel: Mapping[str, Any]) -> str:
     return str(kernel["name"]).split("-")[1]
 
 
+@pytest.mark.by_turns(2)
 @one_process
 @pytest.mark.parametrize("arch", [80, *(pytest.param(x, marks=pytest.mark.slow) for x in (86, 89)), 90])
 def test_gates(kernels: Any, arch: int) -> None:
@@ -191,8 +193,8 @@ def hopper(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Mapping[
     return found
 
 
-@one_process
-@pytest.mark.slow
+@one_process_of_hopper
+@pytest.mark.slow(80)
 def test_gates_of_hopper(hopper: list[tuple[str, Mapping[str, Any]]]) -> None:
     """Nor may products wait for each other, or registers stay where they are, of which the assembler complains."""
     failed = []
@@ -205,28 +207,35 @@ def test_gates_of_hopper(hopper: list[tuple[str, Mapping[str, Any]]]) -> None:
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.parametrize("arch", [75, *(pytest.param(x, marks=pytest.mark.slow) for x in (70, 80, 90))])
-def test_gates_of_heads_in_float32(arch: int, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("arch", "head_dim"),
+    [
+        pytest.param(arch, head_dim, marks=() if (arch, head_dim) == (75, 64) else pytest.mark.slow(10))
+        for arch in (75, 70, 80, 90)
+        for head_dim in (64, 256)
+    ],
+)
+def test_gates_of_heads_in_float32(arch: int, head_dim: int, tmp_path: pathlib.Path) -> None:
     """They spill nothing, but with all options at head_dim 256 a few addresses."""
     names = ("bias", "alibi_slopes", "softcap", "dropout", "mask", "segments", "lengths", "arrays")
     most = {name: x for option in names for name, x in ON[option].items()}
     packed = {**ON["sequences"], **ON["alibi_slopes"], "original_bfloat16": True}
-    for head_dim in (64, 256):
-        for kernel in _core.build_kernels(
-            arch=arch,
-            out_dir=str(tmp_path),
-            dtypes=["float16"],
-            head_dims=[(head_dim, head_dim)],
-            options=[{"causal": True, "has_descale": True, "separate_dq": True, **on} for on in ({}, most, packed)],
-            family="",
-            passes=("forward", "backward", "backward_bias"),
-        ):
-            print(kernel["name"], kernel["float32_registers"], kernel["float32_local_bytes"])
-            assert 0 < kernel["float32_registers"] <= 255
-            gate = 96 if head_dim == 256 and "-mask-" in kernel["name"] else 0
-            assert kernel["float32_local_bytes"] <= gate, kernel["name"]
+    for kernel in _core.build_kernels(
+        arch=arch,
+        out_dir=str(tmp_path),
+        dtypes=["float16"],
+        head_dims=[(head_dim, head_dim)],
+        options=[{"causal": True, "has_descale": True, "separate_dq": True, **on} for on in ({}, most, packed)],
+        family="",
+        passes=("forward", "backward", "backward_bias"),
+    ):
+        print(kernel["name"], kernel["float32_registers"], kernel["float32_local_bytes"])
+        assert 0 < kernel["float32_registers"] <= 255
+        gate = 96 if head_dim == 256 and "-mask-" in kernel["name"] else 0
+        assert kernel["float32_local_bytes"] <= gate, kernel["name"]
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("arch", [70, 75, 80, 90])
 def test_gates_of_scale(arch: int, tmp_path: pathlib.Path) -> None:
     """Two blocks of a multiprocessor, at few spills; three sizes serve all head dims, and there is one of each."""
@@ -278,6 +287,7 @@ print(json.dumps([_core.cuda_status()["nvrtc"][0], rows]))
 """One of several NVRTC libraries needs a process of its own: a process uses the first it finds."""
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     ("arch", "nvrtc"),
     [(arch, nvrtc) for arch in OLD_WARPS for nvrtc in nvrtcs(arch)],
@@ -538,7 +548,7 @@ def lost_operands(function: sass.Function) -> tuple[int, list[str]]:
     return len(products), lost
 
 
-@one_process
+@one_process_of_hopper
 @pytest.mark.slow
 def test_operands_of_products_stay_in_their_registers(hopper: list[tuple[str, Mapping[str, Any]]]) -> None:
     """At head_dim 64 operands of the backward pass stay there from one tile to the next, in the others for a tile."""
@@ -553,6 +563,7 @@ def test_operands_of_products_stay_in_their_registers(hopper: list[tuple[str, Ma
 
 
 @one_process
+@pytest.mark.slow(30)
 def test_every_tile_row_is_compiled(kernels: Any) -> None:
     """The big rows serve 80 and 90, the rows for less shared memory 86 and 89: together, the whole table."""
     shared = {

@@ -105,6 +105,7 @@ def second_order_bytes(target: Target, length: int, options: dict[str, Any], ord
     return jax.jit(run).lower(inputs, trainable, others).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("order", ["forward_over_reverse", "reverse_over_forward", "reverse_over_reverse"])
 @pytest.mark.parametrize("options", [lambda length: {}, of_length], ids=["plain", "options"])
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))

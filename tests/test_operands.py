@@ -190,6 +190,7 @@ def test_dropout_split_over_devices(target: Target) -> None:
     assert_close(run(*placed), run(*arguments))
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("check_vma", [False, True], ids=["unchecked", "checked"])
 @pytest.mark.parametrize("name", ["bias", "bias_of_pairs", "alibi_slopes", "sinks", "q_segment_ids", "scale", "window"])
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.implementation != "reference"))

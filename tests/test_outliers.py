@@ -69,6 +69,7 @@ def check(got: dict[str, np.ndarray], want: dict[str, np.ndarray], most: dict[st
         assert np.isfinite(array[np.isfinite(want[result])]).all(), result
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("spread", SPREADS)
@@ -107,6 +108,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", ["query", "key"])
 @pytest.mark.parametrize("spread", [*SPREADS, "twins"])
 @pytest.mark.parametrize("options", ["bias-window", "slopes-mask", "sinks-lengths", "dropout-segments"])
@@ -198,6 +200,7 @@ HIDDEN["mask"]["mask"][:, :, 50:] = HIDDEN["mask"]["mask"][..., 60:] = False
 HIDDEN["bias"]["bias"][:, :, 50:] = HIDDEN["bias"]["bias"][..., 60:] = -np.inf
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("visible", ["none", *SPREADS])
 @pytest.mark.parametrize("name", HIDDEN)
 @pytest.mark.parametrize("target", [x for x in TARGETS if "reference" not in x.id])

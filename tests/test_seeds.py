@@ -100,6 +100,7 @@ def test_the_rows_of_the_naive_one() -> None:
 # Presets, end to end
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("preset", ["v100", "from-scratch", "t4", "naive"])
 def test_a_preset(
     preset: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]

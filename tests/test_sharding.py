@@ -241,6 +241,7 @@ def test_mapped_over_a_split_axis(target: Target) -> None:
     problem.check(target.platform, {"out": np.asarray(out), "lse": np.asarray(lse)})
 
 
+@pytest.mark.by_turns(4)
 @pytest.mark.parametrize("target", cases.targets())
 @pytest.mark.parametrize("check_vma", [False, True], ids=["unchecked", "checked"])
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])

@@ -59,6 +59,7 @@ def check_values(algorithm: study.Algorithm, shape: str, causal: bool, dtype: st
 TOLERANCES = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("algorithm", study.LOOPS)
@@ -104,6 +105,7 @@ EMULATED = {
 SHAPES |= {f"small-{name}": shape for name, shape in EMULATED.items()}
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.usefixtures("in_emulator")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", EMULATED)
