@@ -1,4 +1,4 @@
-"""Which tests a commit runs (.ci/run): a share of those marked ``slow``, and of the values of those marked ``by_turns``.
+"""Which tests a commit runs (.ci/run): a share of those marked ``slow``, and of the values of those ``by_turns``.
 
 Nothing here depends on a process, so the workers of pytest-xdist agree.
 """
