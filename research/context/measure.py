@@ -133,8 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 line = f"  {name:<24}{1e3 * time:9.3f} ms  {one / time:5.2f}x of one"
                 alone = times.get(f"{name.split()[0]} alone")
                 if alone:
-                    hidden = 1 - max(0.0, time - one / n) / alone
-                    line += f"  sends alone {1e3 * alone:.3f} ms, hidden {100 * hidden:.0f}%"
+                    above = time - one / n
+                    line += f"  {1e3 * above:.3f} ms above one / {n}, sends alone {1e3 * alone:.3f} ms"
                 print(line, flush=True)
             rows.append({"length": length, "gradients": gradients, "seconds": found.seconds})
             if args.out:
