@@ -70,6 +70,11 @@ def exact(x: Any) -> Any:
     )
 
 
+def wanted_of(plainly: Callable[..., jax.Array], *args: Any) -> Any:
+    """gradients_of() as one program: operation by operation, compiling them takes most of a test."""
+    return jax.jit(functools.partial(gallery.gradients_of, plainly))(*args)
+
+
 def close(found: Any, wanted: Any, tolerance: float = 1e-11) -> None:
     """Whether numbers differ by at most ``tolerance`` of themselves, or of the largest of their array."""
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -103,7 +108,7 @@ def test_gallery(name: str, implementation: str) -> None:
     found = gallery.gradients_of(
         lambda q, k, v, a: gallery.attend(name, sizes, q, k, v, a, implementation=implementation), dout, inputs, arrays
     )
-    wanted = gallery.gradients_of(
+    wanted = wanted_of(
         lambda q, k, v, a: gallery.dense(name, sizes, q, k, v, a), exact(dout), exact(inputs), exact(arrays)
     )
     close(found, wanted, tolerance)
@@ -121,7 +126,7 @@ def test_dtypes(name: str, dtype: str) -> None:
     wide = [x.astype(jnp.float64) for x in inputs]
     of_wide = {k: x.astype(jnp.float64) if x.dtype == jnp.float32 else x for k, x in arrays.items()}
     dout = dout.astype(jnp.float64)
-    wanted = gallery.gradients_of(lambda q, k, v, a: gallery.dense(name, sizes, q, k, v, a), dout, wide, of_wide)
+    wanted = wanted_of(lambda q, k, v, a: gallery.dense(name, sizes, q, k, v, a), dout, wide, of_wide)
     epsilon = float(jnp.finfo(dtype).eps)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert x.dtype == (dtype if x.ndim == 4 else jnp.float32)
@@ -158,7 +163,7 @@ def test_captured_arrays_of_every_kind(implementation: str) -> None:
         return dense(q, k, v, *mods(a))[0]
 
     found = gallery.gradients_of(ours, dout, inputs, arrays)
-    wanted = gallery.gradients_of(plainly, dout, inputs, arrays)
+    wanted = wanted_of(plainly, dout, inputs, arrays)
     assert {k: x.dtype for k, x in found[2].items()} == {k: arrays[k].dtype for k in ("scalar", "half", "brain")}
     close(found[:2], wanted[:2], 1e-5)
     close(found[2], wanted[2], 2e-2)
@@ -244,7 +249,7 @@ def test_dropped_pairs_add_exactly_nothing(implementation: str) -> None:
         return dense(q, k, v, lambda *x: safely(*x, table), mask_mod)
 
     cotangents = dout, jnp.asarray(rng.standard_normal((B, N, t)), dtype)
-    wanted, pullback = jax.vjp(plainly, *exact((query, key, value, table)))
+    wanted, pullback = jax.vjp(jax.jit(plainly), *exact((query, key, value, table)))
     gradients = pullback(exact(cotangents))
     for block_mask in (None, create_block_mask(mask_mod, None, None, t, s, block_size=64)):
         found, pull = jax.vjp(functools.partial(ours, block_mask=block_mask), query, key, value, table)
