@@ -442,7 +442,7 @@ def test_vmap(mapped: str) -> None:
     close(found, jax.tree.map(lambda *xs: jnp.stack(xs), *each))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(9)
 def test_forward_mode_and_second_derivatives() -> None:
     t = 12
     *inputs, dout = inputs_of(t, t)
@@ -541,7 +541,7 @@ def test_rows_on_a_mesh_that_do_not_begin_with_a_block() -> None:
     close(attend(placed, key, value), attend(query, key, value))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(9)
 def test_packed_sequences_count_from_their_own_first_row() -> None:
     lengths_q, lengths_kv = [5, 0, 17, 10], [9, 4, 20, 10]
     cu_q, cu_kv = (np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (lengths_q, lengths_kv))

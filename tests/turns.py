@@ -8,6 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
+DEFAULT_SECONDS = 2
+"""Of one core, what a test takes that is marked slow without a number: most of them are one of many of a grid."""
+
 
 def kept(items: Sequence[pytest.Item], turn: int, turns: int) -> list[pytest.Item]:
     """What remains of ``items`` in one turn of many, in their order; every item is in some turn."""
@@ -41,14 +44,15 @@ def _places(items: Sequence[pytest.Item]) -> list[tuple[pytest.Item, int]]:
 def _dealt(items: Sequence[pytest.Item], turn: int, turns: int) -> list[pytest.Item]:
     """The share of one turn: the longest first, each for the turn that has the least until then.
 
-    A test's seconds are those of its mark, 4 by default. Tests that share kernels (``xdist_group``) stay together.
+    A test's seconds are those of its mark. Tests that share kernels (``xdist_group``) stay together.
     """
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
         group = item.get_closest_marker("xdist_group")
         groups.setdefault(group.args[0] if group else item.nodeid, []).append(item)
     seconds = {
-        name: sum((*item.get_closest_marker("slow").args, 4)[0] for item in group) for name, group in groups.items()
+        name: sum((*item.get_closest_marker("slow").args, DEFAULT_SECONDS)[0] for item in group)
+        for name, group in groups.items()
     }
     loads, share = [0.0] * turns, []
     for name in sorted(groups, key=lambda name: (-seconds[name], zlib.crc32(name.encode()), name)):
