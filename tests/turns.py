@@ -1,4 +1,4 @@
-"""Which tests a commit runs (.ci/run): a share of those marked ``slow``, and of the values of those marked ``by_turns``.
+"""Which tests a commit runs (.ci/run): shares of those marked ``slow`` and of the values of those marked ``by_turns``.
 
 Nothing here depends on a process, so the workers of pytest-xdist agree.
 """
@@ -41,6 +41,10 @@ def _places(items: Sequence[pytest.Item]) -> list[tuple[pytest.Item, int]]:
     return places
 
 
+def _seconds(item: pytest.Item) -> float:
+    return (*item.get_closest_marker("slow").args, DEFAULT_SECONDS)[0]
+
+
 def _dealt(items: Sequence[pytest.Item], turn: int, turns: int) -> list[pytest.Item]:
     """The share of one turn: the longest first, each for the turn that has the least until then.
 
@@ -50,10 +54,7 @@ def _dealt(items: Sequence[pytest.Item], turn: int, turns: int) -> list[pytest.I
     for item in items:
         group = item.get_closest_marker("xdist_group")
         groups.setdefault(group.args[0] if group else item.nodeid, []).append(item)
-    seconds = {
-        name: sum((*item.get_closest_marker("slow").args, DEFAULT_SECONDS)[0] for item in group)
-        for name, group in groups.items()
-    }
+    seconds = {name: sum(map(_seconds, group)) for name, group in groups.items()}
     loads, share = [0.0] * turns, []
     for name in sorted(groups, key=lambda name: (-seconds[name], zlib.crc32(name.encode()), name)):
         least = loads.index(min(loads))
