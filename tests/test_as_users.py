@@ -10,8 +10,9 @@ import pytest
 TESTS = pathlib.Path(__file__).with_name("as_users.py")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("others", ["xla", "cpu"])
+@pytest.mark.parametrize(
+    "others", [pytest.param("xla", marks=pytest.mark.slow(25)), pytest.param("cpu", marks=pytest.mark.slow(75))]
+)
 def test_as_users_run(others: str) -> None:
     """In two halves, for two workers: the tests of each implementation, and those of none twice."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "PYTEST_"))}

@@ -157,7 +157,7 @@ def test_nothing_goes_past_the_doors() -> None:
             )
 
 
-@pytest.mark.slow
+@pytest.mark.slow(88)
 def test_no_conflicts_but_the_justified(kernels: list[dict[str, Any]]) -> None:
     """Nor races: with one the program stops, and there are no counts."""
     by_family = collections.Counter(kernel_of(counts).family for counts in kernels)

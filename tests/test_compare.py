@@ -298,7 +298,7 @@ def test_equal_wheels(compared: Any, capsys: pytest.CaptureFixture[str]) -> None
             assert [len(rounds) >= compare.LEAST_ROUNDS for rounds in cell["seconds"][0][build]] == [True] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.slow(9)
 def test_a_slower_wheel(compared: Any, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = compared(SLOWER, "--processes", "1")
     assert code == 1

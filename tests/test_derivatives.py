@@ -32,7 +32,7 @@ SMALL_OPTIONS = dataclasses.replace(SMALL_EVERYTHING, name="small_options", bias
 
 @pytest.mark.parametrize(
     "case",
-    [SMALL, *(pytest.param(case, marks=pytest.mark.slow) for case in (SMALL_OPTIONS, SMALL_PACKED))],
+    [SMALL, *(pytest.param(case, marks=pytest.mark.slow(15)) for case in (SMALL_OPTIONS, SMALL_PACKED))],
     ids=lambda case: case.name,
 )
 @pytest.mark.parametrize(

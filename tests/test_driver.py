@@ -85,7 +85,7 @@ def has(isa: str) -> bool:
     return probe.returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow(70)
 @pytest.mark.parametrize("flags", [ADDRESS, THREAD], ids=["address_undefined", "thread"])
 def test_sanitizers(tmp_path: pathlib.Path, flags: Sequence[str]) -> None:
     """The source is one for all instruction sets: the plainest, those whose products take pairs, or tiles of them.
@@ -186,7 +186,7 @@ def test_what_only_counts_hands_out_nulls(tmp_path: pathlib.Path) -> None:
     run(tmp_path / "main")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 @pytest.mark.skipif(not X86, reason="errors are stated for x86-64")
 def test_exp2(tmp_path: pathlib.Path) -> None:
     """Over every float. Stated in csrc/cpu/simd.h; without fused multiply-adds more is rounded."""

@@ -1069,7 +1069,7 @@ def test_random_rows_are_full_or_hold_several_sequences(example):
     np.testing.assert_array_equal(packed.weights, packed.segments > 0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(7)
 def test_resumed_after_ctrl_c_it_learns_as_if_never_stopped(example, small, tmp_path, monkeypatch, capsys):
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert example.main(flags(small, straight, dtype="float16", sample=8)) == 0
@@ -1133,7 +1133,7 @@ finetune_llama.main({arguments!r})
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(7)
 def test_resumed_after_a_kill_in_the_middle_of_a_save(example, small, tmp_path, capsys):
     """The save that was cut is as if it had never begun: the run goes on from the one before."""
     straight, out = tmp_path / "straight", tmp_path / "killed"
@@ -1157,7 +1157,7 @@ def test_resumed_after_a_kill_in_the_middle_of_a_save(example, small, tmp_path, 
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["6", "8"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(90)
 def test_the_documented_commands_halve_the_loss_in_twenty_steps(example, tmp_path, capsys):
     """With the standard library as it is; the curve is that of plain attention."""
     model, prompts = str(tmp_path / "tiny"), str(tmp_path / "prompts.jsonl")

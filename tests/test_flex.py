@@ -72,6 +72,11 @@ def exact(x: Any) -> Any:
     )
 
 
+def wanted_of(plainly: Callable[..., jax.Array], *args: Any) -> Any:
+    """gradients_of() as one program: operation by operation, compiling them takes most of a test."""
+    return jax.jit(functools.partial(gallery.gradients_of, plainly))(*args)
+
+
 def close(found: Any, wanted: Any, tolerance: float = 1e-11) -> None:
     """Whether numbers differ by at most ``tolerance`` of themselves, or of the largest of their array."""
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -112,7 +117,7 @@ def test_gallery(name: str, implementation: str) -> None:
     found = gallery.gradients_of(
         lambda q, k, v, a: gallery.attend(name, sizes, q, k, v, a, implementation=implementation), dout, inputs, arrays
     )
-    wanted = gallery.gradients_of(
+    wanted = wanted_of(
         lambda q, k, v, a: gallery.dense(name, sizes, q, k, v, a), exact(dout), exact(inputs), exact(arrays)
     )
     close(found, wanted, tolerance)
@@ -147,7 +152,7 @@ def test_dtypes(name: str, dtype: str, length: int) -> None:
     wide = [x.astype(jnp.float64) for x in inputs]
     of_wide = {k: x.astype(jnp.float64) if x.dtype == jnp.float32 else x for k, x in arrays.items()}
     dout = dout.astype(jnp.float64)
-    wanted = gallery.gradients_of(lambda q, k, v, a: gallery.dense(name, sizes, q, k, v, a), dout, wide, of_wide)
+    wanted = wanted_of(lambda q, k, v, a: gallery.dense(name, sizes, q, k, v, a), dout, wide, of_wide)
     epsilon = float(jnp.finfo(dtype).eps)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert x.dtype == (dtype if x.ndim == 4 else jnp.float32)
@@ -184,7 +189,7 @@ def test_captured_arrays_of_every_kind(implementation: str) -> None:
         return dense(q, k, v, *mods(a))[0]
 
     found = gallery.gradients_of(ours, dout, inputs, arrays)
-    wanted = gallery.gradients_of(plainly, dout, inputs, arrays)
+    wanted = wanted_of(plainly, dout, inputs, arrays)
     assert {k: x.dtype for k, x in found[2].items()} == {k: arrays[k].dtype for k in ("scalar", "half", "brain")}
     close(found[:2], wanted[:2], 1e-5)
     close(found[2], wanted[2], 2e-2)
@@ -281,7 +286,7 @@ def test_dropped_pairs_add_exactly_nothing(implementation: str) -> None:
         return dense(q, k, v, lambda *x: safely(*x, table), mask_mod)
 
     cotangents = dout, jnp.asarray(rng.standard_normal((B, N, t)), dtype)
-    wanted, pullback = jax.vjp(plainly, *exact((query, key, value, table)))
+    wanted, pullback = jax.vjp(jax.jit(plainly), *exact((query, key, value, table)))
     gradients = pullback(exact(cotangents))
     for block_mask in (None, create_block_mask(mask_mod, None, None, t, s, block_size=64)):
         found, pull = jax.vjp(functools.partial(ours, block_mask=block_mask), query, key, value, table)
@@ -474,7 +479,7 @@ def test_vmap(mapped: str) -> None:
     close(found, jax.tree.map(lambda *xs: jnp.stack(xs), *each))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(9)
 def test_forward_mode_and_second_derivatives() -> None:
     t = 12
     *inputs, dout = inputs_of(t, t)
@@ -573,7 +578,7 @@ def test_rows_on_a_mesh_that_do_not_begin_with_a_block() -> None:
     close(attend(placed, key, value), attend(query, key, value))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(9)
 def test_packed_sequences_count_from_their_own_first_row() -> None:
     lengths_q, lengths_kv = [5, 0, 17, 10], [9, 4, 20, 10]
     cu_q, cu_kv = (np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (lengths_q, lengths_kv))

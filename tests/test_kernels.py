@@ -149,7 +149,7 @@ def pass_of(kernel: Mapping[str, Any]) -> str:
 
 @pytest.mark.by_turns(2)
 @one_process
-@pytest.mark.parametrize("arch", [80, *(pytest.param(x, marks=pytest.mark.slow) for x in (86, 89)), 90])
+@pytest.mark.parametrize("arch", [80, *(pytest.param(x, marks=pytest.mark.slow(9)) for x in (86, 89)), 90])
 def test_gates(kernels: Any, arch: int) -> None:
     for kernel in kernels(arch):
         gate = 0 if pass_of(kernel) == "forward" and "-d128-" not in kernel["name"] else SPILL_GATE[pass_of(kernel)]
@@ -194,7 +194,7 @@ def hopper(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Mapping[
 
 
 @one_process_of_hopper
-@pytest.mark.slow(80)
+@pytest.mark.slow(70)
 def test_gates_of_hopper(hopper: list[tuple[str, Mapping[str, Any]]]) -> None:
     """Nor may products wait for each other, or registers stay where they are, of which the assembler complains."""
     failed = []
@@ -210,7 +210,7 @@ def test_gates_of_hopper(hopper: list[tuple[str, Mapping[str, Any]]]) -> None:
 @pytest.mark.parametrize(
     ("arch", "head_dim"),
     [
-        pytest.param(arch, head_dim, marks=() if (arch, head_dim) == (75, 64) else pytest.mark.slow(10))
+        pytest.param(arch, head_dim, marks=() if (arch, head_dim) == (75, 64) else pytest.mark.slow(15))
         for arch in (75, 70, 80, 90)
         for head_dim in (64, 256)
     ],
@@ -251,7 +251,7 @@ def test_gates_of_scale(arch: int, tmp_path: pathlib.Path) -> None:
         assert kernel["spill_bytes"] <= 108, kernel["name"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(10)
 @pytest.mark.parametrize("precision", FLOAT32_GATE)
 @pytest.mark.parametrize("arch", [80, 86])
 def test_gates_of_float32(arch: int, precision: str, tmp_path: pathlib.Path) -> None:
@@ -294,7 +294,7 @@ print(json.dumps([_core.cuda_status()["nvrtc"][0], rows]))
     ids=lambda x: str(x).split(" ", maxsplit=1)[0],
 )
 @pytest.mark.parametrize(
-    "widths", [(128,), *(pytest.param(x, marks=pytest.mark.slow) for x in ((40, 64, 96), (160, 192, 256)))]
+    "widths", [(128,), *(pytest.param(x, marks=pytest.mark.slow(22)) for x in ((40, 64, 96), (160, 192, 256)))]
 )
 def test_gates_of_old_gpus(arch: int, nvrtc: str, widths: tuple[int, ...], tmp_path: pathlib.Path) -> None:
     """Nothing is spilled, whatever the option: what would spill with options has another row for calls without
@@ -336,7 +336,7 @@ def test_gates_of_old_gpus(arch: int, nvrtc: str, widths: tuple[int, ...], tmp_p
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(14)
 @pytest.mark.parametrize(("arch", "dtype"), [(70, "float16"), (75, "float16"), (80, "bfloat16"), (86, "float16")])
 def test_gates_of_split_kv(arch: int, dtype: str, tmp_path: pathlib.Path) -> None:
     """Nothing is spilled, whatever the option, and each number of rows has its kernel."""
@@ -392,7 +392,7 @@ SHARED_BIAS_GATE = {(80, 128): 16, (80, 256): 24}
 float32 of two limbs. All others spill nothing."""
 
 
-@pytest.mark.slow
+@pytest.mark.slow(15)
 @pytest.mark.parametrize(("arch", "dtype"), [(70, "float16"), (75, "float16"), (80, "bfloat16"), (86, "float16")])
 def test_gates_of_shared_bias(arch: int, dtype: str, tmp_path: pathlib.Path) -> None:
     bias = {"separate_dq": True, **ON["bias"]}
@@ -429,7 +429,7 @@ def test_what_kernels_are_not_for_is_refused(tmp_path: pathlib.Path) -> None:
         build(80, "float16", highest_precision=True)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 @pytest.mark.parametrize("arch", OPTION_GATE)
 def test_gates_of_options(arch: int, tmp_path: pathlib.Path) -> None:
     rows = compiled(arch, tmp_path, dtypes=["bfloat16"], head_dims=[128], options=list(ON.values()))
@@ -549,7 +549,7 @@ def lost_operands(function: sass.Function) -> tuple[int, list[str]]:
 
 
 @one_process_of_hopper
-@pytest.mark.slow
+@pytest.mark.slow(40)
 def test_operands_of_products_stay_in_their_registers(hopper: list[tuple[str, Mapping[str, Any]]]) -> None:
     """At head_dim 64 operands of the backward pass stay there from one tile to the next, in the others for a tile."""
     for _, kernel in hopper:

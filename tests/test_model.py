@@ -367,7 +367,7 @@ _no_nvrtc = pytest.mark.skipif(
 
 def needs_tools(test: Any) -> Any:
     """Marks a test that compiles and disassembles; one process does that for all of them."""
-    return pytest.mark.slow(pytest.mark.xdist_group("model")(_no_nvrtc(test)))
+    return pytest.mark.slow(8)(pytest.mark.xdist_group("model")(_no_nvrtc(test)))
 
 
 @pytest.fixture(scope="module")

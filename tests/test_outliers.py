@@ -239,7 +239,7 @@ def test_every_family(family: str) -> None:
     in_a_process("cuda-cuda and (values or hidden)", JAX_FLASH_CUDA_FAMILY=family)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(13)
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16", "neon"])
 def test_every_isa(isa: str) -> None:
     code = "from jax_flash._native import _core; _core.cpu_isa()"

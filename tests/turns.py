@@ -1,4 +1,4 @@
-"""Which tests a commit runs (.ci/run): a share of those marked ``slow``, and of the values of those ``by_turns``.
+"""Which tests a commit runs (.ci/run): shares of those marked ``slow`` and of the values of those marked ``by_turns``.
 
 Nothing here depends on a process, so the workers of pytest-xdist agree.
 """
@@ -7,6 +7,9 @@ import zlib
 from collections.abc import Sequence
 
 import pytest
+
+DEFAULT_SECONDS = 2
+"""Of one core, what a test takes that is marked slow without a number: most of them are one of many of a grid."""
 
 
 def kept(items: Sequence[pytest.Item], turn: int, turns: int) -> list[pytest.Item]:
@@ -38,18 +41,20 @@ def _places(items: Sequence[pytest.Item]) -> list[tuple[pytest.Item, int]]:
     return places
 
 
+def _seconds(item: pytest.Item) -> float:
+    return (*item.get_closest_marker("slow").args, DEFAULT_SECONDS)[0]
+
+
 def _dealt(items: Sequence[pytest.Item], turn: int, turns: int) -> list[pytest.Item]:
     """The share of one turn: the longest first, each for the turn that has the least until then.
 
-    A test's seconds are those of its mark, 4 by default. Tests that share kernels (``xdist_group``) stay together.
+    A test's seconds are those of its mark. Tests that share kernels (``xdist_group``) stay together.
     """
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
         group = item.get_closest_marker("xdist_group")
         groups.setdefault(group.args[0] if group else item.nodeid, []).append(item)
-    seconds = {
-        name: sum((*item.get_closest_marker("slow").args, 4)[0] for item in group) for name, group in groups.items()
-    }
+    seconds = {name: sum(map(_seconds, group)) for name, group in groups.items()}
     loads, share = [0.0] * turns, []
     for name in sorted(groups, key=lambda name: (-seconds[name], zlib.crc32(name.encode()), name)):
         least = loads.index(min(loads))
