@@ -166,7 +166,7 @@ def test_layers_that_alternate(target: Target, packed: bool) -> None:
         np.testing.assert_allclose(y, want, rtol=0, atol=64 * float(jnp.finfo(dtype).eps) * np.abs(want).max())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(5)
 @pytest.mark.parametrize("scale", [0.7, -0.4, 0.0])
 @pytest.mark.parametrize("target", cases.targets(lambda target: "float64" in target.dtypes))
 def test_every_order_by_the_scale(target: Target, scale: float) -> None:
