@@ -139,7 +139,7 @@ def test_pictures_have_dark_versions(path: pathlib.Path) -> None:
     assert "#ffffff" in colours
     assert colours <= set(DARK)
     assert not re.search(r"(?:fill|stroke)[:=] ?\"?(?:black|white|rgb|#[0-9a-f]{3}\b)", text)
-    assert len(text) < 60_000
+    assert len(text) < 140_000  # 26 rows of the document on V100s have as much
 
 
 def test_dark_colours_are_those_of_reports() -> None:
