@@ -188,9 +188,9 @@ def test_export_of_any_batch(tmp_path: pathlib.Path, platforms: tuple[str, ...])
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )
     for batch in (1, 2, 5):
-        got = np.load(tmp_path / f"results{batch}.npz")
-        for name, want in zip(got.files, jax.jit(run)(*(x[:batch] for x in problem.inputs)), strict=True):
-            np.testing.assert_allclose(got[name], want, rtol=1e-6, atol=1e-6)
+        with np.load(tmp_path / f"results{batch}.npz") as got:
+            for name, want in zip(got.files, jax.jit(run)(*(x[:batch] for x in problem.inputs)), strict=True):
+                np.testing.assert_allclose(got[name], want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
