@@ -300,6 +300,30 @@ def test_dropped_pairs_add_exactly_nothing(implementation: str) -> None:
     assert np.isfinite(second).all()
 
 
+@pytest.mark.parametrize("t", [1, 3, 70])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_mask_drops_pairs_whatever_the_function_makes_of_them(implementation: str, t: int) -> None:
+    """It comes before the function in memory, but a pair that it drops has no finite score."""
+    s = 130
+    dtype, tolerance, of_gradients = kind_of(implementation)
+    query, key, value, dout = inputs_of(t, s, dtype)
+    mask = jnp.asarray(rng.random((B, N, t, s)) < 0.4).at[:, :, t // 2].set(False)
+
+    def score_mod(score: Any, *_: Any) -> Any:
+        return 2 * jnp.tanh(score / 2)
+
+    def ours(*inputs: Any) -> Any:
+        return jax_flash.attention(*inputs, score_mod=score_mod, mask=mask, implementation=implementation)
+
+    def plainly(*inputs: Any) -> Any:
+        return dense(*inputs, score_mod, keep=mask)[0]
+
+    found, pullback = jax.vjp(ours, query, key, value)
+    wanted, plain_pullback = jax.vjp(plainly, *exact((query, key, value)))
+    close(found, wanted, tolerance)
+    close(pullback(dout), plain_pullback(exact(dout)), of_gradients)
+
+
 def test_captured_gradients_where_lse_is_large() -> None:
     """CPU kernels state such rows again; beyond them a tile has ordinary rows."""
     query, key, value, dout = inputs_of(70, 130, np.float32)

@@ -516,9 +516,13 @@ class ForwardItem {
   template <int NV>
   void apply_options(int row, int64_t first, int keys);
 
-  // Transposes: bias and mask have keys in the lanes, scores have queries there.
+  // Drops the pairs that the mask drops, after a score function.
   template <int NV>
-  void fill_addends(int row, int64_t first, int keys);
+  void drop_masked(int row, int64_t first, int keys);
+
+  // Transposes what `of` has for rows and keys: bias and mask have keys in the lanes, scores have queries there.
+  template <int NV, typename Of>
+  void fill_addends(int row, int64_t first, int keys, Of of);
 
   // Fills lane_bits_[j][row / 16] for the keys that the rows may keep.
   void fill_lane_bits(int64_t first, int count);

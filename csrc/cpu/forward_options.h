@@ -7,14 +7,14 @@
 namespace jax_flash::cpu::JAX_FLASH_ISA {
 
 template <typename E>
-template <int NV>
-inline void ForwardItem<E>::fill_addends(int row, int64_t first, int keys) {
+template <int NV, typename Of>
+inline void ForwardItem<E>::fill_addends(int row, int64_t first, int keys, Of of) {
   constexpr int W = kWidth<T>;
   for (int v = 0; v < NV; ++v) {
     const typename Scores<E>::Row* rows = rows_of_options_ + row + v * W;
     for (int j = 0; j < keys; j += W) {
       Vec<T> tile[W];
-      for (int i = 0; i < W; ++i) tile[i] = options_.addend(rows[i], first + j);
+      for (int i = 0; i < W; ++i) tile[i] = of(rows[i], first + j);
       transpose<T>(tile);
       for (int i = 0; i < W; ++i) store(addends_ + (j + i) * kPanel<T> + v * W, tile[i]);
     }
@@ -72,7 +72,7 @@ __attribute__((noinline)) void ForwardItem<E>::apply_options(int row, int64_t fi
         0, keys, [&](int, int, Vec<T>& score) __attribute__((always_inline)) { score = options_.cap(score).value; });
   }
   if (options_.has_addend) {
-    fill_addends<NV>(row, first, keys);
+    fill_addends<NV>(row, first, keys, [&](const auto& of_row, int64_t s) { return options_.addend(of_row, s); });
     change_scores<NV>(0, keys, [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
       score = options_.add(score, load(addends_ + j * kPanel<T> + v * kWidth<T>));
     });
@@ -84,6 +84,16 @@ __attribute__((noinline)) void ForwardItem<E>::apply_options(int row, int64_t fi
       score -= load(slopes_ + row + v * kWidth<T>) * distance;
     });
   }
+}
+
+template <typename E>
+template <int NV>
+__attribute__((noinline)) void ForwardItem<E>::drop_masked(int row, int64_t first, int keys) {
+  fill_addends<NV>(row, first, keys,
+                   [&](const auto& of_row, int64_t s) { return options_.without_masked(Vec<T>(T(0)), of_row, s); });
+  change_scores<NV>(0, keys, [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
+    score = options_.add(score, load(addends_ + j * kPanel<T> + v * kWidth<T>));
+  });
 }
 
 template <typename E>

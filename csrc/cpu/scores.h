@@ -33,6 +33,7 @@ class Scores {
       : p_(p),
         has_cap(p.options.softcap != 0),
         has_addend(p.bias || p.mask),
+        has_mask(p.mask),
         has_slope(p.alibi_slopes),
         has_segments(p.q_segment_ids),
         has_intervals(p.kv_intervals || p.q_intervals),
@@ -80,12 +81,16 @@ class Scores {
                                          : elements(reinterpret_cast<const E*>(row.bias), s, count);
       sum = in_log2<T>(bias);
     }
-    if (row.mask) {
-      bool whole = p_.mask_strides.column == 0;
-      IntVec<T> keep = whole ? IntVec<T>(Int<T>{*row.mask}) : load_bools<T>(row.mask + s, count);
-      put_where<T>(keep == 0, sum, -kInfinity<T>);
-    }
-    return sum;
+    return row.mask ? without_masked(sum, row, s) : sum;
+  }
+  // `x` of the same keys, and -inf where the mask drops the pair: a score function may have made anything of that.
+  JAX_FLASH_INLINE Vec<T> without_masked(Vec<T> x, const Row& row, int64_t s) const {
+    int64_t count = p_.kv_length - s;
+    if (count <= 0) return x;
+    bool whole = p_.mask_strides.column == 0;
+    IntVec<T> keep = whole ? IntVec<T>(Int<T>{*row.mask}) : load_bools<T>(row.mask + s, count);
+    put_where<T>(keep == 0, x, -kInfinity<T>);
+    return x;
   }
   // The mask is a select, not a sum, so that it removes NaN too.
   static JAX_FLASH_INLINE Vec<T> add(const Vec<T>& x, const Vec<T>& addend) {
@@ -118,7 +123,7 @@ class Scores {
   const Problem& p_;
 
  public:
-  const bool has_cap, has_addend, has_slope, has_segments, has_intervals;
+  const bool has_cap, has_addend, has_mask, has_slope, has_segments, has_intervals;
 
  private:
   T cap_, cap_rate_;
