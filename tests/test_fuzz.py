@@ -84,7 +84,7 @@ def fuzz(targets: tuple[Target, ...], *, large: bool) -> None:
     agree()
 
 
-@pytest.mark.slow(90)
+@pytest.mark.slow(35)
 def test_cpu_and_xla() -> None:
     fuzz((cases.CPU, cases.XLA), large=False)
 
