@@ -79,7 +79,7 @@ class ForwardItem {
     position_ = arena.take<T>(lanes);
     decay_ = arena.take<T>(kPanel<T>);
     panel_ = arena.take<Panel>(panels_);
-    if (options_.has_addend) {
+    if (options_.has_arrays) {
       addends_ = arena.take<T>((keys + kWidth<T>)*kPanel<T>);
       rows_of_options_ = arena.take<typename Scores<E>::Row>(lanes);
     }

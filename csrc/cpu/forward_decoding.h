@@ -106,7 +106,7 @@ inline void ForwardItem<E>::finish_decoding(int row, int64_t first, int count, T
       const auto tile = tile_of_functions(row, round_up(count, kWidth<T>), first, 1, false);
       const bool drops = functions_.has_masks() && !functions_.decide(tile, keep_, 0).whole;
       functions_.apply(tile, scores, 0, nullptr, drops ? keep_ : nullptr, 0);
-      for (int j = 0; options_.has_mask && j < count; j += kWidth<T>) {
+      for (int j = 0; options_.masks_functions && j < count; j += kWidth<T>) {
         store(scores + j, options_.without_masked(load(scores + j), rows_of_options_[row], first + j));
       }
     }

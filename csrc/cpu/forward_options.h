@@ -126,7 +126,7 @@ inline void ForwardItem<E>::load_options(int lanes) {
   if (options_.any() || options_.has_segments || options_.has_intervals || functions_) {
     for (int row = 0; row < lanes; ++row) {
       Place at = place(std::min(row, rows_ - 1));
-      if (options_.has_addend) rows_of_options_[row] = options_.row(batch_, at.head, at.t);
+      if (options_.has_arrays) rows_of_options_[row] = options_.row(batch_, at.head, at.t);
       if (options_.has_slope) slopes_[row] = options_.slope(batch_, sequence_index_, at.head);
       if (options_.has_segments) segments_[row] = p_.q_segment_ids[batch_ * p_.q_length + at.t];
       if (options_.has_intervals) {

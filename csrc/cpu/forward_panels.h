@@ -44,7 +44,7 @@ inline void ForwardItem<E>::attend(int panel, int64_t block, int begin, int keys
     if (functions_) {
       functions_.apply(tile_of_functions(row, NV * kWidth<T>, block + begin, keys, true), scores, kPanel<T>, nullptr,
                        keep, kPanel<T>);
-      if (options_.has_mask) drop_masked<NV>(row, block + begin, keys);
+      if (options_.masks_functions) drop_masked<NV>(row, block + begin, keys);
     }
   }
   if (options_.has_segments) compare_segments<NV>(row, kept, block + begin, keys);

@@ -32,8 +32,9 @@ class Scores {
   explicit Scores(const Problem& p)
       : p_(p),
         has_cap(p.options.softcap != 0),
-        has_addend(p.bias || p.mask),
-        has_mask(p.mask),
+        has_arrays(p.bias || p.mask),
+        masks_functions(p.mask && p.options.functions),
+        has_addend(p.bias || (p.mask && !masks_functions)),
         has_slope(p.alibi_slopes),
         has_segments(p.q_segment_ids),
         has_intervals(p.kv_intervals || p.q_intervals),
@@ -70,7 +71,8 @@ class Scores {
     return row;
   }
 
-  // What bias and mask add to the scores of a row's keys s, s + 1, ...: -inf where the mask drops the pair. Nothing
+  // What bias and mask add to the scores of a row's keys s, s + 1, ...: -inf where the mask drops the pair, unless that
+  // is done after score functions. Nothing
   // past the row's last key is read; the lanes there are undefined.
   JAX_FLASH_INLINE Vec<T> addend(const Row& row, int64_t s) const {
     Vec<T> sum = T(0);
@@ -81,9 +83,9 @@ class Scores {
                                          : elements(reinterpret_cast<const E*>(row.bias), s, count);
       sum = in_log2<T>(bias);
     }
-    return row.mask ? without_masked(sum, row, s) : sum;
+    return row.mask && !masks_functions ? without_masked(sum, row, s) : sum;
   }
-  // `x` of the same keys, and -inf where the mask drops the pair: a score function may have made anything of that.
+  // `x` of the same keys, and -inf where the mask drops the pair.
   JAX_FLASH_INLINE Vec<T> without_masked(Vec<T> x, const Row& row, int64_t s) const {
     int64_t count = p_.kv_length - s;
     if (count <= 0) return x;
@@ -123,7 +125,9 @@ class Scores {
   const Problem& p_;
 
  public:
-  const bool has_cap, has_addend, has_mask, has_slope, has_segments, has_intervals;
+  // has_arrays: a bias or a mask. masks_functions: the mask drops pairs after functions, which may make a finite score
+  // of -inf. has_addend: something is added before.
+  const bool has_cap, has_arrays, masks_functions, has_addend, has_slope, has_segments, has_intervals;
 
  private:
   T cap_, cap_rate_;
