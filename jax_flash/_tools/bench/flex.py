@@ -83,9 +83,7 @@ def ours(name: str, cell: Cell, pass_: str, implementation: Implementation) -> E
     def forward(fixed: Any, query: Any, key: Any, value: Any, *of_trained: Any) -> Any:
         others, block_mask = fixed
         score_mod, _ = kind.mods(JAX, {**others, **dict(zip(trained, of_trained, strict=True))}, cell)
-        return attention(
-            query, key, value, score_mod=score_mod, block_mask=block_mask, implementation=implementation
-        )  # fmt: skip
+        return attention(query, key, value, score_mod=score_mod, block_mask=block_mask, implementation=implementation)
 
     fixed = {k: x for k, x in arrays.items() if k not in trained}, block_mask
     *inputs, dout = cell.draw()
@@ -124,28 +122,24 @@ def torch_flex(name: str, cell: Cell, pass_: str) -> Entry:
     torch.manual_seed(0)
     shape = cell.batch, cell.heads, cell.length, cell.head_dim
     query, key, value, dout = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
+    inputs = [x.requires_grad_(pass_ == "backward") for x in (query, key, value)]
     compiled = torch.compile(flex_attention, dynamic=False)
 
-    def attend(*inputs: Any, **options: Any) -> Any:
-        return compiled(*inputs, score_mod=score_mod, block_mask=block_mask, **options)
+    def entry(**options: Any) -> Entry:
+        def forward() -> Any:
+            return compiled(*inputs, score_mod=score_mod, block_mask=block_mask, **options)
+
+        run = forward
+        if pass_ == "backward":
+            out = forward()
+            run = functools.partial(torch.autograd.grad, out, [*inputs, *trained], dout, retain_graph=True)
+        run()  # compiles
+        return Entry(run, lambda _: torch.cuda.synchronize())
 
     try:
-        attend(query, key, value)
+        return entry()
     except Exception:  # its default tiles need more shared memory than there is
-        attend = functools.partial(attend, kernel_options={"num_stages": 1})
-    if pass_ == "forward":
-
-        def run() -> Any:
-            with torch.no_grad():
-                return attend(query, key, value)
-
-        return Entry(run, lambda _: torch.cuda.synchronize())
-    inputs = [x.requires_grad_() for x in (query, key, value)]
-    out = attend(*inputs)
-    return Entry(
-        lambda: torch.autograd.grad(out, [*inputs, *trained], dout, retain_graph=True),
-        lambda _: torch.cuda.synchronize(),
-    )
+        return entry(kernel_options={"num_stages": 1})
 
 
 def contestants(name: str, cell: Cell, pass_: str, platform: str) -> dict[str, Callable[[], Entry]]:
@@ -183,9 +177,7 @@ class Row:
         return other / own if own and other else None
 
 
-def measured(
-    kind: str, cell: Any, pass_: str, makers: Mapping[str, Callable[[], Entry]], rounds: int
-) -> Row:  # fmt: skip
+def measured(kind: str, cell: Any, pass_: str, makers: Mapping[str, Callable[[], Entry]], rounds: int) -> Row:
     found = race.race(makers, rounds, seconds=0.03, pause=0.01)
     times = {name: [1e3 * x for x in seconds] for name, seconds in found.seconds.items() if name not in found.errors}
     return Row(kind, str(cell), pass_, times, {name: doctor.first_line(x) for name, x in found.errors.items()})
@@ -211,9 +203,9 @@ def free() -> None:
 # What else a function costs
 
 
-def _of_block_mask(block_mask: Any, cell: Cell, pass_: str, implementation: Implementation, **options: Any) -> Entry:
+def _of_block_mask(block_mask: Any, cell: Cell, pass_: str, implementation: Implementation) -> Entry:
     def forward(block_mask: Any, query: Any, key: Any, value: Any) -> Any:
-        return attention(query, key, value, block_mask=block_mask, implementation=implementation, **options)
+        return attention(query, key, value, block_mask=block_mask, implementation=implementation)
 
     return race.of_function(forward, block_mask, pass_)(cell.draw())
 
