@@ -2,7 +2,6 @@
 ``kernels build|list|clear``."""
 
 import argparse
-import importlib.util
 import os
 import pathlib
 import sys
@@ -54,13 +53,7 @@ def _explain(args: argparse.Namespace) -> None:
     """Explains every call of the arguments, in tables if rich is installed."""
     for call in calls.of_arguments(args):
         explanation = explain(*call.inputs, platform=args.platform, **call.options)
-        print(call.title)
-        if importlib.util.find_spec("rich") is None or not sys.stdout.isatty():
-            print(explanation)
-        else:
-            import rich
-
-            rich.print(explanation)
+        print(f"{call.title}\n{explanation!r}")
 
 
 def _writable(file: pathlib.Path) -> None:

@@ -127,6 +127,7 @@ def _patched(*arguments: Any, **keywords: Any) -> Any:
 def _served(*arguments: Any, implementation: Any = None, **keywords: Any) -> Any:
     if implementation not in _IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None, 'xla' or 'cudnn' to be served, got {implementation!r}")
+    # Type checkers can't choose an overload for arguments that are passed on.
     return dot_product_attention(*arguments, implementation=_IMPLEMENTATIONS[implementation], **keywords)  # type: ignore
 
 

@@ -25,6 +25,7 @@ CAUSAL = ("global", "mla", "local_sliding")
 
 def install(attention_op: type) -> None:
     """Replaces ``attention_op.apply_attention``, MaxText's AttentionOp's. Installing twice changes nothing."""
+    # MaxText is not imported here, so its module has no type, nor has a function an attribute of ours.
     original: Any = attention_op.apply_attention  # type: ignore[attr-defined]
     if hasattr(original, "of_maxtext"):
         return

@@ -24,6 +24,7 @@ from copy_task import DISTANCE, HEADS, LENGTH, VOCABULARY, WIDTH, batch, steps_o
 
 
 @keras.saving.register_keras_serializable(package="jax_flash")
+# Keras has no types, and mypy refuses to look at subclasses of what has none.
 class FlashAttention(keras.layers.Layer):  # type: ignore[misc]
     """Self attention by `jax_flash.attention`: grouped query heads, causal, a window, dropout of the weights."""
 

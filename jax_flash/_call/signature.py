@@ -32,6 +32,7 @@ def with_signature(parameters: Iterable[inspect.Parameter]) -> Callable[[_Functi
     plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
 
     def decorate(function: _Function) -> _Function:
+        # inspect reads this attribute, which the type of functions lacks.
         function.__signature__ = _Wrapped(plain)  # type: ignore[attr-defined]
         return function
 

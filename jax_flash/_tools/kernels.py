@@ -158,7 +158,7 @@ def compiled(
     """Compiles ``variants`` of every one of ``arches``, and says before how many these are. Raises RuntimeError,
     ValueError and OSError."""
     wanted = {arch: variants(arch) for arch in dict.fromkeys(arches)}
-    counts = {arch: len(_names(arch, groups)) for arch, groups in wanted.items()}
+    counts = {arch: len(names(arch, groups)) for arch, groups in wanted.items()}
     cores = os.cpu_count() or 1
     print(
         f"compiling {sum(counts.values())} kernels on {cores} cores, {_duration(sum(counts.values()) / cores)}: "
@@ -175,7 +175,8 @@ def compiled(
         yield arch, [row for rows in built for row in rows]
 
 
-def _names(arch: int, groups: Iterable[Mapping[str, Any]]) -> set[str]:
+def names(arch: int, groups: Iterable[Mapping[str, Any]]) -> set[str]:
+    """The names of the kernels of variants."""
     return {
         name
         for group in groups

@@ -1,6 +1,7 @@
 """``warmup``: the kernels of calls, compiled into the cache before a program makes these calls."""
 
 import argparse
+import collections
 import os
 import sys
 import time
@@ -30,19 +31,18 @@ def run(args: argparse.Namespace) -> None:
         reason = status["cache_problem"] or "JAX_FLASH_CACHE_DIR is empty, or there is no home folder"
         raise RuntimeError(f"there is no cache to keep kernels in: {reason}")
     os.environ["JAX_FLASH_NOTICE_SECONDS"] = "off"  # the table says it
-    began, rows, counts = time.monotonic(), [["arch", "kernel", "from", "seconds"]], dict[str, int]()
+    began, found = time.monotonic(), dict[tuple[str, str], tuple[str, str]]()
     for arch, gpu in targets:
         for title, function, arguments in named:
-            found = _fetched(arch, gpu, title, function, arguments)
-            rows += [[f"sm_{arch}", name, origin, f"{seconds:.1f}"] for name, origin, seconds in found]
-    if len(rows) == 1:
+            for name, origin, seconds in _fetched(arch, gpu, title, function, arguments):
+                found.setdefault((f"sm_{arch}", name), (origin, f"{seconds:.1f}"))
+    if not found:
         raise RuntimeError("no call is served by CUDA's kernels, so that there is nothing to compile")
-    rows = [row for number, row in enumerate(rows) if row[:2] not in [other[:2] for other in rows[:number]]]
-    for _, _, origin, _ in rows[1:]:
-        counts[origin] = counts.get(origin, 0) + 1
-    print(table(rows, right=[3]))
+    rows = [[*kernel, *how] for kernel, how in found.items()]
+    print(table([["arch", "kernel", "from", "seconds"], *rows], right=[3]))
+    counts = collections.Counter(origin for origin, _ in found.values())
     told = ", ".join(f"{count} {origin}" for origin, count in sorted(counts.items()))
-    print(f"{len(rows) - 1} kernels are ready in {time.monotonic() - began:.1f} s, {told}; cache {status['cache_dir']}")
+    print(f"{len(found)} kernels are ready in {time.monotonic() - began:.1f} s, {told}; cache {status['cache_dir']}")
 
 
 def _targets(arches: Sequence[int] | None) -> list[tuple[int, str]]:
@@ -60,8 +60,8 @@ def _fetched(
     arch: int, gpu: str, title: str, function: Callable[..., Any], arguments: Sequence[Any]
 ) -> list[tuple[str, str, float]]:
     groups = kernels.variants_of(function, arguments, arch)
-    names = {name for group in groups for name in _core.kernel_names(arch=arch, **group)}
-    what = f"{len(names)} kernels" if names else "no kernel: plain JAX serves it"
+    count = len(kernels.names(arch, groups))
+    what = f"{count} kernels" if count else "no kernel: plain JAX serves it"
     print(f"sm_{arch}: {title}: {what}", file=sys.stderr, flush=True)
     try:
         return [row for group in groups for row in _core.fetch_kernels(arch=arch, gpu=gpu, **group)]
