@@ -387,6 +387,22 @@ def test_what_travels() -> None:
     assert not count(exchanged, "all-gather")
 
 
+def test_the_ring_tests_no_pair_off_the_diagonal() -> None:
+    """Under causal in zigzag order: half the rows or half the keys, of 32 each, and no mask. In striped order causal is
+    that of indices."""
+    zigzag = gradient_program("ring", 4, 32, compiled=False).as_text()
+    steps = re.findall(r"@jax_flash_(forward|backward)\(.* : \((tensor<.*?>), (tensor<.*?>)", zigzag)
+    halves = [(kind, q.split("x")[1], k.split("x")[1]) for kind, q, k in steps]
+    assert sorted(halves) == sorted(
+        (kind, *sizes)
+        for kind in ("forward", "backward")
+        for sizes in (("32", "32"), *3 * [("32", "16")], *3 * [("16", "32")])
+    )
+    striped = gradient_program("ring", 4, 32, "striped", compiled=False).as_text()
+    assert "jax_flash_backward" in striped
+    assert "intervals = true" not in zigzag + striped
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_layers_in_a_scan(schedule: str) -> None:
     """With remat, and arguments that are donated."""

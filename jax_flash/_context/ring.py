@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash._call.options import Options, positions_matter, with_ranges
+from jax_flash._context import halves
 from jax_flash._context.call import Arrays, Call, axis_of, by_intervals, of_keys_alone, wide
 from jax_flash._context.orders import Shard
 from jax_flash._implementations import varying
@@ -73,13 +74,34 @@ def _forward(
         if state is not None:
             visiting, state = _after(visiting, state)
         following = _sent(call, visiting) if step + 1 < call.devices else visiting
-        options, of_step = of_source(call, step, query, staying | visiting[2])
-        out, lse = call.attend(options, None, query, visiting[0], visiting[1], of_step)
+        out, lse = _results_of_step(call, step, query, visiting, staying)
         new = State(out.astype(wide(query)), lse)
         state = new if state is None else state.merged(new)
         visiting = following
     assert state is not None
     return state.out.astype(query.dtype), state.lse
+
+
+def _results_of_step(
+    call: Call, step: int, query: jax.Array, visiting: Visiting, staying: Arrays
+) -> tuple[jax.Array, jax.Array]:
+    """out and lse over the keys that are here."""
+    key, value, travelling = visiting
+    operands = staying | travelling
+    if step == 0 or not halves.serve(call, operands):
+        options, of_step = of_source(call, step, query, operands)
+        return call.attend(options, None, query, key, value, of_step)
+    arrays = {"query": query, "key": key, "value": value, **_of_shards(call, step, operands)}
+    options = dataclasses.replace(call.options, causal=False)
+
+    def compute(half: halves.Half) -> Arrays:
+        part = half.of(arrays)
+        q, k, v = (part.pop(name) for name in _INPUTS)
+        out, lse = call.attend(options, None, q, k, v, part)
+        return half.whole({"out": out, "lse": lse}, arrays)
+
+    found = halves.of_step(call, source_of(call, step).index, compute)
+    return found["out"], found["lse"]
 
 
 # The tangent is a primitive, so that its transpose, the backward pass, can be written out: what of it may be in memory
@@ -176,16 +198,30 @@ def _gradients_of_step(
     from jax_flash import _primitive
 
     query, key, value, out, lse = arrays
-    options, of_step = of_source(call, step, query, operands_here)
+    inputs = {"query": query, "key": key, "value": value, "dout": dout, "lse": lse, "dlse": dlse, "out": out}
+    in_halves = step > 0 and halves.serve(call, operands_here)
+    if in_halves:
+        options, of_step = dataclasses.replace(call.options, causal=False), _of_shards(call, step, operands_here)
+    else:
+        options, of_step = of_source(call, step, query, operands_here)
     of_old = {old: _names_in_step(call, step, old, operands, of_step) for old in wanted if old not in _INPUTS}
     names = [*(name for name in wanted if name in _INPUTS), *(name for found in of_old.values() for name in found)]
     if not names:
         return {}
-    inputs = {"query": query, "key": key, "value": value, "dout": dout, "lse": lse, "dlse": dlse, "out": out}
-    inputs, of_call = varying.vary_alike((inputs, with_ranges(of_step)))
     options = dataclasses.replace(options, partial_keys=True)
-    found = _primitive.backward(inputs, of_call, names, options=options, implementation=call.named)
-    found = {name: x.astype(wide(query)) for name, x in found.items()}
+
+    def gradients(inputs: Arrays, of_call: Arrays) -> Arrays:
+        inputs, of_call = varying.vary_alike((inputs, with_ranges(of_call)))
+        found = _primitive.backward(inputs, of_call, names, options=options, implementation=call.named)
+        return {name: x.astype(wide(query)) for name, x in found.items()}
+
+    def gradients_of_half(half: halves.Half) -> Arrays:
+        return half.whole(gradients(half.of(inputs), half.of(of_step)), inputs | of_step)
+
+    if in_halves:
+        found = halves.of_step(call, source_of(call, step).index, gradients_of_half)
+    else:
+        found = gradients(inputs, of_step)
     for old, new in of_old.items():
         terms = [found.pop(name) for name in new]
         axis = axis_of(old, operands[old], "s")
@@ -322,32 +358,48 @@ def source_of(call: Call, step: int) -> Shard:
 def of_source(call: Call, step: int, query: jax.Array, operands: Arrays) -> tuple[Options, Arrays]:
     """Options and operands for the keys that are here in a step."""
     keys = source_of(call, step)
+    found = _of_shards(call, step, operands)
+    if keys.consecutive and call.limits is None and call.options.functions is None:
+        if positions_matter(call.options, found):
+            found["q_offset"] = _offset(found, query, far="alibi_slopes" in found) + call.rows.first - keys.first
+        return call.options, found
+    if keys.order == "striped" and halves.causal_alone(call, found):
+        # Row i keeps the keys j with keys.index + devices * j <= rows.index + devices * i + q_offset.
+        offset = _offset(found, query) + call.rows.index - keys.index
+        return call.options, {**found, "q_offset": offset // np.int32(call.devices)}
+    if step == 0 and halves.serve(call, found):
+        return call.options, found  # the same positions of rows and keys
+    return by_intervals(call, _of_source(call, step, operands), keys, query)
+
+
+def _of_source(call: Call, step: int, operands: Arrays) -> Arrays:
+    """Operands for the keys that are here in a step, by positions of the whole sequence."""
+    keys = source_of(call, step)
     found = {}
     for name, x in operands.items():
         axis = axis_of(name, x, "s")
         found[name] = x if axis is None or of_keys_alone(name) else keys.of(x, axis)
     if step:
         found.pop("sinks", None)  # counted once, in the first step
-    if keys.consecutive and call.limits is None and call.options.functions is None:
-        return call.options, _of_consecutive(call, keys, query, found)
-    return by_intervals(call, found, keys, query)
+    return found
 
 
-def _of_consecutive(call: Call, keys: Shard, query: jax.Array, operands: Arrays) -> Arrays:
-    """Operands by which rows and keys, both consecutive, count from their first ones."""
-    found = dict(operands)
-    if positions_matter(call.options, found):
-        # Beyond all keys nothing depends on how far.
-        offset = found.get("q_offset", jnp.zeros((query.shape[0], 1), jnp.int32))
-        limit = np.int32(np.iinfo(np.int32).max // 2)
-        if "alibi_slopes" not in found:
-            offset = jnp.clip(offset, -limit, limit)
-        found["q_offset"] = offset + call.rows.first - keys.first
+def _of_shards(call: Call, step: int, operands: Arrays) -> Arrays:
+    """The same, but that lengths and intervals count the rows and keys of the shards."""
+    keys = source_of(call, step)
+    found = _of_source(call, step, operands)
     for name, shard in (("q_lengths", call.rows), ("q_intervals", call.rows), ("kv_lengths", keys),
                         ("kv_intervals", keys)):  # fmt: skip
         if name in found:
             found[name] = shard.count_before(found[name])
     return found
+
+
+def _offset(operands: Arrays, query: jax.Array, *, far: bool = False) -> jax.Array:
+    """q_offset, [B or 1, 1]. Beyond all keys nothing depends on how ``far``, but for ALiBi."""
+    offset = operands.get("q_offset", jnp.zeros((query.shape[0], 1), jnp.int32))
+    limit = np.int32(np.iinfo(np.int32).max // 2)
+    return offset if far else jnp.clip(offset, -limit, limit)
 
 
 class State(NamedTuple):
