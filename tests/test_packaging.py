@@ -195,9 +195,10 @@ def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def run(checkout: pathlib.Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("JAX_FLASH_")}
     return subprocess.run(
         [checkout / "run", *arguments],
-        env={**os.environ, "JAX_FLASH_CUDA": "none", "PYTHON": sys.executable, **environment},
+        env={**inherited, "JAX_FLASH_CUDA": "none", "PYTHON": sys.executable, **environment},
         capture_output=True,
         text=True,
         timeout=60,
