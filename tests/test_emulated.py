@@ -90,6 +90,9 @@ CASES: dict[str, dict[str, Any]] = {
     # Blocks of keys whose first row, or of rows whose first key, lies beyond the last one.
     "short-rows": {"value_head_dim": 192, "options": ["causal", "segments", "short_rows"], **ODD},
     "short-keys": {"q_length": 390, "kv_length": 200, "options": ["window", "segments", "short_keys"]},
+    # More tiles than a walk knows of at a time.
+    "many-tiles-of-keys": {"q_length": 40, "kv_length": 4300, "options": ["segments"]},
+    "many-tiles-of-rows": {"q_length": 2300, "kv_length": 60, "options": ["intervals"]},
     "arrays-64": {"options": ["arrays", "q_offset"], "batch": 4, **ODD},
     "arrays-separate_dq": {"head_dim": 128, "options": ["arrays", "separate_dq", "causal"], "batch": 3, **ODD},
     "arrays-256": {
@@ -169,6 +172,8 @@ AMPERE: dict[str, dict[str, Any]] = {
     "arrays-64": {"options": ["arrays", "q_offset"], "batch": 4, **SMALL},
     "arrays-128": {"head_dim": 128, "dtype": "float16", "options": ["arrays", "descale", "separate_dq"], **SMALL},
     "arrays-sequences": {"options": ["arrays", "sequences", "q_offset", "alibi"], **SMALL},
+    "many-tiles-of-keys": {"q_length": 40, "kv_length": 2300, "options": ["segments"]},
+    "many-tiles-of-rows": CASES["many-tiles-of-rows"],
     "split-64": CASES["split-64"],
     "split-separate_dq": CASES["split-separate_dq"],
     "split-128": CASES["split-128"],

@@ -8,11 +8,21 @@ namespace jax_flash {
 // Whether tiles in the middle of a range may be left out, and trim() may leave none.
 constexpr bool skips_tiles = in_segments || in_intervals || has_mask_blocks;
 
+// What is known of 32 tiles, a bit each, the first one's number being a multiple of 32. A base rather than a member:
+// absent it takes no place.
+template <bool present>
+struct KnownTiles {
+  mutable int group = -1;
+  mutable u32 with_pairs, uniform;
+};
+template <>
+struct KnownTiles<false> {};
+
 // Tiles of `size` keys or rows: a range, less those whose segments the block's do not meet, and those whose intervals
 // hold none of the block's positions, and those in empty blocks. What the block's own intervals leave out is not in the
 // range.
 template <int size>
-struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_blocks> {
+struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_blocks>, KnownTiles<skips_tiles> {
   TileRange range;
   SegmentTiles<size> segments;
 
@@ -47,13 +57,24 @@ struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_b
   // Whether every pair of the tile is kept, as far as `mask` lets it; and as far as the range lets it too.
   __device__ __forceinline__ bool is_full(int tile) const { return range.is_full(tile) && is_uniform(tile); }
   __device__ __forceinline__ bool is_uniform(int tile) const {
-    return segments.uniform(tile) && this->covers(tile) && this->is_whole(tile);
+    if constexpr (skips_tiles) {
+      look_at(tile);
+      return this->uniform >> tile % 32 & 1;
+    } else {
+      return true;
+    }
   }
 
-  // Upwards from range.begin: the next tile, or `end` where there is none before it.
+  // Upwards from range.begin: the next tile, `end` or beyond it where there is none before it.
   __device__ __forceinline__ int after(int tile, int end) const {
     ++tile;
-    while (skips_tiles && tile < end && !has_pairs(tile)) ++tile;
+    if constexpr (skips_tiles) {
+      for (; tile < end; tile = (tile | 31) + 1) {
+        look_at(tile);
+        const u32 left = this->with_pairs >> tile % 32;
+        if (left != 0) return at_most(tile + __ffs(left) - 1, end);
+      }
+    }
     return tile;
   }
   __device__ __forceinline__ int after(int tile) const { return after(tile, range.end); }
@@ -62,7 +83,13 @@ struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_b
   __device__ __forceinline__ int last() const { return range.end - 1; }
   __device__ __forceinline__ int before(int tile) const {
     --tile;
-    while (skips_tiles && tile >= range.begin && !has_pairs(tile)) --tile;
+    if constexpr (skips_tiles) {
+      for (; tile >= range.begin; tile = (tile & ~31) - 1) {
+        look_at(tile);
+        const u32 left = this->with_pairs << (31 - tile % 32);
+        if (left != 0) return tile - __clz(left);
+      }
+    }
     return tile;
   }
 
@@ -70,6 +97,18 @@ struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_b
   // Of a tile in the range.
   __device__ __forceinline__ bool has_pairs(int tile) const {
     return segments.visits(tile) && this->meets(tile) && this->has_blocks(tile);
+  }
+  // Makes a tile one of the 32 that are known. By a whole warp, every lane of which asks of one of them, so that their
+  // loads fly together: each waits as long as a good part of a tile's products takes.
+  __device__ __forceinline__ void look_at(int tile) const {
+    if (tile / 32 == this->group) return;
+    this->group = tile / 32;
+    const int own = this->group * 32 + static_cast<int>(threadIdx.x) % 32;
+    const bool in_range = own >= range.begin && own < range.end;
+    const bool some = in_range && has_pairs(own);
+    this->with_pairs = __ballot_sync(0xffffffffu, some);
+    this->uniform =
+        __ballot_sync(0xffffffffu, some && segments.uniform(own) && this->covers(own) && this->is_whole(own));
   }
 };
 
@@ -105,6 +144,7 @@ JAX_FLASH_DEVICE TileWalk<size> walk_of_keys(const Problem& problem, const Exten
                                              const SegmentRange& own, const Heads& heads, int row, int end) {
   return {{key_intervals(problem, extent, heads), row, at_most(end, extent.q.length)},
           {problem, extent, heads, true, row, end},
+          {},
           range,
           {problem.kv_segment_ranges, extent.batch, problem.kv_length, own}};
 }
@@ -130,6 +170,7 @@ JAX_FLASH_DEVICE TileWalk<size> walk_of_rows(const Problem& problem, const Exten
   }
   return {{row_intervals(problem, extent, heads), key, end},
           {problem, extent, heads, false, key, end},
+          {},
           range,
           {problem.q_segment_ranges, extent.batch, problem.q_length,
            in_segments ? segment_range<keys>(problem.kv_segment_ranges, extent.batch, problem.kv_length, key)

@@ -43,6 +43,7 @@ struct SharedStorage {
   char ds[adds_dq ? 2 : 1][Slabs<block_kv, block_q>::bytes];  // dS^T
   float lse_log2[stages][block_q];
   float deltas[stages][block_q];
+  Walk walks[skips_tiles ? stages : 1];
   u64 keys_full, full[stages], empty[stages], ds_full[2], ds_empty[2];
 };
 
@@ -71,8 +72,9 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
     VSlabs::copy(shared_address(shared.v), &maps.v, full, key, place.kv_head, place.batch);
   }
   Ring<stages> ring{0, 1};
-  for (Walk at = block.first(); at.head <= block.last_head; at = at.after(block.tiles)) {
+  for (Walk at = block.first(), next; at.head <= block.last_head; at = next) {
     const int stage = ring.stage;
+    next = block.after(at);
     const u32 full = shared_address(&shared.full[stage]);
     const Statistics statistics(block, at, ds_factor, lane);
     barrier_wait(shared_address(&shared.empty[stage]), ring.parity);
@@ -81,6 +83,7 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
       const int row = place.extent.q.first + at.tile * block_q;
       QSlabs::copy(shared_address(shared.q[stage]), &maps.q, full, row, at.head, place.batch);
       OutSlabs::copy(shared_address(shared.dout[stage]), &maps.dout, full, row, at.head, place.batch);
+      if constexpr (skips_tiles) shared.walks[stage] = at;
     }
     Statistics::put(shared.lse_log2[stage], statistics.lse_log2, lane);
     Statistics::put(shared.deltas[stage], statistics.deltas, lane);
@@ -119,8 +122,9 @@ struct Backward {
       VSlabs::read(v_operand, shared_address(shared.v), key_row(0), lane);
     }
   }
-  __device__ __forceinline__ void wait_for_rows(const Walk& at, const Ring<stages>& ring) const {
+  __device__ __forceinline__ void wait_for_rows(Walk& at, const Ring<stages>& ring) const {
     barrier_wait(shared_address(&shared.full[ring.stage]), ring.parity);
+    if constexpr (skips_tiles) at = shared.walks[ring.stage];
     const int valid = block.place.extent.q.length - at.tile * block_q;
     if (ragged_rows && valid < block_q) {
       // Each warpgroup for itself: none waits for another here.
@@ -210,7 +214,7 @@ struct Backward {
   // One tile of rows, the i-th of all, and the first `tiles` of keys; and dQ of the tile of rows before, if this
   // warpgroup `sums` it.
   template <int tiles, bool sums>
-  __device__ __forceinline__ void step(const Walk& at, const Ring<stages>& ring, int i) {
+  __device__ __forceinline__ void step(Walk& at, const Ring<stages>& ring, int i) {
     const int stage = ring.stage;
     Scores64 s[tiles], dp[tiles];  // S^T and then P^T, dP^T and then dS^T
     Derivatives derivatives;
@@ -263,7 +267,7 @@ struct Backward {
   }
   // `sums` by turns.
   template <int tiles>
-  __device__ __forceinline__ void step(const Walk& at, const Ring<stages>& ring, int i) {
+  __device__ __forceinline__ void step(Walk& at, const Ring<stages>& ring, int i) {
     if (adds_dq && i > 0 && (i - 1) % computing == group) {
       step<tiles, true>(at, ring, i);
     } else {
@@ -278,6 +282,7 @@ struct Backward {
                                  row_of_tiles);
   }
   __device__ __forceinline__ bool is_full(const Walk& at, int j) const {
+    if constexpr (skips_tiles) return at.full;
     return tiles_of_keys == 1 ? block.tiles.is_full(at.tile) : rows_of(j).is_full(at.tile);
   }
 

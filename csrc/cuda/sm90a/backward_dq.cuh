@@ -71,33 +71,37 @@ struct Block {
   }
 };
 
-// By one thread.
-JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const TensorMaps& maps) {
+// By one warp, whose lane 0 issues the loads.
+JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const TensorMaps& maps, int lane) {
   const Place& place = block.place;
   const int row = place.extent.q.first + place.first_row;
   Ring<stages> k_ring{0, 1};
   Ring<v_stages> v_ring{0, 1};
   for (int tile = block.tiles.last(); tile >= block.tiles.range.begin; tile = block.tiles.before(tile)) {
     const int key = place.extent.kv.first + tile * block_kv;
-    if (tile == block.tiles.last()) {
-      const u32 full = shared_address(&shared.q_full);
-      barrier_expect(full, QSlabs::bytes);
-      QSlabs::copy(shared_address(shared.q), &maps.q, full, row, place.head, place.batch);
+    const bool first = tile == block.tiles.last();
+    const u32 k_full = shared_address(&shared.k_full[k_ring.stage]),
+              v_full = shared_address(&shared.v_full[v_ring.stage]);
+    if (lane == 0) {
+      if (first) {
+        const u32 full = shared_address(&shared.q_full);
+        barrier_expect(full, QSlabs::bytes);
+        QSlabs::copy(shared_address(shared.q), &maps.q, full, row, place.head, place.batch);
+      }
+      barrier_wait(shared_address(&shared.k_empty[k_ring.stage]), k_ring.parity);
+      barrier_expect(k_full, KSlabs::bytes);
+      KSlabs::copy(shared_address(shared.k[k_ring.stage]), &maps.k, k_full, key, place.kv_head, place.batch);
+      if (first) {
+        const u32 full = shared_address(&shared.dout_full);
+        barrier_expect(full, OutSlabs::bytes);
+        OutSlabs::copy(shared_address(shared.dout), &maps.dout, full, row, place.head, place.batch);
+      }
+      barrier_wait(shared_address(&shared.v_empty[v_ring.stage]), v_ring.parity);
+      barrier_expect(v_full, VSlabs::bytes);
+      VSlabs::copy(shared_address(shared.v[v_ring.stage]), &maps.v, v_full, key, place.kv_head, place.batch);
     }
-    const u32 k_full = shared_address(&shared.k_full[k_ring.stage]);
-    barrier_wait(shared_address(&shared.k_empty[k_ring.stage]), k_ring.parity);
-    barrier_expect(k_full, KSlabs::bytes);
-    KSlabs::copy(shared_address(shared.k[k_ring.stage]), &maps.k, k_full, key, place.kv_head, place.batch);
+    __syncwarp();
     k_ring.advance();
-    if (tile == block.tiles.last()) {
-      const u32 full = shared_address(&shared.dout_full);
-      barrier_expect(full, OutSlabs::bytes);
-      OutSlabs::copy(shared_address(shared.dout), &maps.dout, full, row, place.head, place.batch);
-    }
-    const u32 v_full = shared_address(&shared.v_full[v_ring.stage]);
-    barrier_wait(shared_address(&shared.v_empty[v_ring.stage]), v_ring.parity);
-    barrier_expect(v_full, VSlabs::bytes);
-    VSlabs::copy(shared_address(shared.v[v_ring.stage]), &maps.v, v_full, key, place.kv_head, place.batch);
     v_ring.advance();
   }
 }
@@ -307,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
 
   if (warp < 4) {
     warpgroup_reg_dealloc<loading_registers>();
-    if (threadIdx.x == 0) load(block, shared, maps);
+    if (warp == 0) load(block, shared, maps, threadIdx.x % 32);
   } else {
     warpgroup_reg_alloc<computing_registers>();
     const int group = warp / 4 - 1, lane = threadIdx.x % 32;

@@ -33,13 +33,16 @@ constexpr int all_computing = 1;
 constexpr int one_computing = 2;  // and on, one of each warpgroup
 
 // The tiles of rows that a block walks over: those of one query head of its group after the other.
-struct Walk {
+struct alignas(16) Walk {
   int head;
   int tile;
+  // Where tiles are skipped, only the warp that loads walks; the others are told.
+  int full;       // whether all pairs of the tile are kept
+  int next_head;  // of the tile after it
 
   __device__ __forceinline__ Walk after(const TileWalk<block_q>& tiles) const {
     const int next = tiles.after(tile);
-    return next < tiles.range.end ? Walk{head, next} : Walk{head + 1, tiles.range.begin};
+    return next < tiles.range.end ? Walk{head, next, 0, 0} : Walk{head + 1, tiles.range.begin, 0, 0};
   }
 };
 
@@ -65,7 +68,14 @@ struct Block {
   static __device__ __forceinline__ Heads heads_of(const Problem& problem, int share) {
     return {share * heads_of_share(problem), heads_of_share(problem)};
   }
-  __device__ __forceinline__ Walk first() const { return {first_head, tiles.range.begin}; }
+  __device__ __forceinline__ Walk first() const { return {first_head, tiles.range.begin, 0, 0}; }
+  // What comes after `at`, which is to be told to the warps that compute.
+  __device__ __forceinline__ Walk after(Walk& at) const {
+    if constexpr (skips_tiles) at.full = tiles.is_full(at.tile);
+    const Walk next = at.after(tiles);
+    at.next_head = next.head;
+    return next;
+  }
   __device__ __forceinline__ bool idle() const { return tiles.empty(); }
 };
 
@@ -187,7 +197,7 @@ struct Weights {
   // tile.
   template <bool derives>
   __device__ __forceinline__ Walk move(const Walk& at, const Block& block) {
-    const Walk next = at.after(block.tiles);
+    const Walk next = skips_tiles ? Walk{at.next_head, 0, 0, 0} : at.after(block.tiles);
     if (next.head != at.head) {
       if constexpr (derives && sums_gradients) {
         gradients[0].flush(scores.problem, scores.extent, scores.keep.functions(), block.place.sequence, at.head,

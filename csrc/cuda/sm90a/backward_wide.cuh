@@ -25,6 +25,7 @@ struct SharedStorage {
   float4 derivatives[keeps_derivatives ? block_q / 8 : 1][warpgroup];
   float lse_log2[buffers][block_q];
   float deltas[buffers][block_q];
+  Walk walks[skips_tiles ? buffers : 1];
   u64 k_full, v_full, q_full[buffers], q_empty[buffers], dout_full[buffers], dout_empty[buffers];
   u64 p_full[4], p_empty[4];  // of a warp each
 };
@@ -48,7 +49,8 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
   const int key = place.extent.kv.first + place.first_key;
   Ring<buffers> ring{0, 1};
   bool first = true;
-  for (Walk at = block.first(); at.head <= block.last_head; at = at.after(block.tiles)) {
+  for (Walk at = block.first(), next; at.head <= block.last_head; at = next) {
+    next = block.after(at);
     const int stage = ring.stage, row = place.extent.q.first + at.tile * block_q;
     const u32 q_full = shared_address(&shared.q_full[stage]), dout_full = shared_address(&shared.dout_full[stage]);
     const Statistics statistics(block, at, ds_factor, lane);
@@ -61,6 +63,7 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
     if (lane == 0) {
       barrier_expect(q_full, QSlabs::bytes);
       QSlabs::copy(shared_address(shared.q[stage]), &maps.q, q_full, row, at.head, place.batch);
+      if constexpr (skips_tiles) shared.walks[stage] = at;
     }
     Statistics::put(shared.lse_log2[stage], statistics.lse_log2, lane);
     barrier_arrive(q_full);
@@ -110,8 +113,10 @@ struct Half {
     }
   }
   template <typename T>
-  __device__ __forceinline__ void wait_for_rows(const u64& full, const char* tile, const Walk& at, u32 parity) const {
-    barrier_wait(shared_address(&full), parity);
+  __device__ __forceinline__ void wait_for_rows(const u64* full, const char* tile, Walk& at,
+                                                const Ring<buffers>& ring) const {
+    barrier_wait(shared_address(&full[ring.stage]), ring.parity);
+    if constexpr (skips_tiles) at = shared.walks[ring.stage];
     const int valid = block.place.extent.q.length - at.tile * block_q;
     if (ragged_rows && valid < block_q) {
       // Each warpgroup for itself: none waits for the other here.
@@ -142,11 +147,11 @@ struct Half {
       Scores64 s;  // S^T, and then P^T
       Derivatives derivatives;
       Operand64 operand;
-      wait_for_rows<QSlabs>(shared.q_full[stage], shared.q[stage], at, ring.parity);
+      wait_for_rows<QSlabs>(shared.q_full, shared.q[stage], at, ring);
       score_product<KSlabs, QSlabs>(s, shared.k, shared.q[stage]);
       wgmma_wait<0>();
       hold(s);
-      weights.weigh(s, derivatives, at, block.tiles.is_full(at.tile), shared.lse_log2[stage]);
+      weights.weigh(s, derivatives, at, skips_tiles ? at.full : block.tiles.is_full(at.tile), shared.lse_log2[stage]);
       arrive(shared.q_empty[stage]);
       barrier_wait(shared_address(&shared.p_empty[warp]), parity ^ 1);
 #pragma unroll
@@ -159,7 +164,7 @@ struct Half {
       }
       arrive(shared.p_full[warp]);
       round_kept(operand, s);
-      wait_for_rows<OutSlabs>(shared.dout_full[stage], shared.dout[stage], at, ring.parity);
+      wait_for_rows<OutSlabs>(shared.dout_full, shared.dout[stage], at, ring);
       wgmma_fence();
       multiply_rows<OutSlabs>(dv, operand, shared_address(shared.dout[stage]));
       wgmma_commit();
@@ -179,7 +184,7 @@ struct Half {
       Scores64 p, dp;  // dP^T, and then dS^T
       Derivatives derivatives;
       Operand64 operand;
-      wait_for_rows<OutSlabs>(shared.dout_full[stage], shared.dout[stage], at, ring.parity);
+      wait_for_rows<OutSlabs>(shared.dout_full, shared.dout[stage], at, ring);
       score_product<VSlabs, OutSlabs>(dp, shared.v, shared.dout[stage]);
       wgmma_wait<0>();
       hold(dp);
@@ -197,7 +202,7 @@ struct Half {
       weights.derive(dp, p, derivatives, at, shared.deltas[stage]);
       arrive(shared.dout_empty[stage]);
       round_to(operand, dp);
-      wait_for_rows<QSlabs>(shared.q_full[stage], shared.q[stage], at, ring.parity);
+      wait_for_rows<QSlabs>(shared.q_full, shared.q[stage], at, ring);
       wgmma_fence();
       multiply_rows<QSlabs>(dk, operand, shared_address(shared.q[stage]));
       wgmma_commit();
