@@ -32,6 +32,14 @@ MANY: list[dict[str, Any]] = [
     {"head_dim": 64, "dropout_rate": 0.1},
     {"head_dim": 128, "softcap": 20.0},
     {"head_dim": 64, "window": 64, "causal": True},
+    # Tiles are skipped, and Hopper's producers tell which.
+    *({"head_dim": head_dim, "kv_start": np.arange(190, dtype=np.int32)} for head_dim in (64, 128, 256)),
+    {"head_dim": 128, "kv_start": np.arange(190, dtype=np.int32), "deterministic_backward": True},
+    {
+        "head_dim": 128,
+        "q_segment_ids": np.repeat(np.arange(2, dtype=np.int32)[None], 2, 0).repeat(95, axis=1),
+        "kv_segment_ids": np.repeat(np.arange(2, dtype=np.int32)[None], 2, 0).repeat(130, axis=1),
+    },
 ]
 SPLIT_KV: list[dict[str, Any]] = [
     *(

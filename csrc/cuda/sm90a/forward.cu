@@ -38,11 +38,24 @@ constexpr bool lazy = tile_value_head_dim > 128;
 // Products of the warpgroups by turns: on an H200 1 to 9% faster at head_dim 64, 0 to 2% at 128 and 256.
 constexpr bool in_turns = consumers > 1;
 
+// Where tiles are skipped, what the producer tells of one, so that consumers need not search: its number, and whether
+// all its pairs are kept as far as ranges let them. The tile after the last one is below the range.
+struct Told {
+  int word;
+
+  __device__ __forceinline__ int tile() const { return word >> 1; }
+  __device__ __forceinline__ bool is_uniform() const { return word & 1; }
+  static __device__ __forceinline__ Told of(const TileWalk<block_kv>& keys, int tile) {
+    return {tile * 2 + (tile >= keys.range.begin && keys.is_uniform(tile))};
+  }
+};
+
 // Rows of query with all their keys, as the producer publishes them to the consumers.
 struct Item {
   Place place;
   TileRange range;        // of keys
   SegmentRange segments;  // of the rows
+  Told first;             // tile of keys
   bool is_last;           // and no item, but the end
 
   __device__ __forceinline__ bool has_keys() const { return range.begin < range.end; }
@@ -53,6 +66,7 @@ struct SharedStorage {
   char k[stages][KSlabs::bytes];
   char v[stages][VSlabs::bytes];
   Item items[2];
+  Told following[skips_tiles ? stages : 1];  // the tile after that of K
   // mbarriers. Full: an item is published, and its Q has landed; a tile has landed. Empty: all warps are done with it.
   u64 item_full[2], item_empty[2], q_empty;
   u64 k_full[stages], k_empty[stages];
@@ -96,8 +110,9 @@ struct Producer {
     }
     __syncwarp();
   }
-  __device__ __forceinline__ void load_k(const Place& place, const Ring<stages>& at, int tile) {
+  __device__ __forceinline__ void load_k(const Place& place, const Ring<stages>& at, int tile, Told following) {
     barrier_wait(shared_address(&shared.k_empty[at.stage]), at.parity ^ 1);
+    if (skips_tiles && lane == 0) shared.following[at.stage] = following;
     load<KSlabs>(shared.k[at.stage], &maps.k, &shared.k_full[at.stage], place.extent.kv.first + tile * block_kv,
                  place.kv_head, place.batch);
   }
@@ -144,6 +159,7 @@ struct Producer {
       TileWalk<block_kv> tiles = tiles_of(problem, item);
       tiles.trim(lane);
       item.range = tiles.range;
+      item.first = Told::of(tiles, tiles.last());
     }
     publish(item);
     return true;
@@ -155,16 +171,20 @@ struct Producer {
     const Item& item = shared.items[slot];
     if (!item.has_keys()) return arrive_without_q();
     const TileWalk<block_kv> keys = tiles_of(problem, item);
-    int tile = keys.last();
+    const auto told = [&](int tile) { return skips_tiles ? Told::of(keys, tile) : Told{}; };
+    int tile = keys.last(), next = keys.before(tile);
     // In the order in which the consumers wait for them: K a tile ahead of V.
-    load_k(item.place, ring, tile);
+    load_k(item.place, ring, tile, told(next));
     load_q(slot);
     item_ring.advance();
-    for (int next; (next = keys.before(tile)) >= keys.range.begin; tile = next) {
+    while (next >= keys.range.begin) {
       const Ring v_ring = ring;
+      const int following = keys.before(next);
       ring.advance();
-      load_k(item.place, ring, next);
+      load_k(item.place, ring, next, told(following));
       load_v(item.place, v_ring, tile);
+      tile = next;
+      next = following;
     }
     load_v(item.place, ring, tile);
     ring.advance();
@@ -214,6 +234,7 @@ struct Consumer {
   u32 weights[block_kv / 16][4];  // of the tile that waits, as A
   RowStatistics statistics[2];    // of this lane's rows, 8 apart
   float rounding[2];              // see softmax()
+  Told following;                 // the tile after the last one whose scores were computed, where tiles are skipped
 
   __device__ __forceinline__ void release(const u64& empty) const {
     if (lane == 0) barrier_arrive(shared_address(&empty));
@@ -237,6 +258,7 @@ struct Consumer {
   }
   __device__ __forceinline__ void end_scores(FragmentC (&scores)[block_kv / 8]) {
     hold(scores);
+    if constexpr (skips_tiles) following = shared.following[ring.stage];
     release(shared.k_empty[ring.stage]);
   }
 
@@ -360,6 +382,7 @@ struct Consumer {
     barrier_wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
     if constexpr (in_turns) named_sync(turn_barrier + number, 2 * warpgroup);
     pass_turn();
+    if constexpr (skips_tiles) following = shared.following[ring.stage];
     release(shared.k_empty[ring.stage]);
     barrier_wait(shared_address(&shared.v_full[ring.stage]), ring.parity);
     release(shared.v_empty[ring.stage]);
@@ -397,17 +420,22 @@ struct Consumer {
 
   __device__ __forceinline__ void item(const Scope& scope) {
     const Place& place = scope.item.place;
-    const TileWalk<block_kv> keys = tiles_of(problem, scope.item);
+    const int first = scope.item.range.begin;
     // What this warpgroup's rows keep of them.
     const TileRange own = kept_key_tiles<block_kv, 64>(problem, place.extent, scope.rows.keep.band, {place.head, 1},
                                                        place.first_row + number * 64, 64);
-    const auto is_full = [&](int i) { return irregular ? own.is_full(i) && keys.is_uniform(i) : i < own.full_end; };
-    int tile = keys.last(), next;
-    while (tile >= at_least(own.end, keys.range.begin)) {
+    // Of the tile that comes next.
+    const auto is_full = [&](int i) {
+      return irregular ? own.is_full(i) && (!skips_tiles || following.is_uniform()) : i < own.full_end;
+    };
+    const auto before = [&](int tile) { return skips_tiles ? following.tile() : tile - 1; };
+    int tile = scope.item.range.end - 1, next;
+    if constexpr (skips_tiles) following = scope.item.first;
+    while (tile >= at_least(own.end, first)) {
       skip();
-      tile = keys.before(tile);
+      tile = before(tile);
     }
-    if (tile < keys.range.begin) {
+    if (tile < first) {
       if (scope.item.has_keys()) release(shared.q_empty);
       return clear(scope);
     }
@@ -417,7 +445,7 @@ struct Consumer {
       begin<true>(scope, tile);
     }
     if constexpr (irregular) {
-      for (; (next = keys.before(tile)) >= keys.range.begin; tile = next) {
+      for (; (next = before(tile)) >= first; tile = next) {
         if (is_full(next)) {
           step<false>(scope, next, tile);
         } else {
