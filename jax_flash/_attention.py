@@ -17,6 +17,7 @@ from jax_flash._call.options import (
     Implementation,
     Options,
     Precision,
+    by_keys,
     positions_matter,
     with_ranges,
 )
@@ -646,6 +647,8 @@ def _run_anywhere(
 
     def attend(options: Options, limits: tuple[int, int] | None, *arrays: Any) -> tuple[jax.Array, jax.Array]:
         query, key, value, operands = arrays
+        if limits is None:
+            operands = by_keys(operands, query.shape[1])
         return _run(options, static._replace(limits=limits), query, key, value, with_ranges(operands))
 
     if place is None:

@@ -111,7 +111,10 @@ def _moved(move: Any, x: Any, axis_size: int, order: Order, axis: int) -> jax.Ar
     return moved
 
 
-OVERLAP = {"xla_gpu_enable_latency_hiding_scheduler": True}
+OVERLAP = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,  # K, V, dK and dV; else all but one are waited for
+}
 """The options of XLA's compiler by which communication on GPUs runs while kernels do, for ``jax.jit(...,
 compiler_options=jax_flash.context.OVERLAP)``; `set_overlap_flags` sets them for the whole process."""
 

@@ -80,8 +80,10 @@ def test_blocks_without_pairs_are_not_visited(target: Target) -> None:
         {"kv_end": np.full(1024, 256) - rows // 8},
         {"q_end": np.where((keys < 256) | (keys >= 1536), 1024, 0)},
         {"q_start": np.where((keys < 256) | (keys >= 1536), keys // 4, 1024)},
+        {"mask": ((keys < 256) | (keys >= 1536))[None, None, None]},
+        {"mask": (keys < 768)[None, None, None], "q_end": np.where((keys < 256) | (keys >= 1536), 1024, 0)},
     ):
-        options = {name: x.astype(np.int32) for name, x in options.items()}
+        options = {name: x if x.dtype == bool else x.astype(np.int32) for name, x in options.items()}
         spoiled = value.copy()
         spoiled[:, 0 if "kv_start" in options else 768 : 2048 if "kv_end" in options else 1536] = np.nan
         attend = jax.jit(lambda v, o: jax_flash.attention(query, key, v, **o, implementation=target.implementation))

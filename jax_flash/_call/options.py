@@ -95,6 +95,19 @@ def interval_ranges(intervals: jax.Array) -> jax.Array:
     return jnp.stack([*some, start.max(axis=-1), end.min(axis=-1)], axis=-1)
 
 
+def by_keys(operands: Operands, rows: int) -> dict[str, jax.Array]:
+    """The operands, with a mask that all of several rows share as intervals of rows for each key: all rows or none.
+
+    So kernels leave out the blocks of keys that it hides, and read nothing for a single pair.
+    """
+    found = dict(operands)
+    if rows > 1 and "mask" in found and found["mask"].shape[2] == 1 and found["mask"].shape[3] > 1:
+        kept = found.pop("mask")[:, :, 0, :, None]
+        every = jnp.array([0, _INT32.max], jnp.int32)
+        found["q_intervals"] = jnp.where(kept, found.get("q_intervals", every), jnp.int32(0))
+    return found
+
+
 def with_ranges(operands: Operands) -> dict[str, jax.Array]:
     """The operands with the ranges of their segment ids and intervals."""
     made = {name.replace("_ids", "_ranges"): segment_ranges(x) for name, x in operands.items() if "segment_ids" in name}

@@ -541,12 +541,11 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     int stage = 0;
     for (int head = first_head; head <= last_head; ++head) {
       for (int tile = tiles.range.begin; tile < tiles.range.end;) {
-        const bool full = tiles.is_full(tile);
         const int following = tiles.after(tile);
         const bool last_tile = following >= tiles.range.end;
         const int next_head = head + last_tile;
         const int next_tile = !last_tile ? following : head < last_head ? tiles.range.begin : -1;
-        if (full) {
+        if (tiles.is_full(tile)) {
           backward.step<false>(head, tile, stage, next_head, next_tile);
         } else {
           backward.step<true>(head, tile, stage, next_head, next_tile);

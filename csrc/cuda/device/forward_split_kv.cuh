@@ -478,9 +478,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   __syncthreads();  // Q has landed
   if (alone && team > 0) return;
   while (tile >= 0) {
-    const bool full = tiles.is_full(tile);
     const int next = next_after(tile);
-    if (full) {
+    if (tiles.is_full(tile)) {
       forward.step<false>(tile, next);
     } else {
       forward.step<true>(tile, next);

@@ -64,8 +64,8 @@ JAX_FLASH_DEVICE void take_steps(Steps& steps, const TileWalk<block_kv>& tiles) 
   int tile = tiles.last();
   if constexpr (irregular) {
     while (tile >= tiles.range.begin) {
-      const bool full = tiles.is_full(tile);
       const int next = tiles.before(tile);
+      const bool full = tiles.is_full(tile);
       const int wanted = next >= tiles.range.begin ? next : -1;
       if (full) {
         steps.template step<false>(tile, wanted);

@@ -9,6 +9,7 @@
 namespace jax_flash {
 
 constexpr bool loads_take_registers = true;
+constexpr bool one_warp_loads = false;
 
 JAX_FLASH_DEVICE void copies_commit() {}
 template <int pending>

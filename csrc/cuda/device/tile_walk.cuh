@@ -7,6 +7,9 @@ namespace jax_flash {
 
 // Whether tiles in the middle of a range may be left out, and trim() may leave none.
 constexpr bool skips_tiles = in_segments || in_intervals || has_mask_blocks;
+// Whether 32 tiles are looked at at once. Where all warps walk this takes registers of theirs, and only a block mask,
+// whose kinds are read for every tile, repays them.
+constexpr bool looks_ahead = has_mask_blocks || (skips_tiles && one_warp_loads);
 
 // What is known of 32 tiles, a bit each, the first one's number being a multiple of 32. A base rather than a member:
 // absent it takes no place.
@@ -22,7 +25,7 @@ struct KnownTiles<false> {};
 // hold none of the block's positions, and those in empty blocks. What the block's own intervals leave out is not in the
 // range.
 template <int size>
-struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_blocks>, KnownTiles<skips_tiles> {
+struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_blocks>, KnownTiles<looks_ahead> {
   TileRange range;
   SegmentTiles<size> segments;
 
@@ -57,23 +60,25 @@ struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_b
   // Whether every pair of the tile is kept, as far as `mask` lets it; and as far as the range lets it too.
   __device__ __forceinline__ bool is_full(int tile) const { return range.is_full(tile) && is_uniform(tile); }
   __device__ __forceinline__ bool is_uniform(int tile) const {
-    if constexpr (skips_tiles) {
+    if constexpr (looks_ahead) {
       look_at(tile);
       return this->uniform >> tile % 32 & 1;
     } else {
-      return true;
+      return all_pairs(tile);
     }
   }
 
   // Upwards from range.begin: the next tile, `end` or beyond it where there is none before it.
   __device__ __forceinline__ int after(int tile, int end) const {
     ++tile;
-    if constexpr (skips_tiles) {
+    if constexpr (looks_ahead) {
       for (; tile < end; tile = (tile | 31) + 1) {
         look_at(tile);
         const u32 left = this->with_pairs >> tile % 32;
         if (left != 0) return at_most(tile + __ffs(left) - 1, end);
       }
+    } else {
+      while (skips_tiles && tile < end && !has_pairs(tile)) ++tile;
     }
     return tile;
   }
@@ -83,12 +88,14 @@ struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_b
   __device__ __forceinline__ int last() const { return range.end - 1; }
   __device__ __forceinline__ int before(int tile) const {
     --tile;
-    if constexpr (skips_tiles) {
+    if constexpr (looks_ahead) {
       for (; tile >= range.begin; tile = (tile & ~31) - 1) {
         look_at(tile);
         const u32 left = this->with_pairs << (31 - tile % 32);
         if (left != 0) return tile - __clz(left);
       }
+    } else {
+      while (skips_tiles && tile >= range.begin && !has_pairs(tile)) --tile;
     }
     return tile;
   }
@@ -97,6 +104,9 @@ struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_b
   // Of a tile in the range.
   __device__ __forceinline__ bool has_pairs(int tile) const {
     return segments.visits(tile) && this->meets(tile) && this->has_blocks(tile);
+  }
+  __device__ __forceinline__ bool all_pairs(int tile) const {
+    return segments.uniform(tile) && this->covers(tile) && this->is_whole(tile);
   }
   // Makes a tile one of the 32 that are known. By a whole warp, every lane of which asks of one of them, so that their
   // loads fly together: each waits as long as a good part of a tile's products takes.
@@ -107,8 +117,7 @@ struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_b
     const bool in_range = own >= range.begin && own < range.end;
     const bool some = in_range && has_pairs(own);
     this->with_pairs = __ballot_sync(0xffffffffu, some);
-    this->uniform =
-        __ballot_sync(0xffffffffu, some && segments.uniform(own) && this->covers(own) && this->is_whole(own));
+    this->uniform = __ballot_sync(0xffffffffu, some && all_pairs(own));
   }
 };
 

@@ -163,6 +163,7 @@ struct FloatLoad {
   __device__ __forceinline__ void finish(float*) const {}
 };
 constexpr bool loads_take_registers = false;
+constexpr bool one_warp_loads = false;
 
 using Mma = Products<Matrices<16>>;
 

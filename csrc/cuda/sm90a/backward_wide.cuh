@@ -112,11 +112,12 @@ struct Half {
       named_sync(all_computing, computing_threads);
     }
   }
-  template <typename T>
+  // A tile's first wait also learns which it is; at the second the loading warp may be telling of the next one already.
+  template <typename T, bool first>
   __device__ __forceinline__ void wait_for_rows(const u64* full, const char* tile, Walk& at,
                                                 const Ring<buffers>& ring) const {
     barrier_wait(shared_address(&full[ring.stage]), ring.parity);
-    if constexpr (skips_tiles) at = shared.walks[ring.stage];
+    if constexpr (skips_tiles && first) at = shared.walks[ring.stage];
     const int valid = block.place.extent.q.length - at.tile * block_q;
     if (ragged_rows && valid < block_q) {
       // Each warpgroup for itself: none waits for the other here.
@@ -147,7 +148,7 @@ struct Half {
       Scores64 s;  // S^T, and then P^T
       Derivatives derivatives;
       Operand64 operand;
-      wait_for_rows<QSlabs>(shared.q_full, shared.q[stage], at, ring);
+      wait_for_rows<QSlabs, true>(shared.q_full, shared.q[stage], at, ring);
       score_product<KSlabs, QSlabs>(s, shared.k, shared.q[stage]);
       wgmma_wait<0>();
       hold(s);
@@ -164,7 +165,7 @@ struct Half {
       }
       arrive(shared.p_full[warp]);
       round_kept(operand, s);
-      wait_for_rows<OutSlabs>(shared.dout_full, shared.dout[stage], at, ring);
+      wait_for_rows<OutSlabs, false>(shared.dout_full, shared.dout[stage], at, ring);
       wgmma_fence();
       multiply_rows<OutSlabs>(dv, operand, shared_address(shared.dout[stage]));
       wgmma_commit();
@@ -184,7 +185,7 @@ struct Half {
       Scores64 p, dp;  // dP^T, and then dS^T
       Derivatives derivatives;
       Operand64 operand;
-      wait_for_rows<OutSlabs>(shared.dout_full, shared.dout[stage], at, ring);
+      wait_for_rows<OutSlabs, true>(shared.dout_full, shared.dout[stage], at, ring);
       score_product<VSlabs, OutSlabs>(dp, shared.v, shared.dout[stage]);
       wgmma_wait<0>();
       hold(dp);
@@ -202,7 +203,7 @@ struct Half {
       weights.derive(dp, p, derivatives, at, shared.deltas[stage]);
       arrive(shared.dout_empty[stage]);
       round_to(operand, dp);
-      wait_for_rows<QSlabs>(shared.q_full, shared.q[stage], at, ring);
+      wait_for_rows<QSlabs, false>(shared.q_full, shared.q[stage], at, ring);
       wgmma_fence();
       multiply_rows<QSlabs>(dk, operand, shared_address(shared.q[stage]));
       wgmma_commit();

@@ -55,8 +55,8 @@ struct Item {
   Place place;
   TileRange range;        // of keys
   SegmentRange segments;  // of the rows
-  Told first;             // tile of keys
   bool is_last;           // and no item, but the end
+  bool begins_uniform;    // see Told, of the last tile of keys
 
   __device__ __forceinline__ bool has_keys() const { return range.begin < range.end; }
 };
@@ -110,9 +110,13 @@ struct Producer {
     }
     __syncwarp();
   }
-  __device__ __forceinline__ void load_k(const Place& place, const Ring<stages>& at, int tile, Told following) {
+  __device__ __forceinline__ void load_k(const Place& place, const Ring<stages>& at, const TileWalk<block_kv>& keys,
+                                         int tile) {
     barrier_wait(shared_address(&shared.k_empty[at.stage]), at.parity ^ 1);
-    if (skips_tiles && lane == 0) shared.following[at.stage] = following;
+    if constexpr (skips_tiles) {
+      const Told following = Told::of(keys, keys.before(tile));
+      if (lane == 0) shared.following[at.stage] = following;
+    }
     load<KSlabs>(shared.k[at.stage], &maps.k, &shared.k_full[at.stage], place.extent.kv.first + tile * block_kv,
                  place.kv_head, place.batch);
   }
@@ -159,7 +163,7 @@ struct Producer {
       TileWalk<block_kv> tiles = tiles_of(problem, item);
       tiles.trim(lane);
       item.range = tiles.range;
-      item.first = Told::of(tiles, tiles.last());
+      item.begins_uniform = Told::of(tiles, tiles.last()).is_uniform();
     }
     publish(item);
     return true;
@@ -171,20 +175,16 @@ struct Producer {
     const Item& item = shared.items[slot];
     if (!item.has_keys()) return arrive_without_q();
     const TileWalk<block_kv> keys = tiles_of(problem, item);
-    const auto told = [&](int tile) { return skips_tiles ? Told::of(keys, tile) : Told{}; };
-    int tile = keys.last(), next = keys.before(tile);
+    int tile = keys.last();
     // In the order in which the consumers wait for them: K a tile ahead of V.
-    load_k(item.place, ring, tile, told(next));
+    load_k(item.place, ring, keys, tile);
     load_q(slot);
     item_ring.advance();
-    while (next >= keys.range.begin) {
+    for (int next; (next = keys.before(tile)) >= keys.range.begin; tile = next) {
       const Ring v_ring = ring;
-      const int following = keys.before(next);
       ring.advance();
-      load_k(item.place, ring, next, told(following));
+      load_k(item.place, ring, keys, next);
       load_v(item.place, v_ring, tile);
-      tile = next;
-      next = following;
     }
     load_v(item.place, ring, tile);
     ring.advance();
@@ -243,6 +243,11 @@ struct Consumer {
     if constexpr (in_turns) named_arrive(turn_barrier + (number + 1) % consumers, 2 * warpgroup);
   }
 
+  __device__ __forceinline__ void learn() {
+    following = shared.following[ring.stage];
+    __syncwarp();  // before lane 0 says that the warp is done with it
+  }
+
   // Starts Q K^T, once K is there.
   __device__ __forceinline__ void start_scores(FragmentC (&scores)[block_kv / 8]) {
     barrier_wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
@@ -258,7 +263,7 @@ struct Consumer {
   }
   __device__ __forceinline__ void end_scores(FragmentC (&scores)[block_kv / 8]) {
     hold(scores);
-    if constexpr (skips_tiles) following = shared.following[ring.stage];
+    if constexpr (skips_tiles) learn();
     release(shared.k_empty[ring.stage]);
   }
 
@@ -382,7 +387,7 @@ struct Consumer {
     barrier_wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
     if constexpr (in_turns) named_sync(turn_barrier + number, 2 * warpgroup);
     pass_turn();
-    if constexpr (skips_tiles) following = shared.following[ring.stage];
+    if constexpr (skips_tiles) learn();
     release(shared.k_empty[ring.stage]);
     barrier_wait(shared_address(&shared.v_full[ring.stage]), ring.parity);
     release(shared.v_empty[ring.stage]);
@@ -430,7 +435,7 @@ struct Consumer {
     };
     const auto before = [&](int tile) { return skips_tiles ? following.tile() : tile - 1; };
     int tile = scope.item.range.end - 1, next;
-    if constexpr (skips_tiles) following = scope.item.first;
+    if constexpr (skips_tiles) following.word = tile * 2 + scope.item.begins_uniform;
     while (tile >= at_least(own.end, first)) {
       skip();
       tile = before(tile);

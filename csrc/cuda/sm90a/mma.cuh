@@ -12,5 +12,6 @@ namespace jax_flash {
 
 static_assert(limbs == 1, "arrays of two limbs are served by the kernels of sm80");
 constexpr bool loads_take_registers = false;
+constexpr bool one_warp_loads = true;
 
 }  // namespace jax_flash
