@@ -101,7 +101,8 @@ def by_keys(operands: Operands, rows: int) -> dict[str, jax.Array]:
     So kernels leave out the blocks of keys that it hides, and read nothing for a single pair.
     """
     found = dict(operands)
-    if rows > 1 and "mask" in found and found["mask"].shape[2] == 1 and found["mask"].shape[3] > 1:
+    # Lengths may be symbolic: they compare by == alone.
+    if rows != 1 and "mask" in found and found["mask"].shape[2] == 1 and found["mask"].shape[3] != 1:
         kept = found.pop("mask")[:, :, 0, :, None]
         every = jnp.array([0, _INT32.max], jnp.int32)
         found["q_intervals"] = jnp.where(kept, found.get("q_intervals", every), jnp.int32(0))
