@@ -401,29 +401,28 @@ def test_levanter_computes_the_same(name: str, order: str) -> None:
     np.testing.assert_allclose(got.array, expected.array, atol=1e-5)
 
 
-def test_levanter_without_a_batch() -> None:
+def check_of_levanter(*given: Any) -> None:
+    """That ours serves the call, with the result and the axes of levanter's own function."""
     levanter = trainers.Levanter()
+    expected = levanter.dot_product_attention(*given)
+    got = module("levanter_attention").over(levanter.dot_product_attention)(*given)
+    assert (levanter.calls, got.axes) == (1, expected.axes)
+    np.testing.assert_allclose(got.array, expected.array, atol=1e-5)
+
+
+def test_levanter_without_a_batch() -> None:
     arrays = (
         named(0, HEADS, GROUP, POSITION, DIM),
         named(1, HEADS, KEY_POSITION, DIM),
         named(2, HEADS, KEY_POSITION, DIM),
     )
-    given = (POSITION, KEY_POSITION, DIM, *arrays, AttentionMask(is_causal=True))
-    expected = levanter.dot_product_attention(*given)
-    got = module("levanter_attention").over(levanter.dot_product_attention)(*given)
-    assert (levanter.calls, got.axes) == (1, expected.axes)
-    np.testing.assert_allclose(got.array, expected.array, atol=1e-5)
+    check_of_levanter(POSITION, KEY_POSITION, DIM, *arrays, AttentionMask(is_causal=True))
 
 
 def test_levanter_with_a_batch_alone() -> None:
     """No axis of heads: the last shared axis has segment ids, so it is one of the batch."""
-    levanter = trainers.Levanter()
     arrays = named(0, BATCH, POSITION, DIM), named(1, BATCH, KEY_POSITION, DIM), named(2, BATCH, KEY_POSITION, DIM)
-    given = (POSITION, KEY_POSITION, DIM, *arrays, AttentionMask(segment_ids=SEGMENTS))
-    expected = levanter.dot_product_attention(*given)
-    got = module("levanter_attention").over(levanter.dot_product_attention)(*given)
-    assert (levanter.calls, got.axes) == (1, expected.axes)
-    np.testing.assert_allclose(got.array, expected.array, atol=1e-5)
+    check_of_levanter(POSITION, KEY_POSITION, DIM, *arrays, AttentionMask(segment_ids=SEGMENTS))
 
 
 def test_levanter_drops_in_training_only() -> None:

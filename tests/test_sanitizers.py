@@ -37,8 +37,8 @@ MANY: list[dict[str, Any]] = [
     {"head_dim": 128, "kv_start": np.arange(190, dtype=np.int32), "deterministic_backward": True},
     {
         "head_dim": 128,
-        "q_segment_ids": np.repeat(np.arange(2, dtype=np.int32)[None], 2, 0).repeat(95, axis=1),
-        "kv_segment_ids": np.repeat(np.arange(2, dtype=np.int32)[None], 2, 0).repeat(130, axis=1),
+        "q_segment_ids": np.repeat(np.array(2 * [[0, 1]], np.int32), 95, axis=1),
+        "kv_segment_ids": np.repeat(np.array(2 * [[0, 1]], np.int32), 130, axis=1),
     },
 ]
 SPLIT_KV: list[dict[str, Any]] = [

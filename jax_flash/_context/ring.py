@@ -91,8 +91,8 @@ def _results_of_step(
     if step == 0 or not halves.serve(call, operands):
         options, of_step = of_source(call, step, query, operands)
         return call.attend(options, None, query, key, value, of_step)
-    arrays = {"query": query, "key": key, "value": value, **_of_shards(call, step, operands)}
-    options = dataclasses.replace(call.options, causal=False)
+    options, of_step = _of_halves(call, step, operands)
+    arrays = {"query": query, "key": key, "value": value, **of_step}
 
     def compute(half: halves.Half) -> Arrays:
         part = half.of(arrays)
@@ -201,7 +201,7 @@ def _gradients_of_step(
     inputs = {"query": query, "key": key, "value": value, "dout": dout, "lse": lse, "dlse": dlse, "out": out}
     in_halves = step > 0 and halves.serve(call, operands_here)
     if in_halves:
-        options, of_step = dataclasses.replace(call.options, causal=False), _of_shards(call, step, operands_here)
+        options, of_step = _of_halves(call, step, operands_here)
     else:
         options, of_step = of_source(call, step, query, operands_here)
     of_old = {old: _names_in_step(call, step, old, operands, of_step) for old in wanted if old not in _INPUTS}
@@ -358,7 +358,8 @@ def source_of(call: Call, step: int) -> Shard:
 def of_source(call: Call, step: int, query: jax.Array, operands: Arrays) -> tuple[Options, Arrays]:
     """Options and operands for the keys that are here in a step."""
     keys = source_of(call, step)
-    found = _of_shards(call, step, operands)
+    by_position = _of_source(call, step, operands)
+    found = _of_shards(call, step, by_position)
     if keys.consecutive and call.limits is None and call.options.functions is None:
         if positions_matter(call.options, found):
             found["q_offset"] = _offset(found, query, far="alibi_slopes" in found) + call.rows.first - keys.first
@@ -371,7 +372,12 @@ def of_source(call: Call, step: int, query: jax.Array, operands: Arrays) -> tupl
         # waited for the other's kernel (two H100, 131072 tokens, forward: 145 ms rather than 116).
         offset = _offset(found, query) + call.rows.index - keys.index
         return call.options, {**found, "q_offset": offset // np.int32(call.devices)}
-    return by_intervals(call, _of_source(call, step, operands), keys, query)
+    return by_intervals(call, by_position, keys, query)
+
+
+def _of_halves(call: Call, step: int, operands: Arrays) -> tuple[Options, Arrays]:
+    """Options and operands for all pairs with the keys that are here, of which a step of `halves` takes its half."""
+    return dataclasses.replace(call.options, causal=False), _of_shards(call, step, _of_source(call, step, operands))
 
 
 def _of_source(call: Call, step: int, operands: Arrays) -> Arrays:
@@ -387,9 +393,9 @@ def _of_source(call: Call, step: int, operands: Arrays) -> Arrays:
 
 
 def _of_shards(call: Call, step: int, operands: Arrays) -> Arrays:
-    """The same, but that lengths and intervals count the rows and keys of the shards."""
+    """Those of `_of_source`, whose lengths and intervals then count the rows and keys of the shards."""
     keys = source_of(call, step)
-    found = _of_source(call, step, operands)
+    found = dict(operands)
     for name, shard in (("q_lengths", call.rows), ("q_intervals", call.rows), ("kv_lengths", keys),
                         ("kv_intervals", keys)):  # fmt: skip
         if name in found:

@@ -282,8 +282,7 @@ struct Backward {
                                  row_of_tiles);
   }
   __device__ __forceinline__ bool is_full(const Walk& at, int j) const {
-    if constexpr (skips_tiles) return at.full;
-    return tiles_of_keys == 1 ? block.tiles.is_full(at.tile) : rows_of(j).is_full(at.tile);
+    return tiles_of_keys == 1 ? block.is_full(at) : rows_of(j).is_full(at.tile);
   }
 
   __device__ __forceinline__ void run() {

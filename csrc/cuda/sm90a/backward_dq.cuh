@@ -80,25 +80,13 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
   for (int tile = block.tiles.last(); tile >= block.tiles.range.begin; tile = block.tiles.before(tile)) {
     const int key = place.extent.kv.first + tile * block_kv;
     const bool first = tile == block.tiles.last();
-    const u32 k_full = shared_address(&shared.k_full[k_ring.stage]),
-              v_full = shared_address(&shared.v_full[v_ring.stage]);
     if (lane == 0) {
-      if (first) {
-        const u32 full = shared_address(&shared.q_full);
-        barrier_expect(full, QSlabs::bytes);
-        QSlabs::copy(shared_address(shared.q), &maps.q, full, row, place.head, place.batch);
-      }
+      if (first) load_slabs<QSlabs>(shared.q, &maps.q, shared.q_full, row, place.head, place.batch);
       barrier_wait(shared_address(&shared.k_empty[k_ring.stage]), k_ring.parity);
-      barrier_expect(k_full, KSlabs::bytes);
-      KSlabs::copy(shared_address(shared.k[k_ring.stage]), &maps.k, k_full, key, place.kv_head, place.batch);
-      if (first) {
-        const u32 full = shared_address(&shared.dout_full);
-        barrier_expect(full, OutSlabs::bytes);
-        OutSlabs::copy(shared_address(shared.dout), &maps.dout, full, row, place.head, place.batch);
-      }
+      load_slabs<KSlabs>(shared.k[k_ring.stage], &maps.k, shared.k_full[k_ring.stage], key, place.kv_head, place.batch);
+      if (first) load_slabs<OutSlabs>(shared.dout, &maps.dout, shared.dout_full, row, place.head, place.batch);
       barrier_wait(shared_address(&shared.v_empty[v_ring.stage]), v_ring.parity);
-      barrier_expect(v_full, VSlabs::bytes);
-      VSlabs::copy(shared_address(shared.v[v_ring.stage]), &maps.v, v_full, key, place.kv_head, place.batch);
+      load_slabs<VSlabs>(shared.v[v_ring.stage], &maps.v, shared.v_full[v_ring.stage], key, place.kv_head, place.batch);
     }
     __syncwarp();
     k_ring.advance();

@@ -69,6 +69,9 @@ struct Block {
     return {share * heads_of_share(problem), heads_of_share(problem)};
   }
   __device__ __forceinline__ Walk first() const { return {first_head, tiles.range.begin, 0, 0}; }
+  __device__ __forceinline__ bool is_full(const Walk& at) const {
+    return skips_tiles ? at.full != 0 : tiles.is_full(at.tile);
+  }
   // What comes after `at`, which is to be told to the warps that compute.
   __device__ __forceinline__ Walk after(Walk& at) const {
     if constexpr (skips_tiles) at.full = tiles.is_full(at.tile);

@@ -52,33 +52,22 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
   for (Walk at = block.first(), next; at.head <= block.last_head; at = next) {
     next = block.after(at);
     const int stage = ring.stage, row = place.extent.q.first + at.tile * block_q;
-    const u32 q_full = shared_address(&shared.q_full[stage]), dout_full = shared_address(&shared.dout_full[stage]);
     const Statistics statistics(block, at, ds_factor, lane);
-    if (first && lane == 0) {
-      const u32 full = shared_address(&shared.k_full);
-      barrier_expect(full, KSlabs::bytes);
-      KSlabs::copy(shared_address(shared.k), &maps.k, full, key, place.kv_head, place.batch);
-    }
+    if (first && lane == 0) load_slabs<KSlabs>(shared.k, &maps.k, shared.k_full, key, place.kv_head, place.batch);
     barrier_wait(shared_address(&shared.q_empty[stage]), ring.parity);
     if (lane == 0) {
-      barrier_expect(q_full, QSlabs::bytes);
-      QSlabs::copy(shared_address(shared.q[stage]), &maps.q, q_full, row, at.head, place.batch);
+      load_slabs<QSlabs>(shared.q[stage], &maps.q, shared.q_full[stage], row, at.head, place.batch);
       if constexpr (skips_tiles) shared.walks[stage] = at;
     }
     Statistics::put(shared.lse_log2[stage], statistics.lse_log2, lane);
-    barrier_arrive(q_full);
-    if (first && lane == 0) {
-      const u32 full = shared_address(&shared.v_full);
-      barrier_expect(full, VSlabs::bytes);
-      VSlabs::copy(shared_address(shared.v), &maps.v, full, key, place.kv_head, place.batch);
-    }
+    barrier_arrive(shared_address(&shared.q_full[stage]));
+    if (first && lane == 0) load_slabs<VSlabs>(shared.v, &maps.v, shared.v_full, key, place.kv_head, place.batch);
     barrier_wait(shared_address(&shared.dout_empty[stage]), ring.parity);
     if (lane == 0) {
-      barrier_expect(dout_full, OutSlabs::bytes);
-      OutSlabs::copy(shared_address(shared.dout[stage]), &maps.dout, dout_full, row, at.head, place.batch);
+      load_slabs<OutSlabs>(shared.dout[stage], &maps.dout, shared.dout_full[stage], row, at.head, place.batch);
     }
     Statistics::put(shared.deltas[stage], statistics.deltas, lane);
-    barrier_arrive(dout_full);
+    barrier_arrive(shared_address(&shared.dout_full[stage]));
     ring.advance();
     first = false;
   }
@@ -152,7 +141,7 @@ struct Half {
       score_product<KSlabs, QSlabs>(s, shared.k, shared.q[stage]);
       wgmma_wait<0>();
       hold(s);
-      weights.weigh(s, derivatives, at, skips_tiles ? at.full : block.tiles.is_full(at.tile), shared.lse_log2[stage]);
+      weights.weigh(s, derivatives, at, block.is_full(at), shared.lse_log2[stage]);
       arrive(shared.q_empty[stage]);
       barrier_wait(shared_address(&shared.p_empty[warp]), parity ^ 1);
 #pragma unroll

@@ -104,10 +104,7 @@ struct Producer {
 
   template <typename S>
   __device__ __forceinline__ void load(char* to, const TensorMap* map, u64* full, int row, int head, int batch) {
-    if (lane == 0) {
-      barrier_expect(shared_address(full), S::bytes);
-      S::copy(shared_address(to), map, shared_address(full), row, head, batch);
-    }
+    if (lane == 0) load_slabs<S>(to, map, *full, row, head, batch);
     __syncwarp();
   }
   __device__ __forceinline__ void load_k(const Place& place, const Ring<stages>& at, const TileWalk<block_kv>& keys,

@@ -58,4 +58,12 @@ struct Slabs {
   }
 };
 
+// By one thread: loads the rows of a tile, of which a barrier is told.
+template <typename S>
+JAX_FLASH_DEVICE void load_slabs(char* to, const TensorMap* map, u64& full, int row, int head, int batch) {
+  const u32 barrier = shared_address(&full);
+  barrier_expect(barrier, S::bytes);
+  S::copy(shared_address(to), map, barrier, row, head, batch);
+}
+
 }  // namespace jax_flash
