@@ -124,21 +124,16 @@ class Call:
     scratch: int | None = None  # elements; None: there is no such result
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def wanted(self, pass_: str = "forward", *, any_batch: bool = False) -> Any:
+    def described(self, pass_: str) -> dict[str, Any]:
         (t, s), (n, k) = self.lengths, self.heads
         sizes = {"q_length": t, "kv_length": s, "q_heads": n, "kv_heads": k, "head_dim": self.head_dim,
                  "value_head_dim": self.head_dim}  # fmt: skip
-        call = {
-            "pass_": pass_,
-            "platform": "cuda",
-            "dtype": "bfloat16",
-            "options": self.options,
-            "shapes": {},
-            **sizes,
-        }
+        return {"pass_": pass_, "dtype": "bfloat16", "options": self.options, "shapes": {}, **sizes}
+
+    def wanted(self, pass_: str = "forward", *, any_batch: bool = False) -> Any:
         if any_batch:
-            return _core.scratch_of_any_batch(**call)
-        return _core.scratch(batch=self.batch, **call)
+            return _core.scratch_of_any_batch(platform="cuda", **self.described(pass_))
+        return _core.scratch(platform="cuda", batch=self.batch, **self.described(pass_))
 
     def with_scratch(self, elements: int | None) -> "Call":
         return dataclasses.replace(self, scratch=elements)
@@ -283,6 +278,58 @@ def handler(target: str, stage: str = "execute", *, records: bool = False) -> in
 
 def good(xla: Xla, error: int | None) -> None:
     assert error is None, xla.message
+
+
+# Compilation beside XLA's
+
+
+def kernels_begun_at_lowering() -> None:
+    xla = Xla()
+    xla.is_gpu(90)
+    cache = pathlib.Path(os.environ["JAX_FLASH_CACHE_DIR"])
+    # A backward in one order has passes for dQ and for the gradient of a bias besides.
+    biased = {"has_bias": True, "has_dbias": True, "separate_dq": True}
+    calls = [("forward", SHORT), ("backward", Call(lengths=(64, 64), heads=(2, 2))),
+             ("backward", Call(lengths=(64, 64), heads=(2, 2), batch=2, options=biased))]  # fmt: skip
+    for pass_, call in calls:
+        shapes = {"bias": [1, 1, 64, 64]} if call.options else {}
+        described = call.described(pass_) | {"shapes": shapes}
+        for _ in range(2):  # the second one finds all begun
+            _core.begin_to_load(batch=call.batch, scratch=1 << 20, **described)
+    assert not list(cache.rglob("*.cubin")), "it has waited"
+    _core.finish_loading()
+    kinds = sorted(path.name.split("-")[1] for path in cache.rglob("*.cubin"))
+    assert kinds == ["backward", "backward", "backward_bias", "backward_dq", "forward_split_kv"]
+    made = {path: path.stat().st_mtime_ns for path in cache.rglob("*.cubin")}
+    # XLA then finds them, in memory: no file is read or written any more.
+    shutil.rmtree(cache)
+    for pass_, call in calls[:2]:
+        good(xla, xla.run(handler(f"jax_flash_{pass_}", "initialize"), pass_, call.with_scratch(1 << 20), INITIALIZE))
+    assert made and not list(cache.rglob("*.cubin"))
+
+
+def test_kernels_begun_at_lowering(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    in_a_process(kernels_begun_at_lowering, folder, JAX_FLASH_CACHE_DIR=str(tmp_path / "cache"))
+
+
+def kernels_that_failed_to_compile() -> None:
+    xla = Xla()
+    xla.is_gpu(90)
+    sources = pathlib.Path(os.environ["JAX_FLASH_CACHE_DIR"]).parent / "sources"
+    sources.mkdir()
+    registration.configure(sources)
+    _core.begin_to_load(batch=1, scratch=1 << 20, **SHORT.described("forward"))
+    _core.finish_loading()
+    prepare, call = handler("jax_flash_forward", "initialize"), SHORT.with_scratch(1 << 20)
+    assert xla.run(prepare, "forward", call, INITIALIZE) == recording.OUR_ERROR
+    assert "no device sources in" in xla.message
+    # The next call tries again.
+    shutil.copytree(registration.SOURCES, sources, dirs_exist_ok=True)
+    good(xla, xla.run(prepare, "forward", call, INITIALIZE))
+
+
+def test_kernels_that_failed_to_compile(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    in_a_process(kernels_that_failed_to_compile, folder, JAX_FLASH_CACHE_DIR=str(tmp_path / "cache"))
 
 
 # Plans within the available scratch

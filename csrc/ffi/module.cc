@@ -267,6 +267,22 @@ NB_MODULE(_core, m) {
       nb::arg("value_head_dim"), nb::arg("shapes"), nb::arg("dcaptured_elements") = std::vector<int64_t>{});
 
   m.def(
+      "begin_to_load",
+      [](const std::string& pass, const std::string& dtype, const nb::dict& options, int batch, int q_length,
+         int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim, const nb::dict& shapes,
+         int64_t scratch) {
+        Scratch described(pass, "cuda", dtype, options, q_length, kv_length, q_heads, kv_heads, head_dim,
+                          value_head_dim, shapes, {});
+        described.problem.batch = batch;
+        described.problem.dbias_strides = described.problem.bias_strides;
+        cuda::begin_to_load(described.pass, described.dtype, described.problem, scratch);
+      },
+      nb::kw_only(), nb::arg("pass_"), nb::arg("dtype"), nb::arg("options"), nb::arg("batch"), nb::arg("q_length"),
+      nb::arg("kv_length"), nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_head_dim"),
+      nb::arg("shapes"), nb::arg("scratch"));
+  m.def("finish_loading", &cuda::finish_loading, nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
       "scratch_of_any_batch",
       [](const std::string& pass, const std::string& platform, const std::string& dtype, const nb::dict& options,
          int q_length, int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,

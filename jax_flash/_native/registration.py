@@ -4,6 +4,7 @@ An FFI library that is newer than the running jaxlib makes the whole CPU backend
 compared before anything is registered. If they can't be, nothing is registered, and plain JAX serves every call.
 """
 
+import atexit
 import functools
 import importlib.util
 import os
@@ -158,4 +159,5 @@ UNAVAILABLE = _register()
 if UNAVAILABLE:
     warn.warn(f'plain JAX (implementation "xla") serves every call, for the kernels can\'t be called: {UNAVAILABLE}')
 configure(SOURCES)
+atexit.register(_core.finish_loading)
 tuned.use_stored()

@@ -50,11 +50,11 @@ def call(pass_: str, target: Target, params: Params, *args: jax.Array) -> tuple[
         old = not target.portable and _is_old()
         if dtype == jnp.float32 or (dtype == jnp.bfloat16 and old):
             wide = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in results]
-            called = _aligned(pass_, params, wide, functools.partial(_half_precision, pass_, params), *args)
+            called = _aligned(pass_, params, wide, functools.partial(_half_precision, pass_, target, params), *args)
             return tuple(x.astype(result.dtype) for x, result in zip(called, results, strict=True))
-        return _aligned(pass_, params, results, functools.partial(_custom_call, pass_, chosen, params), *args)
+        return _aligned(pass_, params, results, functools.partial(_custom_call, pass_, target, params), *args)
     if chosen == "cpu":
-        return _custom_call(pass_, chosen, params, results, *args)
+        return _custom_call(pass_, target, params, results, *args)
     return plain.evaluate(pass_, params, *args)
 
 
@@ -78,7 +78,7 @@ def _for_gpus(pass_: str, params: Params, largest_head_dim: int) -> Params:
 
 
 def _half_precision(
-    pass_: str, params: Params, results: Sequence[jax.ShapeDtypeStruct], *args: jax.Array
+    pass_: str, target: Target, params: Params, results: Sequence[jax.ShapeDtypeStruct], *args: jax.Array
 ) -> tuple[jax.Array, ...]:
     """The custom call for CUDA on float16 arrays, and on those for which they stand, with delta for dlse; its results
     are float32."""
@@ -93,12 +93,13 @@ def _half_precision(
     params = dataclasses.replace(params.with_operands(operands), options=options)
     fixed = len(ARGUMENTS[pass_])
     args = (*arrays, *args[len(arrays) : fixed], *(operands[name] for name in params.names))
-    return _custom_call(pass_, "cuda", params, results, *args)
+    return _custom_call(pass_, target, params, results, *args)
 
 
 def _custom_call(
-    pass_: str, platform: str, params: Params, results: Sequence[jax.ShapeDtypeStruct], *args: jax.Array
+    pass_: str, target: Target, params: Params, results: Sequence[jax.ShapeDtypeStruct], *args: jax.Array
 ) -> tuple[jax.Array, ...]:
+    platform = target.platform
     shapes = tuple(x.shape for x in results)
     attributes = _attributes(pass_, platform, params, *args)
     if platform == "cuda" and (found := ahead.current()) is not None:
@@ -110,7 +111,11 @@ def _custom_call(
     elements = [
         x.size for name, x in zip(params.gradients, results[len(INPUTS) :], strict=False) if OPERANDS[name] is CAPTURED
     ]
-    scratch = _scratch(pass_, platform, params, attributes, elements, *args)
+    sizes = _sizes(pass_, params, attributes, *args)
+    scratch = _scratch(platform, sizes, elements)
+    if platform == "cuda" and not target.portable and ahead.current() is None and choice.has_gpu():
+        # Kernels are compiled side by side, and beside XLA's own work, rather than one by one when XLA asks.
+        _core.begin_to_load(scratch=scratch, **sizes)
     if type(scratch) is not int or scratch:
         wide = dtypes.accumulation_dtype(args[0].dtype)
         results = (*results, jax.ShapeDtypeStruct((scratch,), wide))
@@ -205,27 +210,16 @@ def _most(params: Params, functions: Functions, args: Sequence[jax.Array]) -> tu
     return tuple((name, n - 1) for name, n in sorted(sizes.items()) if isinstance(n, int))
 
 
-def _scratch(
-    pass_: str,
-    platform: str,
-    params: Params,
-    attributes: Mapping[str, Any],
-    dcaptured_elements: Sequence[int],
-    *args: jax.Array,
-) -> Any:
-    """Elements of scratch: an int, or where the batch is a symbolic size an expression of it.
-
-    ``dcaptured_elements``: of each gradient of a captured array.
-    """
+def _sizes(pass_: str, params: Params, attributes: Mapping[str, Any], *args: jax.Array) -> dict[str, Any]:
+    """A call as the library plans it."""
     query, key, value = args[:3]
-    batch: Any = query.shape[0]
-    _, q_length, q_heads, head_dim = query.shape
+    batch, q_length, q_heads, head_dim = query.shape
     _, operands, _ = params.split(pass_, args)
-    of_batch: dict[str, Any] = {
+    return {
         "pass_": pass_,
-        "platform": platform,
         "dtype": query.dtype.name,
         "options": {name: int(x) if isinstance(x, np.int32) else x for name, x in attributes.items()},
+        "batch": batch,
         "q_length": q_length,
         "kv_length": key.shape[1],
         "q_heads": q_heads,
@@ -238,10 +232,18 @@ def _scratch(
             for name, x in operands.items()
             if OPERANDS[name].broadcast
         },
-        "dcaptured_elements": dcaptured_elements,
     }
-    if isinstance(batch, int):
-        return _core.scratch(batch=batch, **of_batch)
+
+
+def _scratch(platform: str, sizes: Mapping[str, Any], dcaptured_elements: Sequence[int]) -> Any:
+    """Elements of scratch: an int, or where the batch is a symbolic size an expression of it.
+
+    ``dcaptured_elements``: of each gradient of a captured array.
+    """
+    of_batch = {**sizes, "platform": platform, "dcaptured_elements": dcaptured_elements}
+    if isinstance(sizes["batch"], int):
+        return _core.scratch(**of_batch)
+    batch = of_batch.pop("batch")
     each, more = _core.scratch_of_any_batch(**of_batch)
     return each * batch + more if each else more
 

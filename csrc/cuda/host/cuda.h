@@ -35,6 +35,12 @@ void configure(Settings settings);
 // `scratch_elements` elements.
 void prepare(int device, Pass pass, DType dtype, const Problem& problem, int64_t scratch_elements);
 
+// Begins to load a call's kernels, for every device here, on threads of their own, and returns at once: a program that
+// is lowered will need those of all its calls, while XLA makes them ready one after the other. What fails is told by
+// prepare(). finish_loading() waits for these threads, as a process must before it ends.
+void begin_to_load(Pass pass, DType dtype, const Problem& problem, int64_t scratch_elements);
+void finish_loading();
+
 // Enqueues the kernels. After prepare() it neither allocates nor compiles nor synchronises. Throws
 // std::invalid_argument if the scratch has fewer elements than the call needs.
 void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& problem, int64_t scratch_elements);

@@ -10,10 +10,13 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <semaphore>
 #include <set>
 #include <sstream>
 #include <stdexcept>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "cuda/host/disk_cache.h"
 #include "cuda/host/elf.h"
@@ -345,35 +348,72 @@ std::string Variant::source() const {
 
 std::string sources_key() { return sources().key; }
 
+namespace {
+
+// Kept for good: threads may end after the destructors of static objects have begun.
+struct Loading {
+  std::mutex mutex;
+  std::map<std::string, std::shared_future<Loaded>> all;
+  std::counting_semaphore<> cores{std::max<int>(1, std::thread::hardware_concurrency())};
+};
+Loading& loading() {
+  static Loading& kept = *new Loading;
+  return kept;
+}
+
+std::string key_of(const Variant& variant) { return settings().source_dir + "/" + variant.name(); }
+
+// Of the first thread that waits for it, or with `policy` async of a new one.
+std::shared_future<Loaded> future_of(const Variant& variant, std::launch policy) {
+  Loading& state = loading();
+  const std::string key = key_of(variant);
+  std::lock_guard<std::mutex> lock(state.mutex);
+  auto found = state.all.find(key);
+  if (found != state.all.end()) return found->second;
+  auto task = [&state, variant, policy] {
+    if (policy == std::launch::deferred) return load(variant);
+    state.cores.acquire();
+    try {
+      Loaded loaded = load(variant);
+      state.cores.release();
+      return loaded;
+    } catch (...) {
+      state.cores.release();
+      throw;
+    }
+  };
+  return state.all.emplace(key, std::async(policy, std::move(task)).share()).first->second;
+}
+
+}  // namespace
+
+void begin_to_load(const Variant& variant) { future_of(variant, std::launch::async); }
+
+void finish_loading() {
+  Loading& state = loading();
+  std::vector<std::shared_future<Loaded>> futures;
+  {
+    std::lock_guard<std::mutex> lock(state.mutex);
+    for (const auto& [key, future] : state.all) futures.push_back(future);
+  }
+  // Not those that nobody waits for: their work has not begun, and returns at once.
+  for (const auto& future : futures) {
+    if (future.wait_for(std::chrono::seconds(0)) == std::future_status::timeout) future.wait();
+  }
+}
+
 Loaded kernels_of(const Variant& variant, int device) {
   static std::mutex mutex;
-  static std::map<std::string, std::shared_future<Loaded>> loading;
   static std::set<std::pair<CuKernel, int>> ready;
-
-  const std::string name = settings().source_dir + "/" + variant.name();
-  std::shared_future<Loaded> future;
-  std::optional<std::promise<Loaded>> mine;
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    auto found = loading.find(name);
-    if (found != loading.end()) {
-      future = found->second;
-    } else {
-      mine.emplace();
-      future = mine->get_future().share();
-      loading.emplace(name, future);
-    }
+  Loaded loaded;
+  try {
+    loaded = future_of(variant, std::launch::deferred).get();
+  } catch (...) {
+    // The next call may find what this one missed.
+    std::lock_guard<std::mutex> lock(loading().mutex);
+    loading().all.erase(key_of(variant));
+    throw;
   }
-  if (mine) {
-    try {
-      mine->set_value(load(variant));
-    } catch (...) {
-      mine->set_exception(std::current_exception());
-      std::lock_guard<std::mutex> lock(mutex);
-      loading.erase(name);  // the next call may find what this one missed
-    }
-  }
-  const Loaded loaded = future.get();
   std::lock_guard<std::mutex> lock(mutex);
   if (!ready.count({loaded.main, device})) {
     const Driver& driver = Driver::get();

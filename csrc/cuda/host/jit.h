@@ -75,6 +75,8 @@ Fetched fetch_source(const std::string& name, const std::string& source, int arc
 // The kernels of a variant, ready to launch on the device. Thread-safe: a variant is compiled once, different variants
 // concurrently.
 Loaded kernels_of(const Variant& variant, int device);
+// Begins that on a thread of its own.
+void begin_to_load(const Variant& variant);
 
 // Compiles a variant, without a driver, and stores it under `out_dir` for `prebuilt_dirs`. Registers and other figures
 // are those of its main kernel.

@@ -6,6 +6,7 @@
 #include <limits>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 
 #include "cuda/host/cuda.h"
@@ -94,17 +95,13 @@ struct Found {
 
 namespace {
 
-// The way of every call: one look-up. The first call of a kind loads its kernels. What is found stays where it is.
-const Found& find(int device, Pass pass, DType dtype, const Problem& problem, const ForwardPlan& plan) {
-  static std::mutex mutex;
-  static std::map<Key, Found> all;
-  const int rows = rows_of_blocks(pass, problem);
-  const Key key = key_of(device, pass, dtype, problem, plan, rows);
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    auto entry = all.find(key);
-    if (entry != all.end()) return entry->second;
-  }
+// The variants of a call.
+struct Chosen {
+  Variant main;
+  std::optional<Variant> dq, bias;  // passes of their own
+};
+
+Chosen choose(int device, Pass pass, DType dtype, const Problem& problem, const ForwardPlan& plan) {
   if (problem.head_dim % 8 || problem.value_head_dim % 8) {
     throw std::invalid_argument("head_dim and value_head_dim must be multiples of 8");
   }
@@ -112,12 +109,11 @@ const Found& find(int device, Pass pass, DType dtype, const Problem& problem, co
   const Family& family = served_family(arch);
   // In one order, what blocks share is summed up by a pass of its own, and the others know nothing of it.
   const bool own_bias = pass == Pass::backward && problem.options.separate_dq && shares_bias(problem);
-  auto kernels = [&](Pass of, int rows = 0) {
+  auto variant = [&](Pass of, int rows = 0) {
     Options options = problem.options;
     if (own_bias) options.has_dbias = of == Pass::backward_bias;
-    return kernels_of(
-        variant_of(family, arch, of, dtype, problem.head_dim, problem.value_head_dim, options, rows, name_of(device)),
-        device);
+    return variant_of(family, arch, of, dtype, problem.head_dim, problem.value_head_dim, options, rows,
+                      name_of(device));
   };
   Pass main = pass;
   if (serves_split_kv(family, arch, problem, plan.split_kv)) main = Pass::forward_split_kv;
@@ -125,12 +121,31 @@ const Found& find(int device, Pass pass, DType dtype, const Problem& problem, co
     main = Pass::forward_single_tile;
   }
   const int largest = std::max(problem.head_dim, problem.value_head_dim);
-  const int main_rows = main == Pass::forward_split_kv                   ? plan.split_kv.rows
-                        : main == pass && largest <= family.short_blocks ? rows
-                                                                         : 0;
-  Found found{kernels(main, main_rows), {}, {}, main};
-  if (pass == Pass::backward && separate_dq(family, problem.options, largest)) found.dq = kernels(Pass::backward_dq);
-  if (own_bias) found.bias = kernels(Pass::backward_bias);
+  const int rows = main == Pass::forward_split_kv                   ? plan.split_kv.rows
+                   : main == pass && largest <= family.short_blocks ? rows_of_blocks(pass, problem)
+                                                                    : 0;
+  Chosen chosen{variant(main, rows), {}, {}};
+  if (pass == Pass::backward && separate_dq(family, problem.options, largest)) {
+    chosen.dq = variant(Pass::backward_dq);
+  }
+  if (own_bias) chosen.bias = variant(Pass::backward_bias);
+  return chosen;
+}
+
+// The way of every call: one look-up. The first call of a kind loads its kernels. What is found stays where it is.
+const Found& find(int device, Pass pass, DType dtype, const Problem& problem, const ForwardPlan& plan) {
+  static std::mutex mutex;
+  static std::map<Key, Found> all;
+  const Key key = key_of(device, pass, dtype, problem, plan, rows_of_blocks(pass, problem));
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto entry = all.find(key);
+    if (entry != all.end()) return entry->second;
+  }
+  const Chosen chosen = choose(device, pass, dtype, problem, plan);
+  Found found{kernels_of(chosen.main, device), {}, {}, chosen.main.pass};
+  if (chosen.dq) found.dq = kernels_of(*chosen.dq, device);
+  if (chosen.bias) found.bias = kernels_of(*chosen.bias, device);
   std::lock_guard<std::mutex> lock(mutex);
   return all.emplace(key, found).first->second;
 }
@@ -175,6 +190,18 @@ unsigned grid(int64_t blocks) {
 
 void prepare(int device, Pass pass, DType dtype, const Problem& problem, int64_t scratch_elements) {
   find(device, pass, dtype, problem, plan_of(pass, problem, scratch_elements));
+}
+
+void begin_to_load(Pass pass, DType dtype, const Problem& problem, int64_t scratch_elements) {
+  const int devices = Driver::get().device_count();
+  const ForwardPlan plan = plan_of(pass, problem, scratch_elements);
+  for (int device = 0; device < devices; ++device) {
+    if (family_of(arch_of(device)) == nullptr) continue;  // the call is for others
+    const Chosen chosen = choose(device, pass, dtype, problem, plan);
+    begin_to_load(chosen.main);
+    if (chosen.dq) begin_to_load(*chosen.dq);
+    if (chosen.bias) begin_to_load(*chosen.bias);
+  }
 }
 
 namespace {
