@@ -104,7 +104,7 @@ def by_keys(operands: Operands, rows: int) -> dict[str, jax.Array]:
     # Lengths may be symbolic: they compare by == alone.
     if rows != 1 and "mask" in found and found["mask"].shape[2] == 1 and found["mask"].shape[3] != 1:
         kept = found.pop("mask")[:, :, 0, :, None]
-        every = jnp.array([0, _INT32.max], jnp.int32)
+        every = jnp.clip(jnp.array([0, _INT32.max], jnp.int32), 0, rows)  # the kernels round an end up to whole tiles
         found["q_intervals"] = jnp.where(kept, found.get("q_intervals", every), jnp.int32(0))
     return found
 

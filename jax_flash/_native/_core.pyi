@@ -48,6 +48,27 @@ def scratch(
     gradient of slopes.
     """
 
+def begin_to_load(
+    *,
+    pass_: str,
+    dtype: str,
+    options: Mapping[str, Any],
+    batch: int,
+    q_length: int,
+    kv_length: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_head_dim: int,
+    shapes: Mapping[str, Sequence[int]],
+    scratch: int,
+) -> None:
+    """Begins to load the CUDA kernels of a call that has ``scratch`` elements of it, for every GPU here, on threads of
+    their own. Errors are raised when the call runs."""
+
+def finish_loading() -> None:
+    """Waits for these threads, as a process must before it ends."""
+
 def scratch_of_any_batch(
     *,
     pass_: str,

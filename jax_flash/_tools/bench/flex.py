@@ -246,13 +246,17 @@ def partial(cell: Cell, pass_: str, implementation: Implementation) -> dict[str,
     }
 
 
-def first_use(cell: Cell, implementation: Implementation) -> float:
+# Functions of a number that no call had before.
+UNSEEN: Mapping[str, Callable[[float], Callable[..., Any]]] = {
+    "slope": lambda unseen: lambda score, b, h, q, kv: score - unseen * jnp.abs(q - kv).astype(score.dtype),
+    "cap": lambda unseen: lambda score, b, h, q, kv: unseen * jnp.tanh(score / unseen),
+    "sine": lambda unseen: lambda score, b, h, q, kv: score + jnp.sin((q - kv).astype(score.dtype) * unseen),
+}
+
+
+def first_use(name: str, cell: Cell, implementation: Implementation) -> float:
     """Seconds of forward and backward of a function that was never seen before, less those of the second call."""
-    unseen = time.time() % 1e4
-
-    def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return score + jnp.sin((q - kv).astype(score.dtype) * unseen)
-
+    score_mod = UNSEEN[name](1 + time.time() % 1e4)
     query, key, value, dout = cell.draw()
 
     @jax.jit
@@ -288,8 +292,9 @@ def costs(only: Sequence[str], rounds: int, platform: str) -> Iterator[Row]:
                 yield measured(name, cell, pass_, makers(cell, pass_, implementation), rounds)
                 free()
     if "first_use" in only and rounds:
-        seconds = [first_use(cell, implementation) for _ in range(3)]
-        yield Row("first_use", str(cell), "both", {"functions": [1e3 * x for x in seconds]}, {})
+        for name in UNSEEN:
+            seconds = [first_use(name, cell, implementation) for _ in range(3)]
+            yield Row(f"first_use {name}", str(cell), "both", {"functions": [1e3 * x for x in seconds]}, {})
     if "create_block_mask" in only:
         yield measured("create_block_mask", "S 131072, window", "-", {"functions": create_block_mask}, rounds)
 
