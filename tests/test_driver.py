@@ -1,4 +1,5 @@
-"""The CPU kernels without JAX: any options on any shape, under sanitizers, on a processor that is emulated; exp2.
+"""The CPU kernels without JAX: any options on any shape, by every compiler, under sanitizers, on a processor that is
+emulated; exp2.
 
 tests/cpu/driver.cc draws problems and compares the kernels with a plain computation, and several threads with one.
 JAX_FLASH_DRIVER_SECONDS is how long each build of it runs, 4 by default.
@@ -10,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 
 import pytest
@@ -36,12 +38,13 @@ EMULATED_PAIRS = f"-DJAX_FLASH_EMULATED_PAIRS={SOURCE / 'pairs.h'}"
 """AVX512-BF16's instructions as functions, for processors that have AVX2."""
 
 
-def tool(name: str) -> str:
-    """The program next to this Python, where ``./run`` installs it, or on the path."""
-    found = shutil.which(name, path=str(pathlib.Path(sys.executable).parent)) or shutil.which(name)
-    if not found:
-        pytest.skip(f"there is no {name} here")
-    return found
+def tool(*names: str) -> str:
+    """The first program that is next to this Python, where ``./run`` installs it, or on the path."""
+    for name in names:
+        found = shutil.which(name, path=str(pathlib.Path(sys.executable).parent)) or shutil.which(name)
+        if found:
+            return found
+    pytest.skip(f"there is no {' or '.join(names)} here")
 
 
 def build(
@@ -151,21 +154,58 @@ def test_choice(tmp_path: pathlib.Path) -> None:
         assert run(tmp_path / "choice").split() == here
 
 
-@pytest.mark.slow
-def test_neon(tmp_path: pathlib.Path) -> None:
-    """NEON, emulated: tests/test_isa.py is for machines that have it."""
-    compiler = tool("aarch64-linux-gnu-g++")
-    emulator = tool("qemu-aarch64")
-    build(
-        tmp_path,
-        ["neon"],
-        ["-static"],
-        ["driver"],
-        "-DCMAKE_SYSTEM_NAME=Linux",
-        "-DCMAKE_SYSTEM_PROCESSOR=aarch64",
-        f"-DCMAKE_CXX_COMPILER={compiler}",
-    )
-    drive([emulator, tmp_path / "driver"], "neon", 5000, 40)
+COMPILERS = (
+    *(f"g++-{version}" for version in range(11, 15)),
+    *(f"clang++-{version}" for version in range(15, 20)),
+    *(f"clang++-{version} -stdlib=libc++" for version in range(15, 20)),
+    "aarch64-linux-gnu-g++ -static",
+    *(f"clang++-{version} --target=aarch64-linux-gnu -static" for version in range(15, 20)),
+)
+"""Which build the CPU kernels, and with which C++ library; those for aarch64 make programs to emulate."""
+
+
+def usable(command: str, folder: pathlib.Path) -> list[str]:
+    """The compiler's path and its flags, if it is here with its C++ library."""
+    name, *flags = command.split()
+    compiler = tool(name)
+    (folder / "probe.cc").write_text("#include <thread>\nint main() { std::thread([] {}).join(); }\n")
+    probe = [compiler, *flags, folder / "probe.cc", "-o", folder / "probe"]
+    if subprocess.run(probe, capture_output=True, check=False).returncode != 0:
+        pytest.skip(f"{command} has no standard library here")
+    return [compiler, *flags]
+
+
+@pytest.mark.slow(200)
+@pytest.mark.parametrize("command", COMPILERS)
+def test_compilers(tmp_path: pathlib.Path, command: str) -> None:
+    """Each builds all instruction sets without a warning; those that this processor has are right."""
+    compiler, *flags = usable(command, tmp_path)
+    settings = [f"-DCMAKE_CXX_COMPILER={compiler}"]
+    if "aarch64" in command:
+        emulator = tool("qemu-aarch64", "qemu-aarch64-static")
+        settings += ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"]
+        build(tmp_path, ["neon"], ["-Werror", *flags], ["driver"], *settings)
+        drive([emulator, tmp_path / "driver"], "neon", 5000, 40)
+        return
+    isas = ["baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16"] if X86 else ["neon"]
+    build(tmp_path, isas, ["-Werror", *flags], ["driver"], *settings)
+    for seed, isa in enumerate(isas):
+        if has(isa):
+            drive([tmp_path / "driver"], isa, 1000 * seed, 200)
+
+
+@pytest.mark.slow(60)
+@pytest.mark.parametrize("command", [command for command in COMPILERS if "aarch64" not in command])
+def test_compilers_of_the_extension(tmp_path: pathlib.Path, command: str) -> None:
+    """What is not a kernel compiles without a warning too."""
+    nanobind, jaxlib = pytest.importorskip("nanobind"), pytest.importorskip("jaxlib")
+    compiler = usable(command, tmp_path)
+    root = SOURCE.parent.parent / "csrc"
+    headers = [nanobind.include_dir(), pathlib.Path(jaxlib.__file__).parent / "include", sysconfig.get_path("include")]
+    flags = ["-std=gnu++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", f"-I{root}"]
+    for folder in ("ffi", "cuda/host"):
+        for source in sorted((root / folder).glob("*.cc")):
+            run(*compiler, *flags, *(part for path in headers for part in ("-isystem", path)), source)
 
 
 MEASURING = """

@@ -306,8 +306,8 @@ class BackwardItem {
     turn_ = head * blocks + block;
     attend_block(block * plan_.keys);
     // Later blocks wait for this one alone, so it passes only after all blocks before it have.
-    if (block > 0) turns_->wait(turn_ - 1, Turns::kAll - 1);
-    turns_->pass(turn_, Turns::kAll);
+    if (block > 0) turns_->wait(turn_ - 1, kAllTiles - 1);
+    turns_->pass(turn_, kAllTiles);
   }
 
   // Zeros the rows that keep no key, which no block writes.
@@ -472,8 +472,8 @@ class BackwardItem {
   JAX_FLASH_INLINE Vec<T> weight_of(const Vec<T>& score, int i, int lane) const {
     Vec<T> weight = exp2(score - tile_lse_[i]);
     Vec<T> key = iota<T>() + static_cast<T>(lane);
-    if constexpr (finish != Finish::full) stdx::where(key >= kept_end_[i], weight) = T(0);
-    if constexpr (finish == Finish::masked) stdx::where(key < kept_begin_[i], weight) = T(0);
+    if constexpr (finish != Finish::full) clear_where(key >= kept_end_[i], weight);
+    if constexpr (finish == Finish::masked) clear_where(key < kept_begin_[i], weight);
     return weight;
   }
 

@@ -66,7 +66,7 @@ inline void BackwardItem<E>::decode_rows(int rows) {
       Vec<T> weight = T(0), dscore = T(0);
       if (j < most_) {
         weight = exp2(dots(k, j, q_ + r * k_stride_) * scale - lse_[r]);
-        stdx::where(key < kept_begin_[r] || key >= kept_end_[r], weight) = T(0);
+        clear_where(key < kept_begin_[r] || key >= kept_end_[r], weight);
         dscore = weight * (dots(v, j, dout_ + r * v_stride_) - delta_[r]);
       }
       store(weights_ + r * kKeys + j, weight);

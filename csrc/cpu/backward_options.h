@@ -28,7 +28,7 @@ __attribute__((noinline)) void BackwardItem<E>::apply_functions(int64_t t, int r
       T position = static_cast<T>(t + i + sequence_.offset - first_);
       for (int lane = 0; lane < lanes && options_.any(); lane += kWidth<T>) {
         T* score = weights_ + i * kKeys + lane;
-        Vec<T> distance = stdx::abs(position - (iota<T>() + static_cast<T>(lane)));
+        Vec<T> distance = abs(position - (iota<T>() + static_cast<T>(lane)));
         Capped found = changed(load(score), row, distance, lane);
         store(score, found.score);
         if (options_.has_cap) store(cap_derivatives_ + i * kKeys + lane, found.derivative);
@@ -86,7 +86,7 @@ __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int row
       T* weights = weights_ + i * kKeys + lane;
       T* dscores = dscores_ + i * kKeys + lane;
       Vec<T> key = iota<T>() + static_cast<T>(lane);
-      Vec<T> distance = stdx::abs(position - key);
+      Vec<T> distance = abs(position - key);
       Vec<T> score = load(weights), derivative = T(1), of_functions = T(1);
       if (functions_) {
         of_functions = load(derivatives_ + i * kKeys + lane);
@@ -98,32 +98,31 @@ __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int row
       }
       score -= lse;
       if (compare_segments_) {
-        put_where<T>(IntVec<T>(segments_ + lane, stdx::element_aligned) != segment, score, -kInfinity<T>);
+        put_where(load(segments_ + lane) != segment, score, -kInfinity<T>);
       }
       if (test_intervals_) {
-        IntVec<T> begin(interval_begin_ + lane, stdx::element_aligned),
-            end(interval_end_ + lane, stdx::element_aligned);
-        put_where<T>(begin > static_cast<Int<T>>(t + i) || end <= static_cast<Int<T>>(t + i), score, -kInfinity<T>);
+        IntVec<T> begin = load(interval_begin_ + lane), end = load(interval_end_ + lane);
+        put_where(begin > static_cast<Int<T>>(t + i) || end <= static_cast<Int<T>>(t + i), score, -kInfinity<T>);
       }
-      stdx::where(key < kept_begin_[i] || key >= kept_end_[i], score) = -kInfinity<T>;
+      put_where(key < kept_begin_[i] || key >= kept_end_[i], score, -kInfinity<T>);
       if (restates) {
         store(weights, score);
         continue;
       }
       // Rounding may lift a score above lse.
-      stdx::where(score > T(0), score) = T(0);
+      clear_where(score > T(0), score);
       if (large) score -= tile_rest_[i];
       Vec<T> weight = exp2(score), used = weight, dweight = load(dscores);
       if (bits) {
         IntVec<T> kept = spread_bits<T>(bits[i * (kKeys / kDropoutKeys) + lane / kDropoutKeys] >> lane % kDropoutKeys);
         dweight *= keep_factor;
-        put_where<T>(kept == 0, dweight, T(0));
-        put_where<T>(kept == 0, used, T(0));
+        clear_where(kept == 0, dweight);
+        clear_where(kept == 0, used);
       }
       Vec<T> dscore = weight * (dweight - tile_delta_[i]), dscore_after = dscore;
       if (functions_) dscore *= of_functions;
-      stdx::where(weight == T(0), dscore) = T(0);
-      stdx::where(weight == T(0), dscore_after) = T(0);
+      clear_where(weight == T(0), dscore);
+      clear_where(weight == T(0), dscore_after);
       if (functions_.has_gradient()) store(dscores_after_ + i * kKeys + lane, dscore_after);
       store(weights, used);
       store<T>(dscores, dscore * derivative);
@@ -132,7 +131,7 @@ __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int row
         dscore_row += dscore_after;
         if (functions_) {
           distance *= of_functions;
-          stdx::where(weight == T(0), distance) = T(0);
+          clear_where(weight == T(0), distance);
         }
         distance_row += weight * distance;
       }
@@ -150,12 +149,12 @@ __attribute__((noinline)) void BackwardItem<E>::apply_options(int64_t t, int row
       continue;
     }
     if (p_.dalibi_slopes) {
-      dslope_sum += stdx::reduce(dslope_row);
+      dslope_sum += sum_of_lanes(dslope_row);
       SlopeSums& sums = *slope_sums(chunk_, head_, sequence_.first_row + t + i);
-      sums.dscores += stdx::reduce(dscore_row);
-      sums.distances += stdx::reduce(distance_row);
+      sums.dscores += sum_of_lanes(dscore_row);
+      sums.distances += sum_of_lanes(distance_row);
     }
-    if (sums_bias && p_.bias_strides.column == 0) *dbias_at(t + i, 0) += stdx::reduce(dbias_row);
+    if (sums_bias && p_.bias_strides.column == 0) *dbias_at(t + i, 0) += sum_of_lanes(dbias_row);
   }
   if (restates) return;
   std::memset(weights_ + rows * kKeys, 0, sizeof(T) * (round_up(rows, kTilePadding<E>) - rows) * kKeys);

@@ -37,6 +37,29 @@ inline Processor this_processor() {
   return processor;
 }
 
+// What this processor and its operating system support of x86-64: AVX2, AVX-512, products of pairs, and tiles, which
+// the system has to grant to a process besides. f16c and AMX are read from CPUID, because __builtin_cpu_supports() of
+// clang 15 and 16 does not know their names.
+struct Features {
+  bool avx2 = false, avx512 = false, pairs = false, tiles = false;
+};
+
+inline Features these_features() {
+  Features has;
+#if defined(__x86_64__)
+  unsigned eax, ebx, ecx, edx;
+  constexpr unsigned kF16c = 1u << 29, kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+  const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & kF16c);
+  const bool amx = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & kAmxBf16) && (edx & kAmxTile);
+  has.avx2 = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  has.avx512 = has.avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  has.pairs = has.avx512 && __builtin_cpu_supports("avx512bf16");
+  has.tiles = has.pairs && amx;
+#endif
+  return has;
+}
+
 struct InstructionSet {
   std::string_view name;
   bool bf16_only;  // other dtypes are served by the next set

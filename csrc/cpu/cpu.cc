@@ -30,13 +30,12 @@ namespace {
 #if defined(JAX_FLASH_HAS_amx_bf16)
 // Linux gives AMX's tile registers only to a process that requests them, and refuses if the signal stack of a thread is
 // too small to save them.
-bool may_use_tiles() {
+bool may_use_tiles([[maybe_unused]] const Features& has) {
 #if defined(JAX_FLASH_EMULATED_TILES)
-  return true;
+  return has.pairs;
 #elif defined(__linux__)
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-         syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  return has.tiles && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 #else
   return false;
 #endif
@@ -46,28 +45,21 @@ bool may_use_tiles() {
 // The instruction sets of this build that the processor and the system let this process use, best first.
 std::vector<const Kernels*> usable_kernels() {
   std::vector<const Kernels*> all;
-#if defined(__x86_64__)
-  [[maybe_unused]] bool avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  [[maybe_unused]] bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  [[maybe_unused]] Features has = these_features();
 #if defined(JAX_FLASH_EMULATED_PAIRS)
-  [[maybe_unused]] bool pairs = true;
-#else
-  [[maybe_unused]] bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
-#endif
+  has.pairs = true;
 #endif
 #if defined(JAX_FLASH_HAS_amx_bf16)
-  if (pairs && may_use_tiles()) all.push_back(&amx_bf16::kKernels);
+  if (may_use_tiles(has)) all.push_back(&amx_bf16::kKernels);
 #endif
 #if defined(JAX_FLASH_HAS_avx512_bf16)
-  if (pairs) all.push_back(&avx512_bf16::kKernels);
+  if (has.pairs) all.push_back(&avx512_bf16::kKernels);
 #endif
 #if defined(JAX_FLASH_HAS_avx512)
-  if (avx512) all.push_back(&avx512::kKernels);
+  if (has.avx512) all.push_back(&avx512::kKernels);
 #endif
 #if defined(JAX_FLASH_HAS_avx2)
-  if (avx2) all.push_back(&avx2::kKernels);
+  if (has.avx2) all.push_back(&avx2::kKernels);
 #endif
 #if defined(JAX_FLASH_HAS_neon)
   all.push_back(&neon::kKernels);

@@ -120,7 +120,7 @@ void score_decoding(int keys, Rows<const K> k, Rows<const F> q, T scale, T* scor
       for (int h = 0; h < k.columns; h += kStep) {
         products = multiply_add(load_factors(row + h), load(q.data + r * q.stride + h / kStep * W), products);
       }
-      scores[r * score_stride + j] = stdx::reduce(products) * scale;
+      scores[r * score_stride + j] = sum_of_lanes(products) * scale;
     }
   }
 }
@@ -169,9 +169,9 @@ void softmax_decoding(int keys, T* scores, ptrdiff_t score_stride, T* maximum, T
     T* s = scores + r * score_stride;
     finish(r, s);
     Vec<T> highest = maximum[r];
-    for (int j = 0; j < keys; j += W) highest = stdx::max(highest, load(s + j));
+    for (int j = 0; j < keys; j += W) highest = max(highest, load(s + j));
     T before = maximum[r];
-    T after = maximum[r] = stdx::hmax(highest);
+    T after = maximum[r] = largest_lane(highest);
     T shift = after == -kInfinity<T> ? 0 : after;  // as in online_softmax
     T decay = exp2(Vec<T>(before - shift))[0];
     Vec<T> total = T(0);
@@ -180,7 +180,7 @@ void softmax_decoding(int keys, T* scores, ptrdiff_t score_stride, T* maximum, T
       store(s + j, weight);
       total += weight;
     }
-    sum[r] = sum[r] * decay + stdx::reduce(total);
+    sum[r] = sum[r] * decay + sum_of_lanes(total);
     drop(r, s);
     if constexpr (kPairsKeys<V>) pair_row(keys, s);
     for (int h = 0; h < out.columns; h += W) {

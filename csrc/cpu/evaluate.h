@@ -136,13 +136,9 @@ struct Bits<BFloat16> {
   using type = uint16_t;
 };
 
-template <typename Element>
-JAX_FLASH_INLINE auto reversed() {
-  using Index =
-      std::conditional_t<sizeof(Element) == 1, int8_t, std::conditional_t<sizeof(Element) == 2, int16_t, int32_t>>;
-  Native<Index, kWidth<float>> order;
-  for (int i = 0; i < kWidth<float>; ++i) order[i] = static_cast<Index>(kWidth<float> - 1 - i);
-  return order;
+template <typename V>
+JAX_FLASH_INLINE V reversed(const V& x) {
+  return shuffle(x, x, [](int i) { return kWidth<float> - 1 - i; });
 }
 
 // Neighbouring lanes mostly read neighbouring elements, in either order, or all read one. Where they do not, elements
@@ -177,12 +173,12 @@ JAX_FLASH_INLINE void load_elements(uint32_t* to, int lanes, int lines, const Op
     const I32 at = read<I32>(index, line, lane);
     const int32_t step = at[1] - at[0];
     Elements found;
-    const bool regular = stdx::all_of(bits_as<IntVec<float>>(at) == bits_as<IntVec<float>>(at[0] + step * count));
+    const bool regular = all_of(IntVec<float>(at) == IntVec<float>(at[0] + step * count));
     if (regular && step == 1) {
       std::memcpy(&found, elements + at[0], sizeof(found));
     } else if (regular && step == -1) {
       std::memcpy(&found, elements + at[W - 1], sizeof(found));
-      found = __builtin_shuffle(found, reversed<Element>());
+      found = reversed(found);
     } else {
       for (int i = 0; i < W; ++i) found[i] = elements[at[i]];
     }

@@ -421,10 +421,10 @@ class ForwardItem {
     Tiles tiles;
 #endif
     for (int i = 0; i < panel_count_; ++i) {
-      auto [begin, end] = keys_of_panel(i, first, count);
-      if (begin == end || !visits(panel_[i].kept, first + begin, first + end)) continue;
+      const KeyRange keys = keys_of_panel(i, first, count);
+      if (keys.begin == keys.end || !visits(panel_[i].kept, first + keys.begin, first + keys.end)) continue;
       with_vectors(panel_[i].vectors, [&](auto nv) __attribute__((always_inline)) {
-        attend<nv.value>(i, first, static_cast<int>(begin), static_cast<int>(end - begin));
+        attend<nv.value>(i, first, static_cast<int>(keys.begin), static_cast<int>(keys.end - keys.begin));
       });
     }
   }
@@ -532,7 +532,7 @@ class ForwardItem {
     change_scores<NV>(0, keys, [&](int j, int v, Vec<T>& weight) __attribute__((always_inline)) {
       int lane = row + v * kWidth<T>;
       uint32_t bits = lane_bits_[(begin + j) * bit_rows_ + lane / kDropoutRows] >> (lane % kDropoutRows);
-      put_where<T>(spread_bits<T>(bits) == 0, weight, T(0));
+      clear_where(spread_bits<T>(bits) == 0, weight);
     });
   }
 

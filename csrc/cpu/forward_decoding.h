@@ -96,7 +96,7 @@ inline void ForwardItem<E>::finish_decoding(int row, int64_t first, int count, T
       if (options_.has_cap) score = options_.cap(score).value;
       if (options_.has_addend) score = options_.add(score, options_.addend(rows_of_options_[row], first + j));
       if (options_.has_slope) {
-        score -= slopes_[row] * stdx::abs(static_cast<T>(t + sequence_.offset - first - j) - iota<T>());
+        score -= slopes_[row] * abs(static_cast<T>(t + sequence_.offset - first - j) - iota<T>());
       }
       store(scores + j, score);
     }
@@ -136,7 +136,7 @@ inline void ForwardItem<E>::drop_decoding(int row, int count, T* weights) {
   for (int j = 0; j < count; j += kWidth<T>) {
     uint32_t bits = key_bits_[row * (keys_ / kDropoutKeys) + j / kDropoutKeys] >> (j % kDropoutKeys);
     Vec<T> weight = load(weights + j);
-    put_where<T>(spread_bits<T>(bits) == 0, weight, T(0));
+    clear_where(spread_bits<T>(bits) == 0, weight);
     store(weights + j, weight);
   }
 }

@@ -42,11 +42,11 @@ __attribute__((noinline)) void ForwardItem<E>::mask(int row, const Kept& kept, i
   int full_begin = static_cast<int>(std::clamp<int64_t>(kept.full_begin - first, 0, keys));
   int full_end = static_cast<int>(std::clamp<int64_t>(kept.full_end - first, full_begin, keys));
   auto ends = [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
-    stdx::where(load(position + v * kWidth<T>) < static_cast<T>(key + j - band_.right), score) = -kInfinity<T>;
+    put_where(load(position + v * kWidth<T>) < static_cast<T>(key + j - band_.right), score, -kInfinity<T>);
   };
   change_scores<NV>(0, full_begin, [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
     ends(j, v, score);
-    stdx::where(load(position + v * kWidth<T>) > static_cast<T>(key + j + band_.left), score) = -kInfinity<T>;
+    put_where(load(position + v * kWidth<T>) > static_cast<T>(key + j + band_.left), score, -kInfinity<T>);
   });
   // From full_begin on no band has yet to begin.
   change_scores<NV>(full_end, keys, ends);
@@ -58,9 +58,9 @@ __attribute__((noinline)) void ForwardItem<E>::compare_segments(int row, const K
   if (kept.segments.is_only(key_segments(p_, batch_, first, first + keys))) return;
   const int* segments = p_.kv_segment_ids + batch_ * p_.kv_length + first;
   IntVec<T> own[NV];
-  for (int v = 0; v < NV; ++v) own[v] = IntVec<T>(segments_ + row + v * kWidth<T>, stdx::element_aligned);
+  for (int v = 0; v < NV; ++v) own[v] = load(segments_ + row + v * kWidth<T>);
   change_scores<NV>(0, keys, [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
-    put_where<T>(own[v] != Int<T>{segments[j]}, score, -kInfinity<T>);
+    put_where(own[v] != Int<T>{segments[j]}, score, -kInfinity<T>);
   });
 }
 
@@ -80,7 +80,7 @@ __attribute__((noinline)) void ForwardItem<E>::apply_options(int row, int64_t fi
   if (options_.has_slope) {
     int64_t key = relative(first);
     change_scores<NV>(0, keys, [&](int j, int v, Vec<T>& score) __attribute__((always_inline)) {
-      Vec<T> distance = stdx::abs(load(position_ + row + v * kWidth<T>) - static_cast<T>(key + j));
+      Vec<T> distance = abs(load(position_ + row + v * kWidth<T>) - static_cast<T>(key + j));
       score -= load(slopes_ + row + v * kWidth<T>) * distance;
     });
   }
@@ -103,12 +103,12 @@ __attribute__((noinline)) void ForwardItem<E>::test_intervals(int row, const Kep
   if (rows_keep_all && (!q_intervals_ || intervals_of_keys(first, first + keys).covers(kept.first_row, kept.end_row))) {
     return;
   }
-  auto load = [&](const Int<T>* lanes, int v) { return IntVec<T>(lanes + row + v * kWidth<T>, stdx::element_aligned); };
   IntVec<T> rows[NV], begin[NV], end[NV];
   for (int v = 0; v < NV; ++v) {
-    rows[v] = load(rows_in_lanes_, v);
-    begin[v] = load(interval_begin_, v);
-    end[v] = load(interval_end_, v);
+    const int lane = row + v * kWidth<T>;
+    rows[v] = load(rows_in_lanes_ + lane);
+    begin[v] = load(interval_begin_ + lane);
+    end[v] = load(interval_end_ + lane);
   }
   for (int j = 0; j < keys; ++j) {
     // Heads are folded only where they share the intervals of keys.
@@ -116,7 +116,7 @@ __attribute__((noinline)) void ForwardItem<E>::test_intervals(int row, const Kep
     IntVec<T> key = static_cast<Int<T>>(first + j);
     IntVec<T> first_row = static_cast<Int<T>>(of_key.begin), end_row = static_cast<Int<T>>(of_key.end);
     change_scores<NV>(j, j + 1, [&](int, int v, Vec<T>& score) __attribute__((always_inline)) {
-      put_where<T>(key < begin[v] || key >= end[v] || rows[v] < first_row || rows[v] >= end_row, score, -kInfinity<T>);
+      put_where(key < begin[v] || key >= end[v] || rows[v] < first_row || rows[v] >= end_row, score, -kInfinity<T>);
     });
   }
 }

@@ -21,6 +21,7 @@ struct IntervalRange {
 };
 
 // The intervals of the rows, or of the keys, of a batch entry, in the order of the array. Absent ones hold everything.
+constexpr int64_t kNoEnd = 2147483647;
 class Intervals {
  public:
   Intervals() = default;
@@ -34,16 +35,16 @@ class Intervals {
   explicit operator bool() const { return intervals_; }
 
   Interval of(int64_t head, int64_t index) const {
-    if (!intervals_) return {0, kLargest};
+    if (!intervals_) return {0, kNoEnd};
     const int* interval = intervals_ + head * strides_.head + index * strides_.row;
     return {interval[0], interval[1]};
   }
 
   // Of [begin, end), in `heads` heads.
   IntervalRange range(int64_t first_head, int64_t heads, int64_t begin, int64_t end) const {
-    if (!intervals_) return {0, kLargest, 0, kLargest};
+    if (!intervals_) return {0, kNoEnd, 0, kNoEnd};
     if (range_strides_.head == 0) heads = 1;
-    IntervalRange all{kLargest, 0, 0, kLargest};
+    IntervalRange all{kNoEnd, 0, 0, kNoEnd};
     for (int64_t head = first_head; head < first_head + heads; ++head) {
       for (int64_t block = begin / kSegmentBlock; block * kSegmentBlock < end; ++block) {
         const int* range = ranges_ + head * range_strides_.head + block * range_strides_.row;
@@ -55,8 +56,6 @@ class Intervals {
   }
 
  private:
-  static constexpr int64_t kLargest = 2147483647;
-
   const int* intervals_ = nullptr;
   const int* ranges_ = nullptr;
   Strides strides_{}, range_strides_{};

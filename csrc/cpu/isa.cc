@@ -2,8 +2,9 @@
 //
 // Code compiled for AVX-512 must never run on a processor without it. Inline functions and template instances of the
 // standard library could make that happen: they are weak symbols of one name in every object, of which the linker keeps
-// any one. So these objects are compiled with -fno-weak, which makes such functions local to the object, and only the
-// one table below is global. The build checks that (check_symbols.cmake).
+// any one. g++ compiles these objects with -fno-weak, which makes such functions local to the object. clang has no such
+// flag; it inlines all of them that are called here. Our own functions have the instruction set in their names. The
+// build checks that no other one is global (check_symbols.cmake).
 #include <type_traits>
 
 #include "backward.h"

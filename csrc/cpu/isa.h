@@ -65,10 +65,9 @@ constexpr int kMaxChunks = 8;
 
 // How far each block of keys has come with its additions to dq: it and all blocks before it have passed so many tiles
 // of the rows of its key head's group.
+constexpr int kAllTiles = 2147483647;  // of a block that is done
 class Turns {
  public:
-  static constexpr int kAll = 2147483647;
-
   Turns(std::atomic<int>* passed, const std::atomic<bool>& failed) : passed_(passed), failed_(failed) {}
   // Returns when `block` has passed more than `tile` tiles, or when its thread has failed.
   void wait(int64_t block, int tile) const;

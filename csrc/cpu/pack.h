@@ -88,7 +88,7 @@ JAX_FLASH_INLINE Compute<E> dot(const E* a, const E* b, int columns) {
   for (int count; (count = columns - c) > 0; c += W) {
     even += count < W ? load_some(a + c, count) * load_some(b + c, count) : load_as(a + c) * load_as(b + c);
   }
-  return stdx::reduce(even + odd);
+  return sum_of_lanes(even + odd);
 }
 
 // One row of `columns` elements, zeros up to `padded`, a multiple of kWidth.
@@ -130,11 +130,6 @@ inline void copy_pairs_of_rows(const BFloat16* from, ptrdiff_t stride, int rows,
                                int padded, Pair* to) {
   constexpr int W = kWidth<float>;
   using Two = Native<uint16_t, 2 * W>;
-  auto picks = []<int... i>(bool second, std::integer_sequence<int, i...>) {
-    return Two{static_cast<uint16_t>((i & 1) * 2 * W + i / 2 + (second ? W : 0))...};
-  };
-  const Two first = picks(false, std::make_integer_sequence<int, 2 * W>{});
-  const Two second = picks(true, std::make_integer_sequence<int, 2 * W>{});
   for (int r = 0; r < padded_rows; r += 2, to += padded) {
     const BFloat16* p = from + r * stride;
     int c = 0;
@@ -143,8 +138,8 @@ inline void copy_pairs_of_rows(const BFloat16* from, ptrdiff_t stride, int rows,
         Two a, b;
         std::memcpy(&a, p + c, sizeof(a));
         std::memcpy(&b, p + stride + c, sizeof(b));
-        store(to + c, bits_as<U32>(__builtin_shuffle(a, b, first)));
-        store(to + c + W, bits_as<U32>(__builtin_shuffle(a, b, second)));
+        store(to + c, bits_as<U32>(shuffle(a, b, [](int i) { return i % 2 * 2 * W + i / 2; })));
+        store(to + c + W, bits_as<U32>(shuffle(a, b, [](int i) { return i % 2 * 2 * W + i / 2 + W; })));
       }
     }
     for (; c < padded; c += W) {
@@ -165,12 +160,8 @@ inline void copy_pairs_of_rows(const BFloat16* from, ptrdiff_t stride, int rows,
 template <typename T, bool second, int run = 1>
 JAX_FLASH_INLINE Vec<T> interleave(const Vec<T>& a, const Vec<T>& b) {
   constexpr int W = kWidth<T>;
-  using V = Native<T, W>;
-  using I = Native<Int<T>, W>;
-  auto picks = []<int... i>(std::integer_sequence<int, i...>) {
-    return I{(i / run % 2 * W + i / (2 * run) * run + i % run + (second ? W / 2 : 0))...};
-  };
-  return bits_as<Vec<T>>(__builtin_shuffle(bits_as<V>(a), bits_as<V>(b), picks(std::make_integer_sequence<int, W>{})));
+  return shuffle(a.lanes, b.lanes,
+                 [](int i) { return i / run % 2 * W + i / (2 * run) * run + i % run + (second ? W / 2 : 0); });
 }
 
 // The inverse, within each group of lanes: every second `run` lanes of a and then of b, beginning with the first or the
@@ -178,12 +169,9 @@ JAX_FLASH_INLINE Vec<T> interleave(const Vec<T>& a, const Vec<T>& b) {
 template <typename T, bool second, int part = kWidth<T>, int run = 1>
 JAX_FLASH_INLINE Vec<T> every_second(const Vec<T>& a, const Vec<T>& b) {
   constexpr int W = kWidth<T>, kHalf = part / 2;
-  using V = Native<T, W>;
-  using I = Native<Int<T>, W>;
-  auto picks = []<int... i>(std::integer_sequence<int, i...>) {
-    return I{(i % part / kHalf * W + i / part * part + (i % kHalf / run * 2 + (second ? 1 : 0)) * run + i % run)...};
-  };
-  return bits_as<Vec<T>>(__builtin_shuffle(bits_as<V>(a), bits_as<V>(b), picks(std::make_integer_sequence<int, W>{})));
+  return shuffle(a.lanes, b.lanes, [](int i) {
+    return i % part / kHalf * W + i / part * part + (i % kHalf / run * 2 + (second ? 1 : 0)) * run + i % run;
+  });
 }
 
 // Rows become columns: one interleaving of rows i and i + W / 2 for each bit of the index.

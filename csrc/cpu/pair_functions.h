@@ -13,8 +13,8 @@ template <typename T>
 JAX_FLASH_INLINE Vec<T> in_log2(const Vec<T>& x) {
   constexpr T kLargest = std::numeric_limits<T>::max();
   Vec<T> y = x * static_cast<T>(kLog2E);
-  stdx::where(y > kLargest && x <= kLargest, y) = kLargest;
-  stdx::where(y < -kLargest && x >= -kLargest, y) = -kLargest;
+  put_where(y > kLargest && x <= kLargest, y, kLargest);
+  put_where(y < -kLargest && x >= -kLargest, y, -kLargest);
   return y;
 }
 
@@ -143,7 +143,7 @@ class PairFunctions {
   static JAX_FLASH_INLINE bool keeps_any(const int32_t* keep, int lanes) {
     I32 any{};
     for (int lane = 0; lane < lanes; lane += kWidth<float>) any |= vector(keep + lane);
-    return stdx::any_of(bits_as<IntVec<float>>(any) != 0);
+    return any_of(IntVec<float>(any) != 0);
   }
   // The lanes of a line from the first vector to the last that keep some pair.
   static KeyRange kept_lanes(const int32_t* keep, int lanes) {
@@ -231,9 +231,12 @@ class PairFunctions {
   // the kinds of its lanes.
   bool decide_blocks(const Tile& tile, const TileOfPairs& pairs, int32_t* keep, ptrdiff_t stride) const {
     const int rows = tile.rows_in_lanes ? tile.lanes : tile.lines, keys = tile.rows_in_lanes ? tile.lines : tile.lanes;
-    const auto [least, most] = std::minmax_element(tile.rows, tile.rows + rows);
+    const auto found = std::minmax_element(tile.rows, tile.rows + rows);
     const int64_t end = std::min<int64_t>(tile.first_key + keys, p_.kv_length);
-    auto any = [&](auto matches) { return blocks_.any(tile.head, 1, *least, *most + 1, tile.first_key, end, matches); };
+    const int64_t first_row = *found.first, end_row = *found.second + int64_t{1};
+    auto any = [&](auto matches) {
+      return blocks_.any(tile.head, 1, first_row, end_row, tile.first_key, end, matches);
+    };
     if (!any([](int kind) { return kind != kFullBlock; })) return false;
     const bool decides = functions_->partial_mask && any([](int kind) { return kind == kPartialBlock; });
     auto block_of_key = [&](int i) { return blocks_.key_block(std::min(tile.first_key + i, end - 1)); };

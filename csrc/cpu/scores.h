@@ -46,7 +46,7 @@ class Scores {
 
   // The capped score, and the derivative there.
   JAX_FLASH_INLINE Tanh<T> cap(const Vec<T>& x) const {
-    Tanh<T> tanh = tanh_of_log2<T>(stdx::abs(x) * cap_rate_);
+    Tanh<T> tanh = tanh_of_log2<T>(abs(x) * cap_rate_);
     IntVec<T> sign = std::numeric_limits<Int<T>>::min();
     Vec<T> value = tanh.value * cap_;
     return {bits_as<Vec<T>>(bits_as<IntVec<T>>(value) | (bits_as<IntVec<T>>(x) & sign)), tanh.derivative};
@@ -90,14 +90,13 @@ class Scores {
     int64_t count = p_.kv_length - s;
     if (count <= 0) return x;
     bool whole = p_.mask_strides.column == 0;
-    IntVec<T> keep = whole ? IntVec<T>(Int<T>{*row.mask}) : load_bools<T>(row.mask + s, count);
-    put_where<T>(keep == 0, x, -kInfinity<T>);
+    put_where(whole ? IntVec<T>(Int<T>{*row.mask}) == 0 : load_false<T>(row.mask + s, count), x, -kInfinity<T>);
     return x;
   }
   // The mask is a select, not a sum, so that it removes NaN too.
   static JAX_FLASH_INLINE Vec<T> add(const Vec<T>& x, const Vec<T>& addend) {
     Vec<T> sum = x + addend;
-    stdx::where(addend == -kInfinity<T>, sum) = -kInfinity<T>;
+    put_where(addend == -kInfinity<T>, sum, -kInfinity<T>);
     return sum;
   }
 

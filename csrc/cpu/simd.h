@@ -1,45 +1,14 @@
 // Vectors: width, loads and stores that convert, exp2. Included by isa.cc only, once per instruction set.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <experimental/simd>
-#include <type_traits>
-
-#if defined(__SSE2__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
+#include "vectors.h"
 
 // Instructions that multiply pairs of bfloat16: the processor's, or in tests functions that emulate them.
 #if defined(__AVX512BF16__) || defined(JAX_FLASH_EMULATED_PAIRS)
 #define JAX_FLASH_PAIRS
 #endif
 
-#define JAX_FLASH_INLINE inline __attribute__((always_inline))
-
 namespace jax_flash::cpu::JAX_FLASH_ISA {
-
-namespace stdx = std::experimental;
-
-template <typename T>
-using Vec = stdx::native_simd<T>;
-template <typename T>
-using Int = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
-template <typename T>
-constexpr int kWidth = static_cast<int>(Vec<T>::size());
-template <typename T>
-using IntVec = stdx::rebind_simd_t<Int<T>, Vec<T>>;
-
-// The compiler's own vectors, for what std::experimental::simd lacks or compiles poorly.
-template <typename T, int lanes>
-struct NativeVector {
-  typedef T type __attribute__((vector_size(lanes * sizeof(T))));
-};
-template <typename T, int lanes>
-using Native = typename NativeVector<T, lanes>::type;
 
 // How elements lie in the caller's arrays; Compute<E> is what they are computed in.
 struct Half {
@@ -50,43 +19,6 @@ struct BFloat16 {
 };
 template <typename E>
 using Compute = std::conditional_t<std::is_same_v<E, double>, double, float>;
-
-template <typename T>
-JAX_FLASH_INLINE Vec<T> load(const T* p) {
-  return Vec<T>(p, stdx::element_aligned);
-}
-
-template <typename T>
-JAX_FLASH_INLINE void store(T* p, const Vec<T>& v) {
-  v.copy_to(p, stdx::element_aligned);
-}
-
-template <typename To, typename From>
-JAX_FLASH_INLINE To bits_as(const From& from) {
-  static_assert(sizeof(To) == sizeof(From));
-  return __builtin_bit_cast(To, from);
-}
-
-// 0, 1, 2, ... to compare with the index where a row's kept lanes begin or end.
-template <typename T>
-JAX_FLASH_INLINE Vec<T> iota() {
-  return Vec<T>([](auto i) { return static_cast<T>(static_cast<int>(i)); });
-}
-
-// Puts `value` into the lanes of x where `condition`, a comparison of integers, holds.
-template <typename T>
-JAX_FLASH_INLINE void put_where(const typename IntVec<T>::mask_type& condition, Vec<T>& x, T value) {
-  IntVec<T> bits = bits_as<IntVec<T>>(x);
-  stdx::where(condition, bits) = bits_as<Int<T>>(value);
-  x = bits_as<Vec<T>>(bits);
-}
-
-// Lane i is not 0 where bit i of `bits` is set.
-template <typename T>
-JAX_FLASH_INLINE IntVec<T> spread_bits(uint32_t bits) {
-  IntVec<T> lane_bit([](auto i) { return Int<T>{1} << static_cast<int>(i); });
-  return IntVec<T>(static_cast<Int<T>>(bits)) & lane_bit;
-}
 
 // Conversions of 16-bit elements, kWidth<float> at a time.
 using U16 = Native<uint16_t, kWidth<float>>;
@@ -198,17 +130,25 @@ JAX_FLASH_INLINE void store_some(E* p, const Vec<Compute<E>>& v, int count) {
   std::memcpy(p, buffer, count * sizeof(E));
 }
 
-// kWidth booleans, `count` of them read: lanes that are 0 or 1.
+// Which of kWidth booleans are false; those after the first `count`, which are not read, count as false.
 template <typename T>
-JAX_FLASH_INLINE IntVec<T> load_bools(const bool* p, int64_t count) {
+JAX_FLASH_INLINE Mask<Int<T>> load_false(const bool* p, int64_t count) {
   constexpr int W = kWidth<T>;
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  Native<uint8_t, 16> bytes = {};  // a mask of them, since g++ 12 widens bytes in many steps
+#else
   Native<uint8_t, W> bytes = {};
+#endif
   if (count >= W) {
     std::memcpy(&bytes, p, W);
   } else {
     std::memcpy(&bytes, p, count);
   }
-  return bits_as<IntVec<T>>(__builtin_convertvector(bytes, Native<Int<T>, W>));
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  return {static_cast<MaskLanes<Int<T>>>(_mm_testn_epi8_mask(bits_as<__m128i>(bytes), bits_as<__m128i>(bytes)))};
+#else
+  return IntVec<T>(__builtin_convertvector(bytes, Native<Int<T>, W>)) == 0;
+#endif
 }
 
 // A factor of a matrix product: what one lane of one instruction reads of each operand. That is an element, or with
@@ -237,13 +177,12 @@ constexpr int kElements = kPaired<F> ? 2 : 1;  // of a factor
 template <typename F>
 using Sum = std::conditional_t<kPaired<F>, float, F>;
 
-template <typename T, typename Abi>
-JAX_FLASH_INLINE stdx::simd<T, Abi> multiply_add(const stdx::simd<T, Abi>& a, T b, const stdx::simd<T, Abi>& c) {
+template <typename T>
+JAX_FLASH_INLINE Vec<T> multiply_add(const Vec<T>& a, T b, const Vec<T>& c) {
   return b * a + c;
 }
-template <typename T, typename Abi>
-JAX_FLASH_INLINE stdx::simd<T, Abi> multiply_add(const stdx::simd<T, Abi>& a, const stdx::simd<T, Abi>& b,
-                                                 const stdx::simd<T, Abi>& c) {
+template <typename T>
+JAX_FLASH_INLINE Vec<T> multiply_add(const Vec<T>& a, const Vec<T>& b, const Vec<T>& c) {
   return a * b + c;
 }
 
@@ -261,9 +200,7 @@ JAX_FLASH_INLINE U32 round_row(const Vec<float>& a, const Vec<float>& b) {
 // The same interleaved: pairs of two rows.
 JAX_FLASH_INLINE U32 pair_up(const Vec<float>& a, const Vec<float>& b) {
   auto rounded = bits_as<Native<uint16_t, 32>>(round_row(a, b));
-  constexpr Native<uint16_t, 32> kPicks = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                           8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  return bits_as<U32>(__builtin_shuffle(rounded, kPicks));
+  return bits_as<U32>(shuffle(rounded, rounded, [](int i) { return i % 2 * 16 + i / 2; }));
 }
 
 // In each 16 bytes interleaves the first 4 elements of 16 bits of both, or the last 4.
@@ -275,7 +212,11 @@ JAX_FLASH_INLINE U32 interleave_quarters(const U32& a, const U32& b) {
 #endif
 #if defined(JAX_FLASH_PAIRS)
 JAX_FLASH_INLINE Vec<float> multiply_add(const U32& a, Pair b, const Vec<float>& c) {
-  return multiply_add(a, U32{} + b.bits, c);
+  U32 all = U32{} + b.bits;
+#if defined(__clang__) && defined(__AVX512BF16__)
+  asm("" : "+v"(all));  // else clang 16 makes this a shuffle of its type bfloat, whose cost it computes without end
+#endif
+  return multiply_add(a, all, c);
 }
 #endif
 
@@ -299,7 +240,8 @@ JAX_FLASH_INLINE Vec<float> exp2(const Vec<float>& x) {
                            0x3f7744fd, 0x3f78ccdf, 0x3f7ac0c7, 0x3f7d257d};
   constexpr float kShift = 0x1.8p19f;  // its last bit is 1/16
   U32 bits = bits_as<U32>(Vec<float>(x + kShift));
-  Vec<float> power = bits_as<Vec<float>>(__builtin_shuffle(kPowers, bits) + (bits << 19));
+  U32 found = bits_as<U32>(_mm512_maskz_permutexvar_epi32(0xffff, bits_as<__m512i>(bits), bits_as<__m512i>(kPowers)));
+  Vec<float> power = bits_as<Vec<float>>(found + (bits << 19));
   __m512 all = bits_as<__m512>(x);
   // x less the nearest multiple of 2^-4, ties to even as in the sum above. Masked as in widen_bits().
   Vec<float> f = bits_as<Vec<float>>(_mm512_maskz_reduce_ps(0xffff, all, 4 << 4 | _MM_FROUND_TO_NEAREST_INT));
@@ -314,7 +256,6 @@ JAX_FLASH_INLINE Vec<float> exp2(const Vec<float>& x) {
 }
 #else
 JAX_FLASH_INLINE Vec<float> exp2(const Vec<float>& x) {
-  using I = stdx::rebind_simd_t<int32_t, Vec<float>>;
   constexpr float kShift = 0x1.8p23f + 127;
   Vec<float> shifted = x + kShift;
   Vec<float> f = x - (shifted - kShift);
@@ -325,14 +266,13 @@ JAX_FLASH_INLINE Vec<float> exp2(const Vec<float>& x) {
   y = y * f + 0x1.ebfbe8p-3f;
   y = y * f + 0x1.62e432p-1f;
   y = y * f + 1.0f;
-  y *= bits_as<Vec<float>>(bits_as<I>(shifted) << 23);
-  stdx::where(x < -126.0f, y) = 0.0f;
+  y *= bits_as<Vec<float>>(bits_as<IntVec<float>>(shifted) << 23);
+  clear_where(x < -126.0f, y);
   return y;
 }
 #endif
 
 JAX_FLASH_INLINE Vec<double> exp2(const Vec<double>& x) {
-  using I = stdx::rebind_simd_t<int64_t, Vec<double>>;
   constexpr double kShift = 0x1.8p52 + 1023;
   Vec<double> shifted = x + kShift;
   Vec<double> f = x - (shifted - kShift);
@@ -348,8 +288,8 @@ JAX_FLASH_INLINE Vec<double> exp2(const Vec<double>& x) {
   y = y * f + 0x1.ebfbdff82c598p-3;
   y = y * f + 0x1.62e42fefa39f3p-1;
   y = y * f + 1.0;
-  y *= bits_as<Vec<double>>(bits_as<I>(shifted) << 52);
-  stdx::where(x < -1022.0, y) = 0.0;
+  y *= bits_as<Vec<double>>(bits_as<IntVec<double>>(shifted) << 52);
+  clear_where(x < -1022.0, y);
   return y;
 }
 
@@ -391,7 +331,7 @@ struct Tanh {
 template <typename T>
 JAX_FLASH_INLINE Tanh<T> tanh_of_log2(Vec<T> y) {
   // From here on the value is 1; NaN stays.
-  stdx::where(y > T(64), y) = T(64);
+  put_where(y > T(64), y, T(64));
   constexpr T kShift = sizeof(T) == 4 ? T(0x1.8p23) : T(0x1.8p52);
   constexpr int kMantissa = sizeof(T) == 4 ? 23 : 52;
   Vec<T> shifted = y + kShift;

@@ -20,14 +20,14 @@ void online_softmax(int keys, T* s, T* maximum, T* sum, T* decay) {
   for (int v = 0; v < NV; ++v) highest[v] = load(maximum + v * W);
   for (int j = 0; j < keys; ++j) {
 #pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) highest[v] = stdx::max(highest[v], load(s + j * N + v * W));
+    for (int v = 0; v < NV; ++v) highest[v] = max(highest[v], load(s + j * N + v * W));
   }
 #pragma GCC unroll 8
   for (int v = 0; v < NV; ++v) {
     Vec<T> before = load(maximum + v * W);
     store(maximum + v * W, highest[v]);
     // A lane that has kept no key yet: -inf - -inf would be NaN, -inf - 0 gives the weight 0.
-    stdx::where(highest[v] == -kInfinity<T>, highest[v]) = T(0);
+    clear_where(highest[v] == -kInfinity<T>, highest[v]);
     Vec<T> factor = exp2(before - highest[v]);
     store(decay + v * W, factor);
     total[v] = load(sum + v * W) * factor;

@@ -25,10 +25,13 @@ void fail(const char* what, double x, double got) {
 
 // Units in the last place by which y is off 2^x, x in [-126, 127.5). The double version is right to 2^-52.
 Vec<double> error_of(const Vec<double>& x, const Vec<double>& y) {
-  Vec<double> n = kernels::stdx::floor(x);
-  kernels::IntVec<double> bits = kernels::bits_as<kernels::IntVec<double>>(Vec<double>((1023 + 23 - n) + 0x1.8p52));
+  constexpr double kShift = 0x1.8p52;
+  Vec<double> nearest = (x + kShift) - kShift, above = 0;
+  kernels::put_where(nearest > x, above, 1.0);
+  Vec<double> n = nearest - above;  // floor(x)
+  kernels::IntVec<double> bits = kernels::bits_as<kernels::IntVec<double>>(Vec<double>((1023 + 23 - n) + kShift));
   Vec<double> unit = kernels::bits_as<Vec<double>>(bits << 52);
-  return kernels::stdx::abs(y - kernels::exp2(x)) * unit;
+  return kernels::abs(y - kernels::exp2(x)) * unit;
 }
 
 // Calls look(x, exp2(x)), vectors, for the floats whose bits are first, first + 1, ..., last - 1: a vector or more. The
@@ -36,8 +39,8 @@ Vec<double> error_of(const Vec<double>& x, const Vec<double>& y) {
 template <typename Look>
 void every(uint64_t first, uint64_t last, const Look& look) {
   constexpr uint64_t W = kWidth<float>;
-  using Bits = kernels::stdx::rebind_simd_t<uint32_t, Vec<float>>;
-  const Bits lanes([](uint32_t i) { return i; });
+  using Bits = Vec<uint32_t>;
+  const Bits lanes = kernels::iota<uint32_t>();
   for (uint64_t bits = first; bits < last; bits += W) {
     auto x = kernels::bits_as<Vec<float>>(Bits(lanes + static_cast<uint32_t>(std::min(bits, last - W))));
     look(x, kernels::exp2(x));
@@ -53,21 +56,23 @@ double largest(uint32_t first, uint32_t last) {
     kernels::store(x, vector);
     kernels::store(y, result);
     for (int i = 0; i < W; i += D) {
-      Vec<double> wide_x(x + i, kernels::stdx::element_aligned), wide_y(y + i, kernels::stdx::element_aligned);
-      most = kernels::stdx::max(most, error_of(wide_x, wide_y));
+      double wide_x[D], wide_y[D];
+      std::copy_n(x + i, D, wide_x);
+      std::copy_n(y + i, D, wide_y);
+      most = kernels::max(most, error_of(kernels::load(wide_x), kernels::load(wide_y)));
     }
   });
-  return kernels::stdx::hmax(most);
+  return kernels::largest_lane(most);
 }
 
 // Of the floats whose bits are first, first + 1, ..., last - 1, exp2 is what it has to be in every lane.
 template <typename Right>
 void all(const char* what, uint64_t first, uint64_t last, const Right& right) {
   every(first, last, [&](const Vec<float>& x, const Vec<float>& y) {
-    auto wrong = !right(y);
-    if (kernels::stdx::none_of(wrong)) return;
-    int i = kernels::stdx::find_first_set(wrong);
-    fail(what, x[i], y[i]);
+    if (kernels::all_of(right(y))) return;
+    for (int i = 0; i < kWidth<float>; ++i) {
+      if (!kernels::all_of(right(Vec<float>(y[i])))) fail(what, x[i], y[i]);
+    }
     std::exit(1);
   });
 }

@@ -63,7 +63,8 @@ std::vector<Variant> variants_of(const Family& family, int arch, const Variants&
   };
   for (Pass pass : wanted.passes) {
     for (DType dtype : wanted.dtypes) {
-      for (auto [head_dim, value_head_dim] : wanted.head_dims) {
+      for (const auto& head_dims : wanted.head_dims) {
+        const int head_dim = head_dims.first, value_head_dim = head_dims.second;  // clang 15 captures no bindings
         for (const Options& record : wanted.options) {
           const int largest = std::max(head_dim, value_head_dim), limbs = record.highest_precision ? 2 : 1;
           if (pass == Pass::backward_dq && !separate_dq(family, record, largest)) continue;
