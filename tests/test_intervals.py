@@ -25,7 +25,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "causal": ({"kv_end": ROWS + 1}, {"causal": True}),
     "causal_by_keys": ({"q_start": KEYS}, {"causal": True}),
     "lengths": ({"kv_end": PREFIX[:, None, None]}, {"kv_lengths": PREFIX}),
-    "mask_of_keys": ({"mask": KEYS < PREFIX[:, None, None, None]}, {"kv_lengths": PREFIX}),
+    "mask_of_keys": ({"mask": PREFIX[:, None, None, None] > KEYS}, {"kv_lengths": PREFIX}),
     "prefix": (
         {"kv_end": np.maximum(PREFIX[:, None, None], ROWS + 1)},
         {"mask": (PREFIX[:, None, None, None] > KEYS) | (ROWS[:, None] >= KEYS)},
