@@ -121,8 +121,8 @@ def _custom_call(
         results = (*results, jax.ShapeDtypeStruct((scratch,), wide))
     if pass_ == "backward" and platform == "cuda":
         args = (*args[:6], *args[7:])  # these kernels take delta, which stands in dlse's place, for dlse and out
-    target = registration.FORWARD_TARGET if pass_ == "forward" else registration.BACKWARD_TARGET
-    called = jax.ffi.ffi_call(target, results)(*args, **attributes)
+    name = registration.FORWARD_TARGET if pass_ == "forward" else registration.BACKWARD_TARGET
+    called = jax.ffi.ffi_call(name, results)(*args, **attributes)
     return tuple(
         exact.floats(x) if x.dtype == jnp.uint32 else _summed_to(shape, x)
         for shape, x in zip(shapes, called, strict=False)
