@@ -275,6 +275,7 @@ NB_MODULE(_core, m) {
                           value_head_dim, shapes, {});
         described.problem.batch = batch;
         described.problem.dbias_strides = described.problem.bias_strides;
+        nb::gil_scoped_release release;  // a thread that waits for the GIL may hold a lock that this takes
         cuda::begin_to_load(described.pass, described.dtype, described.problem, scratch);
       },
       nb::kw_only(), nb::arg("pass_"), nb::arg("dtype"), nb::arg("options"), nb::arg("batch"), nb::arg("q_length"),

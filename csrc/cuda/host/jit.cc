@@ -361,26 +361,25 @@ Loading& loading() {
   return kept;
 }
 
+// As many threads hold one as there are cores: each compiler takes one, and hundreds of MB.
+struct Core {
+  Core() { loading().cores.acquire(); }
+  ~Core() { loading().cores.release(); }
+};
+
 std::string key_of(const Variant& variant) { return settings().source_dir + "/" + variant.name(); }
 
-// Of the first thread that waits for it, or with `policy` async of a new one.
+// Loaded by the first thread that waits for it, or with `policy` async by a new one.
 std::shared_future<Loaded> future_of(const Variant& variant, std::launch policy) {
   Loading& state = loading();
   const std::string key = key_of(variant);
   std::lock_guard<std::mutex> lock(state.mutex);
   auto found = state.all.find(key);
   if (found != state.all.end()) return found->second;
-  auto task = [&state, variant, policy] {
-    if (policy == std::launch::deferred) return load(variant);
-    state.cores.acquire();
-    try {
-      Loaded loaded = load(variant);
-      state.cores.release();
-      return loaded;
-    } catch (...) {
-      state.cores.release();
-      throw;
-    }
+  auto task = [variant, policy] {
+    std::optional<Core> core;
+    if (policy == std::launch::async) core.emplace();
+    return load(variant);
   };
   return state.all.emplace(key, std::async(policy, std::move(task)).share()).first->second;
 }
@@ -396,8 +395,7 @@ void finish_loading() {
     std::lock_guard<std::mutex> lock(state.mutex);
     for (const auto& [key, future] : state.all) futures.push_back(future);
   }
-  // Not those that nobody waits for: their work has not begun, and returns at once.
-  for (const auto& future : futures) {
+  for (const auto& future : futures) {  // but not for deferred ones, which wait() would load
     if (future.wait_for(std::chrono::seconds(0)) == std::future_status::timeout) future.wait();
   }
 }
