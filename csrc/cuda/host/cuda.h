@@ -36,8 +36,9 @@ void configure(Settings settings);
 void prepare(int device, Pass pass, DType dtype, const Problem& problem, int64_t scratch_elements);
 
 // Begins to load a call's kernels, for every device here, on threads of their own, and returns at once: a program that
-// is lowered will need those of all its calls, while XLA makes them ready one after the other. What fails is told by
-// prepare(). finish_loading() waits for these threads, as a process must before it ends.
+// is lowered will need those of all its calls, while XLA makes them ready one after the other. Throws nothing: what
+// fails, such as a driver that is not there, is told by prepare(). finish_loading() waits for these threads, as a
+// process must before it ends.
 void begin_to_load(Pass pass, DType dtype, const Problem& problem, int64_t scratch_elements);
 void finish_loading();
 

@@ -193,14 +193,18 @@ void prepare(int device, Pass pass, DType dtype, const Problem& problem, int64_t
 }
 
 void begin_to_load(Pass pass, DType dtype, const Problem& problem, int64_t scratch_elements) {
-  const int devices = Driver::get().device_count();
-  const ForwardPlan plan = plan_of(pass, problem, scratch_elements);
-  for (int device = 0; device < devices; ++device) {
-    if (family_of(arch_of(device)) == nullptr) continue;  // the call is for others
-    const Chosen chosen = choose(device, pass, dtype, problem, plan);
-    begin_to_load(chosen.main);
-    if (chosen.dq) begin_to_load(*chosen.dq);
-    if (chosen.bias) begin_to_load(*chosen.bias);
+  try {
+    const int devices = Driver::get().device_count();
+    const ForwardPlan plan = plan_of(pass, problem, scratch_elements);
+    for (int device = 0; device < devices; ++device) {
+      if (family_of(arch_of(device)) == nullptr) continue;  // the call is for others
+      const Chosen chosen = choose(device, pass, dtype, problem, plan);
+      begin_to_load(chosen.main);
+      if (chosen.dq) begin_to_load(*chosen.dq);
+      if (chosen.bias) begin_to_load(*chosen.bias);
+    }
+  } catch (const std::exception&) {
+    // prepare() meets the same, when the call is one that XLA makes ready.
   }
 }
 
