@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/device/transcendental.cuh"
+#include "cuda/device/trigonometry.cuh"
 #include "layout.h"
 #include "problem.h"
 
