@@ -4,6 +4,8 @@ import ctypes
 import dataclasses
 import itertools
 import math
+import pathlib
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -356,6 +358,8 @@ EMULATED: dict[str, dict[str, Any]] = {
     "blocks": {"mask": "window", "blocks": (32, 64)},
     "odd-blocks": {"mask": "neighbourhood", "blocks": (48, 40), "head_dim": 128},
     "blocks-of-heads": {"mask": "heads", "blocks": (64, 128)},
+    "no-rows": {"mask": "causal", "blocks": (32, 64), "q_length": 60},  # for the last keys
+    "no-rows-wide": {"mask": "causal", "blocks": (32, 64), "q_length": 60, "head_dim": 256},
     "score": {"score": "relative"},
     "derived": {"score": "softcap", "mask": "causal"},
     "dropped": {"score": "nan_above", "mask": "causal", "blocks": (128, 128)},
@@ -441,6 +445,60 @@ def check_values(emulator: ctypes.CDLL, name: str, kernel_pass: str, family: str
             found.setdefault(of, set()).add(got.tobytes())
     if problem.exact and kernel_pass == "backward":
         assert all(len(bits) == 1 for of, bits in found.items()), "bits that depend on the order of threads"
+
+
+TRIGONOMETRY = """
+#define __device__
+#define __host__
+#define __constant__
+#define __forceinline__ inline
+#include <cmath>
+#include <cstring>
+inline unsigned __float_as_uint(float x) {
+  unsigned bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+#include "cuda/device/trigonometry.cuh"
+extern "C" void evaluate(const float* x, int n, float* sines, float* cosines, float* tangents) {
+  for (int i = 0; i < n; ++i) {
+    sines[i] = jax_flash::sine(x[i]);
+    cosines[i] = jax_flash::cosine(x[i]);
+    tangents[i] = jax_flash::tangent(x[i]);
+  }
+}
+"""
+
+
+@needs_compiler
+def test_trigonometry(tmp_path: pathlib.Path) -> None:
+    """Of floats of all exponents, on the host."""
+    (tmp_path / "cuda/device").mkdir(parents=True)
+    (tmp_path / "cuda/device/arithmetic.cuh").write_text("#pragma once")
+    source, library = tmp_path / "evaluate.cc", tmp_path / "evaluate.so"
+    source.write_text(TRIGONOMETRY)
+    assert emulated.COMPILER is not None
+    includes = [f"-I{tmp_path}", f"-I{emulated.ROOT / 'csrc'}"]
+    command = [emulated.COMPILER, "-O2", "-std=c++20", "-shared", "-fPIC", *includes, "-o", library, source]
+    subprocess.run(command, check=True)
+
+    random = np.random.default_rng(0)
+    x = np.concatenate([
+        random.integers(0, 2**32, 1_000_000, dtype=np.uint32).view(np.float32),
+        (random.standard_normal(1_000_000) * 10.0 ** random.uniform(-3, 6, 1_000_000)).astype(np.float32),
+        np.arange(100_000, dtype=np.float32),
+        np.float32([0, -0.0, 0.5, -0.5, np.finfo(np.float32).max, np.inf, -np.inf, np.nan]),
+    ])  # fmt: skip
+    got = [np.empty_like(x) for _ in range(3)]
+    pointers = [ctypes.c_void_p(of.ctypes.data) for of in (x, *got)]
+    ctypes.CDLL(str(library)).evaluate(pointers[0], len(x), *pointers[1:])
+    with np.errstate(invalid="ignore"):
+        sines, cosines = np.sin(x.astype(np.float64)), np.cos(x.astype(np.float64))
+    np.testing.assert_allclose(got[0], sines, atol=1.5e-7, rtol=0)
+    np.testing.assert_allclose(got[1], cosines, atol=1.5e-7, rtol=0)
+    apart = np.abs(cosines) > 1e-3  # beside a pole the rounding of x decides
+    np.testing.assert_allclose(got[2][apart], (sines / cosines)[apart], rtol=1e-6, atol=1.5e-7)
+    np.testing.assert_array_equal(np.isfinite(got[2]), np.isfinite(x))
 
 
 # By NVRTC

@@ -72,9 +72,18 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
     VSlabs::copy(shared_address(shared.v), &maps.v, full, key, place.kv_head, place.batch);
   }
   Ring<stages> ring{0, 1};
-  for (Walk at = block.first(), next; at.head <= block.last_head; at = next) {
+  const Search search(block);
+  Walk at = search.first();
+  if (skips_tiles && at.head > block.last_head) {
+    if (lane == 0) {
+      shared.walks[0] = at;
+      barrier_arrive(shared_address(&shared.full[0]));
+    }
+    barrier_arrive(shared_address(&shared.full[0]));
+  }
+  for (Walk next; at.head <= block.last_head; at = next) {
     const int stage = ring.stage;
-    next = block.after(at);
+    next = search.after(at);
     const u32 full = shared_address(&shared.full[stage]);
     const Statistics statistics(block, at, ds_factor, lane);
     barrier_wait(shared_address(&shared.empty[stage]), ring.parity);
@@ -296,8 +305,9 @@ struct Backward {
     if (block.idle()) return;
     wait_for_keys(k_operand, v_operand);
     Ring<stages> ring{0, 0};
+    if constexpr (skips_tiles) barrier_wait(shared_address(&shared.full[0]), 0);
     int i = 0;
-    for (Walk at = block.first(); at.head <= block.last_head; ++i, ring.advance()) {
+    for (Walk at = block.first(shared.walks[0]); at.head <= block.last_head; ++i, ring.advance()) {
       if (tiles_of_keys == 2 && option_causal && at.tile < rows_of(1).begin) {
         step<1>(at, ring, i);
       } else {

@@ -40,9 +40,9 @@ struct alignas(16) Walk {
   int full;       // whether all pairs of the tile are kept
   int next_head;  // of the tile after it
 
-  __device__ __forceinline__ Walk after(const TileWalk<block_q>& tiles) const {
-    const int next = tiles.after(tile);
-    return next < tiles.range.end ? Walk{head, next, 0, 0} : Walk{head + 1, tiles.range.begin, 0, 0};
+  // With the next tile of a range, beyond its end where there is none.
+  __device__ __forceinline__ Walk to(int next, const TileRange& range) const {
+    return next < range.end ? Walk{head, next, 0, 0} : Walk{head + 1, range.begin, 0, 0};
   }
 };
 
@@ -51,35 +51,56 @@ struct Block {
   const Problem& problem;
   Place place;
   Band band;
-  TileWalk<block_q> tiles;
+  TileRange range;  // of rows, as far as the band goes
   int first_head, last_head;
 
   __device__ __forceinline__ explicit Block(const Problem& problem)
-      : problem(problem),
-        place(place_of(problem, blockIdx.x)),
-        band(band_of(problem, place.extent)),
-        tiles(walk_of_rows<block_q, block_kv>(problem, place.extent, band, heads_of(problem, place.share),
-                                              place.first_key)) {
+      : problem(problem), place(place_of(problem, blockIdx.x)), band(band_of(problem, place.extent)) {
+    range = row_tiles_of<block_q>(band, place.extent, place.first_key, block_kv);
     const int group = heads_of_share(problem);
     first_head = place.share * group;
     last_head = first_head + group - 1;
+  }
+  __device__ __forceinline__ bool idle() const { return range.begin >= range.end; }
+  __device__ __forceinline__ bool is_full(const Walk& at) const {
+    return skips_tiles ? at.full != 0 : range.is_full(at.tile);
+  }
+
+  // The walk of a warp that computes. Where tiles are skipped it is told: of the first one by `told`, which is beyond
+  // the last head where there is none. If it searched as well, the compiler would no longer know that what it found is
+  // the same in all lanes, and would move the operands of every wgmma to uniform registers anew.
+  __device__ __forceinline__ Walk first(const Walk& told) const {
+    if constexpr (skips_tiles) return told;
+    return {first_head, range.begin, 0, 0};
+  }
+  __device__ __forceinline__ Walk after(const Walk& at) const {
+    if constexpr (skips_tiles) return {at.next_head, 0, 0, 0};
+    return at.to(at.tile + 1, range);
+  }
+};
+
+// The walk of the warp that loads.
+struct Search {
+  const Block& block;
+  TileWalk<block_q> tiles;
+
+  __device__ __forceinline__ explicit Search(const Block& block)
+      : block(block),
+        tiles(walk_of_rows<block_q, block_kv>(block.problem, block.place.extent, block.band,
+                                              {block.first_head, heads_of_share(block.problem)},
+                                              block.place.first_key)) {
     tiles.trim(threadIdx.x % 32);
   }
-  static __device__ __forceinline__ Heads heads_of(const Problem& problem, int share) {
-    return {share * heads_of_share(problem), heads_of_share(problem)};
-  }
-  __device__ __forceinline__ Walk first() const { return {first_head, tiles.range.begin, 0, 0}; }
-  __device__ __forceinline__ bool is_full(const Walk& at) const {
-    return skips_tiles ? at.full != 0 : tiles.is_full(at.tile);
+  __device__ __forceinline__ Walk first() const {
+    return {tiles.empty() ? block.last_head + 1 : block.first_head, tiles.range.begin, 0, 0};
   }
   // What comes after `at`, which is to be told to the warps that compute.
   __device__ __forceinline__ Walk after(Walk& at) const {
     if constexpr (skips_tiles) at.full = tiles.is_full(at.tile);
-    const Walk next = at.after(tiles);
+    const Walk next = at.to(tiles.after(at.tile), tiles.range);
     at.next_head = next.head;
     return next;
   }
-  __device__ __forceinline__ bool idle() const { return tiles.empty(); }
 };
 
 // lse and delta of a tile of rows, which a warp takes from global to shared memory.
@@ -200,7 +221,7 @@ struct Weights {
   // tile.
   template <bool derives>
   __device__ __forceinline__ Walk move(const Walk& at, const Block& block) {
-    const Walk next = skips_tiles ? Walk{at.next_head, 0, 0, 0} : at.after(block.tiles);
+    const Walk next = block.after(at);
     if (next.head != at.head) {
       if constexpr (derives && sums_gradients) {
         gradients[0].flush(scores.problem, scores.extent, scores.keep.functions(), block.place.sequence, at.head,

@@ -49,8 +49,19 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
   const int key = place.extent.kv.first + place.first_key;
   Ring<buffers> ring{0, 1};
   bool first = true;
-  for (Walk at = block.first(), next; at.head <= block.last_head; at = next) {
-    next = block.after(at);
+  const Search search(block);
+  Walk at = search.first();
+  if (skips_tiles && at.head > block.last_head) {
+    if (lane == 0) {
+      shared.walks[0] = at;
+      barrier_arrive(shared_address(&shared.q_full[0]));
+      barrier_arrive(shared_address(&shared.dout_full[0]));
+    }
+    barrier_arrive(shared_address(&shared.q_full[0]));
+    barrier_arrive(shared_address(&shared.dout_full[0]));
+  }
+  for (Walk next; at.head <= block.last_head; at = next) {
+    next = search.after(at);
     const int stage = ring.stage, row = place.extent.q.first + at.tile * block_q;
     const Statistics statistics(block, at, ds_factor, lane);
     if (first && lane == 0) load_slabs<KSlabs>(shared.k, &maps.k, shared.k_full, key, place.kv_head, place.batch);
@@ -101,6 +112,11 @@ struct Half {
       named_sync(all_computing, computing_threads);
     }
   }
+  // The first tile of rows; what is full when that is told is `full`.
+  __device__ __forceinline__ Walk first(const u64& full) const {
+    if constexpr (skips_tiles) barrier_wait(shared_address(&full), 0);
+    return block.first(shared.walks[0]);
+  }
   // A tile's first wait also learns which it is; at the second the loading warp may be telling of the next one already.
   template <typename T, bool first>
   __device__ __forceinline__ void wait_for_rows(const u64* full, const char* tile, Walk& at,
@@ -129,10 +145,12 @@ struct Half {
   }
 
   __device__ __forceinline__ void run_values(FragmentC (&dv)[VSlabs::columns / 8]) {
+    Walk at = first(shared.q_full[0]);
+    if (at.head > block.last_head) return;
     wait_for_keys();
     Ring<buffers> ring{0, 0};
     u32 parity = 0;
-    for (Walk at = block.first(); at.head <= block.last_head; parity ^= 1, ring.advance()) {
+    for (; at.head <= block.last_head; parity ^= 1, ring.advance()) {
       const int stage = ring.stage;
       Scores64 s;  // S^T, and then P^T
       Derivatives derivatives;
@@ -166,10 +184,12 @@ struct Half {
   }
 
   __device__ __forceinline__ void run_keys(FragmentC (&dk)[KSlabs::columns / 8]) {
+    Walk at = first(shared.dout_full[0]);
+    if (at.head > block.last_head) return;
     wait_for_keys();
     Ring<buffers> ring{0, 0};
     u32 parity = 0;
-    for (Walk at = block.first(); at.head <= block.last_head; parity ^= 1, ring.advance()) {
+    for (; at.head <= block.last_head; parity ^= 1, ring.advance()) {
       const int stage = ring.stage;
       Scores64 p, dp;  // dP^T, and then dS^T
       Derivatives derivatives;
