@@ -23,6 +23,8 @@ struct KernelTraits {
 
   // Persistent kernels: blocks per multiprocessor, which walk over the items of work; 0: a block for each item.
   int persistent = 0;
+  // Persistent kernels: 1 if blocks take their items from a counter, Problem::scratch, where that is not null.
+  int counts_items = 0;
   // Rows that a TMA load reads, at most 256; 0: no such map. With any, TensorMaps is the second parameter.
   int q_box_rows = 0;
   int k_box_rows = 0;

@@ -221,8 +221,9 @@ struct Launch {
   unsigned threads;
   unsigned cluster;
   unsigned shared_bytes;
-  bool in_scratch;     // whether its blocks leave their results there, for a second kernel
-  bool waits = false;  // on its own for the end of the kernel before it, which is so of all whose traits start ahead
+  bool in_scratch;      // whether its blocks leave their results there, for a second kernel
+  bool counts = false;  // its items of work, in scratch
+  bool waits = false;   // on its own for the end of the kernel before it, which is so of all whose traits start ahead
 
   bool starts_ahead() const { return loaded.traits.starts_ahead || waits; }
 };
@@ -230,13 +231,20 @@ struct Launch {
 // Of a kernel whose blocks own `length` rows or keys together, of each of `heads` heads.
 Launch launch_of(int device, const Loaded& loaded, const Problem& problem, int length, int64_t heads) {
   const KernelTraits& traits = loaded.traits;
-  int64_t blocks = blocks_of(problem, length, traits.block_rows) * heads * problem.batch;
-  grid(blocks);  // items are counted in an int
-  if (traits.persistent) blocks = std::min(blocks, int64_t{traits.persistent} * multiprocessors_of(device));
+  const int64_t items = blocks_of(problem, length, traits.block_rows) * heads * problem.batch;
+  int64_t blocks = items;
+  grid(items);  // they are counted in an int
+  if (traits.persistent) blocks = std::min(items, int64_t{traits.persistent} * multiprocessors_of(device));
   const bool has_maps = traits.q_box_rows || traits.k_box_rows || traits.v_box_rows || traits.dout_box_rows;
   const unsigned threads = traits.threads, shared_bytes = traits.shared_bytes;
-  return {loaded, loaded.main,  problem, tensor_maps(traits, problem), has_maps, grid(blocks), threads,
-          1,      shared_bytes, false};
+  Launch launch{loaded, loaded.main,  problem, tensor_maps(traits, problem), has_maps, grid(blocks), threads,
+                1,      shared_bytes, false};
+  if (traits.counts_items) {
+    // Zeroing the counter takes as long as a small call.
+    launch.counts = blocks < items && problem.scratch;
+    if (!launch.counts) launch.problem.scratch = nullptr;
+  }
+  return launch;
 }
 
 // Blocks for every slice of the keys of every head.
@@ -342,7 +350,8 @@ Recorded record(int device, DType dtype, const Problem& problem, int64_t scratch
 
 std::vector<GraphNode> graph_nodes(const Recorded& recorded, const Problem& problem) {
   const Found& found = *recorded.found;
-  const Launch launch = forward_launch(recorded.device, found, recorded.plan, problem);
+  Launch launch = forward_launch(recorded.device, found, recorded.plan, problem);
+  if (launch.counts) launch.problem.scratch = nullptr;  // XLA records kernels, and none that zeroes the counter
   std::vector<GraphNode> nodes;
   auto add = [&](const Launch& of, const char* name) {
     nodes.push_back({name, found.main.cubin, of.blocks, of.cluster, of.threads, of.shared_bytes, of.starts_ahead(),
@@ -365,6 +374,7 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
   if (driver.capturing(on)) ++captured;
   if (pass == Pass::forward) {
     const Launch forward = forward_launch(device, found, plan, of_call);
+    if (forward.counts) driver.zero(forward.problem.scratch, 1, on);
     run(forward, on);
     if (forward.in_scratch) run(combine_launch(forward), on);
     if (found.main.float32) run(float32_launch(device, found.main, found.main.float32, of_call), on);

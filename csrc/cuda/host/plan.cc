@@ -154,8 +154,11 @@ SplitKvPlan plan_split_kv(const Problem& p) {
 bool is_single_tile(const Problem& p) { return is_single_tile(p, plan_split_kv(p)); }
 
 int64_t forward_scratch(DType, const Problem& p) {
-  const int slices = plan_split_kv(p).slices;
-  return slices == 1 ? 0 : slices * slice_elements(p);
+  const SplitKvPlan split_kv = plan_split_kv(p);
+  if (split_kv.rows) return split_kv.slices == 1 ? 0 : split_kv.slices * slice_elements(p);
+  const Options& o = p.options;
+  // Hopper's blocks count their items of work where these differ in length by what is in arrays.
+  return o.has_q_segment_ids || o.has_kv_intervals || o.has_q_intervals || o.has_mask_blocks || o.has_cu_q_lengths;
 }
 
 int64_t backward_scratch(DType, const Problem& p) {

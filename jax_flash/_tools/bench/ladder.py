@@ -135,7 +135,7 @@ LADDERS: dict[tuple[str, str], tuple[Step, ...]] = {
         _ORDER,
         Step("persistent blocks", (
             Undo("sm90a/forward.cu", ".persistent = 1,", ".persistent = 0,"),
-            Undo("sm90a/forward.cu", "place_of<Grid::persistent>", "place_of<Grid::block_an_item>"))),
+            Undo("sm90a/forward.cu", "place_of<order>", "place_of<Grid::block_an_item>"))),
         Step("products of the warpgroups in turn", (
             Undo("sm90a/forward.cu", "in_turns = consumers > 1;", "in_turns = false;"),)),
         Step("out rescaled only when a maximum grows (256)", (
