@@ -359,6 +359,10 @@ EMULATED: dict[str, dict[str, Any]] = {
     "odd-blocks": {"mask": "neighbourhood", "blocks": (48, 40), "head_dim": 128},
     "blocks-of-heads": {"mask": "heads", "blocks": (64, 128)},
     "no-rows": {"mask": "causal", "blocks": (32, 64), "q_length": 60},  # for the last keys
+    "no-keys": {  # for the last rows
+        **{"mask": "window", "blocks": (64, 32), "q_length": 300, "kv_length": 60, "head_dim": 128},
+        "options": ["separate_dq"],
+    },
     "no-rows-wide": {"mask": "causal", "blocks": (32, 64), "q_length": 60, "head_dim": 256},
     "score": {"score": "relative"},
     "derived": {"score": "softcap", "mask": "causal"},

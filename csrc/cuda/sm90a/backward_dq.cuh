@@ -36,11 +36,19 @@ constexpr int all_bytes = QSlabs::bytes + OutSlabs::bytes + stages * (KSlabs::by
 constexpr int v_stages = all_bytes <= most_bytes ? stages : stages - 1;
 static_assert(stages >= 2, "dQ of a tile is under way while the scores of the next are computed");
 
+// Where tiles are skipped, the warp that loads searches, and tells the others of each tile of keys.
+struct Told {
+  int tile;     // -1 where there is none
+  int uniform;  // whether all its pairs are kept, as far as ranges let them
+  int next;     // the tile after it, -1 where there is none
+};
+
 struct SharedStorage {
   char q[QSlabs::bytes];
   char dout[OutSlabs::bytes];
   char k[stages][KSlabs::bytes];
   char v[v_stages][VSlabs::bytes];
+  Told told[skips_tiles ? stages : 1];  // of the tiles of K
   u64 q_full, dout_full;
   u64 k_full[stages], k_empty[stages], v_full[v_stages], v_empty[v_stages];
 };
@@ -60,14 +68,12 @@ extern "C" __constant__ KernelTraits jax_flash_backward_dq_traits = {
 struct Block {
   const Problem& problem;
   Place place;
-  TileWalk<block_kv> tiles;  // of keys
+  Band band;
+  TileRange range;  // of keys, as far as the band goes
 
   __device__ __forceinline__ explicit Block(const Problem& problem)
-      : problem(problem),
-        place(place_of(problem, blockIdx.x)),
-        tiles(walk_of_keys<block_kv, block_q>(problem, place.extent, band_of(problem, place.extent), {place.head, 1},
-                                              place.first_row)) {
-    tiles.trim(threadIdx.x % 32);
+      : problem(problem), place(place_of(problem, blockIdx.x)), band(band_of(problem, place.extent)) {
+    range = key_tiles_of<block_kv>(band, place.extent, place.first_row, block_q);
   }
 };
 
@@ -77,12 +83,23 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
   const int row = place.extent.q.first + place.first_row;
   Ring<stages> k_ring{0, 1};
   Ring<v_stages> v_ring{0, 1};
-  for (int tile = block.tiles.last(); tile >= block.tiles.range.begin; tile = block.tiles.before(tile)) {
+  TileWalk<block_kv> tiles =
+      walk_of_keys<block_kv, block_q>(block.problem, place.extent, block.band, {place.head, 1}, place.first_row);
+  tiles.trim(lane);
+  if (skips_tiles && tiles.empty() && lane == 0) {
+    shared.told[0] = {-1, 0, -1};
+    barrier_arrive(shared_address(&shared.k_full[0]));
+  }
+#pragma unroll 1  // else, as of other loops without products, the compiler makes it several times as long
+  for (int tile = tiles.last(), next; tile >= tiles.range.begin; tile = next) {
+    next = tiles.before(tile);
+    const Told told{tile, skips_tiles && tiles.is_uniform(tile), next >= tiles.range.begin ? next : -1};
     const int key = place.extent.kv.first + tile * block_kv;
-    const bool first = tile == block.tiles.last();
+    const bool first = tile == tiles.last();
     if (lane == 0) {
       if (first) load_slabs<QSlabs>(shared.q, &maps.q, shared.q_full, row, place.head, place.batch);
       barrier_wait(shared_address(&shared.k_empty[k_ring.stage]), k_ring.parity);
+      if constexpr (skips_tiles) shared.told[k_ring.stage] = told;
       load_slabs<KSlabs>(shared.k[k_ring.stage], &maps.k, shared.k_full[k_ring.stage], key, place.kv_head, place.batch);
       if (first) load_slabs<OutSlabs>(shared.dout, &maps.dout, shared.dout_full, row, place.head, place.batch);
       barrier_wait(shared_address(&shared.v_empty[v_ring.stage]), v_ring.parity);
@@ -106,6 +123,7 @@ struct BackwardDq {
   float lse_log2[2], deltas[2];
   Ring<stages> k_ring;
   Ring<v_stages> v_ring;
+  Told told;  // of the last tile whose K was waited for, where tiles are skipped
   FragmentC dq[KSlabs::columns / 8];
   u32 operand[block_kv / 16][4];  // dS
 
@@ -189,12 +207,21 @@ struct BackwardDq {
     }
   }
 
-  // One tile of keys; dQ of the tile before is under way.
+  // What is told of a tile, once its K is there.
+  __device__ __forceinline__ void learn() {
+    if constexpr (!skips_tiles) return;
+    told = shared.told[k_ring.stage];
+    __syncwarp();  // before lane 0 says that the warp is done with it
+  }
+  __device__ __forceinline__ int after(int tile) const { return skips_tiles ? told.next : tile - 1; }
+
+  // One tile of keys, all of whose pairs the band keeps if it is `full`; dQ of the tile before is under way.
   __device__ __forceinline__ void step(int tile, bool first, bool full) {
     FragmentC s[block_kv / 8], dp[block_kv / 8];  // S and then P, dP and then dS
     const char* k = shared.k[k_ring.stage];
     const char* v = shared.v[v_ring.stage];
     wait_for<KSlabs>(shared.k_full[k_ring.stage], k, tile, k_ring.parity);
+    learn();
     start<QSlabs, KSlabs>(s, shared.q, k);
     wgmma_wait<1>();  // dQ of the tile before
     hold(operand);
@@ -203,7 +230,7 @@ struct BackwardDq {
     start<OutSlabs, VSlabs>(dp, shared.dout, v);
     wgmma_wait<1>();  // S
     hold(s);
-    if (full) {
+    if (full && (!skips_tiles || told.uniform)) {
       weigh<false>(s, tile);
     } else {
       weigh<true>(s, tile);
@@ -224,6 +251,7 @@ struct BackwardDq {
   // A tile that none of this warpgroup's rows keeps.
   __device__ __forceinline__ void skip() {
     barrier_wait(shared_address(&shared.k_full[k_ring.stage]), k_ring.parity);
+    learn();
     arrive(shared.k_empty[k_ring.stage]);
     barrier_wait(shared_address(&shared.v_full[v_ring.stage]), v_ring.parity);
     arrive(shared.v_empty[v_ring.stage]);
@@ -238,22 +266,27 @@ struct BackwardDq {
     const Place& place = block.place;
     const TileRange own = kept_key_tiles<block_kv, 64>(block.problem, place.extent, rows.keep.band, {place.head, 1},
                                                        place.first_row + group * 64, 64);
-    const TileWalk<block_kv>& tiles = block.tiles;
-    const auto is_full = [&](int tile) { return own.is_full(tile) && tiles.is_uniform(tile); };
-    int tile = tiles.last();
-    for (; tile >= at_least(own.end, tiles.range.begin); tile = tiles.before(tile)) skip();
-    const int last = at_least(own.begin, tiles.range.begin);
+    const int begin = skips_tiles ? 0 : block.range.begin;
+    int tile = block.range.end - 1;
+    if constexpr (skips_tiles) {
+      barrier_wait(shared_address(&shared.k_full[0]), 0);
+      tile = shared.told[0].tile;
+    }
+#pragma unroll 1
+    for (; tile >= at_least(own.end, begin); tile = after(tile)) skip();
+    const int last = at_least(own.begin, begin);
     if (tile >= last) {
       barrier_wait(shared_address(&shared.q_full), 0);
       barrier_wait(shared_address(&shared.dout_full), 0);
 #pragma unroll
       for (auto& a : operand) a[0] = a[1] = a[2] = a[3] = 0;
-      for (const int first = tile; tile >= last; tile = tiles.before(tile)) step(tile, tile == first, is_full(tile));
+      for (const int first = tile; tile >= last; tile = after(tile)) step(tile, tile == first, own.is_full(tile));
       wgmma_wait<0>();
       hold(dq);
       arrive(shared.k_empty[(k_ring.stage + stages - 1) % stages]);
     }
-    for (; tile >= tiles.range.begin; tile = tiles.before(tile)) skip();
+#pragma unroll 1
+    for (; tile >= begin; tile = after(tile)) skip();
   }
 
   __device__ __forceinline__ void store(float factor) {
