@@ -472,8 +472,8 @@ NB_MODULE(_core, m) {
 
   m.def(
       "tile_row",
-      [](int arch, const std::string& pass, int head_dim, const std::string& gpu) {
-        const cuda::Choice choice = cuda::choose(arch, named_pass(pass), head_dim, gpu);
+      [](int arch, const std::string& pass, int head_dim, const std::string& gpu, bool functions) {
+        const cuda::Choice choice = cuda::choose(arch, named_pass(pass), head_dim, gpu, functions);
         nb::dict row, found;
 #define JAX_FLASH_FIELD(field) row[#field] = choice.row.field;
         JAX_FLASH_TILE_FIELDS(JAX_FLASH_FIELD)
@@ -484,7 +484,8 @@ NB_MODULE(_core, m) {
         found["most_shared_bytes"] = choice.most_shared_bytes;
         return found;
       },
-      nb::kw_only(), nb::arg("arch"), nb::arg("pass_"), nb::arg("head_dim"), nb::arg("gpu") = "");
+      nb::kw_only(), nb::arg("arch"), nb::arg("pass_"), nb::arg("head_dim"), nb::arg("gpu") = "",
+      nb::arg("functions") = false);
 
   m.def(
       "build_row",

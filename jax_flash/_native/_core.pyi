@@ -222,8 +222,9 @@ def sources_key() -> str:
 def tune(rows: Sequence[Mapping[str, Any]]) -> None:
     """Replaces the tile rows that take precedence over the table's: gpu, family, pass, head_dim, and TILE_FIELDS."""
 
-def tile_row(*, arch: int, pass_: str, head_dim: int, gpu: str = "") -> dict[str, Any]:
-    """family, row, tuned and most_shared_bytes of a plain call. Raises ValueError if no row serves it."""
+def tile_row(*, arch: int, pass_: str, head_dim: int, gpu: str = "", functions: bool = False) -> dict[str, Any]:
+    """family, row, tuned and most_shared_bytes of a plain call, or of one with functions. Raises ValueError if no row
+    serves it."""
 
 def build_row(
     *,

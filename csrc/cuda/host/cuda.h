@@ -200,14 +200,14 @@ std::vector<Origin> fetch(int arch, const Variants& wanted, const std::string& g
 std::string fetch(int arch, Pass pass, DType dtype, int head_dim, int value_head_dim, const Options& options,
                   const std::string& gpu = "");
 
-// The tile row of a plain call on an architecture, on the GPU of that name.
+// The tile row of a plain call on an architecture, on the GPU of that name, or of one with `functions`.
 struct Choice {
   std::string family;
   TileRow row;
   bool tuned;
   int most_shared_bytes;  // of a block on that architecture
 };
-Choice choose(int arch, Pass pass, int head_dim, const std::string& gpu);
+Choice choose(int arch, Pass pass, int head_dim, const std::string& gpu, bool functions);
 
 // Compiles one plain variant with the given tile row, as build() does. Throws std::runtime_error if it does not
 // compile.

@@ -122,9 +122,10 @@ bool serves_split_kv(const Family& family, int arch, const Problem& p, const Spl
   return plan.rows && find_tile_row(of, limbs, Pass::forward_split_kv, largest, arch, calls_of(p.options), plan.rows);
 }
 
-Choice choose(int arch, Pass pass, int head_dim, const std::string& gpu) {
-  const Variant variant =
-      variant_of(served_family(arch), arch, pass, DType::f16, head_dim, head_dim, Options{}, 0, gpu);
+Choice choose(int arch, Pass pass, int head_dim, const std::string& gpu, bool functions) {
+  Options options{};
+  if (functions) options.functions = "";
+  const Variant variant = variant_of(served_family(arch), arch, pass, DType::f16, head_dim, head_dim, options, 0, gpu);
   return {variant.family, variant.tile, variant.tuned, 1024 * shared_kb_of(arch)};
 }
 

@@ -2,6 +2,7 @@
 flex_attention."""
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -23,6 +24,7 @@ import numpy as np
 from jax_flash import flex
 from jax_flash._attention import attention
 from jax_flash._call.options import Implementation
+from jax_flash._native import _core, registration, tuned
 from jax_flash._tools import doctor
 from jax_flash._tools.bench import race
 from jax_flash._tools.bench.flex_kinds import KINDS
@@ -44,9 +46,9 @@ def add_arguments(actions: Any) -> None:
         "flex",
         help="masks and scores as functions, against options, XLA and PyTorch's flex_attention",
         description="Times the kinds of attention of examples/flex_gallery.py by score_mod and block_mask, forward and "
-        "backward, in turn with the built-in options that compute the same and with PyTorch's flex_attention (on a "
-        "GPU) or XLA (on a CPU). A ratio is their time over ours, in the medians of the rounds. Then what "
-        "sparse block masks, partial tiles, a new function and create_block_mask cost.",
+        "backward, in turn with the built-in options that compute the same, in tiles of the same size, and with "
+        "PyTorch's flex_attention (on a GPU) or XLA (on a CPU). A ratio is their time over ours, in the medians of the "
+        "rounds. Then what sparse block masks, partial tiles, a new function and create_block_mask cost.",
     )
     parser.add_argument("--only", action="append", choices=[*KINDS, *COSTS], help="may be given several times")
     parser.add_argument(
@@ -183,12 +185,31 @@ def measured(kind: str, cell: Any, pass_: str, makers: Mapping[str, Callable[[],
     return Row(kind, str(cell), pass_, times, {name: doctor.first_line(x) for name, x in found.errors.items()})
 
 
+@contextlib.contextmanager
+def rows_of_functions(head_dim: int) -> Iterator[None]:
+    """Within, plain calls have the tile rows of calls with functions, where GPUs have others for them."""
+    rows = []
+    for device in registration.cuda_status()["devices"]:
+        for pass_ in PASSES if device["family"] else ():
+            found = _core.tile_row(
+                arch=device["compute_capability"], pass_=pass_, head_dim=head_dim, functions=True
+            )  # fmt: skip
+            rows.append(tuned.TunedRow(device["name"], found["family"], pass_, head_dim, found["row"]))
+    tuned.tell(rows)
+    try:
+        yield
+    finally:
+        tuned.use_stored()
+
+
 def kinds(only: Sequence[str], rounds: int, platform: str) -> Iterator[Row]:
     cells = CELLS if platform == "gpu" else CPU_CELLS
     for name, kind in KINDS.items():
         if name in only:
             for cell, pass_ in itertools.product(cells if kind.every_shape else cells[:1], PASSES):
-                yield measured(name, cell, pass_, contestants(name, cell, pass_, platform), rounds)
+                with rows_of_functions(cell.head_dim):
+                    row = measured(name, cell, pass_, contestants(name, cell, pass_, platform), rounds)
+                yield row
                 free()
 
 
