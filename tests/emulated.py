@@ -271,8 +271,8 @@ FLOAT32_TOLERANCE = 1e-5
 
 OPTIONS = (
     "causal", "window", "arrays", "q_offset", "lengths", "short_rows", "short_keys", "segments", "intervals",
-    "sequences", "mask", "bias", "bias_of_keys", "shared_bias", "alibi", "softcap", "sinks", "dropout", "descale",
-    "in_float32", "originals_in_bfloat16", "huge_query", "huge_key", "huge_value", "huge_dout", "separate_dq",
+    "hidden_keys", "sequences", "mask", "bias", "bias_of_keys", "shared_bias", "alibi", "softcap", "sinks", "dropout",
+    "descale", "in_float32", "originals_in_bfloat16", "huge_query", "huge_key", "huge_value", "huge_dout", "separate_dq",
 )  # fmt: skip
 
 
@@ -384,6 +384,9 @@ class Problem:
                 self.arrays[name.replace("ids", "ranges")] = np.stack([padded.min(-1), padded.max(-1)], -1)
         if "intervals" in options:
             self.add_intervals(random, of, batch, q_heads, q_length, kv_length)
+        if "hidden_keys" in options:
+            hidden = random.random((batch, 1, kv_length)) < 0.4
+            self.put_intervals(of, "q", np.stack([0 * hidden, np.where(hidden, 0, q_length)], axis=-1).astype(np.int32))
         if "mask" in options:
             self.arrays["mask"] = of["mask"] = random.random((batch, 1, q_length, kv_length)) < 0.8
         if "bias" in options:
@@ -451,15 +454,19 @@ class Problem:
             middle = np.arange(length) * other // length
             near, far = (random.integers(-other // 16, other // 3, (*dims, length)) for _ in range(2))
             intervals = np.clip(np.stack([middle - near, middle + far], axis=-1), 0, other).astype(np.int32)
-            self.arrays[f"{side}_intervals"] = intervals
-            of[f"{side}_start"], of[f"{side}_end"] = np.moveaxis(intervals, -1, 0)
-            if "cu_q_lengths" in self.arrays:
-                of[f"{side}_start"], of[f"{side}_end"] = intervals[0, ..., 0], intervals[0, ..., 1]
-            padded = np.pad(intervals, ((0, 0), (0, 0), (0, -length % 32), (0, 0)), mode="edge")
-            start, end = np.moveaxis(padded.reshape(*dims, -1, 32, 2), -1, 0)
-            first = np.where(start < end, start, 2**31 - 1).min(-1), np.where(start < end, end, -(2**31)).max(-1)
-            ranges = np.stack([*first, start.max(-1), end.min(-1)], -1).astype(np.int32)
-            self.arrays[f"{side}_interval_ranges"] = ranges
+            self.put_intervals(of, side, intervals)
+
+    def put_intervals(self, of: dict[str, Any], side: str, intervals: np.ndarray) -> None:
+        batch, heads, length, _ = intervals.shape
+        self.arrays[f"{side}_intervals"] = intervals
+        of[f"{side}_start"], of[f"{side}_end"] = np.moveaxis(intervals, -1, 0)
+        if "cu_q_lengths" in self.arrays:
+            of[f"{side}_start"], of[f"{side}_end"] = intervals[0, ..., 0], intervals[0, ..., 1]
+        padded = np.pad(intervals, ((0, 0), (0, 0), (0, -length % 32), (0, 0)), mode="edge")
+        start, end = np.moveaxis(padded.reshape(batch, heads, -1, 32, 2), -1, 0)
+        first = np.where(start < end, start, 2**31 - 1).min(-1), np.where(start < end, end, -(2**31)).max(-1)
+        ranges = np.stack([*first, start.max(-1), end.min(-1)], -1).astype(np.int32)
+        self.arrays[f"{side}_interval_ranges"] = ranges
 
     def put_originals(self, in_bfloat16: bool, arrays: Sequence[np.ndarray]) -> None:
         """Every head is there once: as it was where it is computed in float32, else as it has been scaled."""

@@ -315,7 +315,7 @@ struct Backward {
     score_product<head_dim, KTile, QTile>(p, shared.k, rows.q);
     if (rows_behind_scores && more) start_rows(next_rows, load_head, load_tile);
     const int first_row = tile * block_q + score_row();
-    scores.weigh<masked>(p, derivative, first_row, key_of(0), lane, [&](int column) {
+    const auto lse_of = [&](int column) {
       float2 lse = *reinterpret_cast<const float2*>(&rows.lse[score_row() + column]);
       if constexpr (modifies_scores) {
         lse.x = backward_lse(lse.x, first_row + column < extent.q.length);
@@ -323,7 +323,9 @@ struct Backward {
         return lse;
       }
       return float2{probability_lse(lse.x), probability_lse(lse.y)};
-    });
+    };
+    scores.weigh<masked>(p, derivative, first_row, key_of(0), lane, lse_of,
+                         [&](int i) { return scores.keep.rows_of(key_of(0) + 8 * i); });
     if constexpr (with_dropout_rate) scores.drop(p, first_row, key_of(0), lane);
     if constexpr (passes_p) {
       put_weights(p);

@@ -221,7 +221,7 @@ struct SplitKvForward {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (masked || modifies_scores || has_mask) {
-        rows[half].logits<masked>(scores[0], nullptr, row[half], half, tile * block_kv, lane);
+        rows[half].logits<masked, false, false>(scores[0], nullptr, row[half], half, tile * block_kv, lane);
       }
       const float scale_log2 = rows[0].scale_log2;
       const float maximum = quad_max(maximum_of(scores[0], half));

@@ -168,12 +168,13 @@ struct Keep : IntervalPlanes<in_intervals>, PairFunctions<has_functions> {
   __device__ __forceinline__ PairFunctions<has_functions>& functions() { return *this; }
   __device__ __forceinline__ const PairFunctions<has_functions>& functions() const { return *this; }
 
-  // The interval of the row is `keys`; with `knows_kind`, `kind` that of the pair's block of the block mask.
-  template <bool knows_kind = false>
+  // The interval of the row is `keys`; with `knows_kind`, `kind` that of the pair's block of the block mask. Unless
+  // `asks_keys`, the key's interval is known to hold the row.
+  template <bool knows_kind = false, bool asks_keys = true>
   __device__ __forceinline__ bool operator()(int row, int column, const int2& keys, int kind = full_block) const {
     bool kept = column < extent.kv.length && in_band(band, row, column);
     if constexpr (has_kv_intervals) kept &= holds(keys, column);
-    if constexpr (tests_keys) kept &= keeps_of_key(row, column);  // read always: a branch for each costs registers
+    if constexpr (tests_keys) kept &= keeps_of_key<asks_keys>(row, column);  // read always: a branch costs registers
     if constexpr (has_functions) kept &= by_functions<knows_kind>(row, column, kind);
     return kept;
   }
@@ -192,8 +193,9 @@ struct Keep : IntervalPlanes<in_intervals>, PairFunctions<has_functions> {
     const int high = bounded_right ? at_most(row + band.high, extent.kv.length - 1) : extent.kv.length - 1;
     return has_kv_intervals ? at_most(high, keys_of(row).y - 1) : high;
   }
+  template <bool asks_keys = true>
   __device__ __forceinline__ bool keeps_of_key(int row, int column) const {
-    if constexpr (!has_q_intervals) return in_segment(row, column);
+    if constexpr (!has_q_intervals || !asks_keys) return in_segment(row, column);
     return in_segment(row, column) & holds(rows_of(column), row);
   }
   __device__ __forceinline__ bool in_segment(int row, int column) const {
@@ -202,6 +204,41 @@ struct Keep : IntervalPlanes<in_intervals>, PairFunctions<has_functions> {
     return problem.q_segment_ids[static_cast<i64>(extent.batch) * problem.q_length + q_rows] ==
            problem.kv_segment_ids[static_cast<i64>(extent.batch) * problem.kv_length + keys];
   }
+};
+
+// Which of the keys of a tile of 8 * `tiles` keys `rows` rows keep by the keys' intervals, from the first row of the
+// warp on. By the whole warp: its lanes read the intervals side by side, where each lane would read those of all of its
+// columns.
+template <int tiles, int rows, bool present>
+struct KeysOfRows {
+  u32 kept[ceil_div(tiles, 4)];  // a bit each, from the first column of the lane on
+  bool decides;                  // whether every key keeps all of the rows or none
+
+  // `row` is the lane's first.
+  __device__ __forceinline__ KeysOfRows(const Keep& keep, int row, int first_key, int lane) {
+    const int first = row - lane / 4, end = at_most(first + rows, keep.extent.q.length);
+    u32 between = 0;
+#pragma unroll
+    for (int i = 0; i < ceil_div(tiles, 4); ++i) {
+      const int key = first_key + 32 * i + lane;
+      const int2 held = keep.rows_of(key);
+      const bool there = key < keep.extent.kv.length;
+      const bool some = there & (at_least(held.x, first) < at_most(held.y, end));
+      const bool all = there & (held.x <= first) & (end <= held.y);
+      kept[i] = __ballot_sync(0xffffffffu, some) >> lane % 4 * 2;
+      between |= __ballot_sync(0xffffffffu, some != all);
+    }
+    decides = between == 0;
+  }
+  // Whether the key is kept that is 8 * n + odd beyond the first column of the lane.
+  __device__ __forceinline__ bool holds(int n, int odd) const { return kept[n / 4] >> (n % 4 * 8 + odd) & 1; }
+};
+template <int tiles, int rows>
+struct KeysOfRows<tiles, rows, false> {
+  static constexpr bool decides = false;
+
+  __device__ __forceinline__ KeysOfRows(const Keep&, int, int, int) {}
+  __device__ __forceinline__ bool holds(int, int) const { return true; }
 };
 
 }  // namespace jax_flash

@@ -138,7 +138,7 @@ struct PairFunctions<false> {
 template <int size, bool present>
 struct BlockTiles {
   const Problem& problem;
-  Extent extent;  // a reference into the object that holds these tiles too would keep it in local memory
+  const Extent& extent;
   Heads heads;
   bool of_keys;     // the tiles
   int first, last;  // blocks of the other side

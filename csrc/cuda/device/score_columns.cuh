@@ -12,13 +12,13 @@ struct ScoreColumns : HeadScores {
   using HeadScores::HeadScores;
 
   // Scores become weights; d logit / d (scale * score) goes to `derivatives` where these are kept, or the product with
-  // keeps_products. `lse_of(column)` are
-  // those of two rows, as backward_lse gives them; -inf may stand for a row whose pairs are all masked, unless
-  // something modifies the scores.
-  template <bool masked, int m_tiles, int n_tiles, int n_derivatives, typename LseOf>
+  // keeps_products. `lse_of(column)` are those of two rows, as backward_lse gives them; -inf may stand for a row whose
+  // pairs are all masked, unless something modifies the scores. `rows_of(i)` is the interval of key
+  // 8 * i + `key`, where keys have such.
+  template <bool masked, int m_tiles, int n_tiles, int n_derivatives, typename LseOf, typename RowsOf>
   __device__ __forceinline__ void weigh(FragmentC (&scores)[m_tiles][n_tiles],
                                         FragmentC (&derivatives)[m_tiles][n_derivatives], int first_row, int key,
-                                        int lane, const LseOf& lse_of) const {
+                                        int lane, const LseOf& lse_of, const RowsOf& rows_of) const {
     constexpr bool knows_kind = masked && in_one_block<8 * n_tiles, 16>;
     int kinds[m_tiles];
 #pragma unroll
@@ -55,7 +55,8 @@ struct ScoreColumns : HeadScores {
             if constexpr (keeps_products) derivatives[m][n].x[e] = x;
             x = probability(logit, odd ? lse_log2.y : lse_log2.x);
             bool kept = true;
-            if constexpr (masked) kept = keep.operator()<knows_kind>(row, own_key, keys, kinds[m]);
+            if constexpr (masked) kept = keep.operator()<knows_kind, false>(row, own_key, keys, kinds[m]);
+            if constexpr (masked && has_q_intervals) kept &= holds(rows_of(2 * m + e / 2), row);
             if constexpr (has_mask) {
               kept &= masked ? masks.at(mask, own_key, extent) : mask[own_key * masks.column_stride];
             }

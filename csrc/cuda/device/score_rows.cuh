@@ -11,63 +11,20 @@ struct ScoreRows : HeadScores {
 
   // Scores of one row, keys `first_key` and on, become logits; those that are not kept, -inf. d logit / d (scale *
   // score), or with `of_bias` d logit / d bias, goes to `derivatives` where these are kept (keeps_derivatives), unless
-  // that is null. Four n8 tiles at a time, or what is read for all of them crowds out the accumulators.
-  template <bool masked, bool of_bias = false, int tiles>
+  // that is null. With `in_order` the rows of a warp's fragments follow one another.
+  template <bool masked, bool of_bias = false, bool in_order = true, int tiles>
   __device__ __forceinline__ void logits(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
                                          int first_key, int lane) const {
-    constexpr int together = tiles % 4 == 0 ? 4 : 2;
-    // The assembler would read for all rows at once, and spill. Of 16 keys or 64 it spills more with the barrier.
-    if (loads_take_registers && tiles == 4 && (has_bias || has_mask || in_segments || has_functions)) __syncwarp();
-    // Against what is constant, a column of a lane is tested by one instruction for each end. Where loads take
-    // registers too, the two ends would be spilled.
-    constexpr bool bounded_first = bounded_left || has_kv_intervals;
-    constexpr bool by_ends = !(loads_take_registers && (has_bias || has_mask || in_segments));
-    // Of the tile's keys, which begin at a multiple of their number.
-    constexpr bool knows_kind = masked && block_kv % (8 * tiles) == 0 && in_one_block<1, 8 * tiles>;
-    const int kind = knows_kind ? keep.functions().of_pair(extent, row, first_key) : full_block;
-    const int own_key = first_key + lane % 4 * 2;
-    const int first_kept = masked ? keep.first(row) - own_key : 0, last_kept = masked ? keep.last(row) - own_key : 0;
-#pragma unroll
-    for (int first_n = 0; first_n < tiles; first_n += together) {
-      const int first = own_key + first_n * 8;
-      Bias bias[together][2];
-      bool mask[together][2];
-      if constexpr (has_bias) biases.read<masked>(bias, row, first, extent);
-      if constexpr (has_mask) masks.read<masked>(mask, row, first, extent);
-#pragma unroll
-      for (int n = 0; n < together; ++n) {
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          float& score = scores[first_n + n].x[2 * half + odd];
-          const int column = first + n * 8 + odd;
-          if constexpr (modifies_scores) {
-            float b = 0.f, derivative;
-            if constexpr (has_bias) b = as_float(bias[n][odd]);
-            score = modified.logit<of_bias>(keep.functions(), score, b, row, column, derivative);
-            if constexpr (keeps_derivatives) {
-              if (derivatives) derivatives[first_n + n].x[2 * half + odd] = derivative;
-            }
-          }
-          if constexpr (has_mask) score = mask[n][odd] ? score : -JAX_FLASH_INFINITY;
-          if constexpr (masked) {
-            const int here = (first_n + n) * 8 + odd;
-            bool kept;
-            if constexpr (by_ends) {
-              kept = (!bounded_first || here >= first_kept) && here <= last_kept;
-              // What is read is read always: a branch for each would cost registers.
-              if constexpr (tests_keys) kept &= keep.keeps_of_key(row, column);
-              if constexpr (has_functions) kept &= keep.by_functions<knows_kind>(row, column, kind);
-            } else {
-              kept = keep.operator()<knows_kind>(row, column, keep.keys_of(row), kind);
-            }
-            score = kept ? score : -JAX_FLASH_INFINITY;
-          }
-          if constexpr (derives_scores && (masked || has_mask)) {
-            // Where a pair is dropped the derivative may be anything.
-            if (derivatives && score == -JAX_FLASH_INFINITY) derivatives[first_n + n].x[2 * half + odd] = 0.f;
-          }
-        }
-      }
+    const KeysOfRows<tiles, 8, masked && has_q_intervals && in_order> keys(keep, row, first_key, lane);
+    logits<masked, of_bias>(scores, derivatives, row, half, first_key, lane, keys);
+  }
+  template <bool masked, bool of_bias, int tiles, typename Keys>
+  __device__ __forceinline__ void logits(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
+                                         int first_key, int lane, const Keys& keys) const {
+    if (keys.decides) {
+      logits_of<masked, of_bias, false>(scores, derivatives, row, half, first_key, lane, keys);
+    } else {
+      logits_of<masked, of_bias, true>(scores, derivatives, row, half, first_key, lane, keys);
     }
   }
 
@@ -151,6 +108,70 @@ struct ScoreRows : HeadScores {
   }
 
  private:
+  // Four n8 tiles at a time, or what is read for all of them crowds out the accumulators. Unless it `asks_keys`, one by
+  // one, `keys` tell which intervals hold the row.
+  template <bool masked, bool of_bias, bool asks_keys, int tiles, typename Keys>
+  __device__ __forceinline__ void logits_of(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
+                                            int first_key, int lane, const Keys& keys) const {
+    constexpr int together = tiles % 4 == 0 ? 4 : 2;
+    // The assembler would read for all rows at once, and spill. Of 16 keys or 64 it spills more with the barrier.
+    if (loads_take_registers && tiles == 4 && (has_bias || has_mask || in_segments || has_functions)) __syncwarp();
+    // Against what is constant, a column of a lane is tested by one instruction for each end. Where loads take
+    // registers too, the two ends would be spilled.
+    constexpr bool bounded_first = bounded_left || has_kv_intervals;
+    constexpr bool by_ends = !(loads_take_registers && (has_bias || has_mask || in_segments));
+    // Of the tile's keys, which begin at a multiple of their number.
+    constexpr bool knows_kind = masked && block_kv % (8 * tiles) == 0 && in_one_block<1, 8 * tiles>;
+    const int kind = knows_kind ? keep.functions().of_pair(extent, row, first_key) : full_block;
+    const int own_key = first_key + lane % 4 * 2;
+    const int first_kept = masked ? keep.first(row) - own_key : 0, last_kept = masked ? keep.last(row) - own_key : 0;
+#pragma unroll
+    for (int first_n = 0; first_n < tiles; first_n += together) {
+      const int first = own_key + first_n * 8;
+      Bias bias[together][2];
+      bool mask[together][2];
+      if constexpr (has_bias) biases.read<masked>(bias, row, first, extent);
+      if constexpr (has_mask) masks.read<masked>(mask, row, first, extent);
+#pragma unroll
+      for (int n = 0; n < together; ++n) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          float& score = scores[first_n + n].x[2 * half + odd];
+          const int column = first + n * 8 + odd;
+          if constexpr (modifies_scores) {
+            float b = 0.f, derivative;
+            if constexpr (has_bias) b = as_float(bias[n][odd]);
+            score = modified.logit<of_bias>(keep.functions(), score, b, row, column, derivative);
+            if constexpr (keeps_derivatives) {
+              if (derivatives) derivatives[first_n + n].x[2 * half + odd] = derivative;
+            }
+          }
+          if constexpr (has_mask) score = mask[n][odd] ? score : -JAX_FLASH_INFINITY;
+          if constexpr (masked) {
+            const int here = (first_n + n) * 8 + odd;
+            bool kept;
+            if constexpr (by_ends) {
+              kept = !bounded_first || here >= first_kept;
+              // What `keys` say is so of keys that are there.
+              if constexpr (asks_keys || bounded_right || has_kv_intervals) kept &= here <= last_kept;
+              // What is read is read always: a branch for each would cost registers.
+              if constexpr (tests_keys) kept &= keep.keeps_of_key<asks_keys>(row, column);
+              if constexpr (has_functions) kept &= keep.by_functions<knows_kind>(row, column, kind);
+            } else {
+              kept = keep.operator()<knows_kind, asks_keys>(row, column, keep.keys_of(row), kind);
+            }
+            if constexpr (!asks_keys) kept &= keys.holds(first_n + n, odd);
+            score = kept ? score : -JAX_FLASH_INFINITY;
+          }
+          if constexpr (derives_scores && (masked || has_mask)) {
+            // Where a pair is dropped the derivative may be anything.
+            if (derivatives && score == -JAX_FLASH_INFINITY) derivatives[first_n + n].x[2 * half + odd] = 0.f;
+          }
+        }
+      }
+    }
+  }
+
   // The first `before` n8 tiles of the 32 keys from `first_key` on are not there.
   template <bool turn, int before, int tiles>
   __device__ __forceinline__ void drop_from(FragmentC (&weights)[tiles], int row, int first_key, int lane) const {

@@ -35,6 +35,8 @@ constexpr int dq_pieces = has_dalibi_slopes ? KSlabs::slabs : 1;
 // registers to P and dS, with wrong dK and dV (tests/test_kernels.py looks for it).
 constexpr bool keys_in_registers = adds_dq && tiles_of_keys == 1 && KSlabs::columns + VSlabs::columns <= 128;
 
+constexpr int loading_warp = loading_registers(KSlabs::columns + VSlabs::columns <= 128);  // registers
+
 struct SharedStorage {
   char k[KSlabs::bytes];
   char v[VSlabs::bytes];
@@ -348,10 +350,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   __syncthreads();
 
   if (warp < 4) {
-    warpgroup_reg_dealloc<loading_registers>();
+    warpgroup_reg_dealloc<loading_warp>();
     if (warp == 0 && !block.idle()) load(block, shared, maps, lane);
   } else {
-    warpgroup_reg_alloc<computing_registers>();
+    warpgroup_reg_alloc<computing_registers(loading_warp)>();
     const int group = warp / 4 - 1;
     const Descale descale = descale_of(problem, block.place.batch, block.place.kv_head);
     const int first_key = block.place.first_key + group * 64 + warp % 4 * 16;

@@ -43,6 +43,8 @@ struct Told {
   int next;     // the tile after it, -1 where there is none
 };
 
+constexpr int loading_warp = loading_registers(KSlabs::columns <= 64);  // registers
+
 struct SharedStorage {
   char q[QSlabs::bytes];
   char dout[OutSlabs::bytes];
@@ -331,10 +333,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   __syncthreads();
 
   if (warp < 4) {
-    warpgroup_reg_dealloc<loading_registers>();
+    warpgroup_reg_dealloc<loading_warp>();
     if (warp == 0) load(block, shared, maps, threadIdx.x % 32);
   } else {
-    warpgroup_reg_alloc<computing_registers>();
+    warpgroup_reg_alloc<computing_registers(loading_warp)>();
     const int group = warp / 4 - 1, lane = threadIdx.x % 32;
     const Descale descale = descale_of(problem, place.batch, place.kv_head);
     const float scale = scale_of(problem, place.batch);

@@ -201,8 +201,9 @@ struct Weights {
   ScoreColumns scores;
   int first_key;  // of the warp
   int lane;
-  float dp_factor;  // dS is a multiple of what it stands for
-  float dq_factor;  // what makes dQ of dS K
+  float dp_factor;                          // dS is a multiple of what it stands for
+  float dq_factor;                          // what makes dQ of dS K
+  int2 intervals[has_q_intervals ? 2 : 1];  // of the lane's keys: read for every tile they would be waited for
   OperandGradients gradients[1];
 
   __device__ __forceinline__ Weights(const Block& block, const Descale& descale, int first_key, int lane)
@@ -212,10 +213,16 @@ struct Weights {
         lane(lane),
         dp_factor(descale.dout * descale.value * descale.ds * probability_unit),
         dq_factor(scale_of(block.problem, block.place.batch) * descale.key / descale.ds) {
+    read_intervals();
     gradients[0].descale = 1.f / descale.ds;
     if constexpr (sums_gradients) gradients[0].clear();
   }
   __device__ __forceinline__ int key() const { return first_key + lane / 4; }
+  __device__ __forceinline__ void read_intervals() {
+    if constexpr (!has_q_intervals) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) intervals[i] = scores.keep.rows_of(key() + 8 * i);
+  }
 
   // What the tile after `at` wants to know; and, of a warp that derives, the gradients of a query head behind its last
   // tile.
@@ -227,7 +234,10 @@ struct Weights {
         gradients[0].flush(scores.problem, scores.extent, scores.keep.functions(), block.place.sequence, at.head,
                            first_key, lane);
       }
-      if (next.head <= block.last_head) scores.enter(next.head);
+      if (next.head <= block.last_head) {
+        scores.enter(next.head);
+        read_intervals();
+      }
     }
     return next;
   }
@@ -238,10 +248,11 @@ struct Weights {
                                         const float* lse_log2, int beyond = 0) const {
     auto& tile = reinterpret_cast<FragmentC(&)[1][block_q / 8]>(s);
     const auto lse_of = [&](int column) { return *reinterpret_cast<const float2*>(&lse_log2[column]); };
+    const auto rows_of = [&](int i) { return intervals[has_q_intervals ? i : 0]; };
     if (full) {
-      scores.weigh<false>(tile, derivatives, at.tile * block_q, key() + beyond, lane, lse_of);
+      scores.weigh<false>(tile, derivatives, at.tile * block_q, key() + beyond, lane, lse_of, rows_of);
     } else {
-      scores.weigh<true>(tile, derivatives, at.tile * block_q, key() + beyond, lane, lse_of);
+      scores.weigh<true>(tile, derivatives, at.tile * block_q, key() + beyond, lane, lse_of, rows_of);
     }
     if constexpr (with_dropout_rate) scores.drop(tile, at.tile * block_q, key() + beyond, lane);
   }

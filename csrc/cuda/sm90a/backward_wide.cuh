@@ -16,6 +16,8 @@ static_assert(!adds_dq, "dQ has a pass of its own");
 // Buffers of rows: one where derivatives that are kept take the memory of the others.
 constexpr int buffers = keeps_derivatives ? 1 : stages;
 
+constexpr int loading_warp = loading_registers(true);  // registers
+
 struct SharedStorage {
   char k[KSlabs::bytes];
   char v[VSlabs::bytes];
@@ -252,10 +254,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
 
   const int first_key = block.place.first_key + warp % 4 * 16;
   if (warp < 4) {
-    warpgroup_reg_dealloc<loading_registers>();
+    warpgroup_reg_dealloc<loading_warp>();
     if (warp == 0 && !block.idle()) load(block, shared, maps, lane);
   } else {
-    warpgroup_reg_alloc<computing_registers>();
+    warpgroup_reg_alloc<computing_registers(loading_warp)>();
     const Descale descale = descale_of(problem, block.place.batch, block.place.kv_head);
     Half half{block, shared, warp / 4 - 1, warp % 4, lane, {block, descale, first_key, lane}};
     if (half.group == 0) {

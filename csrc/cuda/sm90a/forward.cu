@@ -235,6 +235,9 @@ struct Scope {
 
 // One warpgroup, with 64 rows.
 struct Consumer {
+  template <bool masked>
+  using Keys = KeysOfRows<block_kv / 8, 16, masked && has_q_intervals>;  // of the 16 rows of a warp
+
   const Problem& problem;
   SharedStorage& shared;
   int number;   // of this warpgroup, from 0
@@ -309,11 +312,11 @@ struct Consumer {
   // these are in the tiles that are masked, and only there it is counted what rounding added.
   template <bool masked>
   __device__ __forceinline__ void softmax(FragmentC (&scores)[block_kv / 8], float (&shrink)[2], const Scope& scope,
-                                          int tile) {
+                                          int tile, const Keys<masked>& keys) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (masked || modifies_scores || has_mask) {
-        scope.rows.logits<masked>(scores, nullptr, scope.row + 8 * half, half, tile * block_kv, lane);
+        scope.rows.logits<masked, false>(scores, nullptr, scope.row + 8 * half, half, tile * block_kv, lane, keys);
       }
       shrink[half] = statistics[half].update(quad_max(maximum_of(scores, half)), scope.rows.scale_log2);
       rounding[half] *= shrink[half];
@@ -364,9 +367,10 @@ struct Consumer {
     start_scores(scores);
     pass_turn();
     clear(scope);
+    const Keys<masked> keys(scope.rows.keep, scope.row, tile * block_kv, lane);
     wgmma_wait<0>();
     end_scores(scores);
-    softmax<masked>(scores, shrink, scope, tile);
+    softmax<masked>(scores, shrink, scope, tile, keys);
     keep_weights(scores);
   }
 
@@ -380,9 +384,10 @@ struct Consumer {
     start_scores(scores);
     start_out(v_ring, scope.item.place.extent, before);
     pass_turn();
+    const Keys<masked> keys(scope.rows.keep, scope.row, tile * block_kv, lane);  // what it reads comes with the product
     wgmma_wait<1>();
     end_scores(scores);
-    softmax<masked>(scores, shrink, scope, tile);
+    softmax<masked>(scores, shrink, scope, tile, keys);
     end_out(v_ring);
     if (!lazy || __any_sync(0xffffffffu, shrink[0] != 1.f || shrink[1] != 1.f)) {
 #pragma unroll

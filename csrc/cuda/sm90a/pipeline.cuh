@@ -1,16 +1,18 @@
 // Warps that load tiles, and warpgroups that compute with them.
 #pragma once
 
-#include "cuda/device/prelude.cuh"
+#include "cuda/device/tile_walk.cuh"
 
 namespace jax_flash {
 
 // Registers of a thread, for setmaxnreg. Warpgroups share the registers that the block has at its launch, as many for
 // each thread, in portions of 8; a warpgroup that asks for more than there are waits for ever.
 constexpr int launch_registers = 65536 / (32 * warps) / 8 * 8;
-constexpr int loading_registers = 24;
-constexpr int computing_registers =
-    at_most(240, (launch_registers * warps / 4 - loading_registers) / (warps / 4 - 1) / 8 * 8);
+// Of the warp that loads: it wants more where it searches for tiles, if the others can do without.
+__host__ __device__ constexpr int loading_registers(bool others_can) { return skips_tiles && others_can ? 40 : 24; }
+__host__ __device__ constexpr int computing_registers(int loading) {
+  return at_most(240, (launch_registers * warps / 4 - loading) / (warps / 4 - 1) / 8 * 8);
+}
 
 // The warp of this thread, the same in all lanes, so that the compiler knows it.
 JAX_FLASH_DEVICE int uniform_warp() { return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0); }
