@@ -271,8 +271,9 @@ FLOAT32_TOLERANCE = 1e-5
 
 OPTIONS = (
     "causal", "window", "arrays", "q_offset", "lengths", "short_rows", "short_keys", "segments", "intervals",
-    "hidden_keys", "sequences", "mask", "bias", "bias_of_keys", "shared_bias", "alibi", "softcap", "sinks", "dropout",
-    "descale", "in_float32", "originals_in_bfloat16", "huge_query", "huge_key", "huge_value", "huge_dout", "separate_dq",
+    "hidden_keys", "sequences", "mask", "bias", "bias_of_keys", "shared_bias", "alibi", "softcap", "sinks",
+    "dropout", "descale", "in_float32", "originals_in_bfloat16", "huge_query", "huge_key", "huge_value", "huge_dout",
+    "separate_dq",
 )  # fmt: skip
 
 
