@@ -88,7 +88,8 @@ CASES: dict[str, dict[str, Any]] = {
     "intervals-256": {"head_dim": 256, "dtype": "float16", "options": ["intervals", "descale", "lengths"], **ODD},
     "intervals-sequences": {"options": ["intervals", "sequences", "window"], **ODD},
     # Keys of which every row's pairs are decided at once.
-    "hidden-keys-64": {"options": ["hidden_keys", "segments", "bias"], "batch": 2, **ODD},
+    "hidden-keys-64": {"options": ["hidden_keys", "window", "alibi"], "batch": 2, **ODD},
+    "hidden-keys-options": {"options": ["hidden_keys", "segments", "bias"], "batch": 2, **ODD},
     "hidden-keys-128": {"head_dim": 128, "options": ["hidden_keys", "causal", "separate_dq"], "batch": 2, **ODD},
     "hidden-keys-256": {"head_dim": 256, "options": ["hidden_keys", "lengths"], "batch": 2, **ODD},
     # Blocks of keys whose first row, or of rows whose first key, lies beyond the last one.
@@ -167,7 +168,8 @@ AMPERE: dict[str, dict[str, Any]] = {
     "intervals-64": {"options": ["intervals", "segments"], "batch": 2, "q_length": 260, "kv_length": 300},
     "intervals-128": {"head_dim": 128, "options": ["intervals", "separate_dq", "shared_bias"], "batch": 2, **SMALL},
     "intervals-sequences": {"options": ["intervals", "sequences", "alibi"], **SMALL},
-    "hidden-keys": {"options": ["hidden_keys", "segments", "bias", "separate_dq"], "batch": 2, **SMALL},
+    "hidden-keys": {"options": ["hidden_keys", "window", "separate_dq"], "batch": 2, **SMALL},
+    "hidden-keys-options": {"options": ["hidden_keys", "segments", "bias", "separate_dq"], "batch": 2, **SMALL},
     "short-rows": {"value_head_dim": 192, "options": ["causal", "segments", "short_rows"], **SMALL},
     "short-keys": {"q_length": 260, "kv_length": 200, "options": ["window", "segments", "short_keys"]},
     "separate_dq-64": {"options": ["separate_dq"], **SMALL},

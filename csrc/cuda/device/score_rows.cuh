@@ -15,7 +15,7 @@ struct ScoreRows : HeadScores {
   template <bool masked, bool of_bias = false, bool in_order = true, int tiles>
   __device__ __forceinline__ void logits(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
                                          int first_key, int lane) const {
-    const KeysOfRows<tiles, 8, masked && has_q_intervals && in_order> keys(keep, row, first_key, lane);
+    const KeysOfRows<tiles, 8, masked && decides_keys && in_order> keys(keep, row, first_key, lane);
     logits<masked, of_bias>(scores, derivatives, row, half, first_key, lane, keys);
   }
   template <bool masked, bool of_bias, int tiles, typename Keys>

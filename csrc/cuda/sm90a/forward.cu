@@ -236,7 +236,7 @@ struct Scope {
 // One warpgroup, with 64 rows.
 struct Consumer {
   template <bool masked>
-  using Keys = KeysOfRows<block_kv / 8, 16, masked && has_q_intervals>;  // of the 16 rows of a warp
+  using Keys = KeysOfRows<block_kv / 8, 16, masked && decides_keys>;  // of the 16 rows of a warp
 
   const Problem& problem;
   SharedStorage& shared;
