@@ -8,10 +8,17 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-RATE = 550e12
-"""FLOP/s of a device's kernels, bfloat16, forward and backward: of the order of what an H100 reaches."""
-LINKS = {"NVLink": 450e9, "InfiniBand": 50e9}
-"""Bytes per second and direction of a device: H100's NVLink 4, and one NDR port of 400 Gbit/s for each device."""
+RATE = 610e12
+"""FLOP/s of a device's kernels, bfloat16, causal, forward and backward: what one H100 made of 16,384 to 131,072 tokens
+(docs/scaling.md)."""
+MEMORY = 3.0e12
+"""Bytes per second of a device's own memory, of 3.35e12 that an H100's has."""
+LINKS = {"NVLink": 240e9, "InfiniBand": 50e9}
+"""Bytes per second and direction of a device: what collectives of two H100 reached, of 450e9 that NVLink 4 has; and one
+NDR port of 400 Gbit/s for each device."""
+START = 0.4e-3
+"""Seconds that a program on two devices takes besides, to start them and to wait for both: the remainder at 8,192
+tokens. Of a layer among others, whose programs start ahead, it is no part."""
 HEADS, HEAD_DIM, ITEM, WIDE = 32, 128, 2, 4
 LENGTHS = (8_192, 131_072, 1_048_576, 10_485_760)
 DEVICES = (2, 8, 64, 512)
@@ -22,7 +29,7 @@ class Cost(NamedTuple):
     """Of one layer's attention, forward and backward, on each device."""
 
     compute: float  # seconds
-    total: float  # seconds, with the communication that nothing hides
+    total: float  # seconds, with what is copied and summed, and the communication that nothing hides
     sent: float  # bytes
     memory: float  # bytes of K, V and what is like them, besides the device's own shards
 
@@ -42,18 +49,52 @@ def cost(schedule: str, tokens: int, devices: int, kv_heads: int, bandwidth: flo
     if schedule == "all_gather":
         sent = keys * share * (ITEM + WIDE)
         memory = keys * (ITEM + WIDE)
-        return Cost(forward + backward, forward + backward + sent / bandwidth, sent, memory)
+        # K and V are written and copied by chunks; each of two calls leaves dK and dV of all keys, which are summed.
+        moved = keys * (4 * ITEM + 5 * WIDE)
+        return Cost(forward + backward, forward + backward + sent / bandwidth + moved / MEMORY, sent, memory)
     if schedule == "ring":
         shard = keys / devices
+        # What a step makes of out and dquery is added to sums: these are read and written, and it is read.
+        rows = tokens * HEADS * HEAD_DIM / devices
+        moved = (devices - 1) * (2 * rows + shard) * (ITEM + 2 * WIDE)
         hops = shard * ITEM / bandwidth, shard * (ITEM + WIDE) / bandwidth
         total = sum(
             compute / devices + (devices - 1) * max(compute / devices, hop)
             for compute, hop in zip((forward, backward), hops, strict=True)
         )
+        total += moved / MEMORY
         return Cost(forward + backward, total, keys * share * (2 * ITEM + WIDE), shard * (2 * ITEM + 2 * WIDE))
     exchanged = 2 * tokens * HEAD_DIM * (HEADS + math.lcm(kv_heads, devices)) / devices
     sent = 2 * exchanged * share * ITEM
-    return Cost(forward + backward, forward + backward + sent / bandwidth, sent, exchanged * ITEM)
+    moved = 2 * exchanged * 4 * ITEM  # transposed before it is sent and behind that
+    total = forward + backward + sent / bandwidth + moved / MEMORY
+    return Cost(forward + backward, total, sent, exchanged * ITEM)
+
+
+MEASURED = {
+    ("all_gather", "zigzag"): {8_192: 2.39, 16_384: 7.43, 32_768: 27.2, 131_072: 417},
+    ("ulysses", "contiguous"): {8_192: 2.39, 16_384: 7.61, 32_768: 27.5, 131_072: 448},
+    ("ring", "striped"): {8_192: 2.47, 16_384: 8.08, 32_768: 28.1, 131_072: 426},
+    ("ring", "zigzag"): {16_384: 8.20, 131_072: 449},
+}
+"""Milliseconds on two H100, forward and backward, 32 query heads and 8 key heads (docs/scaling.md)."""
+
+
+def predicted(schedule: str, tokens: int) -> float:
+    """Milliseconds by the model where these were measured."""
+    found = cost(schedule, tokens, 2, HEADS // 4, LINKS["NVLink"])
+    assert found is not None
+    return 1e3 * (found.total + START)
+
+
+def check() -> str:
+    """The model against the measurement."""
+    lines = ["| Schedule | Tokens | Model, ms | Measured, ms | Model / measured |", "|---|---|---|---|---|"]
+    for (schedule, order), times in MEASURED.items():
+        for tokens, measured in times.items():
+            model = predicted(schedule, tokens)
+            lines.append(f"| {schedule} {order} | {tokens:,} | {model:.3g} | {measured} | {model / measured:.2f} |")
+    return "\n".join(lines)
 
 
 def table(link: str, ratio: int) -> str:
@@ -77,5 +118,6 @@ def tables() -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    print(f"{check()}\n")
     for title, text in tables().items():
         print(f"### {title}\n\n{text}\n")
