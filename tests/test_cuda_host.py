@@ -171,6 +171,8 @@ class Xla(recording.Xla):
         (t, s), (n, k), b, h = call.lengths, call.heads, call.batch, call.head_dim
         query, key, statistic = (b, t, n, h), (b, s, k, h), (b, n, t)
         arguments, results = [(BF16, query), (BF16, key), (BF16, key)], [(BF16, query), (F32, statistic)]
+        if call.options.get("has_q_segment_ids"):
+            arguments += [(S32, (b, t)), (S32, (b, s)), (S32, (b, -(-t // 32), 2)), (S32, (b, -(-s // 32), 2))]
         if pass_ == "backward":
             arguments += [(BF16, query), (F32, statistic), (F32, statistic)]
             results = [(BF16, query), (BF16, key), (BF16, key)]
@@ -379,6 +381,37 @@ def forwards_of_any_scratch() -> None:
 def test_forwards_of_any_scratch(folder: pathlib.Path, capability: str) -> None:
     """A call that was lowered for another GPU, another batch size or in another environment."""
     in_a_process(forwards_of_any_scratch, folder, CAPABILITY=capability)
+
+
+def items_that_are_counted() -> None:
+    xla = Xla()
+
+    def launched(call: Call) -> list[dict[str, Any]]:
+        good(xla, xla.run(handler("jax_flash_forward"), "forward", call))
+        return xla.launches()
+
+    segments = {f"has_{side}_segment_{what}": True for side in ("q", "kv") for what in ("ids", "ranges")}
+    many = Call(lengths=(4096, 4096), heads=(8, 8), options=segments)  # 256 items
+    few = dataclasses.replace(many, lengths=(1024, 1024))
+    assert many.wanted() == few.wanted() == 1
+    assert dataclasses.replace(many, options={}).wanted() == 0
+    xla.is_gpu(90)
+    zeroed, forward = launched(many.with_scratch(1))
+    assert (zeroed["kernel"], zeroed["count"], forward["blocks"]) == ("memset", 1, 132)
+    assert zeroed["to"] == forward["scratch"] != 0
+    # A block an item; and as it was lowered before there was a counter.
+    for call in (few.with_scratch(1), many, many.with_scratch(0)):
+        (forward,) = launched(call)
+        assert forward["scratch"] == 0
+    # XLA's graphs have no node that zeroes.
+    good(xla, xla.asks(handler("jax_flash_register_forward", records=True))[0])
+    error, (node,) = xla.record(xla.registered[0].record, many.with_scratch(1))
+    good(xla, error)
+    assert xla.nodes[node].problem["scratch"] == 0
+
+
+def test_items_that_are_counted(folder: pathlib.Path) -> None:
+    in_a_process(items_that_are_counted, folder)
 
 
 def forwards_where_keys_are_not_split() -> None:

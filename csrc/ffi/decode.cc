@@ -243,7 +243,7 @@ Call decode(Platform platform, Pass pass, const Options& options, ffi::Remaining
     ffi::AnyBuffer buffer = result(rets, results++);
     check(buffer, wide(type), buffer.dimensions(), "scratch");
     call.scratch_elements = static_cast<int64_t>(buffer.element_count());
-    p.scratch = buffer.untyped_data();
+    p.scratch = call.scratch_elements ? buffer.untyped_data() : nullptr;
   }
   require_count(next, args.size(), "arguments");
   require_count(results, rets.size(), "results");
