@@ -50,7 +50,7 @@ def cost(schedule: str, tokens: int, devices: int, kv_heads: int, bandwidth: flo
         sent = keys * share * (ITEM + WIDE)
         memory = keys * (ITEM + WIDE)
         # K and V are written and copied by chunks; each of two calls leaves dK and dV of all keys, which are summed.
-        moved = keys * (4 * ITEM + 5 * WIDE)
+        moved: float = keys * (4 * ITEM + 5 * WIDE)
         return Cost(forward + backward, forward + backward + sent / bandwidth + moved / MEMORY, sent, memory)
     if schedule == "ring":
         shard = keys / devices
