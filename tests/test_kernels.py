@@ -1,6 +1,7 @@
 """Every kernel family compiles through NVRTC for its architectures, and keeps within its gates. No GPU is needed."""
 
 import functools
+import itertools
 import json
 import pathlib
 import re
@@ -496,6 +497,35 @@ def test_what_a_row_or_a_key_decides_is_read_once_for_its_pairs(tmp_path: pathli
             pytest.skip(str(error))
         loads.append(sum(instruction.base == "LDG" for instruction in function.instructions))
     assert 0 < loads[1] - loads[0] <= 20
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel_pass"),
+    [
+        pytest.param(*x, marks=() if x == ("segments", "backward") else pytest.mark.slow)
+        for x in itertools.product(("segments", "intervals", "blocks"), ("forward", "backward", "backward_dq"))
+    ],
+)
+def test_where_tiles_are_skipped_products_have_their_operands_at_hand(
+    name: str, kernel_pass: str, tmp_path: pathlib.Path
+) -> None:
+    """What a warp finds by shuffles is not the same in all lanes to ptxas: where addresses depended on it, each product
+    of Hopper's kernels waited for two R2UR."""
+    options: dict[str, Any] = {"segments": ON["segments"], "intervals": INTERVALS, "blocks": {}}[name]
+    if name == "blocks":
+        text = gallery.source(partial="sequences", derives=kernel_pass != "forward")
+        options = {"functions": text, "has_mask_blocks": True}
+    on = {"dtypes": ["bfloat16"], "options": [options | {"separate_dq": kernel_pass == "backward_dq"}]}
+    for head_dim in (64, 128):
+        (kernel,) = compiled(90, tmp_path, head_dims=[head_dim], passes=[kernel_pass], **on)
+        try:
+            function = sass.disassemble(pathlib.Path(kernel["path"]))[f"jax_flash_{kernel_pass}"]
+        except sass.DisassemblerMissing as error:
+            pytest.skip(str(error))
+        bases = [instruction.base for instruction in function.instructions]
+        before = {i for at, base in enumerate(bases) if base == "HGMMA" for i in range(at - 12, at)}
+        assert bases.count("HGMMA") >= 12
+        assert sum(bases[i] == "R2UR" for i in before) <= 6, kernel["name"]
 
 
 def written(instruction: sass.Instruction) -> range:
