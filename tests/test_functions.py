@@ -136,6 +136,26 @@ def test_programs_of_scores(name: str) -> None:
         np.testing.assert_allclose(ours[i], np.asarray(want, np.float64), rtol=30 * eps, atol=100 * eps)
 
 
+def test_which_pairs_read_an_element() -> None:
+    table = jnp.ones((HEADS, 2 * LENGTH), jnp.float32)
+    found = {}
+    for place, index in {
+        "head": lambda h, q, kv: (h, 3),
+        "row": lambda h, q, kv: (h, q),
+        "key": lambda h, q, kv: (0, kv // 2),
+        "diagonal": lambda h, q, kv: (h, (kv - q) // 2 + jnp.abs(q - kv) + LENGTH),
+        "pair": lambda h, q, kv: (h, q - kv + q),
+    }.items():
+
+        def score(s: Any, b: Any, h: Any, q: Any, kv: Any, index: Any = index) -> Any:
+            return s + table[index(h, q, kv)]
+
+        function = trace.trace("score_mod", score, "score", jnp.float32, trace.Captured())
+        of = program.score_program(function, (0,))
+        found[place] = [of.readers(load) for load in of.loads]
+    assert found == {place: [place] for place in found}
+
+
 def test_equal_operations_are_one_and_constants_are_folded() -> None:
     def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return (q // 4 == kv // 4) & (q // 4 + 0 == kv // 4 * 1) & (kv >= 0) & (jnp.int32(3) > 2)

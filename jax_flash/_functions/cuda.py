@@ -119,12 +119,13 @@ def _source(
     return "\n".join(text)
 
 
-_MOST_SHARED = {"head": 8, "key": 2, "row": 4}
-"""Sums that a thread keeps in registers, two of each for keys. Elements beyond these are added to pair by pair."""
+_MOST_SHARED = {"head": 8, "key": 2, "row": 4, "diagonal": 2}
+"""Sums that a thread keeps in registers, two of each for keys, four for diagonals. Elements beyond these are added to
+pair by pair."""
 
 
 def _shared(scored: program.ScoreProgram | None) -> dict[str, list[Load]]:
-    """The elements with gradients that all pairs of a head, a key or a row read."""
+    """The elements with gradients that all pairs of a head, a key, a row or a diagonal read."""
     found: dict[str, list[Load]] = {name: [] for name in _MOST_SHARED}
     if scored is not None:
         for load in scored.loads:
@@ -140,9 +141,11 @@ def _additions(
     printer: Callable[[Program], _Printer],
     gradients: Sequence[int],
 ) -> list[str]:
-    """The functions that add to gradients of captured arrays: those of a pair, and sums of a head, a key or a row."""
+    """The functions that add to gradients of captured arrays: those of a pair, and sums of a head, a key, a row or a
+    diagonal."""
     sums = {load: f"of_{name}[{i}]" for name, loads in shared.items() for i, load in enumerate(loads)}
-    arguments = _ARGUMENTS.format("float score, ") + ", float ds, float* of_head, float* of_key, float* of_row"
+    arguments = _ARGUMENTS.format("float score, ") + ", float ds"
+    arguments += "".join(f", float* of_{name}" for name in shared)
     text = [f"JAX_FLASH_FUNCTION void add_to_captured({arguments}) {{"]
 
     def added(load: Load, names: Callable[[int], str], own: _Printer, addend: str) -> str:

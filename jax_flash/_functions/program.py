@@ -76,10 +76,22 @@ class Program:
     @functools.cached_property
     def dependencies(self) -> tuple[frozenset[str], ...]:
         """For each operation, the inputs that it depends on."""
+        return self._dependencies(distances=False)
+
+    @functools.cached_property
+    def dependencies_by_distance(self) -> tuple[frozenset[str], ...]:
+        """The same with q - kv and kv - q as an input of their own, "distance"."""
+        return self._dependencies(distances=True)
+
+    def _dependencies(self, distances: bool) -> tuple[frozenset[str], ...]:
         found: list[frozenset[str]] = []
         for op in self.ops:
             own = frozenset([op.params]) if op.name == "input" else frozenset()
-            found.append(own.union(*(found[i] for i in op.args)))
+            of = {self.ops[i].params for i in op.args if self.ops[i].name == "input"}
+            if distances and op.name == "sub" and of == {"q", "kv"}:
+                found.append(frozenset(["distance"]))
+            else:
+                found.append(own.union(*(found[i] for i in op.args)))
         return tuple(found)
 
 
@@ -112,10 +124,13 @@ class ScoreProgram:
         return any("score" in self.program.inputs(load.derivative) for load in self.loads)
 
     def readers(self, load: Load) -> str:
-        """Which pairs read one element: those of a "head", a "key" or a "row"; or "pair", only single ones."""
+        """Which pairs read one element: those of a "head", a "key", a "row" or, with one q - kv, a "diagonal"; or
+        "pair", only single ones."""
         outputs = (*load.index, *(() if load.valid is None else [load.valid]))
-        depends = frozenset().union(*map(self.program.inputs, outputs)) - {"b", "h"}
-        return {frozenset(): "head", frozenset({"kv"}): "key", frozenset({"q"}): "row"}.get(depends, "pair")
+        of, dependencies = self.program.outputs, self.program.dependencies_by_distance
+        depends = tuple(frozenset().union(*(dependencies[of[i]] for i in outputs)) - {"b", "h"})
+        places: dict[tuple[str, ...], str] = {("kv",): "key", ("q",): "row", ("distance",): "diagonal"}
+        return places.get(depends, "pair") if depends else "head"
 
 
 class Builder:

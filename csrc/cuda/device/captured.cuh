@@ -72,16 +72,70 @@ struct SumsOfRow<false> {
   __device__ __forceinline__ void flush(const Problem&, const Extent&, const PairFunctions<has_functions>&, int, int) {}
 };
 
+// Of a warp's 16 keys, a head and the tile of rows, 8 rows after the other: of the pairs with one row - key. A lane has
+// two keys, 8 apart, and two rows of every 8, side by side: a sum for each row, of its pairs with the first key here
+// and with the second one 8 rows on; and a diagonal crosses up to four lanes.
+template <bool present>
+struct SumsOfDiagonals {
+  float sums[2][2][at_least(captured_of_diagonals, 1)] = {};  // by key and row; of the first key and the next 8 rows
+
+  __device__ __forceinline__ float* of(int half, int odd) { return sums[half][odd]; }
+  // Behind 8 rows, of which the lane has `row` and the next: adds the sums that are complete. `key` is the second.
+  __device__ __forceinline__ void flush(const Problem& problem, const PairFunctions<has_functions>& functions, int row,
+                                        int key, int lane) {
+    add(sums[1], problem, functions, row, key, lane);
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+#pragma unroll
+      for (int i = 0; i < captured_of_diagonals; ++i) {
+        sums[1][odd][i] = sums[0][odd][i];
+        sums[0][odd][i] = 0.f;
+      }
+    }
+  }
+  // Behind the last rows: those of the first key, 8 before the second.
+  __device__ __forceinline__ void end(const Problem& problem, const PairFunctions<has_functions>& functions, int row,
+                                      int key, int lane) {
+    add(sums[1], problem, functions, row, key - 8, lane);
+  }
+
+ private:
+  static __device__ __forceinline__ void add(float (&some)[2][at_least(captured_of_diagonals, 1)],
+                                             const Problem& problem, const PairFunctions<has_functions>& functions,
+                                             int row, int key, int lane) {
+    const int column = lane % 4, line = lane / 4;  // the diagonal goes on at the next column, two lines below
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+#pragma unroll
+      for (float& x : some[odd]) {
+        const float next = __shfl_down_sync(0xffffffffu, x, 9);
+        if (column < 3 && line < 6) x += next;
+        const float two = __shfl_down_sync(0xffffffffu, x, 18);
+        if (column < 2 && line < 4) x += two;
+      }
+      if (column == 0 || line < 2) functions.add_of_diagonal(problem, row + odd, key, some[odd]);
+    }
+  }
+};
+template <>
+struct SumsOfDiagonals<false> {
+  __device__ __forceinline__ float* of(int, int) { return nullptr; }
+  __device__ __forceinline__ void flush(const Problem&, const PairFunctions<has_functions>&, int, int, int) {}
+  __device__ __forceinline__ void end(const Problem&, const PairFunctions<has_functions>&, int, int, int) {}
+};
+
 // Of a single pair, without sums.
 JAX_FLASH_DEVICE void add_directly(const Problem& problem, const PairFunctions<has_functions>& functions, float x,
                                    int row, int key, float ds) {
   CapturedSums<true> sums;
   SumsOfRow<true> of_row;
+  float of_diagonal[at_least(captured_of_diagonals, 1)] = {};
   sums.clear_captured();
-  functions.add(problem, x, row, key, ds, sums.of_head, sums.of_keys[0], of_row.sums);
+  functions.add(problem, x, row, key, ds, sums.of_head, sums.of_keys[0], of_row.sums, of_diagonal);
   functions.add_of_head(problem, sums.of_head);
   functions.add_of_key(problem, key, sums.of_keys[0]);
   functions.add_of_row(problem, row, of_row.sums);
+  functions.add_of_diagonal(problem, row, key, of_diagonal);
 }
 
 }  // namespace jax_flash

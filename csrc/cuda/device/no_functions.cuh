@@ -9,8 +9,9 @@ constexpr bool has_functions = false, has_score_function = false, has_mask_funct
 // Whether the derivative of a score by the score before differs from 1; whether gradients of captured arrays are
 // wanted; and whether these depend on the score.
 constexpr bool derives_scores = false, adds_captured = false, captured_take_score = false;
-// Of the elements whose gradients are wanted, how many a head, a key and a row have that all its pairs read.
-constexpr int captured_of_heads = 0, captured_of_keys = 0, captured_of_rows = 0;
+// Of the elements whose gradients are wanted, how many a head, a key, a row and a diagonal have that all its pairs
+// read.
+constexpr int captured_of_heads = 0, captured_of_keys = 0, captured_of_rows = 0, captured_of_diagonals = 0;
 constexpr int function_batch = 0;  // batch entries of a call, where vmap has joined several; 0: all are one call's
 constexpr int mask_block_rows = 1, mask_block_keys = 1;
 
@@ -20,9 +21,10 @@ static __device__ __forceinline__ float score_function(const Problem&, int, floa
 static __device__ __forceinline__ bool mask_function(const Problem&, int, int, int, int, int) { return true; }
 static __device__ __forceinline__ bool partial_mask(const Problem&, int, int, int, int, int) { return true; }
 static __device__ __forceinline__ void add_to_captured(const Problem&, int, float, int, int, int, int, float, float*,
-                                                       float*, float*) {}
+                                                       float*, float*, float*) {}
 static __device__ __forceinline__ void add_sums_of_head(const Problem&, int, int, int, int, int, const float*) {}
 static __device__ __forceinline__ void add_sums_of_key(const Problem&, int, int, int, int, int, const float*) {}
 static __device__ __forceinline__ void add_sums_of_row(const Problem&, int, int, int, int, int, const float*) {}
+static __device__ __forceinline__ void add_sums_of_diagonal(const Problem&, int, int, int, int, int, const float*) {}
 
 }  // namespace jax_flash

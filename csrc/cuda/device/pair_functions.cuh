@@ -95,15 +95,15 @@ struct PairFunctions : BlockKinds<has_mask_blocks> {
     return score_function(problem, call, x, b, h, position(row), column, derivative);
   }
   // Adds ds, the gradient of a pair's score, times the derivatives of the score by elements of captured arrays to their
-  // gradients, or to the sums of those elements that all pairs of a head, a key or a row read. `x` is the score before
-  // the function.
+  // gradients, or to the sums of those elements that all pairs of a head, a key, a row or a diagonal read. `x` is the
+  // score before the function.
   __device__ __forceinline__ void add(const Problem& problem, float x, int row, int column, float ds, float* of_head,
-                                      float* of_key, float* of_row) const {
+                                      float* of_key, float* of_row, float* of_diagonal) const {
     if constexpr (adds_captured) {
       // Beside a score function that is evaluated again, one block of code for all pairs spills (sm_90, 112 bytes and
       // 1,824 without the branch).
       if (captured_take_score && ds == 0.f) return;
-      add_to_captured(problem, call, x, b, h, position(row), column, ds, of_head, of_key, of_row);
+      add_to_captured(problem, call, x, b, h, position(row), column, ds, of_head, of_key, of_row, of_diagonal);
     }
   }
   __device__ __forceinline__ void add_of_head(const Problem& problem, const float* sums) const {
@@ -114,6 +114,11 @@ struct PairFunctions : BlockKinds<has_mask_blocks> {
   }
   __device__ __forceinline__ void add_of_row(const Problem& problem, int row, const float* sums) const {
     add_sums_of_row(problem, call, b, h, position(row), 0, sums);
+  }
+  // Of any pair of the diagonal.
+  __device__ __forceinline__ void add_of_diagonal(const Problem& problem, int row, int column,
+                                                  const float* sums) const {
+    add_sums_of_diagonal(problem, call, b, h, position(row), column, sums);
   }
 };
 
@@ -127,10 +132,11 @@ struct PairFunctions<false> {
     return true;
   }
   __device__ __forceinline__ float score(const Problem&, float x, int, int, float&) const { return x; }
-  __device__ __forceinline__ void add(const Problem&, float, int, int, float, float*, float*, float*) const {}
+  __device__ __forceinline__ void add(const Problem&, float, int, int, float, float*, float*, float*, float*) const {}
   __device__ __forceinline__ void add_of_head(const Problem&, const float*) const {}
   __device__ __forceinline__ void add_of_key(const Problem&, int, const float*) const {}
   __device__ __forceinline__ void add_of_row(const Problem&, int, const float*) const {}
+  __device__ __forceinline__ void add_of_diagonal(const Problem&, int, int, const float*) const {}
 };
 
 // The blocks of a block mask that tiles of `size` rows or keys meet; the other side's rows [begin, end) and query heads

@@ -104,6 +104,7 @@ struct ScoreColumns : HeadScores {
                                          const FragmentC (&derivatives)[m_tiles][n_derivatives],
                                          OperandGradients (&gradients)[m_tiles], bool counts, int head, int first_row,
                                          int key, int lane, float dp_factor, const DeltaOf& delta_of) const {
+    SumsOfDiagonals<(adds_captured && captured_of_diagonals > 0)> of_diagonals[m_tiles];
 #pragma unroll
     for (int n = 0; n < n_tiles; ++n) {
       const int column = 8 * n + lane % 4 * 2;
@@ -117,8 +118,9 @@ struct ScoreColumns : HeadScores {
           ds.x[e] = derived(weights[m][n].x[e], ds.x[e], e % 2 ? delta.y : delta.x, dp_factor, dropout.factor);
         }
         if constexpr (has_score_function && (keeps_products || adds_captured || has_dbias || has_dalibi_slopes)) {
-          derive_function(ds, weights[m][n], derivatives[m][keeps_derivatives ? n : 0], gradients[m], of_rows, counts,
-                          head, first_row + column, key + 16 * m);
+          derive_function(ds, weights[m][n], derivatives[m][keeps_derivatives ? n : 0], gradients[m], of_rows,
+                          of_diagonals[m], counts, head, first_row + column, key + 16 * m);
+          if (counts) of_diagonals[m].flush(problem, keep.functions(), first_row + column, key + 16 * m + 8, lane);
         } else {
           if constexpr (has_dbias || has_dalibi_slopes) {
             if (counts) gradients[m].add(problem, extent, modified, head, first_row + column, key + 16 * m, ds);
@@ -136,14 +138,21 @@ struct ScoreColumns : HeadScores {
         }
       }
     }
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m) {
+      const int row = first_row + 8 * (n_tiles - 1) + lane % 4 * 2;
+      if (counts) of_diagonals[m].end(problem, keep.functions(), row, key + 16 * m + 8, lane);
+    }
   }
 
  private:
   // The last step of derive(), with a score function: gradients of what it captured are of dS; those of bias and slopes
   // of dS times its derivative; and the product's of that times the derivative of what comes before it.
-  __device__ __forceinline__ void derive_function(FragmentC& ds, const FragmentC& weights, const FragmentC& kept,
-                                                  OperandGradients& gradients, SumsOfRow<adds_captured> (&of_rows)[2],
-                                                  bool counts, int head, int first_row, int first_key) const {
+  __device__ __forceinline__ void derive_function(
+      FragmentC& ds, const FragmentC& weights, const FragmentC& kept, OperandGradients& gradients,
+      SumsOfRow<adds_captured> (&of_rows)[2],
+      SumsOfDiagonals<(adds_captured && captured_of_diagonals > 0)>& of_diagonals, bool counts, int head, int first_row,
+      int first_key) const {
     float inner[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -165,7 +174,8 @@ struct ScoreColumns : HeadScores {
       if constexpr (adds_captured) {
         if (counts) {
           keep.functions().add(problem, x, row, key, weights.x[e] == 0.f ? 0.f : ds.x[e] * gradients.descale,
-                               gradients.sums_of_head(), gradients.sums_of_key(e / 2), of_rows[e % 2].sums);
+                               gradients.sums_of_head(), gradients.sums_of_key(e / 2), of_rows[e % 2].sums,
+                               of_diagonals.of(e / 2, e % 2));
         }
       }
       ds.x[e] *= outer;
