@@ -484,6 +484,13 @@ def test_gates_of_functions(name: str, tmp_path: pathlib.Path) -> None:
             assert kernel["spill_bytes"] <= gate, kernel["name"]
 
 
+def machine_code_of(kernel: Mapping[str, Any]) -> sass.Function:
+    try:
+        return sass.disassemble(pathlib.Path(kernel["path"]))[f"jax_flash_{kernel['pass']}"]
+    except sass.DisassemblerMissing as error:
+        pytest.skip(f"no disassembler of NVIDIA's, which reads machine code: {error}")
+
+
 def test_what_a_row_or_a_key_decides_is_read_once_for_its_pairs(tmp_path: pathlib.Path) -> None:
     """A lane has 4 rows and 16 keys of a tile, 64 pairs: ids[q] == ids[kv] adds 20 loads to a mask without any."""
     loads = []
@@ -491,10 +498,7 @@ def test_what_a_row_or_a_key_decides_is_read_once_for_its_pairs(tmp_path: pathli
         options = {"functions": gallery.source(partial=mask), "has_mask_blocks": True}
         on = {"dtypes": ["bfloat16"], "head_dims": [(64, 64)], "options": [options], "passes": ["forward"]}
         (kernel,) = _core.build_kernels(arch=80, out_dir=str(tmp_path), **on)
-        try:
-            function = sass.disassemble(pathlib.Path(kernel["path"]))["jax_flash_forward"]
-        except sass.DisassemblerMissing as error:
-            pytest.skip(str(error))
+        function = machine_code_of(kernel)
         loads.append(sum(instruction.base == "LDG" for instruction in function.instructions))
     assert 0 < loads[1] - loads[0] <= 20
 
@@ -518,10 +522,7 @@ def test_where_tiles_are_skipped_products_have_their_operands_at_hand(
     on = {"dtypes": ["bfloat16"], "options": [options | {"separate_dq": kernel_pass == "backward_dq"}]}
     for head_dim in (64, 128):
         (kernel,) = compiled(90, tmp_path, head_dims=[head_dim], passes=[kernel_pass], **on)
-        try:
-            function = sass.disassemble(pathlib.Path(kernel["path"]))[f"jax_flash_{kernel_pass}"]
-        except sass.DisassemblerMissing as error:
-            pytest.skip(str(error))
+        function = machine_code_of(kernel)
         bases = [instruction.base for instruction in function.instructions]
         before = {i for at, base in enumerate(bases) if base == "HGMMA" for i in range(at - 12, at)}
         assert bases.count("HGMMA") >= 12
@@ -584,11 +585,7 @@ def lost_operands(function: sass.Function) -> tuple[int, list[str]]:
 def test_operands_of_products_stay_in_their_registers(hopper: list[tuple[str, Mapping[str, Any]]]) -> None:
     """At head_dim 64 operands of the backward pass stay there from one tile to the next, in the others for a tile."""
     for _, kernel in hopper:
-        try:
-            functions = sass.disassemble(pathlib.Path(kernel["path"]))
-        except sass.DisassemblerMissing as error:
-            pytest.skip(str(error))
-        products, lost = lost_operands(functions[f"jax_flash_{kernel['pass']}"])
+        products, lost = lost_operands(machine_code_of(kernel))
         assert products, kernel["name"]
         assert not lost, kernel["name"]
 

@@ -44,6 +44,7 @@ def cost(schedule: str, tokens: int, devices: int, kv_heads: int, bandwidth: flo
         return None
     forward = 4 * tokens**2 / 2 * HEADS * HEAD_DIM / devices / RATE
     backward = 2.5 * forward
+    compute = forward + backward
     share = (devices - 1) / devices
     keys = 2 * tokens * kv_heads * HEAD_DIM  # elements of K and V
     if schedule == "all_gather":
@@ -51,7 +52,7 @@ def cost(schedule: str, tokens: int, devices: int, kv_heads: int, bandwidth: flo
         memory = keys * (ITEM + WIDE)
         # K and V are written and copied by chunks; each of two calls leaves dK and dV of all keys, which are summed.
         moved: float = keys * (4 * ITEM + 5 * WIDE)
-        return Cost(forward + backward, forward + backward + sent / bandwidth + moved / MEMORY, sent, memory)
+        return Cost(compute, compute + sent / bandwidth + moved / MEMORY, sent, memory)
     if schedule == "ring":
         shard = keys / devices
         # What a step makes of out and dquery is added to sums: these are read and written, and it is read.
@@ -59,16 +60,15 @@ def cost(schedule: str, tokens: int, devices: int, kv_heads: int, bandwidth: flo
         moved = (devices - 1) * (2 * rows + shard) * (ITEM + 2 * WIDE)
         hops = shard * ITEM / bandwidth, shard * (ITEM + WIDE) / bandwidth
         total = sum(
-            compute / devices + (devices - 1) * max(compute / devices, hop)
-            for compute, hop in zip((forward, backward), hops, strict=True)
+            of_pass / devices + (devices - 1) * max(of_pass / devices, hop)
+            for of_pass, hop in zip((forward, backward), hops, strict=True)
         )
         total += moved / MEMORY
-        return Cost(forward + backward, total, keys * share * (2 * ITEM + WIDE), shard * (2 * ITEM + 2 * WIDE))
+        return Cost(compute, total, keys * share * (2 * ITEM + WIDE), shard * (2 * ITEM + 2 * WIDE))
     exchanged = 2 * tokens * HEAD_DIM * (HEADS + math.lcm(kv_heads, devices)) / devices
     sent = 2 * exchanged * share * ITEM
     moved = 2 * exchanged * 4 * ITEM  # transposed before it is sent and behind that
-    total = forward + backward + sent / bandwidth + moved / MEMORY
-    return Cost(forward + backward, total, sent, exchanged * ITEM)
+    return Cost(compute, compute + sent / bandwidth + moved / MEMORY, sent, exchanged * ITEM)
 
 
 MEASURED = {

@@ -206,13 +206,13 @@ struct Keep : IntervalPlanes<in_intervals>, PairFunctions<has_functions> {
   }
 };
 
+// Whether KeysOfRows pays: not beside other options that are read for every pair, where two loops over the pairs spill
+// (with bias and segments 1.8 KB on sm_80, 2.9 on sm_90).
+constexpr bool decides_keys = has_q_intervals && !(has_bias || has_mask || in_segments || has_functions);
+
 // Which of the keys of a tile of 8 * `tiles` keys `rows` rows keep by the keys' intervals, from the first row of the
 // warp on. By the whole warp: its lanes read the intervals side by side, where each lane would read those of all of its
 // columns.
-//
-// Not beside other options that are read for every pair, where two loops over the pairs spill (with bias and segments
-// 1.8 KB on sm_80, 2.9 on sm_90).
-constexpr bool decides_keys = has_q_intervals && !(has_bias || has_mask || in_segments || has_functions);
 template <int tiles, int rows, bool present>
 struct KeysOfRows {
   u32 kept[ceil_div(tiles, 4)];  // a bit each, from the first column of the lane on

@@ -77,11 +77,8 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
   const Search search(block);
   Walk at = search.first();
   if (skips_tiles && at.head > block.last_head) {
-    if (lane == 0) {
-      shared.walks[0] = at;
-      barrier_arrive(shared_address(&shared.full[0]));
-    }
-    barrier_arrive(shared_address(&shared.full[0]));
+    if (lane == 0) shared.walks[0] = at;
+    arrive_without_rows(shared.full[0], lane);
   }
   for (Walk next; at.head <= block.last_head; at = next) {
     const int stage = ring.stage;

@@ -103,6 +103,12 @@ struct Search {
   }
 };
 
+// By the warp that loads, where it finds no tile: as many arrivals as a load has, lane 0's and that of every lane.
+JAX_FLASH_DEVICE void arrive_without_rows(const u64& full, int lane) {
+  if (lane == 0) barrier_arrive(shared_address(&full));
+  barrier_arrive(shared_address(&full));
+}
+
 // lse and delta of a tile of rows, which a warp takes from global to shared memory.
 struct Statistics {
   float lse_log2[block_q / 32], deltas[block_q / 32];

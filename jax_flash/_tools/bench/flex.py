@@ -191,9 +191,8 @@ def rows_of_functions(head_dim: int) -> Iterator[None]:
     rows = []
     for device in registration.cuda_status()["devices"]:
         for pass_ in PASSES if device["family"] else ():
-            found = _core.tile_row(
-                arch=device["compute_capability"], pass_=pass_, head_dim=head_dim, functions=True
-            )  # fmt: skip
+            arch = device["compute_capability"]
+            found = _core.tile_row(arch=arch, pass_=pass_, head_dim=head_dim, functions=True)
             rows.append(tuned.TunedRow(device["name"], found["family"], pass_, head_dim, found["row"]))
     tuned.tell(rows)
     try:
