@@ -156,6 +156,13 @@ def test_which_pairs_read_an_element() -> None:
     assert found == {place: [place] for place in found}
 
 
+@pytest.mark.parametrize("positions_from_0", [True, False])
+def test_diagonals_are_summed_where_positions_do_not_saturate(positions_from_0: bool) -> None:
+    functions, captured = traced("relative")
+    text = cuda.source(functions, derives=True, gradients=floats(captured), positions_from_0=positions_from_0)
+    assert f"constexpr int captured_of_diagonals = {int(positions_from_0)};" in text
+
+
 def test_equal_operations_are_one_and_constants_are_folded() -> None:
     def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return (q // 4 == kv // 4) & (q // 4 + 0 == kv // 4 * 1) & (kv >= 0) & (jnp.int32(3) > 2)

@@ -86,7 +86,7 @@ def _source(
     # Where they do, the kernels evaluate the function again, for its derivative by the score too.
     flags["derives_scores"] |= flags["captured_take_score"]
     text += [f"constexpr bool {name} = {str(flag).lower()};" for name, flag in flags.items()]
-    shared = _shared(scored)
+    shared = _shared(scored, positions_from_0)
     text += [f"constexpr int captured_of_{name}s = {len(loads)};" for name, loads in shared.items()]
 
     def printer(of: Program) -> _Printer:
@@ -124,12 +124,15 @@ _MOST_SHARED = {"head": 8, "key": 2, "row": 4, "diagonal": 2}
 pair by pair."""
 
 
-def _shared(scored: program.ScoreProgram | None) -> dict[str, list[Load]]:
-    """The elements with gradients that all pairs of a head, a key, a row or a diagonal read."""
+def _shared(scored: program.ScoreProgram | None, positions_from_0: bool) -> dict[str, list[Load]]:
+    """The elements with gradients that all pairs of a head, a key, a row or a diagonal read. With an offset positions
+    may saturate, and then the pairs of a diagonal differ in q - kv."""
     found: dict[str, list[Load]] = {name: [] for name in _MOST_SHARED}
     if scored is not None:
         for load in scored.loads:
             place = scored.readers(load)
+            if place == "diagonal" and not positions_from_0:
+                continue
             if place in found and len(found[place]) < _MOST_SHARED[place]:
                 found[place].append(load)
     return found
