@@ -388,16 +388,15 @@ def test_what_travels() -> None:
 
 
 def test_the_ring_tests_no_pair_off_the_diagonal() -> None:
-    """Under causal in zigzag order: half the rows or half the keys, of 32 each, and no mask. In striped order causal is
-    that of indices."""
+    """Under causal in zigzag order: twice half of the rows and keys, of 32 each, and no mask, nor a branch. In striped
+    order causal is that of indices."""
     zigzag = gradient_program("ring", 4, 32, compiled=False).as_text()
     steps = re.findall(r"@jax_flash_(forward|backward)\(.* : \((tensor<.*?>), (tensor<.*?>)", zigzag)
-    halves = [(kind, q.split("x")[1], k.split("x")[1]) for kind, q, k in steps]
-    assert sorted(halves) == sorted(
-        (kind, *sizes)
-        for kind in ("forward", "backward")
-        for sizes in (("32", "32"), *3 * [("32", "16")], *3 * [("16", "32")])
+    sizes = [(kind, q.split("x")[1], k.split("x")[1]) for kind, q, k in steps]
+    assert sorted(sizes) == sorted(
+        (kind, size, size) for kind in ("forward", "backward") for size in ("32", *3 * ["16", "16"])
     )
+    assert not count(gradient_program("ring", 4, 32), "conditional")
     striped = gradient_program("ring", 4, 32, "striped", compiled=False).as_text()
     assert "jax_flash_backward" in striped
     assert "intervals = true" not in zigzag + striped

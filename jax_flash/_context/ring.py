@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash._call.options import Options, positions_matter, with_ranges
-from jax_flash._context import halves
+from jax_flash._context import squares
 from jax_flash._context.call import Arrays, Call, axis_of, by_intervals, of_keys_alone, wide
 from jax_flash._context.orders import Shard
 from jax_flash._implementations import varying
@@ -72,36 +72,38 @@ def _forward(
     for step in range(call.devices):
         # Sent before the kernel that hides it, and after the one before that, so that only two shards are in memory.
         if state is not None:
-            visiting, state = _after(visiting, state)
+            (visiting, index), state = _after((visiting, call.index), state)
+            call = _at(call, index)  # so that no square of a later step is copied earlier
         following = _sent(call, visiting) if step + 1 < call.devices else visiting
-        out, lse = _results_of_step(call, step, query, visiting, staying)
-        new = State(out.astype(wide(query)), lse)
-        state = new if state is None else state.merged(new)
+        state = _with_step(call, step, state, query, visiting, staying)
         visiting = following
     assert state is not None
     return state.out.astype(query.dtype), state.lse
 
 
-def _results_of_step(
-    call: Call, step: int, query: jax.Array, visiting: Visiting, staying: Arrays
-) -> tuple[jax.Array, jax.Array]:
-    """out and lse over the keys that are here."""
+def _with_step(
+    call: Call, step: int, state: State | None, query: jax.Array, visiting: Visiting, staying: Arrays
+) -> State:
+    """The softmax over the keys of ``state`` and over those that are here."""
     key, value, travelling = visiting
     operands = staying | travelling
-    if step == 0 or not halves.serve(call, operands):
+
+    def attend(options: Options, arrays: Arrays) -> State:
+        q, k, v = (arrays.pop(name) for name in _INPUTS)
+        out, lse = call.attend(options, None, q, k, v, arrays)
+        return State(out.astype(wide(query)), lse)
+
+    inputs = {"query": query, "key": key, "value": value}
+    if state is None or not squares.serve(call, operands):
         options, of_step = of_source(call, step, query, operands)
-        return call.attend(options, None, query, key, value, of_step)
-    options, of_step = _of_halves(call, step, operands)
-    arrays = {"query": query, "key": key, "value": value, **of_step}
-
-    def compute(half: halves.Half) -> Arrays:
-        part = half.of(arrays)
-        q, k, v = (part.pop(name) for name in _INPUTS)
-        out, lse = call.attend(options, None, q, k, v, part)
-        return half.whole({"out": out, "lse": lse}, arrays)
-
-    found = halves.of_step(call, source_of(call, step).index, compute)
-    return found["out"], found["lse"]
+        found = attend(options, inputs | of_step)
+        return found if state is None else state.merged(found)
+    options, of_step = _of_squares(call, step, operands)
+    for square in squares.of_step(call, source_of(call, step).index):
+        whole = state._asdict()
+        found = State(**square.of(whole)).merged(attend(options, square.of(inputs | of_step)))
+        state = State(**square.put(found._asdict(), whole))
+    return state
 
 
 # The tangent is a primitive, so that its transpose, the backward pass, can be written out: what of it may be in memory
@@ -169,7 +171,8 @@ def _gradients(
     leaving: Arrays = {}  # dK and dV of the keys that were here, which travel while the next kernel runs
     for step in (0, *range(call.devices - 1, 0, -1)):
         if step != 0:
-            visiting, (sums, home, leaving) = _after(visiting, (sums, home, leaving))
+            (visiting, index), (sums, home, leaving) = _after((visiting, call.index), (sums, home, leaving))
+            call = _at(call, index)
         travelling = _sent(call, leaving, back=True)
         following = _sent(call, visiting, back=True) if step != 1 and call.devices > 1 else visiting
         arrays = (query, *visiting[:2], out, lse)
@@ -199,9 +202,9 @@ def _gradients_of_step(
 
     query, key, value, out, lse = arrays
     inputs = {"query": query, "key": key, "value": value, "dout": dout, "lse": lse, "dlse": dlse, "out": out}
-    in_halves = step > 0 and halves.serve(call, operands_here)
-    if in_halves:
-        options, of_step = _of_halves(call, step, operands_here)
+    in_squares = step > 0 and squares.serve(call, operands_here)
+    if in_squares:
+        options, of_step = _of_squares(call, step, operands_here)
     else:
         options, of_step = of_source(call, step, query, operands_here)
     of_old = {old: _names_in_step(call, step, old, operands, of_step) for old in wanted if old not in _INPUTS}
@@ -215,11 +218,13 @@ def _gradients_of_step(
         found = _primitive.backward(inputs, of_call, names, options=options, implementation=call.named)
         return {name: x.astype(wide(query)) for name, x in found.items()}
 
-    def gradients_of_half(half: halves.Half) -> Arrays:
-        return half.whole(gradients(half.of(inputs), half.of(of_step)), inputs | of_step)
-
-    if in_halves:
-        found = halves.of_step(call, source_of(call, step).index, gradients_of_half)
+    if in_squares:
+        whole = inputs | of_step
+        found = {name: _zeros(jax.ShapeDtypeStruct(whole[name].shape, wide(query)), dout) for name in names}
+        for square in squares.of_step(call, source_of(call, step).index):
+            before = square.of(found)
+            of_square = gradients(square.of(inputs), square.of(of_step))
+            found = square.put({name: before[name] + x for name, x in of_square.items()}, found)
     else:
         found = gradients(inputs, of_step)
     for old, new in of_old.items():
@@ -228,7 +233,7 @@ def _gradients_of_step(
         if terms and axis is not None:  # the columns of these keys
             keys = source_of(call, step)
             shape = jax.ShapeDtypeStruct(operands[old].shape, wide(query))
-            (whole,) = jax.linear_transpose(lambda x, keys=keys, axis=axis: keys.of(x, axis), _like(shape, terms[0]))(
+            (whole,) = jax.linear_transpose(lambda x, keys=keys, axis=axis: keys.of(x, axis), _zeros(shape, terms[0]))(
                 terms[0]
             )
             terms = [whole]
@@ -237,7 +242,7 @@ def _gradients_of_step(
     return found
 
 
-def _like(shape: jax.ShapeDtypeStruct, x: jax.Array) -> Any:
+def _zeros(shape: jax.ShapeDtypeStruct, x: jax.Array) -> Any:
     """Zeros that vary over the mesh axes over which ``x`` does."""
     return varying.vary_alike(jnp.zeros(shape.shape, shape.dtype), x)
 
@@ -364,8 +369,8 @@ def of_source(call: Call, step: int, query: jax.Array, operands: Arrays) -> tupl
         if positions_matter(call.options, found):
             found["q_offset"] = _offset(found, query, far="alibi_slopes" in found) + call.rows.first - keys.first
         return call.options, found
-    striped = keys.order == "striped" and halves.causal_alone(call, found)
-    if striped or (step == 0 and halves.serve(call, found)):
+    striped = keys.order == "striped" and squares.causal_alone(call, found)
+    if striped or (step == 0 and squares.serve(call, found)):
         # Row i keeps the keys j with keys.index + devices * j <= rows.index + devices * i + q_offset; and of its own
         # keys a device keeps by index what it keeps by position. There q_offset is 0, but XLA does not know it: a
         # kernel that waits for nothing took all multiprocessors before the sends had theirs, and each device's sends
@@ -375,8 +380,8 @@ def of_source(call: Call, step: int, query: jax.Array, operands: Arrays) -> tupl
     return by_intervals(call, by_position, keys, query)
 
 
-def _of_halves(call: Call, step: int, operands: Arrays) -> tuple[Options, Arrays]:
-    """Options and operands for all pairs with the keys that are here, of which a step of `halves` takes its half."""
+def _of_squares(call: Call, step: int, operands: Arrays) -> tuple[Options, Arrays]:
+    """Options and operands for all pairs with the keys that are here, of which a step of `squares` has two squares."""
     return dataclasses.replace(call.options, causal=False), _of_shards(call, step, _of_source(call, step, operands))
 
 

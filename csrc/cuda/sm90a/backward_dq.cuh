@@ -130,7 +130,7 @@ struct BackwardDq {
   u32 operand[block_kv / 16][4];  // dS
 
   __device__ __forceinline__ void arrive(const u64& barrier) const {
-    if (lane == 0) barrier_arrive(shared_address(&barrier));
+    if (arrives(lane)) barrier_arrive(shared_address(&barrier));
   }
 
   __device__ __forceinline__ void load_statistics(float ds_factor) {
@@ -322,11 +322,11 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     barrier_init(shared_address(&shared.dout_full), 1);
     for (int i = 0; i < stages; ++i) {
       barrier_init(shared_address(&shared.k_full[i]), 1);
-      barrier_init(shared_address(&shared.k_empty[i]), 4 * computing);
+      barrier_init(shared_address(&shared.k_empty[i]), 4 * computing * arrivals_of_a_warp);
     }
     for (int i = 0; i < v_stages; ++i) {
       barrier_init(shared_address(&shared.v_full[i]), 1);
-      barrier_init(shared_address(&shared.v_empty[i]), 4 * computing);
+      barrier_init(shared_address(&shared.v_empty[i]), 4 * computing * arrivals_of_a_warp);
     }
     barriers_ready();
   }
