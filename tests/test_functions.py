@@ -51,6 +51,7 @@ NUMPY: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum, "abs": np.abs,
     "neg": np.negative, "sign": np.sign, "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
     "gt": np.greater, "ge": np.greater_equal, "log": np.log, "is_finite": np.isfinite,
+    "shift_right_logical": np.right_shift,  # of numbers that are not negative, the only ones in these programs
 }  # fmt: skip
 
 
@@ -98,6 +99,40 @@ def test_programs_of_masks(name: str, offset: int) -> None:
     want = jax.vmap(MASKS[name])(*(inputs[x] for x in trace.INDICES))
     with np.errstate(all="ignore"):
         (got,) = evaluated(of, inputs, captured)
+    np.testing.assert_array_equal(np.broadcast_to(got, want.shape), want)
+
+
+# Forms that are simplified where ranges of positions allow it.
+BY_RANGES: dict[str, Callable[..., Any]] = {
+    "quotient": lambda b, h, q, kv: q // 64 == kv // 64,
+    "remainder": lambda b, h, q, kv: q % 8 < kv % 32,
+    "quotient_of_c": lambda b, h, q, kv: jax.lax.div(q, jnp.int32(16)) <= jax.lax.rem(kv, jnp.int32(16)),
+    "of_another_number": lambda b, h, q, kv: q // 48 == kv % 24,
+    "distance": lambda b, h, q, kv: jnp.abs(q - kv) <= 5,
+    "smaller": lambda b, h, q, kv: jnp.abs(q - kv) < 1,
+    "never": lambda b, h, q, kv: jnp.abs(q - kv) < 0,
+    "largest": lambda b, h, q, kv: jnp.abs(q // 2 - kv) <= 2**31 - 1,
+    "of_rows": lambda b, h, q, kv: jnp.abs(q) <= 5,
+    "both": lambda b, h, q, kv: (jnp.abs(q // 64 - kv // 64) <= 1) & (jnp.abs(q % 64 - kv % 64) < 8),
+}
+
+
+@pytest.mark.parametrize("from_0", [True, False])
+@pytest.mark.parametrize("name", BY_RANGES)
+def test_what_ranges_simplify(name: str, from_0: bool) -> None:
+    """At the ends of int32 too, whose smallest number has itself as its absolute value."""
+    ends = [0, 1, 5, 6, 63, 64, 65, 127, 2**30, 2**31 - 65, 2**31 - 2, 2**31 - 1]
+    rows = ends if from_0 else [*ends, *(-x for x in ends), -(2**31)]
+    q, kv = (x.ravel().astype(np.int32) for x in np.meshgrid(rows, ends))
+    inputs = {"b": np.zeros_like(q), "h": np.zeros_like(q), "q": q, "kv": kv}
+    function = trace.trace("mask_mod", BY_RANGES[name], "mask", jnp.float32, trace.Captured())
+    of = program.mask_program(function, from_0)
+    names = {op.name for op in of.ops}
+    if from_0 and name != "of_another_number":
+        assert not names & {"div", "rem", "abs"}
+    with np.errstate(all="ignore"):
+        (got,) = evaluated(of, inputs, [])
+    want = jax.vmap(BY_RANGES[name])(*(inputs[x] for x in trace.INDICES))
     np.testing.assert_array_equal(np.broadcast_to(got, want.shape), want)
 
 

@@ -109,6 +109,8 @@ def _range_of_args(op: Op, args: Sequence[tuple[int, int] | None]) -> tuple[int,
         return (0 if low >= 0 else max(low, 1 - by)), (0 if high <= 0 else min(high, by - 1))
     if op.name == "and" and min(known[0][0], known[1][0]) >= 0:
         return 0, min(known[0][1], known[1][1])
+    if op.name == "shift_right_logical" and known[0][0] >= 0 and 0 <= known[1][0] == known[1][1] < 64:
+        return known[0][0] >> known[1][0], known[0][1] >> known[1][0]
     return None
 
 
@@ -237,7 +239,22 @@ def _compared(builder: Builder, name: str, args: tuple[int, ...]) -> int | None:
         "eq": (False, below or above),
         "ne": (below or above, False),
     }[name]
-    return builder.constant(true, "bool") if true or false else None
+    if true or false:
+        return builder.constant(true, "bool")
+    if name in ("lt", "le") and builder.ops[x].name == "abs" and dtype == "int32" and of_y[0] == of_y[1]:
+        return _within(builder, builder.ops[x].args[0], of_y[0] - (name == "lt"))
+    return None
+
+
+def _within(builder: Builder, x: int, most: int) -> int | None:
+    """|x| <= most of an int32 by one sum and one comparison: x + most, which may wrap around, as an unsigned number."""
+    of_x = builder.ranges[x]
+    assert of_x is not None
+    if of_x[0] == limits("int32")[0]:  # whose absolute value is itself
+        return None
+    moved = builder.apply("add", "int32", (x, builder.constant(most, "int32")))
+    unsigned = builder.apply("convert_element_type", "uint32", (moved,))
+    return builder.apply("le", "bool", (unsigned, builder.constant(2 * most, "uint32")))
 
 
 def _joined(builder: Builder, name: str, dtype: str, args: tuple[int, ...], values: Sequence[Any]) -> int | None:
@@ -270,11 +287,11 @@ def _rounds_down(builder: Builder, signs: Op, remainder: Op) -> int | None:
     zero = remainder.args[1]
     if signs.name == "lt" and signs.args == (rest, zero):
         return builder.numbers[("lt", "bool", (rest, zero), None)]
-    if of_rest.name != "rem" or signs.name != "ne":
+    if of_rest.name not in ("rem", "and") or signs.name != "ne":  # an "and" is one of _by_bits
         return None
     dividend, divisor = of_rest.args
-    by = builder.value(divisor)
-    if by is None or by <= 0:
+    by, least = builder.value(divisor), builder.ranges[dividend]
+    if by is None or by <= 0 or (of_rest.name == "and" and (least is None or least[0] < 0)):
         return None
     of_dividend = builder.ops[signs.args[0]]
     if of_dividend.name == "sign" and of_dividend.args == (dividend,) and builder.value(signs.args[1]) == 1:
@@ -302,6 +319,18 @@ def _integer(builder: Builder, name: str, dtype: str, args: tuple[int, ...], val
         if y[0] >= x[1]:
             return args[1]
     low = builder.ranges[args[0]]
-    if name == "abs" and low is not None and low[0] >= 0:
-        return args[0]
+    if low is not None and low[0] >= 0:
+        if name == "abs":
+            return args[0]
+        if name in ("div", "rem") and values[1] is not None:
+            return _by_bits(builder, name, dtype, args[0], int(values[1]))
     return None
+
+
+def _by_bits(builder: Builder, name: str, dtype: str, x: int, by: int) -> int | None:
+    """Quotient or remainder of an integer that is not negative, where the divisor is a power of two."""
+    if by <= 0 or by & (by - 1):
+        return None
+    if name == "rem":
+        return builder.apply("and", dtype, (x, builder.constant(by - 1, dtype)))
+    return builder.apply("shift_right_logical", dtype, (x, builder.constant(by.bit_length() - 1, dtype)))

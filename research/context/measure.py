@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     for length in args.length or (131072, 16384, 32768, 8192):
         for gradients in (True, False):
-            found = race.race(contestants(length, gradients, mesh), args.rounds, seconds=0.05, pause=0.01)
+            found = race.race(contestants(length, gradients, mesh), args.rounds, seconds=0.05, pause=0.5)
             times = {name: statistics.median(x) for name, x in found.seconds.items() if x}
             for name, error in found.errors.items():
                 print(f"  {name}: {type(error).__name__}: {str(error).splitlines()[0][:300]}", flush=True)

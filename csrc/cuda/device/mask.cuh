@@ -172,17 +172,30 @@ struct Keep : IntervalPlanes<in_intervals>, PairFunctions<has_functions> {
   // `asks_keys`, the key's interval is known to hold the row.
   template <bool knows_kind = false, bool asks_keys = true>
   __device__ __forceinline__ bool operator()(int row, int column, const int2& keys, int kind = full_block) const {
-    bool kept = column < extent.kv.length && in_band(band, row, column);
+    bool kept = column < extent.kv.length;
+    if constexpr (has_functions) kept &= row < row_end<knows_kind>(kind);
+    return kept & within<knows_kind, asks_keys>(row, column, keys, kind);
+  }
+  // The same where it is known that the key is there, and the row before row_end.
+  template <bool knows_kind, bool asks_keys>
+  __device__ __forceinline__ bool within(int row, int column, const int2& keys, int kind) const {
+    bool kept = in_band(band, row, column);
     if constexpr (has_kv_intervals) kept &= holds(keys, column);
     if constexpr (tests_keys) kept &= keeps_of_key<asks_keys>(row, column);  // read always: a branch costs registers
     if constexpr (has_functions) kept &= by_functions<knows_kind>(row, column, kind);
     return kept;
   }
+  // Rows from there on keep nothing of a block of this kind. Where a row is beyond the end a score function may give
+  // anything.
+  template <bool knows_kind>
+  __device__ __forceinline__ int row_end(int kind) const {
+    return knows_kind && kind == empty_block ? 0 : extent.q.length;
+  }
   __device__ __forceinline__ bool operator()(int row, int column) const { return (*this)(row, column, keys_of(row)); }
-  // What mask functions and the block mask say. Where a row is beyond the end a score function may give anything.
-  template <bool knows_kind = false>
-  __device__ __forceinline__ bool by_functions(int row, int column, int kind = full_block) const {
-    return (row < extent.q.length) & functions().keeps<knows_kind>(problem, extent, row, column, kind);
+  // What mask functions and the block mask say of a row before row_end.
+  template <bool knows_kind>
+  __device__ __forceinline__ bool by_functions(int row, int column, int kind) const {
+    return functions().keeps<knows_kind>(problem, extent, row, column, kind);
   }
   // The keys that a row keeps as far as keeps_of_key and functions let it are one range, from `first` to `last`.
   __device__ __forceinline__ int first(int row) const {

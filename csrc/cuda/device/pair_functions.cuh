@@ -5,8 +5,9 @@
 
 namespace jax_flash {
 
-// Kinds of blocks in `mask_blocks`: no pair is kept; the partial mask decides; all pairs are kept.
-constexpr int empty_block = 0, full_block = 2;
+// Kinds of blocks in `mask_blocks`: no pair is kept; the partial mask decides; all pairs are kept. And what stands for
+// one that is still to be read.
+constexpr int empty_block = 0, partial_block = 1, full_block = 2, unread_block = -1;
 
 // Whether `rows` rows and `keys` keys, from a multiple of these on, lie in one block of the mask: then its kind is read
 // once for all their pairs.
@@ -72,7 +73,8 @@ struct PairFunctions : BlockKinds<has_mask_blocks> {
     return offset > 0 && row > 0x7fffffff - offset ? 0x7fffffff : row + offset;
   }
 
-  // Whether the mask functions and the block mask keep a pair; with `knows_kind` this is the kind of its block.
+  // Whether the mask functions and the block mask keep a pair; with `knows_kind` this is the kind of its block, which
+  // is not empty.
   template <bool knows_kind>
   __device__ __forceinline__ bool keeps(const Problem& problem, const Extent& extent, int row, int column,
                                         int known) const {
@@ -80,7 +82,7 @@ struct PairFunctions : BlockKinds<has_mask_blocks> {
     if constexpr (has_mask_function) kept &= mask_function(problem, call, b, h, position(row), column);
     if constexpr (has_mask_blocks) {
       const int kind = knows_kind ? known : this->of_pair(extent, row, column);
-      bool here = kind != empty_block;
+      bool here = knows_kind || kind != empty_block;
       if constexpr (has_partial_mask) {
         // Decided always: behind a branch, what the function reads of a row or a key alone would be read for each pair.
         here &= (kind == full_block) | partial_mask(problem, call, b, h, position(row), column);

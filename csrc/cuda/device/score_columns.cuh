@@ -20,10 +20,15 @@ struct ScoreColumns : HeadScores {
                                         FragmentC (&derivatives)[m_tiles][n_derivatives], int first_row, int key,
                                         int lane, const LseOf& lse_of, const RowsOf& rows_of) const {
     constexpr bool knows_kind = masked && in_one_block<8 * n_tiles, 16>;
-    int kinds[m_tiles];
+    int kinds[m_tiles], row_ends[m_tiles][2];  // where rows end for these keys: one test for all ends
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m) {
       kinds[m] = knows_kind ? keep.functions().of_pair(extent, first_row, key + 16 * m) : full_block;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const bool there = key + 16 * m + 8 * half < extent.kv.length;
+        row_ends[m][half] = there ? keep.row_end<knows_kind>(kinds[m]) : 0;
+      }
     }
 #pragma unroll
     for (int n = 0; n < n_tiles; ++n) {
@@ -55,7 +60,11 @@ struct ScoreColumns : HeadScores {
             if constexpr (keeps_products) derivatives[m][n].x[e] = x;
             x = probability(logit, odd ? lse_log2.y : lse_log2.x);
             bool kept = true;
-            if constexpr (masked) kept = keep.operator()<knows_kind, false>(row, own_key, keys, kinds[m]);
+            if constexpr (masked && has_functions) {
+              kept = (row < row_ends[m][e / 2]) & keep.within<knows_kind, false>(row, own_key, keys, kinds[m]);
+            } else if constexpr (masked) {
+              kept = keep.operator()<knows_kind, false>(row, own_key, keys, kinds[m]);
+            }
             if constexpr (masked && has_q_intervals) kept &= holds(rows_of(2 * m + e / 2), row);
             if constexpr (has_mask) {
               kept &= masked ? masks.at(mask, own_key, extent) : mask[own_key * masks.column_stride];

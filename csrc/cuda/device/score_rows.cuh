@@ -11,7 +11,8 @@ struct ScoreRows : HeadScores {
 
   // Scores of one row, keys `first_key` and on, become logits; those that are not kept, -inf. d logit / d (scale *
   // score), or with `of_bias` d logit / d bias, goes to `derivatives` where these are kept (keeps_derivatives), unless
-  // that is null. With `in_order` the rows of a warp's fragments follow one another.
+  // that is null. With `in_order` the rows of a warp's fragments follow one another. The keys' block of the block mask
+  // has the kind `told`, unless that is unread_block.
   template <bool masked, bool of_bias = false, bool in_order = true, int tiles>
   __device__ __forceinline__ void logits(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
                                          int first_key, int lane) const {
@@ -20,11 +21,11 @@ struct ScoreRows : HeadScores {
   }
   template <bool masked, bool of_bias, int tiles, typename Keys>
   __device__ __forceinline__ void logits(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
-                                         int first_key, int lane, const Keys& keys) const {
+                                         int first_key, int lane, const Keys& keys, int told = unread_block) const {
     if (keys.decides) {
-      logits_of<masked, of_bias, false>(scores, derivatives, row, half, first_key, lane, keys);
+      logits_of<masked, of_bias, false>(scores, derivatives, row, half, first_key, lane, keys, told);
     } else {
-      logits_of<masked, of_bias, true>(scores, derivatives, row, half, first_key, lane, keys);
+      logits_of<masked, of_bias, true>(scores, derivatives, row, half, first_key, lane, keys, told);
     }
   }
 
@@ -112,7 +113,7 @@ struct ScoreRows : HeadScores {
   // one, `keys` tell which intervals hold the row.
   template <bool masked, bool of_bias, bool asks_keys, int tiles, typename Keys>
   __device__ __forceinline__ void logits_of(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
-                                            int first_key, int lane, const Keys& keys) const {
+                                            int first_key, int lane, const Keys& keys, int told) const {
     constexpr int together = tiles % 4 == 0 ? 4 : 2;
     // The assembler would read for all rows at once, and spill. Of 16 keys or 64 it spills more with the barrier.
     if (loads_take_registers && tiles == 4 && (has_bias || has_mask || in_segments || has_functions)) __syncwarp();
@@ -122,9 +123,12 @@ struct ScoreRows : HeadScores {
     constexpr bool by_ends = !(loads_take_registers && (has_bias || has_mask || in_segments));
     // Of the tile's keys, which begin at a multiple of their number.
     constexpr bool knows_kind = masked && block_kv % (8 * tiles) == 0 && in_one_block<1, 8 * tiles>;
-    const int kind = knows_kind ? keep.functions().of_pair(extent, row, first_key) : full_block;
+    int kind = knows_kind ? told : full_block;
+    if (knows_kind && kind == unread_block) kind = keep.functions().of_pair(extent, row, first_key);
     const int own_key = first_key + lane % 4 * 2;
-    const int first_kept = masked ? keep.first(row) - own_key : 0, last_kept = masked ? keep.last(row) - own_key : 0;
+    const int first_kept = masked ? keep.first(row) - own_key : 0;
+    int last_kept = masked ? keep.last(row) - own_key : 0;
+    if (masked && has_functions && row >= keep.row_end<knows_kind>(kind)) last_kept = -1;
 #pragma unroll
     for (int first_n = 0; first_n < tiles; first_n += together) {
       const int first = own_key + first_n * 8;

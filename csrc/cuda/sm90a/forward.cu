@@ -42,6 +42,9 @@ constexpr bool lazy = tile_value_head_dim > 128;
 // Products of the warpgroups by turns: on an H200 1 to 9% faster at head_dim 64, 0 to 2% at 128 and 256.
 constexpr bool in_turns = consumers > 1;
 
+// Whether what is told of a tile is the kind of the one block of the mask in which it lies.
+constexpr bool tells_kind = in_one_block<block_q, block_kv> && !in_segments && !in_intervals;
+
 // Where tiles are skipped, what the producer tells of one, so that consumers need not search: its number, and whether
 // all its pairs are kept as far as ranges let them. The tile after the last one is below the range.
 struct Told {
@@ -112,13 +115,9 @@ struct Producer {
     if (lane == 0) load_slabs<S>(to, map, *full, row, head, batch);
     __syncwarp();
   }
-  __device__ __forceinline__ void load_k(const Place& place, const Ring<stages>& at, const TileWalk<block_kv>& keys,
-                                         int tile) {
+  __device__ __forceinline__ void load_k(const Place& place, const Ring<stages>& at, int tile, const Told& following) {
     barrier_wait(shared_address(&shared.k_empty[at.stage]), at.parity ^ 1);
-    if constexpr (skips_tiles) {
-      const Told following = Told::of(keys, keys.before(tile));
-      if (lane == 0) shared.following[at.stage] = following;
-    }
+    if (skips_tiles && lane == 0) shared.following[at.stage] = following;
     load<KSlabs>(shared.k[at.stage], &maps.k, &shared.k_full[at.stage], place.extent.kv.first + tile * block_kv,
                  place.kv_head, place.batch);
   }
@@ -177,16 +176,19 @@ struct Producer {
     const Item& item = shared.items[slot];
     if (!item.has_keys()) return arrive_without_q();
     const TileWalk<block_kv> keys = tiles_of(problem, item);
-    int tile = keys.last();
+    int tile = keys.last(), next = keys.before(tile);
     // In the order in which the consumers wait for them: K a tile ahead of V.
-    load_k(item.place, ring, keys, tile);
+    load_k(item.place, ring, tile, Told::of(keys, next));
     load_q(slot);
     item_ring.advance();
-    for (int next; (next = keys.before(tile)) >= keys.range.begin; tile = next) {
+    while (next >= keys.range.begin) {
       const Ring v_ring = ring;
       ring.advance();
-      load_k(item.place, ring, keys, next);
+      const int following = keys.before(next);
+      load_k(item.place, ring, next, Told::of(keys, following));
       load_v(item.place, v_ring, tile);
+      tile = next;
+      next = following;
     }
     load_v(item.place, ring, tile);
     ring.advance();
@@ -312,11 +314,13 @@ struct Consumer {
   // these are in the tiles that are masked, and only there it is counted what rounding added.
   template <bool masked>
   __device__ __forceinline__ void softmax(FragmentC (&scores)[block_kv / 8], float (&shrink)[2], const Scope& scope,
-                                          int tile, const Keys<masked>& keys) {
+                                          int tile, bool uniform, const Keys<masked>& keys) {
+    const int kind = !tells_kind ? unread_block : uniform ? full_block : partial_block;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (masked || modifies_scores || has_mask) {
-        scope.rows.logits<masked, false>(scores, nullptr, scope.row + 8 * half, half, tile * block_kv, lane, keys);
+        scope.rows.logits<masked, false>(scores, nullptr, scope.row + 8 * half, half, tile * block_kv, lane, keys,
+                                         kind);
       }
       shrink[half] = statistics[half].update(quad_max(maximum_of(scores, half)), scope.rows.scale_log2);
       rounding[half] *= shrink[half];
@@ -361,7 +365,7 @@ struct Consumer {
 
   // The first tile of an item.
   template <bool masked>
-  __device__ __forceinline__ void begin(const Scope& scope, int tile) {
+  __device__ __forceinline__ void begin(const Scope& scope, int tile, bool uniform) {
     FragmentC scores[block_kv / 8];
     float shrink[2];
     start_scores(scores);
@@ -370,13 +374,13 @@ struct Consumer {
     const Keys<masked> keys(scope.rows.keep, scope.row, tile * block_kv, lane);
     wgmma_wait<0>();
     end_scores(scores);
-    softmax<masked>(scores, shrink, scope, tile, keys);
+    softmax<masked>(scores, shrink, scope, tile, uniform, keys);
     keep_weights(scores);
   }
 
   // Any other tile, while tile `before` waits.
   template <bool masked>
-  __device__ __forceinline__ void step(const Scope& scope, int tile, int before) {
+  __device__ __forceinline__ void step(const Scope& scope, int tile, int before, bool uniform) {
     FragmentC scores[block_kv / 8];
     float shrink[2];
     const Ring v_ring = ring;
@@ -387,7 +391,7 @@ struct Consumer {
     const Keys<masked> keys(scope.rows.keep, scope.row, tile * block_kv, lane);  // what it reads comes with the product
     wgmma_wait<1>();
     end_scores(scores);
-    softmax<masked>(scores, shrink, scope, tile, keys);
+    softmax<masked>(scores, shrink, scope, tile, uniform, keys);
     end_out(v_ring);
     if (!lazy || __any_sync(0xffffffffu, shrink[0] != 1.f || shrink[1] != 1.f)) {
 #pragma unroll
@@ -446,10 +450,9 @@ struct Consumer {
     // What this warpgroup's rows keep of them.
     const TileRange own = kept_key_tiles<block_kv, 64>(problem, place.extent, scope.rows.keep.band, {place.head, 1},
                                                        place.first_row + number * 64, 64);
-    // Of the tile that comes next.
-    const auto is_full = [&](int i) {
-      return irregular ? own.is_full(i) && (!skips_tiles || following.is_uniform()) : i < own.full_end;
-    };
+    // Of the tile that comes next: a step on it learns of the one behind.
+    const auto is_uniform = [&] { return !skips_tiles || following.is_uniform(); };
+    const auto is_full = [&](int i) { return irregular ? own.is_full(i) && is_uniform() : i < own.full_end; };
     const auto before = [&](int tile) { return skips_tiles ? following.tile() : tile - 1; };
     int tile = scope.item.range.end - 1, next;
     if constexpr (skips_tiles) following.word = tile * 2 + scope.item.begins_uniform;
@@ -462,21 +465,21 @@ struct Consumer {
       return clear(scope);
     }
     if (is_full(tile)) {
-      begin<false>(scope, tile);
+      begin<false>(scope, tile, true);
     } else {
-      begin<true>(scope, tile);
+      begin<true>(scope, tile, is_uniform());
     }
     if constexpr (irregular) {
       for (; (next = before(tile)) >= first; tile = next) {
         if (is_full(next)) {
-          step<false>(scope, next, tile);
+          step<false>(scope, next, tile, true);
         } else {
-          step<true>(scope, next, tile);
+          step<true>(scope, next, tile, is_uniform());
         }
       }
     } else {
-      for (; tile > own.full_end; --tile) step<true>(scope, tile - 1, tile);
-      for (; tile > 0; --tile) step<false>(scope, tile - 1, tile);
+      for (; tile > own.full_end; --tile) step<true>(scope, tile - 1, tile, true);
+      for (; tile > 0; --tile) step<false>(scope, tile - 1, tile, true);
     }
     release(shared.q_empty);
     start_out(ring, place.extent, tile);

@@ -93,17 +93,21 @@ def ours(name: str, cell: Cell, pass_: str, implementation: Implementation) -> E
 
 
 def built_in(name: str, cell: Cell, pass_: str, implementation: Implementation) -> Entry:
-    """By the options that compute the same."""
+    """By the options that compute the same, with the gradients of the same arrays."""
     option = KINDS[name].option
     assert option is not None
     options = option({k: jnp.asarray(x) for k, x in drawn(name, cell).items()})
     varying = {k: x for k, x in options.items() if isinstance(x, jax.Array)}
     static = {k: x for k, x in options.items() if k not in varying}
+    trained = {k: x for k, x in varying.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    fixed = {k: x for k, x in varying.items() if k not in trained}
 
-    def forward(fixed: Any, query: Any, key: Any, value: Any) -> Any:
-        return attention(query, key, value, **static, **fixed, implementation=implementation)
+    def forward(fixed: Any, query: Any, key: Any, value: Any, *of_trained: Any) -> Any:
+        found = {**static, **fixed, **dict(zip(trained, of_trained, strict=True))}
+        return attention(query, key, value, **found, implementation=implementation)
 
-    return race.of_function(forward, varying, pass_)(cell.draw())
+    *inputs, dout = cell.draw()
+    return race.of_function(forward, fixed, pass_)([*inputs, *trained.values(), dout])
 
 
 def torch_flex(name: str, cell: Cell, pass_: str) -> Entry:
