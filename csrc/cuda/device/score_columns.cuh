@@ -27,7 +27,7 @@ struct ScoreColumns : HeadScores {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const bool there = key + 16 * m + 8 * half < extent.kv.length;
-        row_ends[m][half] = there ? keep.row_end<knows_kind>(kinds[m]) : 0;
+        row_ends[m][half] = knows_kind && there ? keep.row_end<knows_kind>(kinds[m]) : 0;
       }
     }
 #pragma unroll
@@ -60,7 +60,7 @@ struct ScoreColumns : HeadScores {
             if constexpr (keeps_products) derivatives[m][n].x[e] = x;
             x = probability(logit, odd ? lse_log2.y : lse_log2.x);
             bool kept = true;
-            if constexpr (masked && has_functions) {
+            if constexpr (knows_kind) {
               kept = (row < row_ends[m][e / 2]) & keep.within<knows_kind, false>(row, own_key, keys, kinds[m]);
             } else if constexpr (masked) {
               kept = keep.operator()<knows_kind, false>(row, own_key, keys, kinds[m]);
