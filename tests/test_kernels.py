@@ -454,9 +454,10 @@ FUNCTION_GATE: dict[str, tuple[int, int, dict[str, Any], dict[str, int]]] = {
     "graphormer-90-64": (90, 64, {"score": "graphormer"}, {"forward": 0, "backward": 0}),
     "relative-80-64": (80, 64, {"score": "relative"}, {"backward": 0}),
     "alibi-80-64": (80, 64, {"score": "alibi"}, {"backward": 0}),
-    "sides-80-64": (80, 64, {"score": "sides"}, {"backward": 240}),
-    "sides-90-64": (90, 64, {"score": "sides"}, {"backward": 112}),
-    "capped-90-128": (90, 128, {"score": "capped"}, {"backward": 816}),
+    "alibi-90-128": (90, 128, {"score": "alibi"}, {"backward": 32}),
+    "sides-80-64": (80, 64, {"score": "sides"}, {"backward": 236}),
+    "sides-90-64": (90, 64, {"score": "sides"}, {"backward": 48}),
+    "capped-90-128": (90, 128, {"score": "capped"}, {"backward": 732}),
 }
 """Bytes of spill stores plus loads with functions and intervals, by compute capability, head_dim and pass, with NVRTC
 12.9. What spills at head_dim 128 on sm_80 does so beside the pairs of a partial tile; on sm_90 also in the warp that
@@ -482,6 +483,7 @@ def test_gates_of_functions(name: str, tmp_path: pathlib.Path) -> None:
         on_pass = {"dtypes": ["bfloat16"], "head_dims": [head_dim], "options": [options], "passes": [kernel_pass]}
         for kernel in compiled(arch, tmp_path, **on_pass):
             assert kernel["spill_bytes"] <= gate, kernel["name"]
+            assert not kernel["compiler_warnings"], kernel["name"]
 
 
 def machine_code_of(kernel: Mapping[str, Any]) -> sass.Function:

@@ -7,6 +7,7 @@ csrc/cuda/device/function_operations.cuh.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -175,12 +176,15 @@ def _additions(
         for load in scored.loads:
             # Where ds is 0, as where the pair is dropped, the derivative may be anything. Sums have no branch for that,
             # so that what they read of a row or a key alone is read once for its pairs.
-            there = "ds != 0.f" if load.valid is None else f"ds != 0.f && {names(load.valid)}"
+            valid = None if load.valid is None else names(load.valid)
+            there = " && ".join(x for x in ("ds != 0.f", valid) if x)
             addend = f"ds * {names(load.derivative)}"
-            if load in sums:
-                text.append(f"  {sums[load]} += {there} ? {addend} : 0.f;")
-            else:
+            if load not in sums:
                 text.append(f"  if ({there}) {added(load, names, own, addend)}")
+            elif _most(own.of, own.of.outputs[load.derivative]) < np.finfo(np.float32).max:
+                text.append(f"  {sums[load]} += {addend if valid is None else f'{valid} ? {addend} : 0.f'};")
+            else:
+                text.append(f"  {sums[load]} += {there} ? {addend} : 0.f;")
     text.append("}")
     for name, loads in shared.items():
         text.append(f"JAX_FLASH_FUNCTION void add_sums_of_{name}({_ARGUMENTS.format('')}, const float* sums) {{")
@@ -251,6 +255,23 @@ class _Printer:
         if op.name in ("population_count", "clz") and of not in ("int32", "uint32"):
             raise Unprintable(f"primitive {op.name} of {of}")
         return _wrapped(f"{_CALLS[op.name]}({', '.join(args)})", op.dtype)
+
+
+def _most(of: Program, i: int) -> float:
+    """What an operation's value does not exceed in size, whatever the inputs are; infinite where nothing is known, and
+    it may be NaN."""
+    op = of.ops[i]
+    if op.dtype == "float32":
+        if op.name == "constant" and np.isfinite(op.params):
+            return abs(float(op.params))
+        if op.name == "convert_element_type" and of.ops[op.args[0]].dtype in ("bool", "int32", "uint32"):
+            return 2.0**32
+        if op.name in ("neg", "abs"):
+            return _most(of, op.args[0])
+        if op.name in ("add", "sub", "mul"):
+            x, y = (_most(of, arg) for arg in op.args)
+            return math.inf if math.inf in (x, y) else x * y if op.name == "mul" else x + y
+    return math.inf
 
 
 def _type(dtype: str) -> str:

@@ -27,8 +27,12 @@ constexpr int tiles_of_keys = block_kv / row_of_tiles;  // of a warpgroup
 static_assert(block_kv % row_of_tiles == 0 && tiles_of_keys <= 2, "one or two tiles of keys a warpgroup");
 static_assert(tiles_of_keys == 1 || !(keeps_derivatives || skips_tiles || sums_gradients || adds_captured),
               "more options than there are registers for");
-// In how many pieces dQ is computed, a slab of columns each: the gradient of slopes takes the registers of more.
-constexpr int dq_pieces = has_dalibi_slopes ? KSlabs::slabs : 1;
+// Whether captured numbers of a head have a gradient and nothing else takes as many registers: without what this leads
+// to, ptxas orders no product behind another one (its C7512) at head_dim 128.
+constexpr bool sums_heads =
+    captured_of_heads > 0 && captured_of_keys == 0 && captured_of_rows == 0 && !keeps_derivatives && KSlabs::slabs > 1;
+// In how many pieces dQ is computed, a slab of columns each: these gradients take the registers of more.
+constexpr int dq_pieces = has_dalibi_slopes || sums_heads ? KSlabs::slabs : 1;
 
 // K and V stay in registers as operands where these suffice: they need not be read again for each tile of rows then.
 // Not without dQ: there ptxas (12.9 and 13) took them for dead behind their last use in the loop and gave their
@@ -231,7 +235,7 @@ struct Backward {
     // wanting, as they are beside dK of the first tile.
     constexpr bool dp_with_s = !keeps_derivatives;
     // Without dQ ptxas finds too few registers for dV to come first.
-    constexpr bool dv_last = keeps_derivatives || (!adds_dq && tiles_of_keys > 1);
+    constexpr bool dv_last = keeps_derivatives || sums_heads || (!adds_dq && tiles_of_keys > 1);
     wait_for_rows(at, ring);
     start_s(s[0], stage, 0);
     if constexpr (dp_with_s) start_dp(dp[0], stage, 0);
