@@ -191,6 +191,28 @@ def test_which_pairs_read_an_element() -> None:
     assert found == {place: [place] for place in found}
 
 
+@pytest.mark.parametrize(
+    ("name", "selects"), [("distance", False), ("sum", False), ("overflow", True), ("score", True), ("infinite", True)]
+)
+def test_a_sum_selects_by_ds_where_its_derivative_may_not_be_finite(name: str, selects: bool) -> None:
+    slopes = jnp.ones(HEADS, jnp.float32)
+    factors: dict[str, Callable[..., Any]] = {
+        "distance": lambda score, x: -x,
+        "sum": lambda score, x: 2 * x + 1e30,
+        "overflow": lambda score, x: x * 1e30 * 1e30 * 1e-30,
+        "score": lambda score, x: score,
+        "infinite": lambda score, x: x * np.float32(np.inf),
+    }
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return score + slopes[h] * factors[name](score, (q - kv).astype(jnp.float32))
+
+    function = trace.trace("score_mod", score_mod, "score", jnp.float32, trace.Captured())
+    text = cuda.source(trace.Functions(function), derives=True, gradients=[0])
+    (line,) = (line for line in text.splitlines() if line.startswith("  of_head[0] += "))
+    assert ("ds != 0.f ?" in line) == selects
+
+
 @pytest.mark.parametrize("positions_from_0", [True, False])
 def test_diagonals_are_summed_where_positions_do_not_saturate(positions_from_0: bool) -> None:
     functions, captured = traced("relative")

@@ -181,7 +181,7 @@ def _additions(
             addend = f"ds * {names(load.derivative)}"
             if load not in sums:
                 text.append(f"  if ({there}) {added(load, names, own, addend)}")
-            elif _most(own.of, own.of.outputs[load.derivative]) < np.finfo(np.float32).max:
+            elif _most(own.of, own.of.outputs[load.derivative]) < math.inf:
                 text.append(f"  {sums[load]} += {addend if valid is None else f'{valid} ? {addend} : 0.f'};")
             else:
                 text.append(f"  {sums[load]} += {there} ? {addend} : 0.f;")
@@ -258,20 +258,23 @@ class _Printer:
 
 
 def _most(of: Program, i: int) -> float:
-    """What an operation's value does not exceed in size, whatever the inputs are; infinite where nothing is known, and
-    it may be NaN."""
+    """What an operation's value does not exceed in size, whatever the inputs are; infinite where nothing is known, or
+    what it is made of may overflow or be NaN."""
     op = of.ops[i]
+    most = math.inf
     if op.dtype == "float32":
+        args = [_most(of, arg) for arg in op.args]
         if op.name == "constant" and np.isfinite(op.params):
-            return abs(float(op.params))
-        if op.name == "convert_element_type" and of.ops[op.args[0]].dtype in ("bool", "int32", "uint32"):
-            return 2.0**32
-        if op.name in ("neg", "abs"):
-            return _most(of, op.args[0])
-        if op.name in ("add", "sub", "mul"):
-            x, y = (_most(of, arg) for arg in op.args)
-            return math.inf if math.inf in (x, y) else x * y if op.name == "mul" else x + y
-    return math.inf
+            most = abs(float(op.params))
+        elif op.name == "convert_element_type" and of.ops[op.args[0]].dtype in ("bool", "int32", "uint32"):
+            most = 2.0**32
+        elif op.name in ("neg", "abs"):
+            most = args[0]
+        elif op.name in ("add", "sub"):
+            most = sum(args)
+        elif op.name == "mul" and math.inf not in args:
+            most = args[0] * args[1]
+    return most if most < 2.0**127 else math.inf
 
 
 def _type(dtype: str) -> str:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax_flash.context import ContextParallel, set_overlap_flags
+from jax_flash.context import ContextParallel, Order, Schedule, set_overlap_flags
 
 set_overlap_flags()
 
@@ -28,7 +28,7 @@ from jax_flash._tools.bench import race  # noqa: E402
 from jax_flash._tools.bench.race import Entry  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-KINDS = (
+KINDS: tuple[tuple[Schedule, Order], ...] = (
     ("ring", "zigzag"),
     ("all_gather", "zigzag"),
     ("ulysses", "contiguous"),
@@ -38,24 +38,38 @@ KINDS = (
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def entry(attend: Attend, length: int, gradients: bool, sharding: Any) -> Entry:
-    """Forward, or forward and backward, of one causal sequence in bfloat16, on the mesh of the sharding."""
-    mesh = getattr(sharding, "mesh", None)
+def attention_of(kind: tuple[Schedule, Order]) -> Attend:
+    schedule, order = kind
+    context = ContextParallel("seq", schedule=schedule, order=order)
+    return functools.partial(jax_flash.attention, causal=True, context=context)
+
+
+def draw(length: int, sharding: Any) -> list[jax.Array]:
+    """query, key, value and dout of one sequence in bfloat16, the same numbers whatever the sharding."""
     shapes = [(1, length, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-    draw = jax.jit(
+    drawn = jax.jit(
         lambda: [jax.random.normal(jax.random.key(i), x, jnp.bfloat16) for i, x in enumerate(shapes)],
         out_shardings=sharding,
     )
-    *inputs, dout = draw()
+    return list(drawn())
+
+
+def entry_of(attend: Attend, gradients: bool, arrays: Sequence[jax.Array], sharding: Any) -> Entry:
+    """Forward, or forward and backward, of what `draw` returns, on the mesh of the sharding."""
+    mesh = getattr(sharding, "mesh", None)
 
     def both(query: Any, key: Any, value: Any, dout: Any) -> Any:
         out, pullback = jax.vjp(attend, query, key, value)
         return out, *pullback(dout)
 
-    arguments = (*inputs, dout) if gradients else tuple(inputs)
+    arguments = tuple(arrays if gradients else arrays[:3])
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         run = jax.jit(both if gradients else attend).lower(*arguments).compile()
     return Entry(lambda: run(*arguments), jax.block_until_ready)
+
+
+def entry(attend: Attend, length: int, gradients: bool, sharding: Any) -> Entry:
+    return entry_of(attend, gradients, draw(length, sharding), sharding)
 
 
 def communication(schedule: str, length: int, gradients: bool, mesh: jax.sharding.Mesh) -> Entry:
@@ -93,10 +107,8 @@ def contestants(length: int, gradients: bool, mesh: jax.sharding.Mesh) -> dict[s
     split = NamedSharding(mesh, PartitionSpec(None, "seq"))
     of_cell = length, gradients
     found = {"one": lambda: entry(functools.partial(jax_flash.attention, causal=True), *of_cell, whole)}
-    for schedule, order in KINDS:
-        context = ContextParallel("seq", schedule=schedule, order=order)  # type: ignore[arg-type]
-        attend = functools.partial(jax_flash.attention, causal=True, context=context)
-        found[f"{schedule} {order}"] = functools.partial(entry, attend, *of_cell, split)
+    for kind in KINDS:
+        found[" ".join(kind)] = functools.partial(entry, attention_of(kind), *of_cell, split)
     for schedule in ("ring", "all_gather"):
         found[f"{schedule} alone"] = functools.partial(communication, schedule, *of_cell, mesh)
     try:
@@ -121,6 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     for length in args.length or (131072, 16384, 32768, 8192):
         for gradients in (True, False):
+            # With rests: the contestant behind "one" would find one of the GPUs warm, and slow.
             found = race.race(contestants(length, gradients, mesh), args.rounds, seconds=0.05, pause=0.5)
             times = {name: statistics.median(x) for name, x in found.seconds.items() if x}
             for name, error in found.errors.items():

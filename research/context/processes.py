@@ -2,7 +2,7 @@
 
 python research/context/processes.py --count 2
 
-Each process makes its own rows only, and compares what it has of out, dq, dk and dv with what its GPU alone computes.
+Each process compares what it has of out, dq, dk and dv with what its GPU alone computes of the whole sequence.
 """
 
 from __future__ import annotations
@@ -15,10 +15,17 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-KINDS = (("ring", "zigzag"), ("all_gather", "zigzag"))
+import jax
+import measure  # sets XLA's flags, before a backend starts
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import jax_flash
+from jax_flash._tools.bench import race
+from jax_flash.context import Order, Schedule, positions
+
+KINDS: tuple[tuple[Schedule, Order], ...] = (("ring", "zigzag"), ("all_gather", "zigzag"))
 CHECKED = 8192
 NAMES = ("out", "dq", "dk", "dv")
 
@@ -40,65 +47,39 @@ def start(count: int, lengths: Sequence[int], rounds: int) -> int:
 
 
 def work(rank: int, count: int, port: int, lengths: Sequence[int], rounds: int) -> None:
-    from jax_flash.context import ContextParallel, positions, set_overlap_flags
-
-    set_overlap_flags()
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec
-
-    import jax_flash
-    from jax_flash._tools.bench import race
-
     jax.distributed.initialize(f"localhost:{port}", count, rank)
     mesh = jax.make_mesh((count,), ("seq",), axis_types=(AxisType.Auto,))
-    split = NamedSharding(mesh, PartitionSpec(None, "seq"))
+    split, here = NamedSharding(mesh, PartitionSpec(None, "seq")), SingleDeviceSharding(jax.local_devices()[0])
+    alone = functools.partial(jax_flash.attention, causal=True)
 
-    def arrays(length: int) -> list[Any]:
-        shapes = [(1, length, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-        return [jax.random.normal(jax.random.key(i), x, jnp.bfloat16) for i, x in enumerate(shapes)]
-
-    def differentiate(context: Any, query: Any, key: Any, value: Any, dout: Any) -> Any:
-        attend = functools.partial(jax_flash.attention, causal=True, context=context)
-        out, pullback = jax.vjp(attend, query, key, value)
-        return out, *pullback(dout)
-
-    def of_processes(kind: tuple[str, str], length: int, rows: Any) -> race.Entry:
-        schedule, order = kind
-        context = ContextParallel("seq", schedule, order)  # type: ignore[arg-type]
-        own = [jax.make_array_from_process_local_data(split, np.asarray(x[:, rows]), x.shape) for x in arrays(length)]
-        with jax.set_mesh(mesh):
-            run = jax.jit(functools.partial(differentiate, context)).lower(*own).compile()
-        return race.Entry(lambda: run(*own), jax.block_until_ready)
-
-    alone = jax.jit(functools.partial(differentiate, None))
-    expected = alone(*arrays(CHECKED))
+    whole = measure.draw(CHECKED, here)
+    expected = measure.entry_of(alone, True, whole, here).start()
     for kind in KINDS:
-        rows = positions(CHECKED, count, kind[1]).reshape(count, -1)[rank]  # type: ignore[arg-type]
-        found = of_processes(kind, CHECKED, rows).start()
-        for name, x, whole in zip(NAMES, found, expected, strict=True):
-            (own,) = x.addressable_shards
-            other = np.asarray(whole[:, rows], np.float32)
-            error = np.abs(np.asarray(own.data, np.float32) - other).max()
-            print(f"process {rank}, {' '.join(kind)}, S {CHECKED}, {name}: differs by {error:.3g} of "
-                  f"{np.abs(other).max():.3g} at most", flush=True)  # fmt: skip
-            assert error <= 0.02 * np.abs(other).max()
+        rows = positions(CHECKED, count, kind[1]).reshape(count, -1)[rank]
+        own = [jax.make_array_from_process_local_data(split, np.asarray(x[:, rows]), x.shape) for x in whole]
+        found = measure.entry_of(measure.attention_of(kind), True, own, split).start()
+        for name, x, of_all in zip(NAMES, found, expected, strict=True):
+            (shard,) = x.addressable_shards
+            other = np.asarray(of_all[:, rows], np.float32)
+            error, most = np.abs(np.asarray(shard.data, np.float32) - other).max(), np.abs(other).max()
+            what = f"process {rank}, {' '.join(kind)}, S {CHECKED}, {name}"
+            print(f"{what}: differs by {error:.3g} of {most:.3g} at most", flush=True)
+            assert error <= 0.02 * most
+    del whole, expected
     for length in lengths:
-        whole = race.Entry(functools.partial(alone, *arrays(length)), jax.block_until_ready)
-        race.timed(whole, 1)  # compiles
-        one = statistics.median(race.timed(whole, 2) for _ in range(rounds))
-        del whole
+        one = median(measure.entry(alone, length, True, here), rounds)
         for kind in KINDS:
-            rows = positions(length, count, kind[1]).reshape(count, -1)[rank]  # type: ignore[arg-type]
-            entry = of_processes(kind, length, rows)
-            race.timed(entry, 1)
-            time = statistics.median(race.timed(entry, 2) for _ in range(rounds))
+            time = median(measure.entry(measure.attention_of(kind), length, True, split), rounds)
             if rank == 0:
                 what = f"S {length}, forward + backward, {' '.join(kind)}"
                 print(f"{what}: {1e3 * time:.3f} ms, {one / time:.2f}x of one ({1e3 * one:.3f} ms)", flush=True)
-            del entry
     jax.distributed.shutdown()
+
+
+def median(entry: race.Entry, rounds: int) -> float:
+    """Seconds a call; the same number of calls in every process."""
+    race.timed(entry, 1)
+    return statistics.median(race.timed(entry, 2) for _ in range(rounds))
 
 
 def main() -> None:

@@ -73,11 +73,17 @@ def drawn(name: str, cell: Cell) -> dict[str, np.ndarray]:
     return {k: x.astype(np.float32) if x.dtype.kind == "f" else x for k, x in found.items()}
 
 
+def by_training(arrays: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """The arrays that are trained, those of floats, and the others."""
+    trained = {k: x for k, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    return trained, {k: x for k, x in arrays.items() if k not in trained}
+
+
 def ours(name: str, cell: Cell, pass_: str, implementation: Implementation) -> Entry:
     """By functions, with a block mask where there is a mask, made beforehand."""
     kind, arrays = KINDS[name], {k: jnp.asarray(x) for k, x in drawn(name, cell).items()}
-    trained = [k for k, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)]
-    of_batch = cell.batch if any(k not in trained and len(x) == cell.batch for k, x in arrays.items()) else None
+    trained, others = by_training(arrays)
+    of_batch = cell.batch if any(len(x) == cell.batch for x in others.values()) else None
     _, mask_mod = kind.mods(JAX, arrays, cell)
     lengths = cell.q_shape[1], cell.length
     block_mask = mask_mod and jax.jit(lambda: flex.create_block_mask(mask_mod, of_batch, None, *lengths))()
@@ -87,9 +93,8 @@ def ours(name: str, cell: Cell, pass_: str, implementation: Implementation) -> E
         score_mod, _ = kind.mods(JAX, {**others, **dict(zip(trained, of_trained, strict=True))}, cell)
         return attention(query, key, value, score_mod=score_mod, block_mask=block_mask, implementation=implementation)
 
-    fixed = {k: x for k, x in arrays.items() if k not in trained}, block_mask
     *inputs, dout = cell.draw()
-    return race.of_function(forward, fixed, pass_)([*inputs, *(arrays[k] for k in trained), dout])
+    return race.of_function(forward, (others, block_mask), pass_)([*inputs, *trained.values(), dout])
 
 
 def built_in(name: str, cell: Cell, pass_: str, implementation: Implementation) -> Entry:
@@ -99,8 +104,7 @@ def built_in(name: str, cell: Cell, pass_: str, implementation: Implementation) 
     options = option({k: jnp.asarray(x) for k, x in drawn(name, cell).items()})
     varying = {k: x for k, x in options.items() if isinstance(x, jax.Array)}
     static = {k: x for k, x in options.items() if k not in varying}
-    trained = {k: x for k, x in varying.items() if jnp.issubdtype(x.dtype, jnp.floating)}
-    fixed = {k: x for k, x in varying.items() if k not in trained}
+    trained, fixed = by_training(varying)
 
     def forward(fixed: Any, query: Any, key: Any, value: Any, *of_trained: Any) -> Any:
         found = {**static, **fixed, **dict(zip(trained, of_trained, strict=True))}
