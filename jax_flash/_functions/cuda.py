@@ -44,6 +44,12 @@ _CALLS = {
     **{name: name for name in ("shift_left", "shift_right_logical", "shift_right_arithmetic")},
     **{"population_count": "population_count", "clz": "leading_zeros", "is_finite": "is_finite"},
 }
+_LONG = {
+    *("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh"),
+    *("pow", "log1p", "expm1", "cbrt", "erf", "erfc"),
+}
+"""Of floats, many instructions each."""
+
 _ARGUMENTS = "const Problem& problem, int call, {}int b, int h, int q, int kv"
 
 
@@ -82,6 +88,10 @@ def _source(
     if functions.score is not None:
         scored = program.score_program(functions.score, gradients, derives, positions_from_0)
     flags["derives_scores"] = scored is not None and derives and scored.keeps_derivative
+    masks = (*functions.masks, functions.partial_mask)
+    decided = [program.mask_program(mask, positions_from_0) for mask in masks if mask is not None]
+    flags["loads_pairs"] = any(map(_loads_pairs, [*decided, *([] if scored is None else [scored.program])]))
+    flags["has_long_score"] = scored is not None and _is_long(scored.program, scored.program.outputs[0])
     flags["adds_captured"] = scored is not None and bool(scored.loads)
     flags["captured_take_score"] = scored is not None and scored.takes_score
     # Where they do, the kernels evaluate the function again, for its derivative by the score too.
@@ -118,6 +128,22 @@ def _source(
     text += _additions(scored, shared, printer, gradients)
     text += ["}  // namespace jax_flash", ""]
     return "\n".join(text)
+
+
+def _loads_pairs(of: Program) -> bool:
+    """Whether it loads something for every pair, rather than for a row or a key."""
+    return any(op.name == "load" and {"q", "kv"} <= of.dependencies[i] for i, op in enumerate(of.ops))
+
+
+def _is_long(of: Program, output: int) -> bool:
+    """Whether a value takes many instructions for every pair."""
+    used = {output}
+    for i in range(output, -1, -1):
+        if i in used:
+            used.update(of.ops[i].args)
+            if of.ops[i].name in _LONG and ("score" in of.dependencies[i] or {"q", "kv"} <= of.dependencies[i]):
+                return True
+    return False
 
 
 _MOST_SHARED = {"head": 8, "key": 2, "row": 4, "diagonal": 2}

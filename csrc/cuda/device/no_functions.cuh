@@ -6,6 +6,8 @@
 namespace jax_flash {
 
 constexpr bool has_functions = false, has_score_function = false, has_mask_function = false, has_partial_mask = false;
+constexpr bool has_long_score = false;  // a score function that takes many instructions
+constexpr bool loads_pairs = false;     // whether functions load something for every pair
 // Whether the derivative of a score by the score before differs from 1; whether gradients of captured arrays are
 // wanted; and whether these depend on the score.
 constexpr bool derives_scores = false, adds_captured = false, captured_take_score = false;

@@ -22,6 +22,9 @@ enum class Grid { block_an_item, persistent };
 // 356 TFLOP/s at S 4096, against 325, 328, 352 and 357, and at S 1024 271 against 255, 258, 267 and 269; without groups
 // but a head after the other 324 and 252, without a limit the backward at head_dim 256 and S 1024 fell from 166 to 141.
 //
+// A block mask may be like causal or not. Of its heads only the last make a group, of some two blocks a multiprocessor:
+// a group of all made the backward of blocks kept at random 25% slower.
+//
 // Of a persistent grid block i takes items i, i + blocks, and so on. There the longest-first order would give some
 // blocks the longer items of every round; so the number of groups is even, and every other one goes the other way, the
 // last one longest first. Counted in tiles, 95 to 99.8% of what the blocks could do (S 1024 to 16384, head_dim 64 to
@@ -31,11 +34,12 @@ JAX_FLASH_DEVICE Work work_of(int index, int blocks, int heads, int batch, int l
   constexpr int l2_rows = (32 << 20) / ((head_dim + value_head_dim) * sizeof(Element));  // rows of two arrays
   int block = index % blocks;
   int head = index / blocks;
-  if (option_causal) {
-    const int all = heads * batch;
-    int group = at_least(1, at_most(all, l2_rows / length));
+  const int all = heads * batch;
+  int group = at_least(1, at_most(all, l2_rows / length));
+  if (has_mask_blocks && !option_causal) group = at_most(group, ceil_div(2 * 132, blocks));
+  if (option_causal || (has_mask_blocks && head >= all - group)) {
     if (grid == Grid::persistent) group = ceil_div(all, 2 * ceil_div(all, 2 * group));
-    const int first = index / (group * blocks) * group;
+    const int first = option_causal ? index / (group * blocks) * group : all - group;
     const int members = at_most(group, all - first);
     const int within = index - first * blocks;
     block = within / members;

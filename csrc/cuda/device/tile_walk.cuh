@@ -122,7 +122,7 @@ struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_b
 };
 
 // With these the tiles to visit, or the full tiles among them, are not one range up to the last.
-constexpr bool irregular = bounded_left || skips_tiles;
+constexpr bool irregular = bounded_left || skips_tiles || all_partial;
 
 // The tiles of `range` in which the block's intervals hold something; the full ones are those that all of them hold.
 template <int size>

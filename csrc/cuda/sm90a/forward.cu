@@ -1,5 +1,5 @@
 // FlashAttention-3 forward (Shah et al. 2024): one warp loads tiles by TMA, warpgroups of 64 rows each multiply and
-// take the softmax.
+// take the softmax. Where arrays say which tiles there are, another warp looks for the next item of work meanwhile.
 //
 // Two things run side by side: in a warpgroup, the softmax of one tile of keys and the product of the weights of the
 // tile before with V; and the softmax of one warpgroup and the products of another, by turns. Blocks stay on their
@@ -23,13 +23,13 @@ constexpr int consumers = block_q / 64;  // warpgroups
 constexpr int threads = warpgroup * (1 + consumers);
 static_assert(block_q % 64 == 0 && warps == threads / 32 && min_blocks == 1, "a producer, and 64 rows a consumer");
 // The warpgroups share the registers that the block has at its launch: the producer needs few.
-constexpr bool producer_searches = skips_tiles || has_cu_q_lengths;
+constexpr bool searches = skips_tiles || has_cu_q_lengths;
 // Where items differ in length by what is in arrays, no order gives all blocks as much work: each takes the next item
-// when it has loaded one. Under a mask by blocks that was causal, blocks had up to 1.9 times the mean.
-constexpr bool counts_items = producer_searches;
+// when it has nearly loaded one. Under a mask by blocks that was causal, blocks had up to 1.9 times the mean.
+constexpr bool counts_items = searches;
 constexpr Grid order = counts_items ? Grid::block_an_item : Grid::persistent;
-constexpr int producer_registers = consumers == 3 ? (producer_searches ? 56 : 32) : (producer_searches ? 40 : 24);
-constexpr int consumer_registers = consumers == 3 ? (producer_searches ? 152 : 160) : (producer_searches ? 232 : 240);
+constexpr int producer_registers = consumers == 3 ? (searches ? 56 : 32) : (searches ? 40 : 24);
+constexpr int consumer_registers = consumers == 3 ? (searches ? 152 : 160) : (searches ? 232 : 240);
 
 using QSlabs = Slabs<block_q, head_dim>;
 using KSlabs = Slabs<block_kv, head_dim>;
@@ -75,7 +75,9 @@ struct SharedStorage {
   Item items[2];
   Told following[skips_tiles ? stages : 1];  // the tile after that of K
   // mbarriers. Full: an item is published, and its Q has landed; a tile has landed. Empty: all warps are done with it.
+  // Wanted and found: items, between the warp that loads and the one that searches.
   u64 item_full[2], item_empty[2], q_empty;
+  u64 item_wanted, item_found[2];
   u64 k_full[stages], k_empty[stages];
   u64 v_full[stages], v_empty[stages];
 };
@@ -90,6 +92,10 @@ extern "C" __constant__ KernelTraits jax_flash_forward_traits = {
     .v_box_rows = block_kv,
 };
 
+// How many tiles before the end of an item the next one is looked for: an atomic addition and two reads of global
+// memory, one after the other, which take as long as four tiles at head_dim 64.
+constexpr int search_ahead = 4;
+
 // Numbers of the hardware's barriers, from these on one for each consumer.
 constexpr int turn_barrier = 1, own_barrier = 1 + consumers;
 
@@ -99,6 +105,72 @@ JAX_FLASH_DEVICE TileWalk<block_kv> tiles_of(const Problem& problem, const Item&
   return walk_of_keys<block_kv>(problem, place.extent, item.range, item.segments, {place.head, 1}, place.first_row,
                                 place.first_row + block_q);
 }
+
+// One warp finds the items of work, and publishes them in turn in the two slots.
+struct Publisher {
+  const Problem& problem;
+  SharedStorage& shared;
+  int lane;
+  int index = -1;  // of the last item
+
+  // Beyond the last where there is none.
+  __device__ __forceinline__ int next_index() const {
+    if (index < 0) return blockIdx.x;
+    const int blocks = static_cast<int>(gridDim.x);
+    if (!counts_items || !problem.scratch) return index + blocks;
+    int taken = 0;
+    if (lane == 0) taken = atomicAdd(static_cast<int*>(problem.scratch), 1);
+    return blocks + __shfl_sync(0xffffffffu, taken, 0);
+  }
+
+  // Whether an item has rows that are computed here.
+  __device__ __forceinline__ bool find(Item& item) const {
+    const Place& place = item.place = place_of<order>(problem, index);
+    if (packed && place.first_row >= place.extent.q.stored) return false;
+    if (computed_in_float32(problem, place.batch, place.kv_head)) return false;
+    item.is_last = false;
+    item.range = kept_key_tiles<block_kv, block_q>(problem, place.extent, band_of(problem, place.extent),
+                                                   {place.head, 1}, place.first_row, block_q);
+    if constexpr (in_segments) {
+      item.segments = segment_range<block_q>(problem.q_segment_ranges, place.batch, problem.q_length, place.first_row);
+    }
+    if constexpr (skips_tiles) {
+      TileWalk<block_kv> tiles = tiles_of(problem, item);
+      tiles.trim(lane);
+      item.range = tiles.range;
+      item.begins_uniform = Told::of(tiles, tiles.last()).is_uniform();
+    }
+    return true;
+  }
+
+  // Publishes the next item, or the end.
+  __device__ __forceinline__ void publish(const Ring<2>& at) {
+    const int items = blocks_of(problem, problem.q_length, block_q) * problem.q_heads * problem.batch;
+    Item item;
+    do {
+      index = next_index();
+    } while (index < items && !find(item));
+    if (index >= items) {
+      item = {};
+      item.is_last = true;
+    }
+    barrier_wait(shared_address(&shared.item_empty[at.stage]), at.parity ^ 1);
+    if (lane == 0) shared.items[at.stage] = item;
+    __syncwarp();
+  }
+
+  // All of them, for the warp that loads. An item is taken no earlier than the one before is nearly loaded, or the last
+  // ones would wait for blocks that are still busy.
+  __device__ __forceinline__ void run() {
+    Ring<1> wanted;
+    for (Ring<2> at;; at.advance(), wanted.advance()) {
+      publish(at);
+      if (lane == 0) barrier_arrive(shared_address(&shared.item_found[at.stage]));
+      if (shared.items[at.stage].is_last) return;
+      barrier_wait(shared_address(&shared.item_wanted), wanted.parity);
+    }
+  }
+};
 
 // One warp, whose lane 0 issues the TMA loads.
 struct Producer {
@@ -128,63 +200,36 @@ struct Producer {
   }
 
   // Loads the rows of the item in a slot.
-  __device__ __forceinline__ void load_q(int slot) {
-    const Place& place = shared.items[slot].place;
+  __device__ __forceinline__ void load_q(const Place& place) {
     barrier_wait(shared_address(&shared.q_empty), q_parity ^ 1);
     q_parity ^= 1;
-    load<QSlabs>(shared.q, &maps.q, &shared.item_full[slot], place.extent.q.first + place.first_row, place.head,
-                 place.batch);
+    load<QSlabs>(shared.q, &maps.q, &shared.item_full[item_ring.stage], place.extent.q.first + place.first_row,
+                 place.head, place.batch);
   }
 
-  // Publishes an item, in the next slot.
-  __device__ __forceinline__ void publish(const Item& item) {
-    barrier_wait(shared_address(&shared.item_empty[item_ring.stage]), item_ring.parity ^ 1);
-    if (lane == 0) shared.items[item_ring.stage] = item;
-    __syncwarp();
+  // Asks for the item after this one.
+  __device__ __forceinline__ void want_next() const {
+    if (searches && lane == 0) barrier_arrive(shared_address(&shared.item_wanted));
   }
-  // Arrives for an item that has no Q to wait for.
-  __device__ __forceinline__ void arrive_without_q() {
+  // Tells the consumers of an item that has no Q to wait for.
+  __device__ __forceinline__ void arrive_without_q() const {
     if (lane == 0) barrier_arrive(shared_address(&shared.item_full[item_ring.stage]));
-    item_ring.advance();
   }
 
-  // Publishes an item, unless it has no rows or is computed in float32.
-  __device__ __forceinline__ bool publish_item(int index) {
-    Item item;
-    const Place& place = item.place = place_of<order>(problem, index);
-    if (packed && place.first_row >= place.extent.q.stored) return false;
-    if (computed_in_float32(problem, place.batch, place.kv_head)) return false;
-    item.is_last = false;
-    item.range = kept_key_tiles<block_kv, block_q>(problem, place.extent, band_of(problem, place.extent),
-                                                   {place.head, 1}, place.first_row, block_q);
-    if constexpr (in_segments) {
-      item.segments = segment_range<block_q>(problem.q_segment_ranges, place.batch, problem.q_length, place.first_row);
-    }
-    if constexpr (skips_tiles) {
-      TileWalk<block_kv> tiles = tiles_of(problem, item);
-      tiles.trim(lane);
-      item.range = tiles.range;
-      item.begins_uniform = Told::of(tiles, tiles.last()).is_uniform();
-    }
-    publish(item);
-    return true;
-  }
-
-  // Loads the tiles of the item that has been published.
-  __device__ __forceinline__ void load_tiles() {
-    const int slot = item_ring.stage;
-    const Item& item = shared.items[slot];
-    if (!item.has_keys()) return arrive_without_q();
+  // Loads the tiles of an item that has keys.
+  __device__ __forceinline__ void load_tiles(const Item& item) {
     const TileWalk<block_kv> keys = tiles_of(problem, item);
     int tile = keys.last(), next = keys.before(tile);
+    const int near_end = keys.range.begin + search_ahead;
+    if (next < near_end) want_next();
     // In the order in which the consumers wait for them: K a tile ahead of V.
     load_k(item.place, ring, tile, Told::of(keys, next));
-    load_q(slot);
-    item_ring.advance();
+    load_q(item.place);
     while (next >= keys.range.begin) {
       const Ring v_ring = ring;
       ring.advance();
       const int following = keys.before(next);
+      if (next >= near_end && following < near_end) want_next();
       load_k(item.place, ring, next, Told::of(keys, following));
       load_v(item.place, v_ring, tile);
       tile = next;
@@ -194,25 +239,23 @@ struct Producer {
     ring.advance();
   }
 
-  // The item after one, beyond the last where there is none. Taken no earlier than it can be loaded, or the last ones
-  // would wait for blocks that are still busy.
-  __device__ __forceinline__ int after(int index) const {
-    const int blocks = static_cast<int>(gridDim.x);
-    if (!counts_items || !problem.scratch) return index + blocks;
-    int taken = 0;
-    if (lane == 0) taken = atomicAdd(static_cast<int*>(problem.scratch), 1);
-    return blocks + __shfl_sync(0xffffffffu, taken, 0);
-  }
-
   __device__ __forceinline__ void run() {
-    const int items = blocks_of(problem, problem.q_length, block_q) * problem.q_heads * problem.batch;
-    for (int index = blockIdx.x; index < items; index = after(index)) {
-      if (publish_item(index)) load_tiles();
+    Publisher publisher{problem, shared, lane};
+    for (;; item_ring.advance()) {
+      const Item& item = shared.items[item_ring.stage];
+      if constexpr (searches) {
+        barrier_wait(shared_address(&shared.item_found[item_ring.stage]), item_ring.parity);
+      } else {
+        publisher.publish(item_ring);
+      }
+      if (item.is_last) return arrive_without_q();
+      if (item.has_keys()) {
+        load_tiles(item);
+      } else {
+        want_next();
+        arrive_without_q();
+      }
     }
-    Item end = {};
-    end.is_last = true;
-    publish(end);
-    arrive_without_q();
   }
 };
 
@@ -314,12 +357,12 @@ struct Consumer {
   // these are in the tiles that are masked, and only there it is counted what rounding added.
   template <bool masked>
   __device__ __forceinline__ void softmax(FragmentC (&scores)[block_kv / 8], float (&shrink)[2], const Scope& scope,
-                                          int tile, bool uniform, const Keys<masked>& keys) {
+                                          int tile, bool uniform, const Keys<masked>& keys, int own_lane) {
     const int kind = !tells_kind ? unread_block : uniform ? full_block : partial_block;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (masked || modifies_scores || has_mask) {
-        scope.rows.logits<masked, false>(scores, nullptr, scope.row + 8 * half, half, tile * block_kv, lane, keys,
+        scope.rows.logits<masked, false>(scores, nullptr, scope.row + 8 * half, half, tile * block_kv, own_lane, keys,
                                          kind);
       }
       shrink[half] = statistics[half].update(quad_max(maximum_of(scores, half)), scope.rows.scale_log2);
@@ -363,6 +406,15 @@ struct Consumer {
     }
   }
 
+  // The lane, for functions: is_last, which is 0, is read behind the products that have been started, so that what
+  // depends on it comes behind them too. Else the assembler puts parts of a function before a product, and the other
+  // warpgroups wait for their turn meanwhile. But what functions load for every pair is loaded as early as possible.
+  template <bool masked>
+  __device__ __forceinline__ int lane_behind_products(const Item& item) const {
+    if constexpr (!has_functions || loads_pairs || !(masked || has_score_function)) return lane;
+    return lane + *static_cast<const volatile bool*>(&item.is_last);
+  }
+
   // The first tile of an item.
   template <bool masked>
   __device__ __forceinline__ void begin(const Scope& scope, int tile, bool uniform) {
@@ -370,11 +422,12 @@ struct Consumer {
     float shrink[2];
     start_scores(scores);
     pass_turn();
+    const int own_lane = lane_behind_products<masked>(scope.item);
     clear(scope);
-    const Keys<masked> keys(scope.rows.keep, scope.row, tile * block_kv, lane);
+    const Keys<masked> keys(scope.rows.keep, scope.row, tile * block_kv, own_lane);
     wgmma_wait<0>();
     end_scores(scores);
-    softmax<masked>(scores, shrink, scope, tile, uniform, keys);
+    softmax<masked>(scores, shrink, scope, tile, uniform, keys, own_lane);
     keep_weights(scores);
   }
 
@@ -388,10 +441,12 @@ struct Consumer {
     start_scores(scores);
     start_out(v_ring, scope.item.place.extent, before);
     pass_turn();
-    const Keys<masked> keys(scope.rows.keep, scope.row, tile * block_kv, lane);  // what it reads comes with the product
+    const int own_lane = lane_behind_products<masked>(scope.item);
+    const Keys<masked> keys(scope.rows.keep, scope.row, tile * block_kv,
+                            own_lane);  // what it reads comes with the product
     wgmma_wait<1>();
     end_scores(scores);
-    softmax<masked>(scores, shrink, scope, tile, uniform, keys);
+    softmax<masked>(scores, shrink, scope, tile, uniform, keys, own_lane);
     end_out(v_ring);
     if (!lazy || __any_sync(0xffffffffu, shrink[0] != 1.f || shrink[1] != 1.f)) {
 #pragma unroll
@@ -514,8 +569,10 @@ extern "C" __global__ void __launch_bounds__(threads, 1)
     prefetch_map(&maps.v);
     constexpr int readers = 4 * consumers;  // warps
     barrier_init(shared_address(&shared.q_empty), readers);
+    barrier_init(shared_address(&shared.item_wanted), 1);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+      barrier_init(shared_address(&shared.item_found[i]), 1);
       barrier_init(shared_address(&shared.item_full[i]), 1);
       barrier_init(shared_address(&shared.item_empty[i]), readers);
     }
@@ -533,6 +590,7 @@ extern "C" __global__ void __launch_bounds__(threads, 1)
   if (warp < 4) {
     warpgroup_reg_dealloc<producer_registers>();
     if (warp == 0) Producer{problem, maps, shared, lane}.run();
+    if (searches && warp == 1) Publisher{problem, shared, lane}.run();
   } else {
     warpgroup_reg_alloc<consumer_registers>();
     const int number = warp / 4 - 1;
