@@ -7,6 +7,7 @@ csrc/cuda/device/function_operations.cuh.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -88,10 +89,14 @@ def _source(
     if functions.score is not None:
         scored = program.score_program(functions.score, gradients, derives, positions_from_0)
     flags["derives_scores"] = scored is not None and derives and scored.keeps_derivative
-    masks = (*functions.masks, functions.partial_mask)
-    decided = [program.mask_program(mask, positions_from_0) for mask in masks if mask is not None]
-    flags["loads_pairs"] = any(map(_loads_pairs, [*decided, *([] if scored is None else [scored.program])]))
-    flags["has_long_score"] = scored is not None and _is_long(scored.program, scored.program.outputs[0])
+    masks = {"mask_function": functions.masks, "partial_mask": (functions.partial_mask,)}
+    decided = {
+        name: [program.mask_program(mask, positions_from_0) for mask in of if mask is not None]
+        for name, of in masks.items()
+    }
+    of_pairs = set() if scored is None else _names_of_pairs(scored.program)
+    flags["has_long_score"] = not of_pairs.isdisjoint(_LONG)
+    flags["loads_pairs"] = "load" in of_pairs.union(*map(_names_of_pairs, itertools.chain(*decided.values())))
     flags["adds_captured"] = scored is not None and bool(scored.loads)
     flags["captured_take_score"] = scored is not None and scored.takes_score
     # Where they do, the kernels evaluate the function again, for its derivative by the score too.
@@ -115,12 +120,10 @@ def _source(
             text.append(f"  derivative = {names[derivative]};")
         text.append(f"  return {names[value]};")
     text.append("}")
-    for name, masks in (("mask_function", functions.masks), ("partial_mask", (functions.partial_mask,))):
+    for name, found in decided.items():
         text.append(f"JAX_FLASH_FUNCTION bool {name}({_ARGUMENTS.format('')}) {{")
-        found = [mask for mask in masks if mask is not None]
         results = []
-        for i, mask in enumerate(found):
-            of = program.mask_program(mask, positions_from_0)
+        for i, of in enumerate(found):
             lines, names = printer(of).lines(of.outputs, prefix=f"m{i}_")
             text += lines
             results.append(names[of.outputs[0]])
@@ -130,20 +133,13 @@ def _source(
     return "\n".join(text)
 
 
-def _loads_pairs(of: Program) -> bool:
-    """Whether it loads something for every pair, rather than for a row or a key."""
-    return any(op.name == "load" and {"q", "kv"} <= of.dependencies[i] for i, op in enumerate(of.ops))
-
-
-def _is_long(of: Program, output: int) -> bool:
-    """Whether a value takes many instructions for every pair."""
-    used = {output}
-    for i in range(output, -1, -1):
-        if i in used:
-            used.update(of.ops[i].args)
-            if of.ops[i].name in _LONG and ("score" in of.dependencies[i] or {"q", "kv"} <= of.dependencies[i]):
-                return True
-    return False
+def _names_of_pairs(of: Program) -> set[str]:
+    """Which operations a function's value takes for every pair, rather than for a row or a key."""
+    return {
+        of.ops[i].name
+        for i in of.needed(of.outputs[:1])
+        if "score" in of.dependencies[i] or {"q", "kv"} <= of.dependencies[i]
+    }
 
 
 _MOST_SHARED = {"head": 8, "key": 2, "row": 4, "diagonal": 2}
@@ -227,14 +223,10 @@ class _Printer:
 
     def lines(self, wanted: Sequence[int], prefix: str = "v") -> tuple[list[str], dict[int, str]]:
         """Definitions of values and what these depend on; and for each operation its name or literal."""
-        ops, used = self.of.ops, set(wanted)
-        for i in reversed(range(len(ops))):
-            if i in used:
-                used.update(ops[i].args)
         names: dict[int, str] = {}
         found = []
-        for i in sorted(used):
-            op = ops[i]
+        for i in self.of.needed(wanted):
+            op = self.of.ops[i]
             if op.name == "constant":
                 names[i] = literal(op.params, op.dtype)
             elif op.name == "input":

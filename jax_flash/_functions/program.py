@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -72,6 +72,14 @@ class Program:
     def inputs(self, output: int) -> frozenset[str]:
         """The inputs that an output depends on."""
         return self.dependencies[self.outputs[output]]
+
+    def needed(self, wanted: Iterable[int]) -> list[int]:
+        """The operations that these are and depend on, each behind those that it uses."""
+        used = set(wanted)
+        for i in reversed(range(len(self.ops))):
+            if i in used:
+                used.update(self.ops[i].args)
+        return sorted(used)
 
     @functools.cached_property
     def dependencies(self) -> tuple[frozenset[str], ...]:

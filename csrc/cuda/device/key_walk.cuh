@@ -62,7 +62,7 @@ JAX_FLASH_DEVICE const Element* values_of(const Problem& problem, const Extent& 
 template <typename Steps>
 JAX_FLASH_DEVICE void take_steps(Steps& steps, const TileWalk<block_kv>& tiles) {
   int tile = tiles.last();
-  if constexpr (irregular) {
+  if constexpr (one_loop) {
     while (tile >= tiles.range.begin) {
       const int next = tiles.before(tile);
       const bool full = tiles.is_full(tile);

@@ -36,10 +36,11 @@ JAX_FLASH_DEVICE Work work_of(int index, int blocks, int heads, int batch, int l
   int head = index / blocks;
   const int all = heads * batch;
   int group = at_least(1, at_most(all, l2_rows / length));
-  if (has_mask_blocks && !option_causal) group = at_most(group, ceil_div(2 * 132, blocks));
-  if (option_causal || (has_mask_blocks && head >= all - group)) {
-    if (grid == Grid::persistent) group = ceil_div(all, 2 * ceil_div(all, 2 * group));
-    const int first = option_causal ? index / (group * blocks) * group : all - group;
+  if (!option_causal) group = at_most(group, ceil_div(2 * 132, blocks));
+  if (grid == Grid::persistent) group = ceil_div(all, 2 * ceil_div(all, 2 * group));
+  const int grouped = option_causal ? 0 : all - group;  // the first head in a group
+  if ((option_causal || has_mask_blocks) && head >= grouped) {
+    const int first = head - (head - grouped) % group;
     const int members = at_most(group, all - first);
     const int within = index - first * blocks;
     block = within / members;

@@ -122,7 +122,9 @@ struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_b
 };
 
 // With these the tiles to visit, or the full tiles among them, are not one range up to the last.
-constexpr bool irregular = bounded_left || skips_tiles || all_partial;
+constexpr bool irregular = bounded_left || skips_tiles;
+// Whether one loop takes the steps of all tiles, rather than a loop over the partial ones and then one over the full.
+constexpr bool one_loop = irregular || all_partial;
 
 // The tiles of `range` in which the block's intervals hold something; the full ones are those that all of them hold.
 template <int size>

@@ -95,7 +95,7 @@ _FULL = Step(
 )  # fmt: skip
 _ORDER = Step(
     "causal blocks longest first, by groups of heads",
-    (Undo("device/schedule.cuh", "if (option_causal || (has_mask_blocks && head >= all - group)) {", "if (false) {"),),
+    (Undo("device/schedule.cuh", "if ((option_causal || has_mask_blocks) && head >= grouped) {", "if (false) {"),),
 )
 
 LADDERS: dict[tuple[str, str], tuple[Step, ...]] = {
