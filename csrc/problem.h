@@ -52,6 +52,9 @@ struct Strides {
 
 struct Problem {
   Options options;
+  // Two of them as GPUs use them: kernels short of registers would convert them from double again for every tile.
+  float scale;
+  float softcap;
 
   int batch;           // B >= 1
   int q_length;        // T >= 1, of a batch entry, with all its sequences

@@ -51,7 +51,14 @@ _LONG = {
 }
 """Of floats, many instructions each."""
 
-_ARGUMENTS = "const Problem& problem, int call, {}int b, int h, int q, int kv"
+_ARGUMENTS = "const Problem& problem, int call, {}int b, int h, int q, int kv, int distance"
+_OF_DISTANCE = {
+    ("sub", "q", "kv"): "distance",
+    ("sub", "kv", "q"): "-distance",
+    **{(x, "q", "kv"): f"distance {_INFIX[x]} 0" for x in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{(x, "kv", "q"): f"0 {_INFIX[x]} distance" for x in ("eq", "ne", "lt", "le", "gt", "ge")},
+}
+"""What is known of the distance, q - kv, which does not overflow where positions are not negative."""
 
 
 def source(functions: Functions, several: frozenset[int] = frozenset(), derives: bool = False,
@@ -106,7 +113,7 @@ def _source(
     text += [f"constexpr int captured_of_{name}s = {len(loads)};" for name, loads in shared.items()]
 
     def printer(of: Program) -> _Printer:
-        return _Printer(of, sizes, several)
+        return _Printer(of, sizes, several, positions_from_0, pairs_of_keys=not derives)
 
     score_arguments = _ARGUMENTS.format("float score, ")
     text.append(f"JAX_FLASH_FUNCTION float score_function({score_arguments}, float& derivative) {{")
@@ -218,8 +225,17 @@ def _additions(
 
 
 class _Printer:
-    def __init__(self, of: Program, sizes: dict[int, tuple[int, ...]], several: frozenset[int]) -> None:
+    def __init__(
+        self,
+        of: Program,
+        sizes: dict[int, tuple[int, ...]],
+        several: frozenset[int],
+        positions_from_0: bool,
+        pairs_of_keys: bool,
+    ) -> None:
         self.of, self.sizes, self.several = of, sizes, several
+        self.of_distance = _OF_DISTANCE if positions_from_0 else {}
+        self.pairs_of_keys = pairs_of_keys
 
     def lines(self, wanted: Sequence[int], prefix: str = "v") -> tuple[list[str], dict[int, str]]:
         """Definitions of values and what these depend on; and for each operation its name or literal."""
@@ -247,11 +263,27 @@ class _Printer:
         text = text or "0"
         return f"static_cast<long long>(call) * {size} + {text}" if captured in self.several else text
 
+    def of_key(self, load: Op) -> bool:
+        """Whether the elements of keys 2 i and 2 i + 1 lie side by side, and are read for pairs that do as well."""
+        if not (self.pairs_of_keys and load.args and np.dtype(load.dtype).itemsize <= 2):
+            return False
+        size, last = self.sizes[load.params][-1], self.of.ops[load.args[-1]]
+        if size % 2 != 0 or last.name != "min":
+            return False
+        key, most = (self.of.ops[i] for i in last.args)
+        return (key.name, key.params, most.name, most.params) == ("input", "kv", "constant", size - 1)
+
     def expression(self, op: Op, names: dict[int, str]) -> str:
         args = [names[i] for i in op.args]
+        if (op.name, *args) in self.of_distance:
+            return self.of_distance[op.name, *args]
         if op.name == "load":
-            stored = _STORED.get(op.dtype, _type(op.dtype))
-            return f"load<{_type(op.dtype)}, {stored}>(problem.captured[{op.params}], {self.offset(op.params, args)})"
+            types = f"{_type(op.dtype)}, {_STORED.get(op.dtype, _type(op.dtype))}"
+            array = f"problem.captured[{op.params}]"
+            if self.of_key(op):
+                row = self.offset(op.params, [*args[:-1], "0"])
+                return f"load_of_key<{types}>({array}, {row}, kv, {self.sizes[op.params][-1]})"
+            return f"load<{types}>({array}, {self.offset(op.params, args)})"
         of = self.of.ops[op.args[-1]].dtype
         if op.name == "select_n":
             return f"{args[0]} ? {args[2]} : {args[1]}"

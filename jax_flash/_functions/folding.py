@@ -107,8 +107,8 @@ def _range_of_args(op: Op, args: Sequence[tuple[int, int] | None]) -> tuple[int,
         if op.name == "div":
             return _INTEGERS["div"](low, by), _INTEGERS["div"](high, by)
         return (0 if low >= 0 else max(low, 1 - by)), (0 if high <= 0 else min(high, by - 1))
-    if op.name == "and" and min(known[0][0], known[1][0]) >= 0:
-        return 0, min(known[0][1], known[1][1])
+    if op.name == "and" and max(known[0][0], known[1][0]) >= 0:
+        return 0, min(most for least, most in known if least >= 0)
     if op.name == "shift_right_logical" and known[0][0] >= 0 and 0 <= known[1][0] == known[1][1] < 64:
         return known[0][0] >> known[1][0], known[0][1] >> known[1][0]
     return None
@@ -200,6 +200,26 @@ def _selected(builder: Builder, dtype: str, args: tuple[int, ...], values: Seque
         return found
     if dtype == "bool" and values[1] is not None and values[2] is not None:
         return which if values[2] else builder.apply("not", "bool", (which,))
+    if is_integer(dtype):
+        return _floored_by_bits(builder, dtype, builder.ops[which], *cases)
+    return None
+
+
+def _floored_by_bits(builder: Builder, dtype: str, which: Op, quotient: int, moved: int) -> int | None:
+    """x // n or x % n of an integer of any sign, n a power of two: what the division gives, or if its remainder is
+    negative, 1 less or n more."""
+    of_rest, of_moved, of_found = (builder.ops[i] for i in (which.args[0], moved, quotient))
+    if which.name != "lt" or builder.value(which.args[1]) != 0 or of_rest.name != "rem":
+        return None
+    by, by_value = of_rest.args[1], builder.value(of_rest.args[1])
+    if by_value is None or by_value <= 0 or by_value & (by_value - 1) or of_found.args != of_rest.args:
+        return None
+    x, by_value = of_rest.args[0], int(by_value)
+    if of_found.name == "rem" and of_moved.name == "add" and of_moved.args in ((quotient, by), (by, quotient)):
+        return builder.apply("and", dtype, (x, builder.constant(by_value - 1, dtype)))
+    if of_found.name == "div" and of_moved.name == "sub" and of_moved.args[0] == quotient:
+        if builder.value(of_moved.args[1]) == 1:
+            return builder.apply("shift_right_arithmetic", dtype, (x, builder.constant(by_value.bit_length() - 1, dtype)))
     return None
 
 

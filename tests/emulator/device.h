@@ -4,6 +4,8 @@
 // the calls that -fsanitize=thread makes of every access.
 #pragma once
 
+#include <string.h>
+
 #include "emulator.h"
 
 // `asm("...")` becomes nothing, and `asm volatile("...")` an empty asm.

@@ -131,7 +131,7 @@ JAX_FLASH_DEVICE void add_directly(const Problem& problem, const PairFunctions<h
   SumsOfRow<true> of_row;
   float of_diagonal[at_least(captured_of_diagonals, 1)] = {};
   sums.clear_captured();
-  functions.add(problem, x, row, key, ds, sums.of_head, sums.of_keys[0], of_row.sums, of_diagonal);
+  functions.add(problem, x, {row, key}, ds, sums.of_head, sums.of_keys[0], of_row.sums, of_diagonal);
   functions.add_of_head(problem, sums.of_head);
   functions.add_of_key(problem, key, sums.of_keys[0]);
   functions.add_of_row(problem, row, of_row.sums);

@@ -205,7 +205,7 @@ struct Float32Scores : HeadScores {
     }
     if constexpr (has_mask) kept = kept && masks.at(masks.row(row, extent), column, extent);
     if constexpr (modifies_scores) {
-      score = modified.modify<of_bias>(keep.functions(), score, bias, row, column, derivative);
+      score = modified.modify<of_bias>(keep.functions(), score, bias, {row, column}, derivative);
     }
     return kept ? score : -JAX_FLASH_INFINITY;
   }

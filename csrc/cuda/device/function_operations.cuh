@@ -19,27 +19,56 @@ struct Float16 {
 struct BrainFloat16 {
   unsigned short bits;
 };
-template <typename T>
-struct Loaded {
-  static __device__ __forceinline__ T from(const void* array, long long i) {
-    return __ldg(static_cast<const T*>(array) + i);
-  }
+template <typename Stored>
+JAX_FLASH_FUNCTION Stored number_of(Stored x) {
+  return x;
+}
+JAX_FLASH_FUNCTION float number_of(Float16 x) { return half_to_float(x.bits); }
+JAX_FLASH_FUNCTION float number_of(BrainFloat16 x) {
+  return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
+}
+template <int bytes>
+struct Word;
+template <>
+struct Word<1> {
+  using Type = unsigned char;
 };
 template <>
-struct Loaded<Float16> {
-  static __device__ __forceinline__ float from(const void* array, long long i) {
-    return half_to_float(__ldg(static_cast<const unsigned short*>(array) + i));
-  }
+struct Word<2> {
+  using Type = unsigned short;
 };
 template <>
-struct Loaded<BrainFloat16> {
-  static __device__ __forceinline__ float from(const void* array, long long i) {
-    return __uint_as_float(static_cast<unsigned>(__ldg(static_cast<const unsigned short*>(array) + i)) << 16);
-  }
+struct Word<4> {
+  using Type = unsigned;
 };
+template <>
+struct Word<8> {
+  using Type = unsigned long long;
+};
+template <typename Stored>
+JAX_FLASH_FUNCTION Stored read_only(const void* array, long long bytes) {
+  using Bits = typename Word<sizeof(Stored)>::Type;
+  const Bits bits = __ldg(reinterpret_cast<const Bits*>(static_cast<const char*>(array) + bytes));
+  Stored x;
+  memcpy(&x, &bits, sizeof(x));
+  return x;
+}
 template <typename T, typename Stored>
 JAX_FLASH_FUNCTION T load(const void* array, long long i) {
-  return static_cast<T>(Loaded<Stored>::from(array, i));
+  return static_cast<T>(number_of(read_only<Stored>(array, i * static_cast<int>(sizeof(Stored)))));
+}
+
+// Element `kv` of a row that begins at `row` and has `n` elements, an even number; the last one if it has fewer. Two
+// keys side by side are loaded at once: those of a lane's pairs are, in kernels whose accumulators have keys along
+// their columns.
+template <typename T, typename Stored>
+JAX_FLASH_FUNCTION T load_of_key(const void* array, long long row, int kv, int n) {
+  struct alignas(2 * sizeof(Stored)) Two {
+    Stored even, odd;
+  };
+  const int own = kv & ~1, even = own < n - 2 ? own : n - 2;
+  const Two two = read_only<Two>(array, (row + even) * static_cast<int>(sizeof(Stored)));
+  return static_cast<T>(number_of((kv & 1) != 0 || kv > even ? two.odd : two.even));
 }
 
 template <typename T>

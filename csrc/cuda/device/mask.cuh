@@ -166,7 +166,7 @@ struct Keep : IntervalPlanes<in_intervals>, PairFunctions<has_functions> {
   // What depends on the head.
   __device__ __forceinline__ void enter(int head) {
     static_cast<IntervalPlanes<in_intervals>&>(*this) = {problem, extent, head};
-    functions().enter(problem, extent, head);
+    functions().enter(problem, head);
   }
 
   __device__ __forceinline__ PairFunctions<has_functions>& functions() { return *this; }
@@ -175,18 +175,18 @@ struct Keep : IntervalPlanes<in_intervals>, PairFunctions<has_functions> {
   // The interval of the row is `keys`; with `knows_kind`, `kind` that of the pair's block of the block mask. Unless
   // `asks_keys`, the key's interval is known to hold the row.
   template <bool knows_kind = false, bool asks_keys = true>
-  __device__ __forceinline__ bool operator()(int row, int column, const int2& keys, int kind = full_block) const {
-    bool kept = column < extent.kv.length;
-    if constexpr (has_functions) kept &= row < row_end<knows_kind>(kind);
-    return kept & within<knows_kind, asks_keys>(row, column, keys, kind);
+  __device__ __forceinline__ bool operator()(const Pair& pair, const int2& keys, int kind = full_block) const {
+    bool kept = pair.column < extent.kv.length;
+    if constexpr (has_functions) kept &= pair.row < row_end<knows_kind>(kind);
+    return kept & within<knows_kind, asks_keys>(pair, keys, kind);
   }
   // The same where it is known that the key is there, and the row before row_end.
   template <bool knows_kind, bool asks_keys>
-  __device__ __forceinline__ bool within(int row, int column, const int2& keys, int kind) const {
-    bool kept = in_band(band, row, column);
-    if constexpr (has_kv_intervals) kept &= holds(keys, column);
-    if constexpr (tests_keys) kept &= keeps_of_key<asks_keys>(row, column);  // read always: a branch costs registers
-    if constexpr (has_functions) kept &= by_functions<knows_kind>(row, column, kind);
+  __device__ __forceinline__ bool within(const Pair& pair, const int2& keys, int kind) const {
+    bool kept = in_band(band, pair.row, pair.column);
+    if constexpr (has_kv_intervals) kept &= holds(keys, pair.column);
+    if constexpr (tests_keys) kept &= keeps_of_key<asks_keys>(pair.row, pair.column);  // read always: a branch costs registers
+    if constexpr (has_functions) kept &= by_functions<knows_kind>(pair, kind);
     return kept;
   }
   // Rows from there on keep nothing of a block of this kind. Where a row is beyond the end a score function may give
@@ -195,11 +195,13 @@ struct Keep : IntervalPlanes<in_intervals>, PairFunctions<has_functions> {
   __device__ __forceinline__ int row_end(int kind) const {
     return knows_kind && kind == empty_block ? 0 : extent.q.length;
   }
-  __device__ __forceinline__ bool operator()(int row, int column) const { return (*this)(row, column, keys_of(row)); }
+  __device__ __forceinline__ bool operator()(int row, int column) const {
+    return (*this)({row, column}, keys_of(row));
+  }
   // What mask functions and the block mask say of a row before row_end.
   template <bool knows_kind>
-  __device__ __forceinline__ bool by_functions(int row, int column, int kind) const {
-    return functions().keeps<knows_kind>(problem, extent, row, column, kind);
+  __device__ __forceinline__ bool by_functions(const Pair& pair, int kind) const {
+    return functions().keeps<knows_kind>(problem, extent, pair, kind);
   }
   // The keys that a row keeps as far as keeps_of_key and functions let it are one range, from `first` to `last`.
   __device__ __forceinline__ int first(int row) const {

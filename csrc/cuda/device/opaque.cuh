@@ -25,5 +25,10 @@ JAX_FLASH_DEVICE u32 opaque(u32 address) {
   asm volatile("" : "+r"(address));
   return address;
 }
+// A number of which the compiler knows nothing; twice of the same one it is the same.
+JAX_FLASH_DEVICE int opaque_number(int x) {
+  asm("" : "+r"(x));
+  return x;
+}
 
 }  // namespace jax_flash

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/device/intervals.cuh"
+#include "cuda/device/opaque.cuh"
 
 namespace jax_flash {
 
@@ -14,57 +15,66 @@ constexpr int empty_block = 0, partial_block = 1, full_block = 2, unread_block =
 template <int rows, int keys>
 constexpr bool in_one_block = has_mask_blocks && mask_block_rows % rows == 0 && mask_block_keys % keys == 0;
 
-// The kinds of blocks of one head.
-template <bool present>
-struct BlockKinds {
-  const signed char* kinds;
-  i64 row_stride;
-  int column_stride;
+// A pair of query and key, by row and column.
+struct Pair {
+  int row, column;
+  int distance;  // row - column
 
-  __device__ __forceinline__ BlockKinds(const Problem& problem, const Extent& extent, int head) {
-    const BlockStrides& s = problem.mask_blocks_strides;
-    const int sequence = packed ? extent.index - extent.batch * problem.options.sequences : 0;
-    kinds = problem.mask_blocks + extent.batch * s.batch + sequence * s.sequence + head * s.head;
-    row_stride = s.row;
-    column_stride = static_cast<int>(s.column);
-  }
-  // Of a pair; rows and keys beyond the ends have the kind of those at the ends.
-  __device__ __forceinline__ int of_pair(const Extent& extent, int row, int column) const {
-    const int r = at_least(0, at_most(row, extent.q.length - 1)),
-              c = at_least(0, at_most(column, extent.kv.length - 1));
-    return of_block(r / mask_block_rows, c / mask_block_keys);
-  }
-  __device__ __forceinline__ int of_block(int row, int column) const {
-    return __ldg(kinds + row * row_stride + column * column_stride);
+  __device__ __forceinline__ Pair(int row, int column) : Pair(row, column, row - column) {}
+  __device__ __forceinline__ Pair(int row, int column, int distance) : row(row), column(column), distance(distance) {}
+};
+
+// The pairs `row` + i and `column` + j, i and j constants. For functions their distances are sums of one number and
+// constants: as rows less columns, which it knows to be bits side by side, the compiler does not see that most of a
+// lane's are the same, nor that comparisons with constants are tests of that number.
+struct Pairs {
+  int row, column, distance;
+
+  __device__ __forceinline__ Pairs(int row, int column)
+      : row(row), column(column), distance(has_functions ? opaque_number(row - column) : 0) {}
+  __device__ __forceinline__ Pair at(int i, int j) const {
+    if constexpr (!has_functions) return {row + i, column + j};
+    return {row + i, column + j, distance + (i - j)};
   }
 };
-template <>
-struct BlockKinds<false> {
-  __device__ __forceinline__ BlockKinds(const Problem&, const Extent&, int) {}
-  __device__ __forceinline__ int of_pair(const Extent&, int, int) const { return full_block; }
-};
+
+// The kind of a block of the mask, for a query head.
+JAX_FLASH_DEVICE int kind_of_block(const Problem& problem, const Extent& extent, int head, int row, int column) {
+  const BlockStrides& s = problem.mask_blocks_strides;
+  const int sequence = packed ? extent.index - extent.batch * problem.options.sequences : 0;
+  return __ldg(problem.mask_blocks + extent.batch * s.batch + sequence * s.sequence + head * s.head + row * s.row +
+               column * static_cast<int>(s.column));
+}
 
 // What the functions take for the pairs of a head of an extent: a packed sequence is a batch entry of its own. A base
 // rather than a member: absent it takes no place, and the machine code is as without it.
 template <bool present>
-struct PairFunctions : BlockKinds<has_mask_blocks> {
+struct PairFunctions {
   int call, b, h;
   int offset;  // of row 0
+  int head;    // of this call's arrays
 
-  __device__ __forceinline__ PairFunctions(const Problem& problem, const Extent& extent, int head)
-      : BlockKinds<has_mask_blocks>(problem, extent, head), call(0) {
+  __device__ __forceinline__ PairFunctions(const Problem& problem, const Extent& extent, int head) : call(0) {
     b = extent.index + (has_index_offsets ? problem.index_offsets[0] : 0);
     if constexpr (function_batch > 0) {
       const int entries = function_batch * problem.options.sequences;
       call = b / entries;
       b -= call * entries;
     }
-    h = head + (has_index_offsets ? problem.index_offsets[1] : 0);
+    enter(problem, head);
     offset = has_q_offset ? problem.q_offset[extent.index] : 0;
   }
-  __device__ __forceinline__ void enter(const Problem& problem, const Extent& extent, int head) {
+  __device__ __forceinline__ void enter(const Problem& problem, int of) {
+    head = of;
     h = head + (has_index_offsets ? problem.index_offsets[1] : 0);
-    static_cast<BlockKinds<has_mask_blocks>&>(*this) = {problem, extent, head};
+  }
+
+  // The kind of a pair's block; rows and keys beyond the ends have the kind of those at the ends.
+  __device__ __forceinline__ int kind_of(const Problem& problem, const Extent& extent, int row, int column) const {
+    if constexpr (!has_mask_blocks) return full_block;
+    const int r = at_least(0, at_most(row, extent.q.length - 1)),
+              c = at_least(0, at_most(column, extent.kv.length - 1));
+    return kind_of_block(problem, extent, head, r / mask_block_rows, c / mask_block_keys);
   }
 
   // Positions beyond int32 have the largest one.
@@ -72,69 +82,74 @@ struct PairFunctions : BlockKinds<has_mask_blocks> {
     if constexpr (!has_q_offset) return row;
     return offset > 0 && row > 0x7fffffff - offset ? 0x7fffffff : row + offset;
   }
+  // Position of the query less that of the key.
+  __device__ __forceinline__ int distance(const Pair& pair) const {
+    return has_q_offset ? position(pair.row) - pair.column : pair.distance;
+  }
 
   // Whether the mask functions and the block mask keep a pair; with `knows_kind` this is the kind of its block, which
   // is not empty.
   template <bool knows_kind>
-  __device__ __forceinline__ bool keeps(const Problem& problem, const Extent& extent, int row, int column,
+  __device__ __forceinline__ bool keeps(const Problem& problem, const Extent& extent, const Pair& pair,
                                         int known) const {
     bool kept = true;
-    if constexpr (has_mask_function) kept &= mask_function(problem, call, b, h, position(row), column);
+    const int q = position(pair.row), kv = pair.column;
+    if constexpr (has_mask_function) kept &= mask_function(problem, call, b, h, q, kv, distance(pair));
     if constexpr (has_mask_blocks) {
-      const int kind = knows_kind ? known : this->of_pair(extent, row, column);
+      const int kind = knows_kind ? known : kind_of(problem, extent, pair.row, kv);
       bool here = knows_kind || kind != empty_block;
       if constexpr (has_partial_mask) {
         // Decided always: behind a branch, what the function reads of a row or a key alone would be read for each pair.
-        here &= (kind == full_block) | partial_mask(problem, call, b, h, position(row), column);
+        here &= (kind == full_block) | partial_mask(problem, call, b, h, q, kv, distance(pair));
       }
       kept &= here;
     }
     return kept;
   }
 
-  __device__ __forceinline__ float score(const Problem& problem, float x, int row, int column,
-                                         float& derivative) const {
-    return score_function(problem, call, x, b, h, position(row), column, derivative);
+  __device__ __forceinline__ float score(const Problem& problem, float x, const Pair& pair, float& derivative) const {
+    return score_function(problem, call, x, b, h, position(pair.row), pair.column, distance(pair), derivative);
   }
   // Adds ds, the gradient of a pair's score, times the derivatives of the score by elements of captured arrays to their
   // gradients, or to the sums of those elements that all pairs of a head, a key, a row or a diagonal read. `x` is the
   // score before the function.
-  __device__ __forceinline__ void add(const Problem& problem, float x, int row, int column, float ds, float* of_head,
+  __device__ __forceinline__ void add(const Problem& problem, float x, const Pair& pair, float ds, float* of_head,
                                       float* of_key, float* of_row, float* of_diagonal) const {
     if constexpr (adds_captured) {
       // Beside a score function that is evaluated again, one block of code for all pairs spills (sm_90, 112 bytes and
       // 1,824 without the branch).
       if (captured_take_score && ds == 0.f) return;
-      add_to_captured(problem, call, x, b, h, position(row), column, ds, of_head, of_key, of_row, of_diagonal);
+      add_to_captured(problem, call, x, b, h, position(pair.row), pair.column, distance(pair), ds, of_head, of_key,
+                      of_row, of_diagonal);
     }
   }
   __device__ __forceinline__ void add_of_head(const Problem& problem, const float* sums) const {
-    add_sums_of_head(problem, call, b, h, 0, 0, sums);
+    add_sums_of_head(problem, call, b, h, 0, 0, 0, sums);
   }
   __device__ __forceinline__ void add_of_key(const Problem& problem, int column, const float* sums) const {
-    add_sums_of_key(problem, call, b, h, 0, column, sums);
+    add_sums_of_key(problem, call, b, h, 0, column, 0, sums);
   }
   __device__ __forceinline__ void add_of_row(const Problem& problem, int row, const float* sums) const {
-    add_sums_of_row(problem, call, b, h, position(row), 0, sums);
+    add_sums_of_row(problem, call, b, h, position(row), 0, 0, sums);
   }
   // Of any pair of the diagonal.
   __device__ __forceinline__ void add_of_diagonal(const Problem& problem, int row, int column,
                                                   const float* sums) const {
-    add_sums_of_diagonal(problem, call, b, h, position(row), column, sums);
+    add_sums_of_diagonal(problem, call, b, h, position(row), column, distance({row, column}), sums);
   }
 };
 
 template <>
 struct PairFunctions<false> {
   __device__ __forceinline__ PairFunctions(const Problem&, const Extent&, int) {}
-  __device__ __forceinline__ void enter(const Problem&, const Extent&, int) {}
-  __device__ __forceinline__ int of_pair(const Extent&, int, int) const { return full_block; }
+  __device__ __forceinline__ void enter(const Problem&, int) {}
+  __device__ __forceinline__ int kind_of(const Problem&, const Extent&, int, int) const { return full_block; }
   template <bool knows_kind>
-  __device__ __forceinline__ bool keeps(const Problem&, const Extent&, int, int, int) const {
+  __device__ __forceinline__ bool keeps(const Problem&, const Extent&, const Pair&, int) const {
     return true;
   }
-  __device__ __forceinline__ float score(const Problem&, float x, int, int, float&) const { return x; }
-  __device__ __forceinline__ void add(const Problem&, float, int, int, float, float*, float*, float*, float*) const {}
+  __device__ __forceinline__ float score(const Problem&, float x, const Pair&, float&) const { return x; }
+  __device__ __forceinline__ void add(const Problem&, float, const Pair&, float, float*, float*, float*, float*) const {}
   __device__ __forceinline__ void add_of_head(const Problem&, const float*) const {}
   __device__ __forceinline__ void add_of_key(const Problem&, int, const float*) const {}
   __device__ __forceinline__ void add_of_row(const Problem&, int, const float*) const {}
@@ -169,14 +184,21 @@ struct BlockTiles {
     const int end = other % size == 0 ? begin : at_least(at_most((tile + 1) * size, length) - 1, tile * size) / other;
     const int planes = problem.mask_blocks_strides.head ? heads.count : 1;
     for (int head = heads.first; head < heads.first + planes; ++head) {
-      const BlockKinds<true> kinds(problem, extent, head);
       for (int i = first; i <= last; ++i) {
         for (int j = begin; j <= end; ++j) {
-          if (matches(of_keys ? kinds.of_block(i, j) : kinds.of_block(j, i))) return true;
+          const int kind = of_keys ? kind_of_block(problem, extent, head, i, j) : kind_of_block(problem, extent, head, j, i);
+          if (matches(kind)) return true;
         }
       }
     }
     return false;
+  }
+  // For a head, of the one block in which a tile lies and which for some head is not full.
+  __device__ __forceinline__ int kind_if_not_full(int head, int tile) const {
+    if (!problem.mask_blocks_strides.head || heads.count == 1) return partial_block;
+    const int block = tile * size / (of_keys ? mask_block_keys : mask_block_rows);
+    return of_keys ? kind_of_block(problem, extent, head, first, block)
+                   : kind_of_block(problem, extent, head, block, first);
   }
   __device__ __forceinline__ bool has_blocks(int tile) const {
     return any(tile, [](int kind) { return kind != empty_block; });
@@ -188,6 +210,7 @@ struct BlockTiles {
 template <int size>
 struct BlockTiles<size, false> {
   __device__ __forceinline__ BlockTiles(const Problem&, const Extent&, const Heads&, bool, int, int) {}
+  __device__ __forceinline__ int kind_if_not_full(int, int) const { return full_block; }
   __device__ __forceinline__ bool has_blocks(int) const { return true; }
   __device__ __forceinline__ bool is_whole(int) const { return true; }
 };

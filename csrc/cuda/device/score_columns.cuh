@@ -14,19 +14,25 @@ struct ScoreColumns : HeadScores {
   // Scores become weights; d logit / d (scale * score) goes to `derivatives` where these are kept, or the product with
   // keeps_products. `lse_of(column)` are those of two rows, as backward_lse gives them; -inf may stand for a row whose
   // pairs are all masked, unless something modifies the scores. `rows_of(i)` is the interval of key
-  // 8 * i + `key`, where keys have such.
+  // 8 * i + `key`, where keys have such. `told` is the kind of the tile's block of the block mask, unless that is
+  // unread_block.
   template <bool masked, int m_tiles, int n_tiles, int n_derivatives, typename LseOf, typename RowsOf>
   __device__ __forceinline__ void weigh(FragmentC (&scores)[m_tiles][n_tiles],
                                         FragmentC (&derivatives)[m_tiles][n_derivatives], int first_row, int key,
-                                        int lane, const LseOf& lse_of, const RowsOf& rows_of) const {
+                                        int lane, const LseOf& lse_of, const RowsOf& rows_of,
+                                        int told = unread_block) const {
     constexpr bool knows_kind = masked && in_one_block<8 * n_tiles, 16>;
     // One test for all ends, where that takes fewer registers (on sm_80 Graphormer's tables spill 96 bytes with it, 20
     // without; on sm_90 276 without).
     constexpr bool has_row_ends = masked && has_functions && (knows_kind || one_warp_loads);
+    const Pairs pairs(first_row + lane % 4 * 2, key);
     int kinds[m_tiles], row_ends[m_tiles][2];
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m) {
-      kinds[m] = knows_kind ? keep.functions().of_pair(extent, first_row, key + 16 * m) : full_block;
+      kinds[m] = knows_kind ? told : full_block;
+      if (knows_kind && told == unread_block) {
+        kinds[m] = keep.functions().kind_of(problem, extent, first_row, key + 16 * m);
+      }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const bool there = key + 16 * m + 8 * half < extent.kv.length;
@@ -49,7 +55,8 @@ struct ScoreColumns : HeadScores {
         for (int m = 0; m < m_tiles; ++m) {
 #pragma unroll
           for (int e = odd; e < 4; e += 2) {
-            const int own_key = key + 16 * m + e / 2 * 8;
+            const Pair pair = pairs.at(8 * n + odd, 16 * m + e / 2 * 8);
+            const int own_key = pair.column;
             float& x = scores[m][n].x[e];
             float logit = x * scale_log2;
             if constexpr (modifies_scores) {
@@ -57,16 +64,16 @@ struct ScoreColumns : HeadScores {
               if constexpr (has_bias) {
                 b = as_float(masked ? biases.at(bias, own_key, extent) : bias[own_key * biases.column_stride]);
               }
-              logit = modified.logit(keep.functions(), x, b, row, own_key,
+              logit = modified.logit(keep.functions(), x, b, pair,
                                      keeps_derivatives && !keeps_products ? derivatives[m][n].x[e] : unused);
             }
             if constexpr (keeps_products) derivatives[m][n].x[e] = x;
             x = probability(logit, odd ? lse_log2.y : lse_log2.x);
             bool kept = true;
             if constexpr (has_row_ends) {
-              kept = (row < row_ends[m][e / 2]) & keep.within<knows_kind, false>(row, own_key, keys, kinds[m]);
+              kept = (row < row_ends[m][e / 2]) & keep.within<knows_kind, false>(pair, keys, kinds[m]);
             } else if constexpr (masked) {
-              kept = keep.operator()<knows_kind, false>(row, own_key, keys, kinds[m]);
+              kept = keep.operator()<knows_kind, false>(pair, keys, kinds[m]);
             }
             if constexpr (masked && has_q_intervals) kept &= holds(rows_of(2 * m + e / 2), row);
             if constexpr (has_mask) {
@@ -117,6 +124,7 @@ struct ScoreColumns : HeadScores {
                                          OperandGradients (&gradients)[m_tiles], bool counts, int head, int first_row,
                                          int key, int lane, float dp_factor, const DeltaOf& delta_of) const {
     SumsOfDiagonals<(adds_captured && captured_of_diagonals > 0)> of_diagonals[m_tiles];
+    const Pairs pairs(first_row + lane % 4 * 2, key);
 #pragma unroll
     for (int n = 0; n < n_tiles; ++n) {
       const int column = 8 * n + lane % 4 * 2;
@@ -131,7 +139,7 @@ struct ScoreColumns : HeadScores {
         }
         if constexpr (has_score_function && (keeps_products || adds_captured || has_dbias || has_dalibi_slopes)) {
           derive_function(ds, weights[m][n], derivatives[m][keeps_derivatives ? n : 0], gradients[m], of_rows,
-                          of_diagonals[m], counts, head, first_row + column, key + 16 * m);
+                          of_diagonals[m], counts, head, pairs, 8 * n, 16 * m);
           if (counts) of_diagonals[m].flush(problem, keep.functions(), first_row + column, key + 16 * m + 8, lane);
         } else {
           if constexpr (has_dbias || has_dalibi_slopes) {
@@ -163,19 +171,19 @@ struct ScoreColumns : HeadScores {
   __device__ __forceinline__ void derive_function(
       FragmentC& ds, const FragmentC& weights, const FragmentC& kept, OperandGradients& gradients,
       SumsOfRow<adds_captured> (&of_rows)[2],
-      SumsOfDiagonals<(adds_captured && captured_of_diagonals > 0)>& of_diagonals, bool counts, int head, int first_row,
-      int first_key) const {
+      SumsOfDiagonals<(adds_captured && captured_of_diagonals > 0)>& of_diagonals, bool counts, int head,
+      const Pairs& pairs, int beyond_row, int beyond_key) const {
     float inner[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int row = first_row + e % 2, key = first_key + e / 2 * 8;
+      const Pair pair = pairs.at(beyond_row + e % 2, beyond_key + e / 2 * 8);
       float x = 0.f, outer = 1.f;
       inner[e] = 1.f;
       if constexpr (keeps_products) {
         float bias = 0.f;
-        if constexpr (has_bias) bias = as_float(biases.at(biases.row(row, extent), key, extent));
-        x = modified.before_function(kept.x[e], bias, row, key, inner[e]);
-        if constexpr (derives_scores) keep.functions().score(problem, x, row, key, outer);
+        if constexpr (has_bias) bias = as_float(biases.at(biases.row(pair.row, extent), pair.column, extent));
+        x = modified.before_function(kept.x[e], bias, pair.row, pair.column, inner[e]);
+        if constexpr (derives_scores) keep.functions().score(problem, x, pair, outer);
         // Where a pair is dropped the derivatives may be anything.
         if (weights.x[e] == 0.f) outer = inner[e] = 0.f;
       } else if constexpr (derives_scores && !with_softcap) {
@@ -185,15 +193,17 @@ struct ScoreColumns : HeadScores {
       }
       if constexpr (adds_captured) {
         if (counts) {
-          keep.functions().add(problem, x, row, key, weights.x[e] == 0.f ? 0.f : ds.x[e] * gradients.descale,
-                               gradients.sums_of_head(), gradients.sums_of_key(e / 2), of_rows[e % 2].sums,
+          keep.functions().add(problem, x, pair, ds.x[e] * gradients.descale, gradients.sums_of_head(),
+                                gradients.sums_of_key(e / 2), of_rows[e % 2].sums,
                                of_diagonals.of(e / 2, e % 2));
         }
       }
       ds.x[e] *= outer;
     }
     if constexpr (has_dbias || has_dalibi_slopes) {
-      if (counts) gradients.add(problem, extent, modified, head, first_row, first_key, ds);
+      if (counts) {
+        gradients.add(problem, extent, modified, head, pairs.row + beyond_row, pairs.column + beyond_key, ds);
+      }
     }
 #pragma unroll
     for (int e = 0; e < 4; ++e) ds.x[e] *= inner[e];

@@ -102,7 +102,7 @@ struct Scores {
   __device__ __forceinline__ Scores(const Problem& problem, const Extent& extent, int head, float scale)
       : problem(problem), extent(extent), scale(scale) {
     if constexpr (with_softcap) {
-      softcap = static_cast<float>(problem.options.softcap);
+      softcap = problem.softcap;
       inverse_softcap = 1.f / softcap;
     }
     enter(head);
@@ -136,12 +136,12 @@ struct Scores {
   // d modified / d bias instead.
   template <bool of_bias = false>
   __device__ __forceinline__ float modify(const PairFunctions<has_functions>& functions, float score, float bias,
-                                          int row, int column, float& derivative) const {
-    float x = before_function(score, bias, row, column, derivative);
+                                          const Pair& pair, float& derivative) const {
+    float x = before_function(score, bias, pair.row, pair.column, derivative);
     if constexpr (has_score_function) {
       float outer = 1.f;
       const bool hidden = has_bias && bias == -JAX_FLASH_INFINITY;
-      x = functions.score(problem, x, row, column, outer);
+      x = functions.score(problem, x, pair, outer);
       if (hidden) x = -JAX_FLASH_INFINITY;
       if constexpr (derives_scores) derivative = hidden ? 0.f : with_softcap && !of_bias ? outer * derivative : outer;
     }
@@ -150,8 +150,8 @@ struct Scores {
   // The same in units of log2, ready for exp2.
   template <bool of_bias = false>
   __device__ __forceinline__ float logit(const PairFunctions<has_functions>& functions, float score, float bias,
-                                         int row, int column, float& derivative) const {
-    return modify<of_bias>(functions, score, bias, row, column, derivative) * kLog2e;
+                                         const Pair& pair, float& derivative) const {
+    return modify<of_bias>(functions, score, bias, pair, derivative) * kLog2e;
   }
 };
 

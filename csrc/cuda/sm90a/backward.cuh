@@ -49,7 +49,7 @@ struct SharedStorage {
   char ds[adds_dq ? 2 : 1][Slabs<block_kv, block_q>::bytes];  // dS^T
   float lse_log2[stages][block_q];
   float deltas[stages][block_q];
-  Walk walks[skips_tiles ? stages : 1];
+  Told told[skips_tiles ? stages : 1];
   u64 keys_full, full[stages], empty[stages], ds_full[2], ds_empty[2];
 };
 
@@ -81,7 +81,7 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
   const Search search(block);
   Walk at = search.first();
   if (skips_tiles && at.head > block.last_head) {
-    if (lane == 0) shared.walks[0] = at;
+    if (lane == 0) shared.told[0] = Told::nothing();
     arrive_without_rows(shared.full[0], lane);
   }
   for (Walk next; at.head <= block.last_head; at = next) {
@@ -95,7 +95,7 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
       const int row = place.extent.q.first + at.tile * block_q;
       QSlabs::copy(shared_address(shared.q[stage]), &maps.q, full, row, at.head, place.batch);
       OutSlabs::copy(shared_address(shared.dout[stage]), &maps.dout, full, row, at.head, place.batch);
-      if constexpr (skips_tiles) shared.walks[stage] = at;
+      if constexpr (skips_tiles) shared.told[stage] = Told::of(at);
     }
     Statistics::put(shared.lse_log2[stage], statistics.lse_log2, lane);
     Statistics::put(shared.deltas[stage], statistics.deltas, lane);
@@ -136,7 +136,7 @@ struct Backward {
   }
   __device__ __forceinline__ void wait_for_rows(Walk& at, const Ring<stages>& ring) const {
     barrier_wait(shared_address(&shared.full[ring.stage]), ring.parity);
-    if constexpr (skips_tiles) at = shared.walks[ring.stage];
+    if constexpr (skips_tiles) at = shared.told[ring.stage].walk(at.head);
     const int valid = block.place.extent.q.length - at.tile * block_q;
     if (ragged_rows && valid < block_q) {
       // Each warpgroup for itself: none waits for another here.
@@ -310,7 +310,7 @@ struct Backward {
     Ring<stages> ring{0, 0};
     if constexpr (skips_tiles) barrier_wait(shared_address(&shared.full[0]), 0);
     int i = 0;
-    for (Walk at = block.first(shared.walks[0]); at.head <= block.last_head; ++i, ring.advance()) {
+    for (Walk at = block.first(shared.told[0]); at.head <= block.last_head; ++i, ring.advance()) {
       if (tiles_of_keys == 2 && option_causal && at.tile < rows_of(1).begin) {
         step<1>(at, ring, i);
       } else {

@@ -32,17 +32,34 @@ constexpr bool ragged_keys = has_kv_lengths || packed;
 constexpr int all_computing = 1;
 constexpr int one_computing = 2;  // and on, one of each warpgroup
 
+// Whether what is told of a tile has the kind of the one block of the mask in which it lies.
+constexpr bool tells_kind = in_one_block<block_q, block_kv> && !in_segments && !in_intervals;
+
 // The tiles of rows that a block walks over: those of one query head of its group after the other.
-struct alignas(16) Walk {
+struct Walk {
   int head;
   int tile;
-  // Where tiles are skipped, only the warp that loads walks; the others are told.
-  int full;       // whether all pairs of the tile are kept
-  int next_head;  // of the tile after it
+  bool full = false;       // where tiles are skipped: whether all pairs of the tile are kept,
+  int kind = full_block;   // of which kind its block is, with tells_kind,
+  bool ends_head = false;  // and whether it is the last of its head
 
   // With the next tile of a range, beyond its end where there is none.
   __device__ __forceinline__ Walk to(int next, const TileRange& range) const {
-    return next < range.end ? Walk{head, next, 0, 0} : Walk{head + 1, range.begin, 0, 0};
+    return next < range.end ? Walk{head, next} : Walk{head + 1, range.begin};
+  }
+};
+
+// Where tiles are skipped, only the warp that loads walks; what it tells the others of a tile is one word.
+struct Told {
+  int word;
+
+  static __device__ __forceinline__ Told of(const Walk& at) {
+    return {at.tile << 4 | at.kind << 2 | at.full << 1 | at.ends_head};
+  }
+  static __device__ __forceinline__ Told nothing() { return {-1}; }  // of the first tile, where there is none
+  __device__ __forceinline__ bool is_nothing() const { return word < 0; }
+  __device__ __forceinline__ Walk walk(int head) const {
+    return {head, word >> 4, (word & 2) != 0, word >> 2 & 3, (word & 1) != 0};
   }
 };
 
@@ -63,18 +80,18 @@ struct Block {
   }
   __device__ __forceinline__ bool idle() const { return range.begin >= range.end; }
   __device__ __forceinline__ bool is_full(const Walk& at) const {
-    return skips_tiles ? at.full != 0 : range.is_full(at.tile);
+    return skips_tiles ? at.full : range.is_full(at.tile);
   }
 
-  // The walk of a warp that computes. Where tiles are skipped it is told: of the first one by `told`, which is beyond
-  // the last head where there is none. If it searched as well, the compiler would no longer know that what it found is
-  // the same in all lanes, and would move the operands of every wgmma to uniform registers anew.
-  __device__ __forceinline__ Walk first(const Walk& told) const {
-    if constexpr (skips_tiles) return told;
-    return {first_head, range.begin, 0, 0};
+  // The walk of a warp that computes. Where tiles are skipped it is told. If it searched as well, the compiler would no
+  // longer know that what it found is the same in all lanes, and would move the operands of every wgmma to uniform
+  // registers anew.
+  __device__ __forceinline__ Walk first(const Told& told) const {
+    if constexpr (skips_tiles) return {told.is_nothing() ? last_head + 1 : first_head, 0};
+    return {first_head, range.begin};
   }
   __device__ __forceinline__ Walk after(const Walk& at) const {
-    if constexpr (skips_tiles) return {at.next_head, 0, 0, 0};
+    if constexpr (skips_tiles) return {at.head + at.ends_head, 0};
     return at.to(at.tile + 1, range);
   }
 };
@@ -92,13 +109,17 @@ struct Search {
     tiles.trim(threadIdx.x % 32);
   }
   __device__ __forceinline__ Walk first() const {
-    return {tiles.empty() ? block.last_head + 1 : block.first_head, tiles.range.begin, 0, 0};
+    return {tiles.empty() ? block.last_head + 1 : block.first_head, tiles.range.begin};
   }
   // What comes after `at`, which is to be told to the warps that compute.
   __device__ __forceinline__ Walk after(Walk& at) const {
-    if constexpr (skips_tiles) at.full = tiles.is_full(at.tile);
     const Walk next = at.to(tiles.after(at.tile), tiles.range);
-    at.next_head = next.head;
+    if constexpr (skips_tiles) {
+      const bool uniform = tiles.is_uniform(at.tile);
+      at.full = uniform && tiles.range.is_full(at.tile);
+      if constexpr (tells_kind) at.kind = uniform ? full_block : tiles.kind_if_not_full(at.head, at.tile);
+      at.ends_head = next.head != at.head;
+    }
     return next;
   }
 };
@@ -252,13 +273,14 @@ struct Weights {
   // with dS^T.
   __device__ __forceinline__ void weigh(Scores64& s, Derivatives& derivatives, const Walk& at, bool full,
                                         const float* lse_log2, int beyond = 0) const {
+    const int kind = tells_kind ? at.kind : unread_block;
     auto& tile = reinterpret_cast<FragmentC(&)[1][block_q / 8]>(s);
     const auto lse_of = [&](int column) { return *reinterpret_cast<const float2*>(&lse_log2[column]); };
     const auto rows_of = [&](int i) { return intervals[has_q_intervals ? i : 0]; };
     if (full) {
-      scores.weigh<false>(tile, derivatives, at.tile * block_q, key() + beyond, lane, lse_of, rows_of);
+      scores.weigh<false>(tile, derivatives, at.tile * block_q, key() + beyond, lane, lse_of, rows_of, kind);
     } else {
-      scores.weigh<true>(tile, derivatives, at.tile * block_q, key() + beyond, lane, lse_of, rows_of);
+      scores.weigh<true>(tile, derivatives, at.tile * block_q, key() + beyond, lane, lse_of, rows_of, kind);
     }
     if constexpr (with_dropout_rate) scores.drop(tile, at.tile * block_q, key() + beyond, lane);
   }

@@ -27,7 +27,7 @@ struct SharedStorage {
   float4 derivatives[keeps_derivatives ? block_q / 8 : 1][warpgroup];
   float lse_log2[buffers][block_q];
   float deltas[buffers][block_q];
-  Walk walks[skips_tiles ? buffers : 1];
+  Told told[skips_tiles ? buffers : 1];
   u64 k_full, v_full, q_full[buffers], q_empty[buffers], dout_full[buffers], dout_empty[buffers];
   u64 p_full[4], p_empty[4];  // of a warp each
 };
@@ -54,7 +54,7 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
   const Search search(block);
   Walk at = search.first();
   if (skips_tiles && at.head > block.last_head) {
-    if (lane == 0) shared.walks[0] = at;
+    if (lane == 0) shared.told[0] = Told::nothing();
     arrive_without_rows(shared.q_full[0], lane);
     arrive_without_rows(shared.dout_full[0], lane);
   }
@@ -66,7 +66,7 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
     barrier_wait(shared_address(&shared.q_empty[stage]), ring.parity);
     if (lane == 0) {
       load_slabs<QSlabs>(shared.q[stage], &maps.q, shared.q_full[stage], row, at.head, place.batch);
-      if constexpr (skips_tiles) shared.walks[stage] = at;
+      if constexpr (skips_tiles) shared.told[stage] = Told::of(at);
     }
     Statistics::put(shared.lse_log2[stage], statistics.lse_log2, lane);
     barrier_arrive(shared_address(&shared.q_full[stage]));
@@ -113,14 +113,14 @@ struct Half {
   // The first tile of rows; what is full when that is told is `full`.
   __device__ __forceinline__ Walk first(const u64& full) const {
     if constexpr (skips_tiles) barrier_wait(shared_address(&full), 0);
-    return block.first(shared.walks[0]);
+    return block.first(shared.told[0]);
   }
   // A tile's first wait also learns which it is; at the second the loading warp may be telling of the next one already.
   template <typename T, bool first>
   __device__ __forceinline__ void wait_for_rows(const u64* full, const char* tile, Walk& at,
                                                 const Ring<buffers>& ring) const {
     barrier_wait(shared_address(&full[ring.stage]), ring.parity);
-    if constexpr (skips_tiles && first) at = shared.walks[ring.stage];
+    if constexpr (skips_tiles && first) at = shared.told[ring.stage].walk(at.head);
     const int valid = block.place.extent.q.length - at.tile * block_q;
     if (ragged_rows && valid < block_q) {
       // Each warpgroup for itself: none waits for the other here.
