@@ -19,6 +19,8 @@ def functions(batch: int = 2, heads: int = 4, length: int = 333) -> tuple[dict[s
     prefix = jnp.asarray(random.integers(1, length, batch), jnp.int32)
     shared = jnp.asarray(random.integers(0, 3, length), jnp.int8)
     ancestors = jnp.asarray(random.random((length, length)) < 0.3)
+    drafts = jnp.asarray(random.random((length, 150)) < 0.3)  # of an even number of keys, fewer than there are
+    steps = jnp.asarray(random.standard_normal((8, 150)), jnp.bfloat16)
     slopes = jnp.asarray(2.0 ** -np.arange(1, heads + 1), jnp.float32)
     relative = jnp.asarray(random.standard_normal((heads, 2 * length)), jnp.float32)
     table = jnp.asarray(random.standard_normal((heads, 16)), jnp.bfloat16)
@@ -59,6 +61,7 @@ def functions(batch: int = 2, heads: int = 4, length: int = 333) -> tuple[dict[s
         "shared_prefix": lambda b, h, q, kv: (q >= kv) & ((shared[kv] == 0) | (shared[q] == shared[kv])),
         "block_diffusion": block_diffusion,
         "tree": lambda b, h, q, kv: ancestors[q, kv] | (q == kv),
+        "drafts": lambda b, h, q, kv: drafts[q, kv],
         "neighbourhood": neighbourhood,
         "sliding_tile": sliding_tile,
         "heads": lambda b, h, q, kv: (h % 2 == 0) | (q >= kv),
@@ -74,6 +77,7 @@ def functions(batch: int = 2, heads: int = 4, length: int = 333) -> tuple[dict[s
         "relative": lambda score, b, h, q, kv: score + relative[h, q - kv + length].astype(score.dtype),
         "relative_chained": lambda score, b, h, q, kv: score + relative[h][q - kv + length].astype(score.dtype),
         "graphormer": lambda score, b, h, q, kv: score + table[h, distances[q, kv]].astype(score.dtype),
+        "steps": lambda score, b, h, q, kv: score + steps[q % 8, kv].astype(score.dtype),
         "sigmoid_distance": lambda score, b, h, q, kv: score * jax.nn.sigmoid(2 - distance(score, q, kv) / 32),
         "masked": lambda score, b, h, q, kv: jnp.where(q >= kv, score, -jnp.inf),
         "nan_above": lambda score, b, h, q, kv: score + jnp.sqrt((q - kv).astype(score.dtype)) * jnp.sin(score),
@@ -112,7 +116,7 @@ def source(
     found = trace.Functions(own, () if of_all is None else (of_all,), of_partial, block_size=size)
     read = own.captured if own is not None and derives else ()
     gradients = [i for i in read if jnp.issubdtype(captured.arrays[i].dtype, jnp.floating)]
-    return cuda.source(found, derives=derives, gradients=gradients)
+    return cuda.source(found, derives=derives, gradients=gradients, positions_from_0=True)
 
 
 POINTS = jnp.asarray(np.random.default_rng(1).standard_normal((333, 2)), jnp.float32)

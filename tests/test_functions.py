@@ -52,6 +52,7 @@ NUMPY: dict[str, Callable[..., Any]] = {
     "neg": np.negative, "sign": np.sign, "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
     "gt": np.greater, "ge": np.greater_equal, "log": np.log, "is_finite": np.isfinite,
     "shift_right_logical": np.right_shift,  # of numbers that are not negative, the only ones in these programs
+    "shift_right_arithmetic": np.right_shift,
 }  # fmt: skip
 
 
@@ -113,6 +114,8 @@ BY_RANGES: dict[str, Callable[..., Any]] = {
     "never": lambda b, h, q, kv: jnp.abs(q - kv) < 0,
     "largest": lambda b, h, q, kv: jnp.abs(q // 2 - kv) <= 2**31 - 1,
     "of_rows": lambda b, h, q, kv: jnp.abs(q) <= 5,
+    "remainder_of_any_sign": lambda b, h, q, kv: (q - kv) % 8 == 3,
+    "quotient_of_any_sign": lambda b, h, q, kv: (q - kv) // 16 <= -2,
     "both": lambda b, h, q, kv: (jnp.abs(q // 64 - kv // 64) <= 1) & (jnp.abs(q % 64 - kv % 64) < 8),
 }
 
@@ -218,6 +221,14 @@ def test_diagonals_are_summed_where_positions_do_not_saturate(positions_from_0: 
     functions, captured = traced("relative")
     text = cuda.source(functions, derives=True, gradients=floats(captured), positions_from_0=positions_from_0)
     assert f"constexpr int captured_of_diagonals = {int(positions_from_0)};" in text
+
+
+@pytest.mark.parametrize("positions_from_0", [True, False])
+def test_distances_are_told_where_they_do_not_overflow(positions_from_0: bool) -> None:
+    """q - kv and comparisons of q with kv; a position below 0 less a key may wrap around."""
+    functions, _ = traced(mask="dilated")
+    text = cuda.source(functions, positions_from_0=positions_from_0)
+    assert ("distance >= 0" in text) == ("sub(q, kv)" not in text) == positions_from_0
 
 
 def test_equal_operations_are_one_and_constants_are_folded() -> None:
@@ -452,6 +463,7 @@ EMULATED: dict[str, dict[str, Any]] = {
     "heads-128": {"score": "alibi", "mask": "window", "blocks": (128, 128), "head_dim": 128, "q_length": 200},
     "derived": {"score": "softcap", "mask": "causal"},
     "dropped": {"score": "nan_above", "mask": "causal", "blocks": (128, 128)},
+    "pairs-of-keys": {"score": "steps", "mask": "drafts"},
     "table": {"score": "graphormer", "options": ["causal", "separate_dq"]},
     "filled": {"score": "filled", "mask": "tree", "head_dim": 256},
 }

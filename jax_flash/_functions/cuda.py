@@ -113,7 +113,7 @@ def _source(
     text += [f"constexpr int captured_of_{name}s = {len(loads)};" for name, loads in shared.items()]
 
     def printer(of: Program) -> _Printer:
-        return _Printer(of, sizes, several, positions_from_0, pairs_of_keys=not derives)
+        return _Printer(of, sizes, several, positions_from_0)
 
     score_arguments = _ARGUMENTS.format("float score, ")
     text.append(f"JAX_FLASH_FUNCTION float score_function({score_arguments}, float& derivative) {{")
@@ -231,11 +231,9 @@ class _Printer:
         sizes: dict[int, tuple[int, ...]],
         several: frozenset[int],
         positions_from_0: bool,
-        pairs_of_keys: bool,
     ) -> None:
         self.of, self.sizes, self.several = of, sizes, several
         self.of_distance = _OF_DISTANCE if positions_from_0 else {}
-        self.pairs_of_keys = pairs_of_keys
 
     def lines(self, wanted: Sequence[int], prefix: str = "v") -> tuple[list[str], dict[int, str]]:
         """Definitions of values and what these depend on; and for each operation its name or literal."""
@@ -264,8 +262,9 @@ class _Printer:
         return f"static_cast<long long>(call) * {size} + {text}" if captured in self.several else text
 
     def of_key(self, load: Op) -> bool:
-        """Whether the elements of keys 2 i and 2 i + 1 lie side by side, and are read for pairs that do as well."""
-        if not (self.pairs_of_keys and load.args and np.dtype(load.dtype).itemsize <= 2):
+        """Whether the elements of keys 2 i and 2 i + 1 lie side by side, from an even one on, and are small: two of four
+        bytes take a pair of registers, and spill."""
+        if not load.args or np.dtype(load.dtype).itemsize > 2:
             return False
         size, last = self.sizes[load.params][-1], self.of.ops[load.args[-1]]
         if size % 2 != 0 or last.name != "min":

@@ -24,9 +24,7 @@ JAX_FLASH_FUNCTION Stored number_of(Stored x) {
   return x;
 }
 JAX_FLASH_FUNCTION float number_of(Float16 x) { return half_to_float(x.bits); }
-JAX_FLASH_FUNCTION float number_of(BrainFloat16 x) {
-  return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
-}
+JAX_FLASH_FUNCTION float number_of(BrainFloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
 template <int bytes>
 struct Word;
 template <>
@@ -58,11 +56,10 @@ JAX_FLASH_FUNCTION T load(const void* array, long long i) {
   return static_cast<T>(number_of(read_only<Stored>(array, i * static_cast<int>(sizeof(Stored)))));
 }
 
-// Element `kv` of a row that begins at `row` and has `n` elements, an even number; the last one if it has fewer. Two
-// keys side by side are loaded at once: those of a lane's pairs are, in kernels whose accumulators have keys along
-// their columns.
+// Element `kv` of a row that begins at `row` and has `n` elements, an even number; the last one if there are no more.
 template <typename T, typename Stored>
 JAX_FLASH_FUNCTION T load_of_key(const void* array, long long row, int kv, int n) {
+  if constexpr (!pairs_of_keys) return load<T, Stored>(array, row + (kv < n ? kv : n - 1));
   struct alignas(2 * sizeof(Stored)) Two {
     Stored even, odd;
   };

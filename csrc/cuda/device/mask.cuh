@@ -185,7 +185,8 @@ struct Keep : IntervalPlanes<in_intervals>, PairFunctions<has_functions> {
   __device__ __forceinline__ bool within(const Pair& pair, const int2& keys, int kind) const {
     bool kept = in_band(band, pair.row, pair.column);
     if constexpr (has_kv_intervals) kept &= holds(keys, pair.column);
-    if constexpr (tests_keys) kept &= keeps_of_key<asks_keys>(pair.row, pair.column);  // read always: a branch costs registers
+    if constexpr (tests_keys)
+      kept &= keeps_of_key<asks_keys>(pair.row, pair.column);  // read always: a branch costs registers
     if constexpr (has_functions) kept &= by_functions<knows_kind>(pair, kind);
     return kept;
   }
@@ -195,9 +196,7 @@ struct Keep : IntervalPlanes<in_intervals>, PairFunctions<has_functions> {
   __device__ __forceinline__ int row_end(int kind) const {
     return knows_kind && kind == empty_block ? 0 : extent.q.length;
   }
-  __device__ __forceinline__ bool operator()(int row, int column) const {
-    return (*this)({row, column}, keys_of(row));
-  }
+  __device__ __forceinline__ bool operator()(int row, int column) const { return (*this)({row, column}, keys_of(row)); }
   // What mask functions and the block mask say of a row before row_end.
   template <bool knows_kind>
   __device__ __forceinline__ bool by_functions(const Pair& pair, int kind) const {

@@ -23,11 +23,12 @@ static __device__ __forceinline__ float score_function(const Problem&, int, floa
 }
 static __device__ __forceinline__ bool mask_function(const Problem&, int, int, int, int, int, int) { return true; }
 static __device__ __forceinline__ bool partial_mask(const Problem&, int, int, int, int, int, int) { return true; }
-static __device__ __forceinline__ void add_to_captured(const Problem&, int, float, int, int, int, int, int, float, float*,
-                                                       float*, float*, float*) {}
+static __device__ __forceinline__ void add_to_captured(const Problem&, int, float, int, int, int, int, int, float,
+                                                       float*, float*, float*, float*) {}
 static __device__ __forceinline__ void add_sums_of_head(const Problem&, int, int, int, int, int, int, const float*) {}
 static __device__ __forceinline__ void add_sums_of_key(const Problem&, int, int, int, int, int, int, const float*) {}
 static __device__ __forceinline__ void add_sums_of_row(const Problem&, int, int, int, int, int, int, const float*) {}
-static __device__ __forceinline__ void add_sums_of_diagonal(const Problem&, int, int, int, int, int, int, const float*) {}
+static __device__ __forceinline__ void add_sums_of_diagonal(const Problem&, int, int, int, int, int, int,
+                                                            const float*) {}
 
 }  // namespace jax_flash

@@ -24,17 +24,17 @@ struct Pair {
   __device__ __forceinline__ Pair(int row, int column, int distance) : row(row), column(column), distance(distance) {}
 };
 
-// The pairs `row` + i and `column` + j, i and j constants. For functions their distances are sums of one number and
-// constants: as rows less columns, which it knows to be bits side by side, the compiler does not see that most of a
-// lane's are the same, nor that comparisons with constants are tests of that number.
-struct Pairs {
-  int row, column, distance;
+// The distances of a lane's pairs as sums of one number and constants. As rows less columns, which it knows to be bits
+// side by side, the compiler does not see that most are the same, nor that comparisons with constants are tests of that
+// number.
+struct Distances {
+  int first;
 
-  __device__ __forceinline__ Pairs(int row, int column)
-      : row(row), column(column), distance(has_functions ? opaque_number(row - column) : 0) {}
-  __device__ __forceinline__ Pair at(int i, int j) const {
-    if constexpr (!has_functions) return {row + i, column + j};
-    return {row + i, column + j, distance + (i - j)};
+  __device__ __forceinline__ Distances(int row, int column) : first(has_functions ? opaque_number(row - column) : 0) {}
+  // i rows and j columns, constants, beyond those.
+  __device__ __forceinline__ Pair pair(int row, int column, int i, int j) const {
+    if constexpr (!has_functions) return {row, column};
+    return {row, column, first + (i - j)};
   }
 };
 
@@ -149,7 +149,8 @@ struct PairFunctions<false> {
     return true;
   }
   __device__ __forceinline__ float score(const Problem&, float x, const Pair&, float&) const { return x; }
-  __device__ __forceinline__ void add(const Problem&, float, const Pair&, float, float*, float*, float*, float*) const {}
+  __device__ __forceinline__ void add(const Problem&, float, const Pair&, float, float*, float*, float*, float*) const {
+  }
   __device__ __forceinline__ void add_of_head(const Problem&, const float*) const {}
   __device__ __forceinline__ void add_of_key(const Problem&, int, const float*) const {}
   __device__ __forceinline__ void add_of_row(const Problem&, int, const float*) const {}
@@ -186,7 +187,8 @@ struct BlockTiles {
     for (int head = heads.first; head < heads.first + planes; ++head) {
       for (int i = first; i <= last; ++i) {
         for (int j = begin; j <= end; ++j) {
-          const int kind = of_keys ? kind_of_block(problem, extent, head, i, j) : kind_of_block(problem, extent, head, j, i);
+          const int kind =
+              of_keys ? kind_of_block(problem, extent, head, i, j) : kind_of_block(problem, extent, head, j, i);
           if (matches(kind)) return true;
         }
       }

@@ -25,7 +25,7 @@ struct ScoreColumns : HeadScores {
     // One test for all ends, where that takes fewer registers (on sm_80 Graphormer's tables spill 96 bytes with it, 20
     // without; on sm_90 276 without).
     constexpr bool has_row_ends = masked && has_functions && (knows_kind || one_warp_loads);
-    const Pairs pairs(first_row + lane % 4 * 2, key);
+    const Distances distances(first_row + lane % 4 * 2, key);
     int kinds[m_tiles], row_ends[m_tiles][2];
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m) {
@@ -55,8 +55,8 @@ struct ScoreColumns : HeadScores {
         for (int m = 0; m < m_tiles; ++m) {
 #pragma unroll
           for (int e = odd; e < 4; e += 2) {
-            const Pair pair = pairs.at(8 * n + odd, 16 * m + e / 2 * 8);
-            const int own_key = pair.column;
+            const int own_key = key + 16 * m + e / 2 * 8;
+            const Pair pair = distances.pair(row, own_key, 8 * n + odd, 16 * m + e / 2 * 8);
             float& x = scores[m][n].x[e];
             float logit = x * scale_log2;
             if constexpr (modifies_scores) {
@@ -124,7 +124,7 @@ struct ScoreColumns : HeadScores {
                                          OperandGradients (&gradients)[m_tiles], bool counts, int head, int first_row,
                                          int key, int lane, float dp_factor, const DeltaOf& delta_of) const {
     SumsOfDiagonals<(adds_captured && captured_of_diagonals > 0)> of_diagonals[m_tiles];
-    const Pairs pairs(first_row + lane % 4 * 2, key);
+    const Distances distances(first_row + lane % 4 * 2, key);
 #pragma unroll
     for (int n = 0; n < n_tiles; ++n) {
       const int column = 8 * n + lane % 4 * 2;
@@ -139,7 +139,7 @@ struct ScoreColumns : HeadScores {
         }
         if constexpr (has_score_function && (keeps_products || adds_captured || has_dbias || has_dalibi_slopes)) {
           derive_function(ds, weights[m][n], derivatives[m][keeps_derivatives ? n : 0], gradients[m], of_rows,
-                          of_diagonals[m], counts, head, pairs, 8 * n, 16 * m);
+                          of_diagonals[m], counts, head, distances, first_row + column, key + 16 * m, 8 * n, 16 * m);
           if (counts) of_diagonals[m].flush(problem, keep.functions(), first_row + column, key + 16 * m + 8, lane);
         } else {
           if constexpr (has_dbias || has_dalibi_slopes) {
@@ -167,16 +167,18 @@ struct ScoreColumns : HeadScores {
 
  private:
   // The last step of derive(), with a score function: gradients of what it captured are of dS; those of bias and slopes
-  // of dS times its derivative; and the product's of that times the derivative of what comes before it.
+  // of dS times its derivative; and the product's of that times the derivative of what comes before it. The pairs are
+  // from `first_row` and `first_key` on, which are so much `beyond` those that distances are of.
   __device__ __forceinline__ void derive_function(
       FragmentC& ds, const FragmentC& weights, const FragmentC& kept, OperandGradients& gradients,
       SumsOfRow<adds_captured> (&of_rows)[2],
       SumsOfDiagonals<(adds_captured && captured_of_diagonals > 0)>& of_diagonals, bool counts, int head,
-      const Pairs& pairs, int beyond_row, int beyond_key) const {
+      const Distances& distances, int first_row, int first_key, int beyond_row, int beyond_key) const {
     float inner[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const Pair pair = pairs.at(beyond_row + e % 2, beyond_key + e / 2 * 8);
+      const Pair pair =
+          distances.pair(first_row + e % 2, first_key + e / 2 * 8, beyond_row + e % 2, beyond_key + e / 2 * 8);
       float x = 0.f, outer = 1.f;
       inner[e] = 1.f;
       if constexpr (keeps_products) {
@@ -194,16 +196,13 @@ struct ScoreColumns : HeadScores {
       if constexpr (adds_captured) {
         if (counts) {
           keep.functions().add(problem, x, pair, ds.x[e] * gradients.descale, gradients.sums_of_head(),
-                                gradients.sums_of_key(e / 2), of_rows[e % 2].sums,
-                               of_diagonals.of(e / 2, e % 2));
+                               gradients.sums_of_key(e / 2), of_rows[e % 2].sums, of_diagonals.of(e / 2, e % 2));
         }
       }
       ds.x[e] *= outer;
     }
     if constexpr (has_dbias || has_dalibi_slopes) {
-      if (counts) {
-        gradients.add(problem, extent, modified, head, pairs.row + beyond_row, pairs.column + beyond_key, ds);
-      }
+      if (counts) gradients.add(problem, extent, modified, head, first_row, first_key, ds);
     }
 #pragma unroll
     for (int e = 0; e < 4; ++e) ds.x[e] *= inner[e];

@@ -126,7 +126,7 @@ struct ScoreRows : HeadScores {
     int kind = knows_kind ? told : full_block;
     if (knows_kind && kind == unread_block) kind = keep.functions().kind_of(problem, extent, row, first_key);
     const int own_key = first_key + lane % 4 * 2;
-    const Pairs pairs(row - 8 * half, own_key);
+    const Distances distances(row - 8 * half, own_key);
     const int first_kept = masked ? keep.first(row) - own_key : 0;
     int last_kept = masked ? keep.last(row) - own_key : 0;
     if (masked && has_functions && row >= keep.row_end<knows_kind>(kind)) last_kept = -1;
@@ -142,7 +142,8 @@ struct ScoreRows : HeadScores {
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
           float& score = scores[first_n + n].x[2 * half + odd];
-          const Pair pair = pairs.at(8 * half, (first_n + n) * 8 + odd);
+          const int column = first + n * 8 + odd;
+          const Pair pair = distances.pair(row, column, 8 * half, (first_n + n) * 8 + odd);
           if constexpr (modifies_scores) {
             float b = 0.f, derivative;
             if constexpr (has_bias) b = as_float(bias[n][odd]);
@@ -160,7 +161,7 @@ struct ScoreRows : HeadScores {
               // What `keys` say is so of keys that are there.
               if constexpr (asks_keys || bounded_right || has_kv_intervals) kept &= here <= last_kept;
               // What is read is read always: a branch for each would cost registers.
-              if constexpr (tests_keys) kept &= keep.keeps_of_key<asks_keys>(row, pair.column);
+              if constexpr (tests_keys) kept &= keep.keeps_of_key<asks_keys>(row, column);
               if constexpr (has_functions) kept &= keep.by_functions<knows_kind>(pair, kind);
             } else {
               kept = keep.operator()<knows_kind, asks_keys>(pair, keep.keys_of(row), kind);

@@ -24,6 +24,10 @@ JAX_FLASH_DEVICE void load_shared(u32 (&x)[4], u32 address) {
                : "r"(address));
 }
 
+JAX_FLASH_DEVICE void load_shared(float2& x, u32 address) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+}
+
 JAX_FLASH_DEVICE void store_shared(u32 address, const uint4& x) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                : "memory");

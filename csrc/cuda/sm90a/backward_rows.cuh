@@ -153,6 +153,25 @@ struct Statistics {
   }
 };
 
+// lse or delta of a tile of rows, in shared memory: of the row `column` of the tile and the next.
+struct OfRows {
+  const float* from;
+
+  __device__ __forceinline__ float2 operator()(int column) const {
+    return *reinterpret_cast<const float2*>(&from[column]);
+  }
+};
+// The same, read where this stands: under a product that is waited for next.
+struct OfRowsEarly {
+  float2 of_lane[block_q / 8];
+
+  __device__ __forceinline__ OfRowsEarly(const float* from, int lane) {
+#pragma unroll
+    for (int n = 0; n < block_q / 8; ++n) load_shared(of_lane[n], shared_address(from + 8 * n + lane % 4 * 2));
+  }
+  __device__ __forceinline__ float2 operator()(int column) const { return of_lane[column / 8]; }
+};
+
 // Where dQ is summed up: for every 16 rows, for every 8 columns, the accumulators as the lanes hold them, four a lane,
 // so that one instruction of a warp adds 512 contiguous bytes. `row_tile` counts in the batch entry.
 JAX_FLASH_DEVICE float* dq_fragment(const Problem& problem, int batch, int head, int row_tile, int column_tile) {
@@ -269,13 +288,13 @@ struct Weights {
     return next;
   }
 
-  // Scores of the keys `beyond` first_key and on become weights. With keeps_derivatives, these are to be multiplied
-  // with dS^T.
+  // Scores of the keys `beyond` first_key and on become weights; lse_of as that of ScoreColumns. With
+  // keeps_derivatives, these are to be multiplied with dS^T.
+  template <typename LseOf>
   __device__ __forceinline__ void weigh(Scores64& s, Derivatives& derivatives, const Walk& at, bool full,
-                                        const float* lse_log2, int beyond = 0) const {
+                                        const LseOf& lse_of, int beyond = 0) const {
     const int kind = tells_kind ? at.kind : unread_block;
     auto& tile = reinterpret_cast<FragmentC(&)[1][block_q / 8]>(s);
-    const auto lse_of = [&](int column) { return *reinterpret_cast<const float2*>(&lse_log2[column]); };
     const auto rows_of = [&](int i) { return intervals[has_q_intervals ? i : 0]; };
     if (full) {
       scores.weigh<false>(tile, derivatives, at.tile * block_q, key() + beyond, lane, lse_of, rows_of, kind);
@@ -286,12 +305,12 @@ struct Weights {
   }
 
   // dP^T becomes dS^T, of weights.
+  template <typename DeltaOf>
   __device__ __forceinline__ void derive(Scores64& dp, const Scores64& s, const Derivatives& derivatives,
-                                         const Walk& at, const float* deltas) {
+                                         const Walk& at, const DeltaOf& delta_of) {
     scores.derive(reinterpret_cast<FragmentC(&)[1][block_q / 8]>(dp),
                   reinterpret_cast<const FragmentC(&)[1][block_q / 8]>(s), derivatives, gradients, true, at.head,
-                  at.tile * block_q, key(), lane, dp_factor,
-                  [&](int column) { return *reinterpret_cast<const float2*>(&deltas[column]); });
+                  at.tile * block_q, key(), lane, dp_factor, delta_of);
   }
 };
 

@@ -155,9 +155,10 @@ struct Half {
       Operand64 operand;
       wait_for_rows<QSlabs, true>(shared.q_full, shared.q[stage], at, ring);
       score_product<KSlabs, QSlabs>(s, shared.k, shared.q[stage]);
+      const OfRowsEarly lse_of(shared.lse_log2[stage], lane);
       wgmma_wait<0>();
       hold(s);
-      weights.weigh(s, derivatives, at, block.is_full(at), shared.lse_log2[stage]);
+      weights.weigh(s, derivatives, at, block.is_full(at), lse_of);
       arrive(shared.q_empty[stage]);
       barrier_wait(shared_address(&shared.p_empty[warp]), parity ^ 1);
 #pragma unroll
@@ -194,6 +195,7 @@ struct Half {
       Operand64 operand;
       wait_for_rows<OutSlabs, true>(shared.dout_full, shared.dout[stage], at, ring);
       score_product<VSlabs, OutSlabs>(dp, shared.v, shared.dout[stage]);
+      const OfRowsEarly delta_of(shared.deltas[stage], lane);
       wgmma_wait<0>();
       hold(dp);
       barrier_wait(shared_address(&shared.p_full[warp]), parity);
@@ -207,7 +209,7 @@ struct Half {
         }
       }
       arrive(shared.p_empty[warp]);
-      weights.derive(dp, p, derivatives, at, shared.deltas[stage]);
+      weights.derive(dp, p, derivatives, at, delta_of);
       arrive(shared.dout_empty[stage]);
       round_to(operand, dp);
       wait_for_rows<QSlabs, false>(shared.q_full, shared.q[stage], at, ring);

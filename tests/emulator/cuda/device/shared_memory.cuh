@@ -29,6 +29,9 @@ inline void load_transposed(u32 (&x)[4], u32 address, EMULATOR_SITE) { load_matr
 inline void load_shared(u32 (&x)[4], u32 address, EMULATOR_SITE) {
   __builtin_memcpy(x, emulator::shared(address, 16, site), 16);
 }
+inline void load_shared(float2& x, u32 address, EMULATOR_SITE) {
+  __builtin_memcpy(&x, emulator::shared(address, 8, site), 8);
+}
 inline void store_shared(u32 address, const uint4& x, EMULATOR_SITE) {
   __builtin_memcpy(emulator::shared(address, 16, site), &x, 16);
   emulator::written(address, 16);
