@@ -52,9 +52,7 @@ struct Strides {
 
 struct Problem {
   Options options;
-  // Two of them as GPUs use them: kernels short of registers would convert them from double again for every tile.
-  float scale;
-  float softcap;
+  float scale;  // that of the options, for kernels without a register for what a conversion gives
 
   int batch;           // B >= 1
   int q_length;        // T >= 1, of a batch entry, with all its sequences

@@ -156,7 +156,6 @@ Call decode(Platform platform, Pass pass, const Options& options, ffi::Remaining
   Problem& p = call.problem;
   p.options = options;
   p.scale = static_cast<float>(options.scale);
-  p.softcap = static_cast<float>(options.softcap);
   ffi::AnyBuffer q = argument(args, 0), k = argument(args, 1), v = argument(args, 2);
   ffi::DataType type = q.element_type();
   call.dtype = decode_dtype(type);

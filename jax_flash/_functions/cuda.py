@@ -52,7 +52,7 @@ _LONG = {
 """Of floats, many instructions each."""
 
 _ARGUMENTS = "const Problem& problem, int call, {}int b, int h, int q, int kv, int distance"
-_OF_DISTANCE = {
+_OF_DISTANCE: dict[tuple[str, ...], str] = {
     ("sub", "q", "kv"): "distance",
     ("sub", "kv", "q"): "-distance",
     **{(x, "q", "kv"): f"distance {_INFIX[x]} 0" for x in ("eq", "ne", "lt", "le", "gt", "ge")},
@@ -233,7 +233,7 @@ class _Printer:
         positions_from_0: bool,
     ) -> None:
         self.of, self.sizes, self.several = of, sizes, several
-        self.of_distance = _OF_DISTANCE if positions_from_0 else {}
+        self.of_distance: dict[tuple[str, ...], str] = _OF_DISTANCE if positions_from_0 else {}
 
     def lines(self, wanted: Sequence[int], prefix: str = "v") -> tuple[list[str], dict[int, str]]:
         """Definitions of values and what these depend on; and for each operation its name or literal."""

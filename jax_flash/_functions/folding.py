@@ -217,9 +217,10 @@ def _floored_by_bits(builder: Builder, dtype: str, which: Op, quotient: int, mov
     x, by_value = of_rest.args[0], int(by_value)
     if of_found.name == "rem" and of_moved.name == "add" and of_moved.args in ((quotient, by), (by, quotient)):
         return builder.apply("and", dtype, (x, builder.constant(by_value - 1, dtype)))
-    if of_found.name == "div" and of_moved.name == "sub" and of_moved.args[0] == quotient:
-        if builder.value(of_moved.args[1]) == 1:
-            return builder.apply("shift_right_arithmetic", dtype, (x, builder.constant(by_value.bit_length() - 1, dtype)))
+    subtracts = of_moved.name == "sub" and of_moved.args[0] == quotient and builder.value(of_moved.args[1]) == 1
+    if of_found.name == "div" and subtracts:
+        bits = builder.constant(by_value.bit_length() - 1, dtype)
+        return builder.apply("shift_right_arithmetic", dtype, (x, bits))
     return None
 
 

@@ -237,7 +237,6 @@ EMULATOR_CALL int call_number(Call* call, const char* name_, double value) {
     if (name == known) return *field = static_cast<int>(value), 1;
   }
   if (name == "scale") p.scale = static_cast<float>(value);
-  if (name == "softcap") p.softcap = static_cast<float>(value);
 #define SET(type, option) \
   if (name == #option) return p.options.option = static_cast<type>(value), 1;
 #define SET_FEATURE(type, option, absent) SET(type, option)

@@ -185,8 +185,8 @@ struct Keep : IntervalPlanes<in_intervals>, PairFunctions<has_functions> {
   __device__ __forceinline__ bool within(const Pair& pair, const int2& keys, int kind) const {
     bool kept = in_band(band, pair.row, pair.column);
     if constexpr (has_kv_intervals) kept &= holds(keys, pair.column);
-    if constexpr (tests_keys)
-      kept &= keeps_of_key<asks_keys>(pair.row, pair.column);  // read always: a branch costs registers
+    // Read always: a branch costs registers.
+    if constexpr (tests_keys) kept &= keeps_of_key<asks_keys>(pair.row, pair.column);
     if constexpr (has_functions) kept &= by_functions<knows_kind>(pair, kind);
     return kept;
   }

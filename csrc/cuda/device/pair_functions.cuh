@@ -26,14 +26,15 @@ struct Pair {
 
 // The distances of a lane's pairs as sums of one number and constants. As rows less columns, which it knows to be bits
 // side by side, the compiler does not see that most are the same, nor that comparisons with constants are tests of that
-// number.
+// number. Unless `present`, they are that all the same.
+template <bool present>
 struct Distances {
   int first;
 
-  __device__ __forceinline__ Distances(int row, int column) : first(has_functions ? opaque_number(row - column) : 0) {}
+  __device__ __forceinline__ Distances(int row, int column) : first(present ? opaque_number(row - column) : 0) {}
   // i rows and j columns, constants, beyond those.
   __device__ __forceinline__ Pair pair(int row, int column, int i, int j) const {
-    if constexpr (!has_functions) return {row, column};
+    if constexpr (!present) return {row, column};
     return {row, column, first + (i - j)};
   }
 };

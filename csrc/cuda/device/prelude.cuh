@@ -84,7 +84,7 @@ JAX_FLASH_DEVICE Result* result_of(const Tensor& t, int batch, int head, int row
 // What multiplies the scores of a batch entry.
 JAX_FLASH_DEVICE float scale_of(const Problem& problem, int batch) {
   if constexpr (has_traced_scale) return static_cast<const float*>(problem.traced_scale)[batch];
-  return problem.scale;
+  return static_cast<float>(problem.options.scale);
 }
 
 // The logit that joins the softmax of a query head's rows; -inf where there is none.

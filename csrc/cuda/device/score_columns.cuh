@@ -25,7 +25,7 @@ struct ScoreColumns : HeadScores {
     // One test for all ends, where that takes fewer registers (on sm_80 Graphormer's tables spill 96 bytes with it, 20
     // without; on sm_90 276 without).
     constexpr bool has_row_ends = masked && has_functions && (knows_kind || one_warp_loads);
-    const Distances distances(first_row + lane % 4 * 2, key);
+    const Distances<has_functions> distances(first_row + lane % 4 * 2, key);
     int kinds[m_tiles], row_ends[m_tiles][2];
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m) {
@@ -124,7 +124,7 @@ struct ScoreColumns : HeadScores {
                                          OperandGradients (&gradients)[m_tiles], bool counts, int head, int first_row,
                                          int key, int lane, float dp_factor, const DeltaOf& delta_of) const {
     SumsOfDiagonals<(adds_captured && captured_of_diagonals > 0)> of_diagonals[m_tiles];
-    const Distances distances(first_row + lane % 4 * 2, key);
+    const Distances<has_functions> distances(first_row + lane % 4 * 2, key);
 #pragma unroll
     for (int n = 0; n < n_tiles; ++n) {
       const int column = 8 * n + lane % 4 * 2;
@@ -173,7 +173,7 @@ struct ScoreColumns : HeadScores {
       FragmentC& ds, const FragmentC& weights, const FragmentC& kept, OperandGradients& gradients,
       SumsOfRow<adds_captured> (&of_rows)[2],
       SumsOfDiagonals<(adds_captured && captured_of_diagonals > 0)>& of_diagonals, bool counts, int head,
-      const Distances& distances, int first_row, int first_key, int beyond_row, int beyond_key) const {
+      const Distances<has_functions>& distances, int first_row, int first_key, int beyond_row, int beyond_key) const {
     float inner[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {

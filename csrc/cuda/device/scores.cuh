@@ -102,7 +102,7 @@ struct Scores {
   __device__ __forceinline__ Scores(const Problem& problem, const Extent& extent, int head, float scale)
       : problem(problem), extent(extent), scale(scale) {
     if constexpr (with_softcap) {
-      softcap = problem.softcap;
+      softcap = static_cast<float>(problem.options.softcap);
       inverse_softcap = 1.f / softcap;
     }
     enter(head);

@@ -336,8 +336,8 @@ std::string Variant::source() const {
 #define JAX_FLASH_FIELD(field) out << "constexpr int " #field " = " << tile.field << ";\n";
   JAX_FLASH_TILE_FIELDS(JAX_FLASH_FIELD)
 #undef JAX_FLASH_FIELD
-  // Whether a lane has pairs of a row with keys 2 i and 2 i + 1, which functions may read of a table at once. With sm80's
-  // kernels the compiler does not find out that it may, and spills.
+  // Whether a lane has pairs of a row with keys 2 i and 2 i + 1, which functions may read of a table at once. With
+  // sm80's kernels the compiler does not find out that it may, and spills.
   const bool pairs_of_keys = family == "sm90a" && (pass == Pass::forward || pass == Pass::backward_dq);
   out << "constexpr bool pairs_of_keys = " << pairs_of_keys << ";\n}  // namespace jax_flash\n";
   if (options.functions) {

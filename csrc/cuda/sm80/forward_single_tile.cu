@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     }
   }
   let_the_next_kernel_begin();
-  const float scale_log2 = problem.scale * kLog2e;
+  const float scale_log2 = static_cast<float>(problem.options.scale) * kLog2e;
 
   if (own < groups) {
     FragmentC scores[2];

@@ -254,14 +254,18 @@ struct Weights {
 
   __device__ __forceinline__ Weights(const Block& block, const Descale& descale, int first_key, int lane)
       : scores(block.problem, block.place.extent, block.band, block.first_head,
-               scale_of(block.problem, block.place.batch) * descale.query * descale.key),
+               kept_scale(block) * descale.query * descale.key),
         first_key(first_key),
         lane(lane),
         dp_factor(descale.dout * descale.value * descale.ds * probability_unit),
-        dq_factor(scale_of(block.problem, block.place.batch) * descale.key / descale.ds) {
+        dq_factor(kept_scale(block) * descale.key / descale.ds) {
     read_intervals();
     gradients[0].descale = 1.f / descale.ds;
     if constexpr (sums_gradients) gradients[0].clear();
+  }
+  // As scale_of(), without a conversion from double, which the compiler would repeat for every tile.
+  static __device__ __forceinline__ float kept_scale(const Block& block) {
+    return has_traced_scale ? scale_of(block.problem, block.place.batch) : block.problem.scale;
   }
   __device__ __forceinline__ int key() const { return first_key + lane / 4; }
   __device__ __forceinline__ void read_intervals() {

@@ -20,6 +20,8 @@ inline void load_shared(u32 (&)[4], u32 address, Site site = RECORD_SITE) {
   access(Instruction::load, address, 16, site);
 }
 
+inline void load_shared(float2&, u32 address, Site site = RECORD_SITE) { access(Instruction::load, address, 8, site); }
+
 inline void store_shared(u32 address, const uint4&, Site site = RECORD_SITE) {
   access(Instruction::store, address, 16, site);
 }
