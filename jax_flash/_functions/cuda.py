@@ -262,8 +262,8 @@ class _Printer:
         return f"static_cast<long long>(call) * {size} + {text}" if captured in self.several else text
 
     def of_key(self, load: Op) -> bool:
-        """Whether the elements of keys 2 i and 2 i + 1 lie side by side, from an even one on, and are small: two of four
-        bytes take a pair of registers, and spill."""
+        """Whether the elements of keys 2 i and 2 i + 1 lie side by side, from an even one on, and are of one or two
+        bytes: two of four take a pair of registers, and spill."""
         if not load.args or np.dtype(load.dtype).itemsize > 2:
             return False
         size, last = self.sizes[load.params][-1], self.of.ops[load.args[-1]]
