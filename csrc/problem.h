@@ -52,7 +52,6 @@ struct Strides {
 
 struct Problem {
   Options options;
-  float scale;  // that of the options, for kernels without a register for what a conversion gives
 
   int batch;           // B >= 1
   int q_length;        // T >= 1, of a batch entry, with all its sequences
@@ -106,6 +105,9 @@ struct Problem {
   // jax_flash_sum_splits adds these up. In a pass that adds to dQ atomically all shares add to one sum there instead,
   // which is zeroed first.
   int group_splits;  // >= 1
+  // That of the options, for kernels without a register for what a conversion gives. Here, since before `batch` it
+  // moves all that follows, and a forward of sm_75 spills.
+  float scale;
   void* group_sums;  // float [B, K, group_splits or 1, S, H + V]; null where group_splits is 1
 
   void* dlse;  // [B, N, T]; backward on CPUs only, where the kernels make delta of it and of out

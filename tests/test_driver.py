@@ -194,6 +194,16 @@ def test_compilers(tmp_path: pathlib.Path, command: str) -> None:
             drive([tmp_path / "driver"], isa, 1000 * seed, 200)
 
 
+@pytest.mark.slow(40)
+@pytest.mark.skipif(not X86, reason="instruction sets of x86-64")
+def test_flags_of_the_environment_do_not_reach_the_kernels(tmp_path: pathlib.Path) -> None:
+    """With CXXFLAGS=-march=native, on a processor with AVX512-BF16, every set took float32 for bfloat16."""
+    isas = [isa for isa in ("baseline", "avx512") if has(isa)]
+    build(tmp_path, isas, [], ["driver"], "-DCMAKE_CXX_FLAGS=-march=native")
+    for isa in isas:
+        drive([tmp_path / "driver"], isa, 4000, 200)
+
+
 @pytest.mark.slow(60)
 @pytest.mark.parametrize("command", [command for command in COMPILERS if "aarch64" not in command])
 def test_compilers_of_the_extension(tmp_path: pathlib.Path, command: str) -> None:

@@ -334,8 +334,8 @@ bool dropped(const Problem& p, const unsigned* seed, int64_t t, int64_t s) {
 
 struct Right {
   std::vector<double> out, lse, delta, dq, dk, dv, dbias, dslopes;
-  // Sums of the magnitudes of the terms of dk, dbias and dslopes, most of which may cancel.
-  std::vector<double> dk_sizes, dbias_sizes, dslopes_sizes;
+  // Sums of the magnitudes of the terms of dq, dk, dbias and dslopes, most of which may cancel.
+  std::vector<double> dq_sizes, dk_sizes, dbias_sizes, dslopes_sizes;
   // Of each row with slopes: which gradient it adds to, and what times dlse it subtracts from it.
   std::vector<int64_t> slope_of_row;
   std::vector<double> distances;
@@ -348,6 +348,7 @@ Right compute(const Case& c) {
   r.out.resize(c.out.size());
   r.dq.resize(c.dq.size());
   r.dk.resize(c.dk.size());
+  r.dq_sizes.resize(c.dq.size());
   r.dk_sizes.resize(c.dk.size());
   r.dv.resize(c.dv.size());
   r.lse.resize(c.lse.size());
@@ -457,6 +458,7 @@ Right compute(const Case& c) {
           }
           for (int h = 0; h < p.head_dim; ++h) {
             r.dq[q + h] += dscore * derivative[s] * scale * all_k[k(s) + h];
+            r.dq_sizes[q + h] += size * derivative[s] * scale * std::abs(all_k[k(s) + h]);
             r.dk[k(s) + h] += dscore * derivative[s] * scale * all_q[q + h];
             r.dk_sizes[k(s) + h] += size * derivative[s] * scale * std::abs(all_q[q + h]);
           }
@@ -510,10 +512,12 @@ bool check(Case& c, Drawer& drawer) {
   set_dlse(c, right);
   cpu::backward(c.dtype, c.p, 1, one);
   double eps = epsilon(c.dtype), wide_eps = epsilon(wide(c.dtype)), gradient = 4 * eps + 160 * wide_eps;
-  // With one key only the rounding of dk's terms is left, which is proportional to their magnitudes.
+  // With one key only the rounding of the terms of dq and dk is left, which is proportional to their magnitudes.
+  double least_of_dq = std::max(1.0, largest(right.dq_sizes) / 20);
   double least_of_dk = std::max(1.0, largest(right.dk_sizes) / 20);
   bool ok = close(c, "lse", c.lse, right.lse, 20 * wide_eps) &&
-            close(c, "out", c.out, right.out, 2 * eps + 40 * wide_eps) && close(c, "dq", c.dq, right.dq, gradient, 1) &&
+            close(c, "out", c.out, right.out, 2 * eps + 40 * wide_eps) &&
+            close(c, "dq", c.dq, right.dq, gradient, least_of_dq) &&
             close(c, "dk", c.dk, right.dk, gradient, least_of_dk) && close(c, "dv", c.dv, right.dv, gradient) &&
             close(c, "dbias", c.dbias, right.dbias, 20 * wide_eps, largest(right.dbias_sizes)) &&
             close(c, "dalibi_slopes", c.dslopes, right.dslopes, 20 * wide_eps, largest(right.dslopes_sizes));

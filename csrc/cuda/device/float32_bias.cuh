@@ -16,16 +16,16 @@ JAX_FLASH_DEVICE void float32_bias_item(const Problem& problem, Float32Storage& 
   const int first_key = key_tile * kFloat32Tile;
   float sum[4][4] = {};
   bool changed = false;
-  for (int batch = plane_batch; batch < (s.batch ? plane_batch + 1 : problem.batch); ++batch) {
+  // Every head and batch entry that shares the plane.
+  const int heads = s.head ? 1 : problem.q_heads, entries = s.batch ? 1 : problem.batch;
+  for (int i = 0; i < heads * entries; ++i) {
+    const int batch = plane_batch + i / heads, head = plane_head + i % heads;
+    if (!computed_in_float32(problem, batch, head / group)) continue;
     const Float32Place place(problem, false, batch, row_tile);
-    const int end_head = s.head ? plane_head + 1 : problem.q_heads;
-    if (!place.others(problem, {plane_head, end_head - plane_head}).visits(key_tile)) continue;
-    for (int head = plane_head; head < end_head; ++head) {
-      if (!computed_in_float32(problem, batch, head / group)) continue;
-      changed = true;
-      const Float32Pairs pairs(problem, shared, place, head);
-      pairs.weigh(first_key, true, [&](int i, int j, float, float ds, float) { sum[i][j] += ds; });
-    }
+    if (!place.others(problem, {head, 1}).visits(key_tile)) continue;
+    changed = true;
+    const Float32Pairs pairs(problem, shared, place, head);
+    pairs.weigh(first_key, true, [&](int i, int j, float, float ds, float) { sum[i][j] += ds; });
   }
   if (!changed) return;
   float* to = static_cast<float*>(problem.dbias) + plane_batch * s.batch + plane_head * s.head;
@@ -53,8 +53,9 @@ extern "C" __global__ void __launch_bounds__(kFloat32Threads)
     if (!__any_sync(0xffffffffu, any)) return;
     const int q_tiles = ceil_div(problem.q_length, kFloat32Tile), kv_tiles = ceil_div(problem.kv_length, kFloat32Tile);
     const i64 planes = static_cast<i64>(s.batch ? problem.batch : 1) * (s.head ? problem.q_heads : 1);
-    for (i64 item = blockIdx.x; item < planes * q_tiles * kv_tiles; item += gridDim.x) {
-      const i64 row = item / kv_tiles;
+    // No dbias has 2^32 tiles, and 64 bits would spill.
+    for (u32 item = blockIdx.x; item < planes * q_tiles * kv_tiles; item += gridDim.x) {
+      const u32 row = item / kv_tiles;
       float32_bias_item(problem, *reinterpret_cast<Float32Storage*>(memory), static_cast<int>(row / q_tiles),
                         static_cast<int>(row % q_tiles), static_cast<int>(item % kv_tiles));
     }

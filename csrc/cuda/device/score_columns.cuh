@@ -22,7 +22,7 @@ struct ScoreColumns : HeadScores {
                                         int lane, const LseOf& lse_of, const RowsOf& rows_of,
                                         int told = unread_block) const {
     constexpr bool knows_kind = masked && in_one_block<8 * n_tiles, 16>;
-    // One test for all ends, where that takes fewer registers (on sm_80 Graphormer's tables spill 96 bytes with it, 20
+    // One test for all ends, where that takes fewer registers (on sm_80 Graphormer's tables spill 96 bytes with it, 44
     // without; on sm_90 276 without).
     constexpr bool has_row_ends = masked && has_functions && (knows_kind || one_warp_loads);
     const Distances<has_functions> distances(first_row + lane % 4 * 2, key);

@@ -13,11 +13,13 @@ namespace jax_flash {
 //
 // The high word, the same in all: a swizzle of 128 bytes, and how far apart groups of 8 rows are. Beside a block mask
 // the compiler is not to know its value: it would add to a descriptor in two halves, four or five instructions between
-// products where one is enough. In the other kernels it adds as it should.
+// products where one is enough. In the other kernels it adds as it should; at head_dim 256, and in the passes of which
+// one is for dQ alone, it has no register for the word, and spills.
+constexpr bool opaque_layout = has_mask_blocks && !option_separate_dq && JAX_FLASH_LARGEST_HEAD_DIM <= 128;
 constexpr u32 operand_layout = 1u << 30 | 1024 >> 4;
 extern "C" __constant__ u32 jax_flash_operand_layout = operand_layout;
 JAX_FLASH_DEVICE u64 operand_of(u32 low) {
-  return static_cast<u64>(has_mask_blocks ? jax_flash_operand_layout : operand_layout) << 32 | low;
+  return static_cast<u64>(opaque_layout ? jax_flash_operand_layout : operand_layout) << 32 | low;
 }
 JAX_FLASH_DEVICE u64 by_rows(u32 address) { return operand_of(1u << 16 | (address & 0x3ffff) >> 4); }
 JAX_FLASH_DEVICE u64 by_columns(u32 address, u32 slab_bytes) {
