@@ -29,6 +29,8 @@ def functions(batch: int = 2, heads: int = 4, length: int = 333) -> tuple[dict[s
     # Last, so that what the others draw, and with it the errors that tests bound, stays as it was.
     drafts = jnp.asarray(random.random((length, 150)) < 0.3)  # of an even number of keys, fewer than there are
     steps = jnp.asarray(random.standard_normal((8, 150)), jnp.bfloat16)
+    kinds = jnp.asarray(random.integers(0, 4, length), jnp.int32)  # one more than the table has
+    relations = jnp.asarray(1 + random.random((3, 2, 5)), jnp.float32)
     width, radius = 16, 3
 
     def causal(b, h, q, kv):
@@ -78,6 +80,9 @@ def functions(batch: int = 2, heads: int = 4, length: int = 333) -> tuple[dict[s
         "relative": lambda score, b, h, q, kv: score + relative[h, q - kv + length].astype(score.dtype),
         "relative_chained": lambda score, b, h, q, kv: score + relative[h][q - kv + length].astype(score.dtype),
         "graphormer": lambda score, b, h, q, kv: score + table[h, distances[q, kv]].astype(score.dtype),
+        "relations": lambda score, b, h, q, kv: (
+            score * relations.at[kinds[q], h % 2, kinds[kv]].get(mode="fill", fill_value=0.5).astype(score.dtype)
+        ),
         "steps": lambda score, b, h, q, kv: score + steps[q % 8, kv].astype(score.dtype),
         "sigmoid_distance": lambda score, b, h, q, kv: score * jax.nn.sigmoid(2 - distance(score, q, kv) / 32),
         "masked": lambda score, b, h, q, kv: jnp.where(q >= kv, score, -jnp.inf),

@@ -223,6 +223,15 @@ def test_diagonals_are_summed_where_positions_do_not_saturate(positions_from_0: 
     assert f"constexpr int captured_of_diagonals = {int(positions_from_0)};" in text
 
 
+@pytest.mark.parametrize(("name", "elements"), [("graphormer", 16), ("relations", 15), ("steps", 0), ("relative", 0)])
+def test_small_tables_are_summed_by_each_thread(name: str, elements: int) -> None:
+    """The dimensions that a head decides don't count; ``steps`` is too large, ``relative`` is read by diagonals."""
+    functions, captured = traced(name)
+    text = cuda.source(functions, derives=True, gradients=floats(captured), positions_from_0=True)
+    assert f"constexpr int captured_of_tables = {elements};" in text
+    assert ("  of_tables[" in text) == (elements > 0)
+
+
 @pytest.mark.parametrize("positions_from_0", [True, False])
 def test_distances_are_told_where_they_do_not_overflow(positions_from_0: bool) -> None:
     """q - kv and comparisons of q with kv; a position below 0 less a key may wrap around."""
@@ -466,6 +475,7 @@ EMULATED: dict[str, dict[str, Any]] = {
     "pairs-of-keys": {"score": "steps", "mask": "drafts"},
     "table": {"score": "graphormer", "options": ["causal", "separate_dq"]},
     "filled": {"score": "filled", "mask": "tree", "head_dim": 256},
+    "relations": {"score": "relations", "mask": "causal"},
 }
 
 

@@ -6,6 +6,7 @@ csrc/cuda/device/function_operations.cuh.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -111,6 +112,8 @@ def _source(
     text += [f"constexpr bool {name} = {str(flag).lower()};" for name, flag in flags.items()]
     shared = _shared(scored, positions_from_0)
     text += [f"constexpr int captured_of_{name}s = {len(loads)};" for name, loads in shared.items()]
+    tables = _tables(scored, shared, sizes)
+    text.append(f"constexpr int captured_of_tables = {sum(table.elements for table in tables.values())};")
 
     def printer(of: Program) -> _Printer:
         return _Printer(of, sizes, several, positions_from_0)
@@ -135,7 +138,7 @@ def _source(
             text += lines
             results.append(names[of.outputs[0]])
         text += [f"  return {' & '.join(results) or 'true'};", "}"]
-    text += _additions(scored, shared, printer, gradients)
+    text += _additions(scored, shared, tables, printer, gradients)
     text += ["}  // namespace jax_flash", ""]
     return "\n".join(text)
 
@@ -168,17 +171,81 @@ def _shared(scored: program.ScoreProgram | None, positions_from_0: bool) -> dict
     return found
 
 
+_MOST_OF_TABLES = 32
+"""Sums that a thread keeps in memory of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Table:
+    """A small table that the pairs of a head choose an element from: a thread's sums of these are from ``first`` on.
+    ``sizes`` has, for each dimension, None where all pairs of a head have one index."""
+
+    first: int
+    sizes: tuple[int | None, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(size for size in self.sizes if size is not None)
+
+    def place(self, index: Sequence[str]) -> str:
+        """Which of the thread's sums belongs to an element."""
+        text = ""
+        for size, name in zip(self.sizes, index, strict=True):
+            if size is not None:
+                text = f"({text}) * {size} + static_cast<int>({name})" if text else f"static_cast<int>({name})"
+        return f"{self.first} + {text}"
+
+    def of_head(self, index: Sequence[int]) -> list[int]:
+        """The indices that all pairs of a head have in common."""
+        return [i for i, size in zip(index, self.sizes, strict=True) if size is None]
+
+    def index(self, place: str, of_head: Sequence[str]) -> list[str]:
+        """The element whose sum has this place; ``of_head`` are the other indices."""
+        others, found, stride = iter(of_head), list[str](), self.elements
+        for size in self.sizes:
+            if size is None:
+                found.append(next(others))
+            else:
+                stride //= size
+                found.append(f"({place} - {self.first}) / {stride} % {size}")
+        return found
+
+
+def _tables(
+    scored: program.ScoreProgram | None, shared: dict[str, list[Load]], sizes: dict[int, tuple[int, ...]]
+) -> dict[Load, _Table]:
+    """The tables of which a thread sums up its pairs."""
+    found: dict[Load, _Table] = {}
+    if scored is None:
+        return found
+    first = 0
+    for load in scored.loads:
+        if any(load in loads for loads in shared.values()):
+            continue
+        of, dependencies = scored.program.outputs, scored.program.dependencies
+        own = [
+            None if dependencies[of[i]] <= {"b", "h"} else size
+            for i, size in zip(load.index, sizes[load.captured], strict=True)
+        ]
+        table = _Table(first, tuple(own))
+        if first + table.elements <= _MOST_OF_TABLES:
+            found[load] = table
+            first += table.elements
+    return found
+
+
 def _additions(
     scored: program.ScoreProgram | None,
     shared: dict[str, list[Load]],
+    tables: dict[Load, _Table],
     printer: Callable[[Program], _Printer],
     gradients: Sequence[int],
 ) -> list[str]:
-    """The functions that add to gradients of captured arrays: those of a pair, and sums of a head, a key, a row or a
-    diagonal."""
+    """The functions that add to gradients of captured arrays: those of a pair, and sums of a head, a key, a row, a
+    diagonal or an element of a table."""
     sums = {load: f"of_{name}[{i}]" for name, loads in shared.items() for i, load in enumerate(loads)}
     arguments = _ARGUMENTS.format("float score, ") + ", float ds"
-    arguments += "".join(f", float* of_{name}" for name in shared)
+    arguments += "".join(f", float* of_{name}" for name in (*shared, "tables"))
     text = [f"JAX_FLASH_FUNCTION void add_to_captured({arguments}) {{"]
 
     def added(load: Load, names: Callable[[int], str], own: _Printer, addend: str) -> str:
@@ -208,6 +275,8 @@ def _additions(
             valid = None if load.valid is None else names(load.valid)
             there = " && ".join(x for x in ("ds != 0.f", valid) if x)
             addend = f"ds * {names(load.derivative)}"
+            if load in tables:
+                sums[load] = f"of_tables[{tables[load].place([names(i) for i in load.index])}]"
             if load not in sums:
                 text.append(f"  if ({there}) {added(load, names, own, addend)}")
             elif _most(own.of, own.of.outputs[load.derivative]) < math.inf:
@@ -221,6 +290,15 @@ def _additions(
             names, own = defined(loads, lambda load: load.index)
             text += [f"  if (sums[{i}] != 0.f) {added(x, names, own, f'sums[{i}]')}" for i, x in enumerate(loads)]
         text.append("}")
+    text.append(f"JAX_FLASH_FUNCTION void add_sum_of_table({_ARGUMENTS.format('')}, int place, float sum) {{")
+    if tables:
+        names, own = defined(list(tables), lambda load: tables[load].of_head(load.index))
+    for load, table in tables.items():
+        index = table.index("place", [names(i) for i in table.of_head(load.index)])
+        there = f"place >= {table.first} && place < {table.first + table.elements}"
+        gradient = gradients.index(load.captured)
+        text.append(f"  if ({there}) add_to(problem.dcaptured[{gradient}], {own.offset(load.captured, index)}, sum);")
+    text.append("}")
     return text
 
 
@@ -311,11 +389,11 @@ def _most(of: Program, i: int) -> float:
     what it is made of may overflow or be NaN."""
     op = of.ops[i]
     most = math.inf
-    if op.dtype == "float32":
+    if op.name == "constant" and "float" in op.dtype and np.isfinite(op.params):
+        most = abs(float(op.params))
+    elif op.dtype == "float32":
         args = [_most(of, arg) for arg in op.args]
-        if op.name == "constant" and np.isfinite(op.params):
-            most = abs(float(op.params))
-        elif op.name == "convert_element_type" and of.ops[op.args[0]].dtype in ("bool", "int32", "uint32"):
+        if op.name == "convert_element_type" and of.ops[op.args[0]].dtype in ("bool", "int32", "uint32"):
             most = 2.0**32
         elif op.name in ("neg", "abs"):
             most = args[0]

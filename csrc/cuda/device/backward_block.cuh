@@ -40,6 +40,12 @@ struct OperandGradients : CapturedSums<sums_captured> {
   float keys[2];  // of a bias that all rows share: keys lane / 4 and lane / 4 + 8
   float descale;  // of dS
 
+  // dS comes multiplied by `ds_factor`.
+  __device__ __forceinline__ void enter(float ds_factor, SumsOfTables& tables) {
+    descale = 1.f / ds_factor;
+    enter_captured(tables);
+    if constexpr (sums_gradients) clear();
+  }
   __device__ __forceinline__ void clear() {
     slope = keys[0] = keys[1] = 0.f;
     clear_captured();

@@ -1,5 +1,5 @@
-// Gradients of captured arrays by elements that many pairs read: a thread sums up its pairs of a head, of a key and of
-// a row, and a warp's sums are added to the gradient in one go.
+// Gradients of captured arrays by elements that many pairs read: a thread sums up its pairs of a head, of a key, of a
+// row and of an element of a small table, and a warp's sums are added to the gradient in one go.
 #pragma once
 
 #include "cuda/device/lanes.cuh"
@@ -7,16 +7,32 @@
 
 namespace jax_flash {
 
-constexpr bool sums_captured = captured_of_heads > 0 || captured_of_keys > 0;  // from row to row
+// From row to row.
+constexpr bool sums_captured = captured_of_heads > 0 || captured_of_keys > 0 || captured_of_tables > 0;
+
+// A thread's sums of elements of tables, for all keys of its warp. An array of the kernel's: what is indexed by a
+// number that only the pair tells lies in local memory, and would take with it whatever shares an object with it.
+struct SumsOfTables {
+  float sums[at_least(captured_of_tables, 1)];
+
+  __device__ __forceinline__ SumsOfTables() {
+    if constexpr (captured_of_tables == 0) return;
+#pragma unroll 1
+    for (float& x : sums) x = 0.f;
+  }
+};
 
 // Of a warp's 16 keys and one query head; of these keys a lane has lane / 4 and lane / 4 + 8.
 template <bool present>
 struct CapturedSums {
   float of_head[at_least(captured_of_heads, 1)];
   float of_keys[2][at_least(captured_of_keys, 1)];
+  float* of_tables;
 
   __device__ __forceinline__ float* sums_of_head() { return of_head; }
   __device__ __forceinline__ float* sums_of_key(int half) { return of_keys[half]; }
+  __device__ __forceinline__ float* sums_of_tables() { return of_tables; }
+  __device__ __forceinline__ void enter_captured(SumsOfTables& tables) { of_tables = tables.sums; }
   __device__ __forceinline__ void clear_captured() {
 #pragma unroll
     for (float& x : of_head) x = 0.f;
@@ -34,6 +50,14 @@ struct CapturedSums {
       for (float& x : of_head) x = quad_sum(column_sum(x));
       if (lane == 0) functions.add_of_head(problem, of_head);
     }
+    if constexpr (captured_of_tables > 0) {
+#pragma unroll 1
+      for (int i = 0; i < captured_of_tables; ++i) {
+        const float sum = quad_sum(column_sum(of_tables[i]));
+        of_tables[i] = 0.f;
+        if (lane == 0 && sum != 0.f) functions.add_of_table(problem, i, sum);
+      }
+    }
     if constexpr (captured_of_keys > 0) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -49,6 +73,8 @@ template <>
 struct CapturedSums<false> {
   __device__ __forceinline__ float* sums_of_head() { return nullptr; }
   __device__ __forceinline__ float* sums_of_key(int) { return nullptr; }
+  __device__ __forceinline__ float* sums_of_tables() { return nullptr; }
+  __device__ __forceinline__ void enter_captured(SumsOfTables&) {}
   __device__ __forceinline__ void clear_captured() {}
   __device__ __forceinline__ void flush_captured(const Problem&, const Extent&, const PairFunctions<has_functions>&,
                                                  int, int) {}
@@ -128,14 +154,18 @@ struct SumsOfDiagonals<false> {
 JAX_FLASH_DEVICE void add_directly(const Problem& problem, const PairFunctions<has_functions>& functions, float x,
                                    int row, int key, float ds) {
   CapturedSums<true> sums;
+  SumsOfTables of_tables;
   SumsOfRow<true> of_row;
   float of_diagonal[at_least(captured_of_diagonals, 1)] = {};
   sums.clear_captured();
-  functions.add(problem, x, {row, key}, ds, sums.of_head, sums.of_keys[0], of_row.sums, of_diagonal);
+  functions.add(problem, x, {row, key}, ds, sums.of_head, sums.of_keys[0], of_row.sums, of_diagonal, of_tables.sums);
   functions.add_of_head(problem, sums.of_head);
   functions.add_of_key(problem, key, sums.of_keys[0]);
   functions.add_of_row(problem, row, of_row.sums);
   functions.add_of_diagonal(problem, row, key, of_diagonal);
+  for (int i = 0; i < captured_of_tables; ++i) {
+    if (of_tables.sums[i] != 0.f) functions.add_of_table(problem, i, of_tables.sums[i]);
+  }
 }
 
 }  // namespace jax_flash

@@ -14,7 +14,8 @@ constexpr bool derives_scores = false, adds_captured = false, captured_take_scor
 // Of the elements whose gradients are wanted, how many a head, a key, a row and a diagonal have that all its pairs
 // read.
 constexpr int captured_of_heads = 0, captured_of_keys = 0, captured_of_rows = 0, captured_of_diagonals = 0;
-constexpr int function_batch = 0;  // batch entries of a call, where vmap has joined several; 0: all are one call's
+constexpr int captured_of_tables = 0;  // elements of small tables of which every pair of a head chooses one
+constexpr int function_batch = 0;      // batch entries of a call, where vmap has joined several; 0: all are one call's
 constexpr int mask_block_rows = 1, mask_block_keys = 1;
 
 static __device__ __forceinline__ float score_function(const Problem&, int, float score, int, int, int, int, int,
@@ -24,11 +25,12 @@ static __device__ __forceinline__ float score_function(const Problem&, int, floa
 static __device__ __forceinline__ bool mask_function(const Problem&, int, int, int, int, int, int) { return true; }
 static __device__ __forceinline__ bool partial_mask(const Problem&, int, int, int, int, int, int) { return true; }
 static __device__ __forceinline__ void add_to_captured(const Problem&, int, float, int, int, int, int, int, float,
-                                                       float*, float*, float*, float*) {}
+                                                       float*, float*, float*, float*, float*) {}
 static __device__ __forceinline__ void add_sums_of_head(const Problem&, int, int, int, int, int, int, const float*) {}
 static __device__ __forceinline__ void add_sums_of_key(const Problem&, int, int, int, int, int, int, const float*) {}
 static __device__ __forceinline__ void add_sums_of_row(const Problem&, int, int, int, int, int, int, const float*) {}
 static __device__ __forceinline__ void add_sums_of_diagonal(const Problem&, int, int, int, int, int, int,
                                                             const float*) {}
+static __device__ __forceinline__ void add_sum_of_table(const Problem&, int, int, int, int, int, int, int, float) {}
 
 }  // namespace jax_flash

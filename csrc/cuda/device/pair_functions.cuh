@@ -112,16 +112,16 @@ struct PairFunctions {
     return score_function(problem, call, x, b, h, position(pair.row), pair.column, distance(pair), derivative);
   }
   // Adds ds, the gradient of a pair's score, times the derivatives of the score by elements of captured arrays to their
-  // gradients, or to the sums of those elements that all pairs of a head, a key, a row or a diagonal read. `x` is the
-  // score before the function.
+  // gradients, or to the sums of those elements that all pairs of a head, a key, a row or a diagonal read, or of small
+  // tables. `x` is the score before the function.
   __device__ __forceinline__ void add(const Problem& problem, float x, const Pair& pair, float ds, float* of_head,
-                                      float* of_key, float* of_row, float* of_diagonal) const {
+                                      float* of_key, float* of_row, float* of_diagonal, float* of_tables) const {
     if constexpr (adds_captured) {
       // Beside a score function that is evaluated again, one block of code for all pairs spills (sm_90, 112 bytes and
       // 1,824 without the branch).
       if (captured_take_score && ds == 0.f) return;
       add_to_captured(problem, call, x, b, h, position(pair.row), pair.column, distance(pair), ds, of_head, of_key,
-                      of_row, of_diagonal);
+                      of_row, of_diagonal, of_tables);
     }
   }
   __device__ __forceinline__ void add_of_head(const Problem& problem, const float* sums) const {
@@ -138,6 +138,10 @@ struct PairFunctions {
                                                   const float* sums) const {
     add_sums_of_diagonal(problem, call, b, h, position(row), column, distance({row, column}), sums);
   }
+  // Of the element of a table that has this place among a thread's sums.
+  __device__ __forceinline__ void add_of_table(const Problem& problem, int place, float sum) const {
+    add_sum_of_table(problem, call, b, h, 0, 0, 0, place, sum);
+  }
 };
 
 template <>
@@ -150,12 +154,13 @@ struct PairFunctions<false> {
     return true;
   }
   __device__ __forceinline__ float score(const Problem&, float x, const Pair&, float&) const { return x; }
-  __device__ __forceinline__ void add(const Problem&, float, const Pair&, float, float*, float*, float*, float*) const {
-  }
+  __device__ __forceinline__ void add(const Problem&, float, const Pair&, float, float*, float*, float*, float*,
+                                      float*) const {}
   __device__ __forceinline__ void add_of_head(const Problem&, const float*) const {}
   __device__ __forceinline__ void add_of_key(const Problem&, int, const float*) const {}
   __device__ __forceinline__ void add_of_row(const Problem&, int, const float*) const {}
   __device__ __forceinline__ void add_of_diagonal(const Problem&, int, int, const float*) const {}
+  __device__ __forceinline__ void add_of_table(const Problem&, int, float) const {}
 };
 
 // The blocks of a block mask that tiles of `size` rows or keys meet; the other side's rows [begin, end) and query heads

@@ -196,7 +196,8 @@ struct ScoreColumns : HeadScores {
       if constexpr (adds_captured) {
         if (counts) {
           keep.functions().add(problem, x, pair, ds.x[e] * gradients.descale, gradients.sums_of_head(),
-                               gradients.sums_of_key(e / 2), of_rows[e % 2].sums, of_diagonals.of(e / 2, e % 2));
+                               gradients.sums_of_key(e / 2), of_rows[e % 2].sums, of_diagonals.of(e / 2, e % 2),
+                               gradients.sums_of_tables());
         }
       }
       ds.x[e] *= outer;

@@ -366,7 +366,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     const int group = warp / 4 - 1;
     const Descale descale = descale_of(problem, block.place.batch, block.place.kv_head);
     const int first_key = block.place.first_key + group * 64 + warp % 4 * 16;
-    Backward backward{block, shared, group, warp % 4, lane, {block, descale, first_key, lane}, {}};
+    SumsOfTables of_tables;
+    Backward backward{block, shared, group, warp % 4, lane, {block, descale, of_tables, first_key, lane}, {}};
     backward.run();
 #pragma unroll
     for (int j = 0; j < tiles_of_keys; ++j) {

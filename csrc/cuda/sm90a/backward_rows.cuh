@@ -252,7 +252,8 @@ struct Weights {
   int2 intervals[has_q_intervals ? 2 : 1];  // of the lane's keys: read for every tile they would be waited for
   OperandGradients gradients[1];
 
-  __device__ __forceinline__ Weights(const Block& block, const Descale& descale, int first_key, int lane)
+  __device__ __forceinline__ Weights(const Block& block, const Descale& descale, SumsOfTables& of_tables, int first_key,
+                                     int lane)
       : scores(block.problem, block.place.extent, block.band, block.first_head,
                kept_scale(block) * descale.query * descale.key),
         first_key(first_key),
@@ -260,8 +261,7 @@ struct Weights {
         dp_factor(descale.dout * descale.value * descale.ds * probability_unit),
         dq_factor(kept_scale(block) * descale.key / descale.ds) {
     read_intervals();
-    gradients[0].descale = 1.f / descale.ds;
-    if constexpr (sums_gradients) gradients[0].clear();
+    gradients[0].enter(descale.ds, of_tables);
   }
   // As scale_of(), without a conversion from double, which the compiler would repeat for every tile.
   static __device__ __forceinline__ float kept_scale(const Block& block) {

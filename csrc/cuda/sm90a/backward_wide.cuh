@@ -257,7 +257,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   } else {
     warpgroup_reg_alloc<computing_registers(loading_warp)>();
     const Descale descale = descale_of(problem, block.place.batch, block.place.kv_head);
-    Half half{block, shared, warp / 4 - 1, warp % 4, lane, {block, descale, first_key, lane}};
+    SumsOfTables of_tables;
+    Half half{block, shared, warp / 4 - 1, warp % 4, lane, {block, descale, of_tables, first_key, lane}};
     if (half.group == 0) {
       FragmentC dv[VSlabs::columns / 8];
 #pragma unroll
