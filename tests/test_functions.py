@@ -232,6 +232,20 @@ def test_small_tables_are_summed_by_each_thread(name: str, elements: int) -> Non
     assert ("  of_tables[" in text) == (elements > 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("relative", True), ("sigmoid_distance", True), ("alibi", False), ("graphormer", False), ("softcap", False)],
+)
+@pytest.mark.parametrize("positions_from_0", [True, False])
+def test_what_is_slow_and_of_a_diagonal_is_kept_for_its_pairs(name: str, kept: bool, positions_from_0: bool) -> None:
+    functions, _ = traced(name)
+    text = cuda.source(functions, positions_from_0=positions_from_0)
+    kept &= positions_from_0
+    assert f"constexpr bool has_diagonal_value = {str(kept).lower()};" in text
+    of_pair = text[text.index("float score_of_diagonal(") : text.index("bool mask_function(")]
+    assert ("load<" in of_pair or "logistic(" in of_pair) == (not kept and name not in ("softcap",))
+
+
 @pytest.mark.parametrize("positions_from_0", [True, False])
 def test_distances_are_told_where_they_do_not_overflow(positions_from_0: bool) -> None:
     """q - kv and comparisons of q with kv; a position below 0 less a key may wrap around."""
@@ -476,6 +490,8 @@ EMULATED: dict[str, dict[str, Any]] = {
     "table": {"score": "graphormer", "options": ["causal", "separate_dq"]},
     "filled": {"score": "filled", "mask": "tree", "head_dim": 256},
     "relations": {"score": "relations", "mask": "causal"},
+    "diagonals": {"score": "sigmoid_distance", "mask": "causal"},
+    "diagonals-128": {"score": "sigmoid_distance", "mask": "window", "blocks": (64, 128), "head_dim": 128},
 }
 
 

@@ -10,7 +10,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,8 @@ _LONG = {
     *("pow", "log1p", "expm1", "cbrt", "erf", "erfc"),
 }
 """Of floats, many instructions each."""
+_SLOW = {*_LONG, *("exp", "exp2", "log", "sqrt", "rsqrt", "tanh", "logistic", "div", "rem", "load")}
+"""Slower than a load from shared memory."""
 
 _ARGUMENTS = "const Problem& problem, int call, {}int b, int h, int q, int kv, int distance"
 _OF_DISTANCE: dict[tuple[str, ...], str] = {
@@ -104,6 +107,10 @@ def _source(
     }
     of_pairs = set() if scored is None else _names_of_pairs(scored.program)
     flags["has_long_score"] = not of_pairs.isdisjoint(_LONG)
+    diagonal = None if scored is None or not positions_from_0 else _diagonal_value(scored.program)
+    flags["has_diagonal_value"] = diagonal is not None
+    if scored is not None and diagonal is not None:
+        of_pairs = _names_of_pairs(scored.program, [diagonal])
     flags["loads_pairs"] = "load" in of_pairs.union(*map(_names_of_pairs, itertools.chain(*decided.values())))
     flags["adds_captured"] = scored is not None and bool(scored.loads)
     flags["captured_take_score"] = scored is not None and scored.takes_score
@@ -118,18 +125,7 @@ def _source(
     def printer(of: Program) -> _Printer:
         return _Printer(of, sizes, several, positions_from_0)
 
-    score_arguments = _ARGUMENTS.format("float score, ")
-    text.append(f"JAX_FLASH_FUNCTION float score_function({score_arguments}, float& derivative) {{")
-    if scored is None:
-        text.append("  return score;")
-    else:
-        value, derivative = scored.program.outputs[:2]
-        lines, names = printer(scored.program).lines([value, derivative] if flags["derives_scores"] else [value])
-        text += lines
-        if flags["derives_scores"]:
-            text.append(f"  derivative = {names[derivative]};")
-        text.append(f"  return {names[value]};")
-    text.append("}")
+    text += _score(scored, diagonal, flags["derives_scores"], printer)
     for name, found in decided.items():
         text.append(f"JAX_FLASH_FUNCTION bool {name}({_ARGUMENTS.format('')}) {{")
         results = []
@@ -143,13 +139,60 @@ def _source(
     return "\n".join(text)
 
 
-def _names_of_pairs(of: Program) -> set[str]:
+def _names_of_pairs(of: Program, given: Sequence[int] = ()) -> set[str]:
     """Which operations a function's value takes for every pair, rather than for a row or a key."""
     return {
         of.ops[i].name
-        for i in of.needed(of.outputs[:1])
+        for i in of.needed(of.outputs[:1], given)
         if "score" in of.dependencies[i] or {"q", "kv"} <= of.dependencies[i]
     }
+
+
+def _diagonal_value(of: Program) -> int | None:
+    """The one value that a score takes of h and q - kv alone, if that repays a place in memory."""
+    own = [{"distance"} <= inputs <= {"b", "h", "distance"} for inputs in of.dependencies_by_distance]
+    score = of.outputs[0]
+    taken = {i for user in of.needed([score]) if not own[user] for i in of.ops[user].args if own[i]}
+    if len(taken) != 1:
+        return None
+    (value,) = taken
+    slow = any(of.ops[i].name in _SLOW for i in of.needed([value]) if own[i])
+    return value if slow and _type(of.ops[value].dtype) in ("float", "int", "unsigned") else None
+
+
+def _score(
+    scored: program.ScoreProgram | None, diagonal: int | None, derives: bool, printer: Callable[[Program], _Printer]
+) -> list[str]:
+    """The score function; and what it takes of a diagonal, with the function of that."""
+    arguments = _ARGUMENTS.format("float score, ")
+    own = None if scored is None else printer(scored.program)
+    text = []
+
+    def function(name: str, more: str, given: dict[int, str]) -> None:
+        text.append(f"JAX_FLASH_FUNCTION float {name}({arguments}, {more}float& derivative) {{")
+        if scored is None or own is None:
+            text.extend(["  return score;", "}"])
+            return
+        value, derivative = scored.program.outputs[:2]
+        lines, names = own.lines([value, derivative] if derives else [value], given=given)
+        text.extend(lines)
+        if derives:
+            text.append(f"  derivative = {names[derivative]};")
+        text.extend([f"  return {names[value]};", "}"])
+
+    function("score_function", "", {})
+    of_diagonal = "float"
+    lines, returned = list[str](), "0.f"
+    if own is not None and diagonal is not None:
+        of_diagonal = _type(own.of.ops[diagonal].dtype)
+        lines, names = own.lines([diagonal])
+        returned = names[diagonal]
+    text.append(f"using DiagonalValue = {of_diagonal};")
+    text.append("JAX_FLASH_FUNCTION DiagonalValue diagonal_value(")
+    text.append("    const Problem& problem, int call, int b, int h, int distance) {")
+    text += [*lines, f"  return {returned};", "}"]
+    function("score_of_diagonal", "DiagonalValue value, ", {} if diagonal is None else {diagonal: "value"})
+    return text
 
 
 _MOST_SHARED = {"head": 8, "key": 2, "row": 4, "diagonal": 2}
@@ -313,11 +356,14 @@ class _Printer:
         self.of, self.sizes, self.several = of, sizes, several
         self.of_distance: dict[tuple[str, ...], str] = _OF_DISTANCE if positions_from_0 else {}
 
-    def lines(self, wanted: Sequence[int], prefix: str = "v") -> tuple[list[str], dict[int, str]]:
-        """Definitions of values and what these depend on; and for each operation its name or literal."""
-        names: dict[int, str] = {}
+    def lines(
+        self, wanted: Sequence[int], prefix: str = "v", given: Mapping[int, str] = types.MappingProxyType({})
+    ) -> tuple[list[str], dict[int, str]]:
+        """Definitions of values and what these depend on, beyond those that are given by name; and for each operation
+        its name or literal."""
+        names = dict(given)
         found = []
-        for i in self.of.needed(wanted):
+        for i in self.of.needed(wanted, given):
             op = self.of.ops[i]
             if op.name == "constant":
                 names[i] = literal(op.params, op.dtype)

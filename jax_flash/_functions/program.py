@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -73,13 +73,14 @@ class Program:
         """The inputs that an output depends on."""
         return self.dependencies[self.outputs[output]]
 
-    def needed(self, wanted: Iterable[int]) -> list[int]:
-        """The operations that these are and depend on, each behind those that it uses."""
+    def needed(self, wanted: Iterable[int], given: Collection[int] = ()) -> list[int]:
+        """The operations that these are and depend on, each behind those that it uses; without those that are
+        ``given``, and what only they depend on."""
         used = set(wanted)
         for i in reversed(range(len(self.ops))):
-            if i in used:
+            if i in used and i not in given:
                 used.update(self.ops[i].args)
-        return sorted(used)
+        return sorted(used.difference(given))
 
     @functools.cached_property
     def dependencies(self) -> tuple[frozenset[str], ...]:

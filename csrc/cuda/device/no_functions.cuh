@@ -15,11 +15,19 @@ constexpr bool derives_scores = false, adds_captured = false, captured_take_scor
 // read.
 constexpr int captured_of_heads = 0, captured_of_keys = 0, captured_of_rows = 0, captured_of_diagonals = 0;
 constexpr int captured_of_tables = 0;  // elements of small tables of which every pair of a head chooses one
+// Whether a score function takes a value of h and q - kv alone that is slow to compute.
+constexpr bool has_diagonal_value = false;
 constexpr int function_batch = 0;      // batch entries of a call, where vmap has joined several; 0: all are one call's
 constexpr int mask_block_rows = 1, mask_block_keys = 1;
 
 static __device__ __forceinline__ float score_function(const Problem&, int, float score, int, int, int, int, int,
                                                        float&) {
+  return score;
+}
+using DiagonalValue = float;
+static __device__ __forceinline__ DiagonalValue diagonal_value(const Problem&, int, int, int, int) { return 0.f; }
+static __device__ __forceinline__ float score_of_diagonal(const Problem&, int, float score, int, int, int, int, int,
+                                                          DiagonalValue, float&) {
   return score;
 }
 static __device__ __forceinline__ bool mask_function(const Problem&, int, int, int, int, int, int) { return true; }

@@ -18,7 +18,9 @@ constexpr bool in_one_block = has_mask_blocks && mask_block_rows % rows == 0 && 
 // A pair of query and key, by row and column.
 struct Pair {
   int row, column;
-  int distance;  // row - column
+  int distance;             // row - column
+  bool has_value = false;   // whether what the score function takes of the distance is known, and
+  DiagonalValue value = 0;  // what that is
 
   __device__ __forceinline__ Pair(int row, int column) : Pair(row, column, row - column) {}
   __device__ __forceinline__ Pair(int row, int column, int distance) : row(row), column(column), distance(distance) {}
@@ -109,7 +111,14 @@ struct PairFunctions {
   }
 
   __device__ __forceinline__ float score(const Problem& problem, float x, const Pair& pair, float& derivative) const {
+    if (pair.has_value) {
+      return score_of_diagonal(problem, call, x, b, h, position(pair.row), pair.column, distance(pair), pair.value,
+                               derivative);
+    }
     return score_function(problem, call, x, b, h, position(pair.row), pair.column, distance(pair), derivative);
+  }
+  __device__ __forceinline__ DiagonalValue of_diagonal(const Problem& problem, int distance) const {
+    return diagonal_value(problem, call, b, h, distance);
   }
   // Adds ds, the gradient of a pair's score, times the derivatives of the score by elements of captured arrays to their
   // gradients, or to the sums of those elements that all pairs of a head, a key, a row or a diagonal read, or of small
@@ -154,6 +163,7 @@ struct PairFunctions<false> {
     return true;
   }
   __device__ __forceinline__ float score(const Problem&, float x, const Pair&, float&) const { return x; }
+  __device__ __forceinline__ DiagonalValue of_diagonal(const Problem&, int) const { return 0; }
   __device__ __forceinline__ void add(const Problem&, float, const Pair&, float, float*, float*, float*, float*,
                                       float*) const {}
   __device__ __forceinline__ void add_of_head(const Problem&, const float*) const {}

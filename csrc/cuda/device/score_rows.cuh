@@ -1,6 +1,7 @@
 // Scores of which rows of query run along the rows of the accumulators, between the product and the next one.
 #pragma once
 
+#include "cuda/device/diagonal_values.cuh"
 #include "cuda/device/head_scores.cuh"
 
 namespace jax_flash {
@@ -17,15 +18,17 @@ struct ScoreRows : HeadScores {
   __device__ __forceinline__ void logits(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
                                          int first_key, int lane) const {
     const KeysOfRows<tiles, 8, masked && decides_keys && in_order> keys(keep, row, first_key, lane);
-    logits<masked, of_bias>(scores, derivatives, row, half, first_key, lane, keys);
+    const DiagonalValues<8 * tiles, false> diagonals;
+    logits<masked, of_bias>(scores, derivatives, row, half, first_key, lane, keys, diagonals);
   }
-  template <bool masked, bool of_bias, int tiles, typename Keys>
+  template <bool masked, bool of_bias, int tiles, typename Keys, typename Diagonals>
   __device__ __forceinline__ void logits(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
-                                         int first_key, int lane, const Keys& keys, int told = unread_block) const {
+                                         int first_key, int lane, const Keys& keys, const Diagonals& diagonals,
+                                         int told = unread_block) const {
     if (keys.decides) {
-      logits_of<masked, of_bias, false>(scores, derivatives, row, half, first_key, lane, keys, told);
+      logits_of<masked, of_bias, false>(scores, derivatives, row, half, first_key, lane, keys, diagonals, told);
     } else {
-      logits_of<masked, of_bias, true>(scores, derivatives, row, half, first_key, lane, keys, told);
+      logits_of<masked, of_bias, true>(scores, derivatives, row, half, first_key, lane, keys, diagonals, told);
     }
   }
 
@@ -111,9 +114,10 @@ struct ScoreRows : HeadScores {
  private:
   // Four n8 tiles at a time, or what is read for all of them crowds out the accumulators. Unless it `asks_keys`, one by
   // one, `keys` tell which intervals hold the row.
-  template <bool masked, bool of_bias, bool asks_keys, int tiles, typename Keys>
+  template <bool masked, bool of_bias, bool asks_keys, int tiles, typename Keys, typename Diagonals>
   __device__ __forceinline__ void logits_of(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
-                                            int first_key, int lane, const Keys& keys, int told) const {
+                                            int first_key, int lane, const Keys& keys, const Diagonals& diagonals,
+                                            int told) const {
     constexpr int together = tiles % 4 == 0 ? 4 : 2;
     // The assembler would read for all rows at once, and spill. Of 16 keys or 64 it spills more with the barrier.
     if (loads_take_registers && tiles == 4 && (has_bias || has_mask || in_segments || has_functions)) __syncwarp();
@@ -144,7 +148,8 @@ struct ScoreRows : HeadScores {
         for (int odd = 0; odd < 2; ++odd) {
           float& score = scores[first_n + n].x[2 * half + odd];
           const int column = first + n * 8 + odd;
-          const Pair pair = distances.pair(row, column, 8 * half, (first_n + n) * 8 + odd);
+          Pair pair = distances.pair(row, column, 8 * half, (first_n + n) * 8 + odd);
+          diagonals.tell(pair, 8 * half, (first_n + n) * 8 + odd);
           if constexpr (modifies_scores) {
             float b = 0.f, derivative;
             if constexpr (has_bias) b = as_float(bias[n][odd]);

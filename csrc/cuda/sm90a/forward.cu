@@ -67,12 +67,15 @@ struct Item {
   __device__ __forceinline__ bool has_keys() const { return range.begin < range.end; }
 };
 
+using Diagonals = DiagonalValues<block_kv, has_diagonal_value>;
+
 struct SharedStorage {
   alignas(1024) char q[QSlabs::bytes];
   char k[stages][KSlabs::bytes];
   char v[stages][VSlabs::bytes];
   Item items[2];
   Told following[skips_tiles ? stages : 1];  // the tile after that of K
+  Diagonals::Storage diagonals[4 * consumers];
   // mbarriers. Full: an item is published, and its Q has landed; a tile has landed. Empty: all warps are done with it.
   // Wanted and found: items, between the warp that loads and the one that searches.
   u64 item_full[2], item_empty[2], q_empty;
@@ -356,13 +359,14 @@ struct Consumer {
   // these are in the tiles that are masked, and only there it is counted what rounding added.
   template <bool masked>
   __device__ __forceinline__ void softmax(FragmentC (&scores)[block_kv / 8], float (&shrink)[2], const Scope& scope,
-                                          int tile, bool uniform, const Keys<masked>& keys, int own_lane) {
+                                          int tile, bool uniform, const Keys<masked>& keys, const Diagonals& diagonals,
+                                          int own_lane) {
     const int kind = !tells_kind ? unread_block : uniform ? full_block : partial_block;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (masked || modifies_scores || has_mask) {
         scope.rows.logits<masked, false>(scores, nullptr, scope.row + 8 * half, half, tile * block_kv, own_lane, keys,
-                                         kind);
+                                         diagonals, kind);
       }
       shrink[half] = statistics[half].update(quad_max(maximum_of(scores, half)), scope.rows.scale_log2);
       rounding[half] *= shrink[half];
@@ -414,6 +418,11 @@ struct Consumer {
     return lane + *static_cast<const volatile bool*>(&item.is_last);
   }
 
+  __device__ __forceinline__ Diagonals diagonals_of(const Scope& scope, int tile, int own_lane) const {
+    return {shared.diagonals[own_row / 16], problem, scope.rows.keep.functions(), scope.row - own_lane / 4,
+            tile * block_kv, own_lane};
+  }
+
   // The first tile of an item.
   template <bool masked>
   __device__ __forceinline__ void begin(const Scope& scope, int tile, bool uniform) {
@@ -424,9 +433,10 @@ struct Consumer {
     const int own_lane = lane_behind_products<masked>(scope.item);
     clear(scope);
     const Keys<masked> keys(scope.rows.keep, scope.row, tile * block_kv, own_lane);
+    const Diagonals diagonals = diagonals_of(scope, tile, own_lane);
     wgmma_wait<0>();
     end_scores(scores);
-    softmax<masked>(scores, shrink, scope, tile, uniform, keys, own_lane);
+    softmax<masked>(scores, shrink, scope, tile, uniform, keys, diagonals, own_lane);
     keep_weights(scores);
   }
 
@@ -443,9 +453,10 @@ struct Consumer {
     const int own_lane = lane_behind_products<masked>(scope.item);
     const Keys<masked> keys(scope.rows.keep, scope.row, tile * block_kv,
                             own_lane);  // what it reads comes with the product
+    const Diagonals diagonals = diagonals_of(scope, tile, own_lane);
     wgmma_wait<1>();
     end_scores(scores);
-    softmax<masked>(scores, shrink, scope, tile, uniform, keys, own_lane);
+    softmax<masked>(scores, shrink, scope, tile, uniform, keys, diagonals, own_lane);
     end_out(v_ring);
     if (!lazy || __any_sync(0xffffffffu, shrink[0] != 1.f || shrink[1] != 1.f)) {
 #pragma unroll
