@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ def functions(batch: int = 2, heads: int = 4, length: int = 333) -> tuple[dict[s
     steps = jnp.asarray(random.standard_normal((8, 150)), jnp.bfloat16)
     kinds = jnp.asarray(random.integers(0, 4, length), jnp.int32)  # one more than the table has
     relations = jnp.asarray(1 + random.random((3, 2, 5)), jnp.float32)
+    buckets = jnp.asarray(random.standard_normal((32, heads)), jnp.float32)
     width, radius = 16, 3
 
     def causal(b, h, q, kv):
@@ -74,12 +76,19 @@ def functions(batch: int = 2, heads: int = 4, length: int = 333) -> tuple[dict[s
     def distance(score, q, kv):
         return jnp.abs(q - kv).astype(score.dtype)
 
+    def bucket(q, kv):
+        """T5's, of both directions."""
+        apart = jnp.abs(q - kv)
+        far = 8 + (jnp.log(jnp.maximum(apart, 1).astype(jnp.float32) / 8) / math.log(16) * 8).astype(jnp.int32)
+        return jnp.where(kv > q, 16, 0) + jnp.where(apart < 8, apart, jnp.minimum(far, 15))
+
     scores = {
         "alibi": lambda score, b, h, q, kv: score - slopes[h].astype(score.dtype) * distance(score, q, kv),
         "softcap": lambda score, b, h, q, kv: 2 * jnp.tanh(score / 2),
         "relative": lambda score, b, h, q, kv: score + relative[h, q - kv + length].astype(score.dtype),
         "relative_chained": lambda score, b, h, q, kv: score + relative[h][q - kv + length].astype(score.dtype),
         "graphormer": lambda score, b, h, q, kv: score + table[h, distances[q, kv]].astype(score.dtype),
+        "buckets": lambda score, b, h, q, kv: score + buckets[bucket(q, kv), h].astype(score.dtype),
         "relations": lambda score, b, h, q, kv: (
             score * relations.at[kinds[q], h % 2, kinds[kv]].get(mode="fill", fill_value=0.5).astype(score.dtype)
         ),

@@ -216,9 +216,10 @@ def test_a_sum_selects_by_ds_where_its_derivative_may_not_be_finite(name: str, s
     assert ("ds != 0.f ?" in line) == selects
 
 
+@pytest.mark.parametrize("name", ["relative", "buckets"])
 @pytest.mark.parametrize("positions_from_0", [True, False])
-def test_diagonals_are_summed_where_positions_do_not_saturate(positions_from_0: bool) -> None:
-    functions, captured = traced("relative")
+def test_diagonals_are_summed_where_positions_do_not_saturate(name: str, positions_from_0: bool) -> None:
+    functions, captured = traced(name)
     text = cuda.source(functions, derives=True, gradients=floats(captured), positions_from_0=positions_from_0)
     assert f"constexpr int captured_of_diagonals = {int(positions_from_0)};" in text
 
@@ -234,7 +235,7 @@ def test_small_tables_are_summed_by_each_thread(name: str, elements: int) -> Non
 
 @pytest.mark.parametrize(
     ("name", "kept"),
-    [("relative", True), ("sigmoid_distance", True), ("alibi", False), ("graphormer", False), ("softcap", False)],
+    [("relative", True), ("buckets", True), ("sigmoid_distance", True), ("alibi", False), ("graphormer", False), ("softcap", False)],
 )
 @pytest.mark.parametrize("positions_from_0", [True, False])
 def test_what_is_slow_and_of_a_diagonal_is_kept_for_its_pairs(name: str, kept: bool, positions_from_0: bool) -> None:
@@ -252,6 +253,17 @@ def test_distances_are_told_where_they_do_not_overflow(positions_from_0: bool) -
     functions, _ = traced(mask="dilated")
     text = cuda.source(functions, positions_from_0=positions_from_0)
     assert ("distance >= 0" in text) == ("sub(q, kv)" not in text) == positions_from_0
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", None), ("bool", 1)])
+def test_a_range_is_known_of_what_was_bool_and_not_of_what_was_a_float(dtype: str, most: int | None) -> None:
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        x = (q - kv).astype(dtype).astype(jnp.int32)
+        return (jnp.minimum(x, 1) >= q) & (x < 2)
+
+    function = trace.trace("mask_mod", mask, "mask", jnp.float32, trace.Captured())
+    names = {op.name for op in program.mask_program(function, True).ops}
+    assert ("min" in names) == ("lt" in names) == (most is None)
 
 
 def test_equal_operations_are_one_and_constants_are_folded() -> None:
@@ -491,6 +503,9 @@ EMULATED: dict[str, dict[str, Any]] = {
     "filled": {"score": "filled", "mask": "tree", "head_dim": 256},
     "relations": {"score": "relations", "mask": "causal"},
     "diagonals": {"score": "sigmoid_distance", "mask": "causal"},
+    "buckets": {"score": "buckets", "options": ["causal"], "head_dim": 128},
+    "buckets-offset": {"score": "buckets", "mask": "causal", "options": ["q_offset"]},
+    "buckets-wide": {"score": "buckets", "head_dim": 256},
     "diagonals-128": {"score": "sigmoid_distance", "mask": "window", "blocks": (64, 128), "head_dim": 128},
 }
 

@@ -288,7 +288,7 @@ def _additions(
     diagonal or an element of a table."""
     sums = {load: f"of_{name}[{i}]" for name, loads in shared.items() for i, load in enumerate(loads)}
     arguments = _ARGUMENTS.format("float score, ") + ", float ds"
-    arguments += "".join(f", float* of_{name}" for name in (*shared, "tables"))
+    arguments += "".join(f", float* of_{name}" for name in (*shared, "tables")) + ", int table_stride"
     text = [f"JAX_FLASH_FUNCTION void add_to_captured({arguments}) {{"]
 
     def added(load: Load, names: Callable[[int], str], own: _Printer, addend: str) -> str:
@@ -319,7 +319,7 @@ def _additions(
             there = " && ".join(x for x in ("ds != 0.f", valid) if x)
             addend = f"ds * {names(load.derivative)}"
             if load in tables:
-                sums[load] = f"of_tables[{tables[load].place([names(i) for i in load.index])}]"
+                sums[load] = f"of_tables[({tables[load].place([names(i) for i in load.index])}) * table_stride]"
             if load not in sums:
                 text.append(f"  if ({there}) {added(load, names, own, addend)}")
             elif _most(own.of, own.of.outputs[load.derivative]) < math.inf:

@@ -74,7 +74,7 @@ def range_of(builder: Builder, op: Op) -> tuple[int, int] | None:
         return int(op.params), int(op.params)
     if op.name == "input":
         return builder.least.get(op.params, least), builder.most.get(op.params, most)
-    found = _range_of_args(op, [builder.ranges[i] for i in op.args])
+    found = _range_of_args(op, [(0, 1) if builder.ops[i].dtype == "bool" else builder.ranges[i] for i in op.args])
     if found is None or found[0] < least or found[1] > most:  # it may wrap around
         return least, most
     return found
@@ -88,7 +88,7 @@ def _range_of_args(op: Op, args: Sequence[tuple[int, int] | None]) -> tuple[int,
         return None
     known = [x for x in args if x is not None]
     if len(known) != len(args):
-        return (0, 1) if op.name == "convert_element_type" else None
+        return None
     if op.name == "convert_element_type":
         return known[0]
     if op.name in ("add", "sub", "mul", "max", "min"):

@@ -57,6 +57,9 @@ class Op:
     params: Any = None
 
 
+_OF_DISTANCE = ("sub", "eq", "ne", "lt", "le", "gt", "ge")
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """Operations, each of which uses earlier ones, and which of them are the results."""
@@ -89,7 +92,7 @@ class Program:
 
     @functools.cached_property
     def dependencies_by_distance(self) -> tuple[frozenset[str], ...]:
-        """The same with q - kv and kv - q as an input of their own, "distance"."""
+        """The same with q - kv and kv - q, and comparisons of q with kv, as an input of their own, "distance"."""
         return self._dependencies(distances=True)
 
     def _dependencies(self, distances: bool) -> tuple[frozenset[str], ...]:
@@ -97,7 +100,7 @@ class Program:
         for op in self.ops:
             own = frozenset([op.params]) if op.name == "input" else frozenset()
             of = {self.ops[i].params for i in op.args if self.ops[i].name == "input"}
-            if distances and op.name == "sub" and of == {"q", "kv"}:
+            if distances and op.name in _OF_DISTANCE and of == {"q", "kv"}:
                 found.append(frozenset(["distance"]))
             else:
                 found.append(own.union(*(found[i] for i in op.args)))

@@ -523,9 +523,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       descale.dout * descale.value * ds_factor,
       ds_factor,
   };
-  SumsOfTables of_tables;
+  LocalTables local;
 #pragma unroll
-  for (int m = 0; m < key_tiles; ++m) backward.gradients[m].enter(descale.ds, of_tables);
+  for (int m = 0; m < key_tiles; ++m) backward.gradients[m].enter(descale.ds, local.tables());
   const Heads heads{first_head, group};
   TileWalk<block_q> tiles =
       walk_of_rows<block_q, block_kv>(problem, extent, backward.scores.keep.band, heads, first_key);

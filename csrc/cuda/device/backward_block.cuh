@@ -41,7 +41,7 @@ struct OperandGradients : CapturedSums<sums_captured> {
   float descale;  // of dS
 
   // dS comes multiplied by `ds_factor`.
-  __device__ __forceinline__ void enter(float ds_factor, SumsOfTables& tables) {
+  __device__ __forceinline__ void enter(float ds_factor, const SumsOfTables& tables) {
     descale = 1.f / ds_factor;
     enter_captured(tables);
     if constexpr (sums_gradients) clear();

@@ -2,6 +2,7 @@
 // row and of an element of a small table, and a warp's sums are added to the gradient in one go.
 #pragma once
 
+#include "cuda/device/diagonals.cuh"
 #include "cuda/device/lanes.cuh"
 #include "cuda/device/pair_functions.cuh"
 
@@ -10,16 +11,10 @@ namespace jax_flash {
 // From row to row.
 constexpr bool sums_captured = captured_of_heads > 0 || captured_of_keys > 0 || captured_of_tables > 0;
 
-// A thread's sums of elements of tables, for all keys of its warp. An array of the kernel's: what is indexed by a
-// number that only the pair tells lies in local memory, and would take with it whatever shares an object with it.
-struct SumsOfTables {
+struct LocalTables {
   float sums[at_least(captured_of_tables, 1)];
 
-  __device__ __forceinline__ SumsOfTables() {
-    if constexpr (captured_of_tables == 0) return;
-#pragma unroll 1
-    for (float& x : sums) x = 0.f;
-  }
+  __device__ __forceinline__ SumsOfTables tables() { return {sums, 1}; }
 };
 
 // Of a warp's 16 keys and one query head; of these keys a lane has lane / 4 and lane / 4 + 8.
@@ -27,12 +22,15 @@ template <bool present>
 struct CapturedSums {
   float of_head[at_least(captured_of_heads, 1)];
   float of_keys[2][at_least(captured_of_keys, 1)];
-  float* of_tables;
+  SumsOfTables of_tables;
 
   __device__ __forceinline__ float* sums_of_head() { return of_head; }
   __device__ __forceinline__ float* sums_of_key(int half) { return of_keys[half]; }
-  __device__ __forceinline__ float* sums_of_tables() { return of_tables; }
-  __device__ __forceinline__ void enter_captured(SumsOfTables& tables) { of_tables = tables.sums; }
+  __device__ __forceinline__ const SumsOfTables& sums_of_tables() const { return of_tables; }
+  __device__ __forceinline__ void enter_captured(const SumsOfTables& tables) {
+    of_tables = tables;
+    of_tables.clear();
+  }
   __device__ __forceinline__ void clear_captured() {
 #pragma unroll
     for (float& x : of_head) x = 0.f;
@@ -73,8 +71,8 @@ template <>
 struct CapturedSums<false> {
   __device__ __forceinline__ float* sums_of_head() { return nullptr; }
   __device__ __forceinline__ float* sums_of_key(int) { return nullptr; }
-  __device__ __forceinline__ float* sums_of_tables() { return nullptr; }
-  __device__ __forceinline__ void enter_captured(SumsOfTables&) {}
+  __device__ __forceinline__ SumsOfTables sums_of_tables() const { return {}; }
+  __device__ __forceinline__ void enter_captured(const SumsOfTables&) {}
   __device__ __forceinline__ void clear_captured() {}
   __device__ __forceinline__ void flush_captured(const Problem&, const Extent&, const PairFunctions<has_functions>&,
                                                  int, int) {}
@@ -107,9 +105,10 @@ struct SumsOfDiagonals {
 
   __device__ __forceinline__ float* of(int half, int odd) { return sums[half][odd]; }
   // Behind 8 rows, of which the lane has `row` and the next: adds the sums that are complete. `key` is the second.
-  __device__ __forceinline__ void flush(const Problem& problem, const PairFunctions<has_functions>& functions, int row,
-                                        int key, int lane) {
-    add(sums[1], problem, functions, row, key, lane);
+  template <typename Sums>
+  __device__ __forceinline__ void flush(const Problem& problem, const PairFunctions<has_functions>& functions,
+                                        const Sums& to, int row, int key, int lane) {
+    add(sums[1], problem, functions, to, row, key, lane);
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
 #pragma unroll
@@ -120,15 +119,18 @@ struct SumsOfDiagonals {
     }
   }
   // Behind the last rows: those of the first key, 8 before the second.
-  __device__ __forceinline__ void end(const Problem& problem, const PairFunctions<has_functions>& functions, int row,
-                                      int key, int lane) {
-    add(sums[1], problem, functions, row, key - 8, lane);
+  template <typename Sums>
+  __device__ __forceinline__ void end(const Problem& problem, const PairFunctions<has_functions>& functions,
+                                      const Sums& to, int row, int key, int lane) {
+    add(sums[1], problem, functions, to, row, key - 8, lane);
+    to.end(problem, functions, lane);
   }
 
  private:
+  template <typename Sums>
   static __device__ __forceinline__ void add(float (&some)[2][at_least(captured_of_diagonals, 1)],
                                              const Problem& problem, const PairFunctions<has_functions>& functions,
-                                             int row, int key, int lane) {
+                                             const Sums& to, int row, int key, int lane) {
     const int column = lane % 4, line = lane / 4;  // the diagonal goes on at the next column, two lines below
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
@@ -139,32 +141,39 @@ struct SumsOfDiagonals {
         const float two = __shfl_down_sync(0xffffffffu, x, 18);
         if (column < 2 && line < 4) x += two;
       }
-      if (column == 0 || line < 2) functions.add_of_diagonal(problem, row + odd, key, some[odd]);
+      if (column == 0 || line < 2) {
+        to.add(problem, functions, row + odd, key, odd, 2 * column + odd >= line, some[odd]);
+      }
     }
   }
 };
 template <>
 struct SumsOfDiagonals<false> {
   __device__ __forceinline__ float* of(int, int) { return nullptr; }
-  __device__ __forceinline__ void flush(const Problem&, const PairFunctions<has_functions>&, int, int, int) {}
-  __device__ __forceinline__ void end(const Problem&, const PairFunctions<has_functions>&, int, int, int) {}
+  template <typename Sums>
+  __device__ __forceinline__ void flush(const Problem&, const PairFunctions<has_functions>&, const Sums&, int, int,
+                                        int) {}
+  template <typename Sums>
+  __device__ __forceinline__ void end(const Problem&, const PairFunctions<has_functions>&, const Sums&, int, int, int) {
+  }
 };
 
 // Of a single pair, without sums.
 JAX_FLASH_DEVICE void add_directly(const Problem& problem, const PairFunctions<has_functions>& functions, float x,
                                    int row, int key, float ds) {
   CapturedSums<true> sums;
-  SumsOfTables of_tables;
+  LocalTables local;
   SumsOfRow<true> of_row;
   float of_diagonal[at_least(captured_of_diagonals, 1)] = {};
+  sums.enter_captured(local.tables());
   sums.clear_captured();
-  functions.add(problem, x, {row, key}, ds, sums.of_head, sums.of_keys[0], of_row.sums, of_diagonal, of_tables.sums);
+  functions.add(problem, x, {row, key}, ds, sums.of_head, sums.of_keys[0], of_row.sums, of_diagonal, local.tables());
   functions.add_of_head(problem, sums.of_head);
   functions.add_of_key(problem, key, sums.of_keys[0]);
   functions.add_of_row(problem, row, of_row.sums);
   functions.add_of_diagonal(problem, row, key, of_diagonal);
   for (int i = 0; i < captured_of_tables; ++i) {
-    if (of_tables.sums[i] != 0.f) functions.add_of_table(problem, i, of_tables.sums[i]);
+    if (local.sums[i] != 0.f) functions.add_of_table(problem, i, local.sums[i]);
   }
 }
 

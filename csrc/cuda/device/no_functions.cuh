@@ -17,7 +17,7 @@ constexpr int captured_of_heads = 0, captured_of_keys = 0, captured_of_rows = 0,
 constexpr int captured_of_tables = 0;  // elements of small tables of which every pair of a head chooses one
 // Whether a score function takes a value of h and q - kv alone that is slow to compute.
 constexpr bool has_diagonal_value = false;
-constexpr int function_batch = 0;      // batch entries of a call, where vmap has joined several; 0: all are one call's
+constexpr int function_batch = 0;  // batch entries of a call, where vmap has joined several; 0: all are one call's
 constexpr int mask_block_rows = 1, mask_block_keys = 1;
 
 static __device__ __forceinline__ float score_function(const Problem&, int, float score, int, int, int, int, int,
@@ -33,7 +33,7 @@ static __device__ __forceinline__ float score_of_diagonal(const Problem&, int, f
 static __device__ __forceinline__ bool mask_function(const Problem&, int, int, int, int, int, int) { return true; }
 static __device__ __forceinline__ bool partial_mask(const Problem&, int, int, int, int, int, int) { return true; }
 static __device__ __forceinline__ void add_to_captured(const Problem&, int, float, int, int, int, int, int, float,
-                                                       float*, float*, float*, float*, float*) {}
+                                                       float*, float*, float*, float*, float*, int) {}
 static __device__ __forceinline__ void add_sums_of_head(const Problem&, int, int, int, int, int, int, const float*) {}
 static __device__ __forceinline__ void add_sums_of_key(const Problem&, int, int, int, int, int, int, const float*) {}
 static __device__ __forceinline__ void add_sums_of_row(const Problem&, int, int, int, int, int, int, const float*) {}

@@ -49,6 +49,20 @@ JAX_FLASH_DEVICE int kind_of_block(const Problem& problem, const Extent& extent,
                column * static_cast<int>(s.column));
 }
 
+// A thread's sums of elements of tables, for all keys of its warp. What is indexed by a number that only the pair tells
+// lies in memory: in shared memory, the threads side by side, or else in an array of its own, as local memory takes
+// with it whatever shares an object with that.
+struct SumsOfTables {
+  float* first;
+  int stride;
+
+  __device__ __forceinline__ float& operator[](int place) const { return first[place * stride]; }
+  __device__ __forceinline__ void clear() const {
+#pragma unroll 1
+    for (int i = 0; i < captured_of_tables; ++i) (*this)[i] = 0.f;
+  }
+};
+
 // What the functions take for the pairs of a head of an extent: a packed sequence is a batch entry of its own. A base
 // rather than a member: absent it takes no place, and the machine code is as without it.
 template <bool present>
@@ -124,13 +138,14 @@ struct PairFunctions {
   // gradients, or to the sums of those elements that all pairs of a head, a key, a row or a diagonal read, or of small
   // tables. `x` is the score before the function.
   __device__ __forceinline__ void add(const Problem& problem, float x, const Pair& pair, float ds, float* of_head,
-                                      float* of_key, float* of_row, float* of_diagonal, float* of_tables) const {
+                                      float* of_key, float* of_row, float* of_diagonal,
+                                      const SumsOfTables& of_tables) const {
     if constexpr (adds_captured) {
       // Beside a score function that is evaluated again, one block of code for all pairs spills (sm_90, 112 bytes and
       // 1,824 without the branch).
       if (captured_take_score && ds == 0.f) return;
       add_to_captured(problem, call, x, b, h, position(pair.row), pair.column, distance(pair), ds, of_head, of_key,
-                      of_row, of_diagonal, of_tables);
+                      of_row, of_diagonal, of_tables.first, of_tables.stride);
     }
   }
   __device__ __forceinline__ void add_of_head(const Problem& problem, const float* sums) const {
@@ -165,7 +180,7 @@ struct PairFunctions<false> {
   __device__ __forceinline__ float score(const Problem&, float x, const Pair&, float&) const { return x; }
   __device__ __forceinline__ DiagonalValue of_diagonal(const Problem&, int) const { return 0; }
   __device__ __forceinline__ void add(const Problem&, float, const Pair&, float, float*, float*, float*, float*,
-                                      float*) const {}
+                                      const SumsOfTables&) const {}
   __device__ __forceinline__ void add_of_head(const Problem&, const float*) const {}
   __device__ __forceinline__ void add_of_key(const Problem&, int, const float*) const {}
   __device__ __forceinline__ void add_of_row(const Problem&, int, const float*) const {}

@@ -16,11 +16,12 @@ struct ScoreColumns : HeadScores {
   // pairs are all masked, unless something modifies the scores. `rows_of(i)` is the interval of key
   // 8 * i + `key`, where keys have such. `told` is the kind of the tile's block of the block mask, unless that is
   // unread_block.
-  template <bool masked, int m_tiles, int n_tiles, int n_derivatives, typename LseOf, typename RowsOf>
+  template <bool masked, int m_tiles, int n_tiles, int n_derivatives, typename LseOf, typename RowsOf,
+            typename Diagonals = DiagonalValues<8 * n_tiles, 16 * m_tiles, false>>
   __device__ __forceinline__ void weigh(FragmentC (&scores)[m_tiles][n_tiles],
                                         FragmentC (&derivatives)[m_tiles][n_derivatives], int first_row, int key,
-                                        int lane, const LseOf& lse_of, const RowsOf& rows_of,
-                                        int told = unread_block) const {
+                                        int lane, const LseOf& lse_of, const RowsOf& rows_of, int told = unread_block,
+                                        const Diagonals& diagonals = {}) const {
     constexpr bool knows_kind = masked && in_one_block<8 * n_tiles, 16>;
     // One test for all ends, where that takes fewer registers (on sm_80 Graphormer's tables spill 96 bytes with it, 44
     // without; on sm_90 276 without).
@@ -56,7 +57,8 @@ struct ScoreColumns : HeadScores {
 #pragma unroll
           for (int e = odd; e < 4; e += 2) {
             const int own_key = key + 16 * m + e / 2 * 8;
-            const Pair pair = distances.pair(row, own_key, 8 * n + odd, 16 * m + e / 2 * 8);
+            Pair pair = distances.pair(row, own_key, 8 * n + odd, 16 * m + e / 2 * 8);
+            diagonals.tell(pair, 8 * n + odd, 16 * m + e / 2 * 8);
             float& x = scores[m][n].x[e];
             float logit = x * scale_log2;
             if constexpr (modifies_scores) {
@@ -117,12 +119,13 @@ struct ScoreColumns : HeadScores {
 
   // Products V dO^T become dS^T, of these weights and of a query head, and add to the gradients of its operands unless
   // another warp does that for the same pairs.
-  template <int m_tiles, int n_tiles, int n_derivatives, typename DeltaOf>
+  template <int m_tiles, int n_tiles, int n_derivatives, typename DeltaOf, typename Sums = DirectSums>
   __device__ __forceinline__ void derive(FragmentC (&products)[m_tiles][n_tiles],
                                          const FragmentC (&weights)[m_tiles][n_tiles],
                                          const FragmentC (&derivatives)[m_tiles][n_derivatives],
                                          OperandGradients (&gradients)[m_tiles], bool counts, int head, int first_row,
-                                         int key, int lane, float dp_factor, const DeltaOf& delta_of) const {
+                                         int key, int lane, float dp_factor, const DeltaOf& delta_of,
+                                         const Sums& diagonal_sums = {}) const {
     SumsOfDiagonals<(adds_captured && captured_of_diagonals > 0)> of_diagonals[m_tiles];
     const Distances<has_functions> distances(first_row + lane % 4 * 2, key);
 #pragma unroll
@@ -140,7 +143,9 @@ struct ScoreColumns : HeadScores {
         if constexpr (has_score_function && (keeps_products || adds_captured || has_dbias || has_dalibi_slopes)) {
           derive_function(ds, weights[m][n], derivatives[m][keeps_derivatives ? n : 0], gradients[m], of_rows,
                           of_diagonals[m], counts, head, distances, first_row + column, key + 16 * m, 8 * n, 16 * m);
-          if (counts) of_diagonals[m].flush(problem, keep.functions(), first_row + column, key + 16 * m + 8, lane);
+          if (counts) {
+            of_diagonals[m].flush(problem, keep.functions(), diagonal_sums, first_row + column, key + 16 * m + 8, lane);
+          }
         } else {
           if constexpr (has_dbias || has_dalibi_slopes) {
             if (counts) gradients[m].add(problem, extent, modified, head, first_row + column, key + 16 * m, ds);
@@ -161,7 +166,7 @@ struct ScoreColumns : HeadScores {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m) {
       const int row = first_row + 8 * (n_tiles - 1) + lane % 4 * 2;
-      if (counts) of_diagonals[m].end(problem, keep.functions(), row, key + 16 * m + 8, lane);
+      if (counts) of_diagonals[m].end(problem, keep.functions(), diagonal_sums, row, key + 16 * m + 8, lane);
     }
   }
 

@@ -1,7 +1,7 @@
 // Scores of which rows of query run along the rows of the accumulators, between the product and the next one.
 #pragma once
 
-#include "cuda/device/diagonal_values.cuh"
+#include "cuda/device/diagonals.cuh"
 #include "cuda/device/head_scores.cuh"
 
 namespace jax_flash {
@@ -18,7 +18,7 @@ struct ScoreRows : HeadScores {
   __device__ __forceinline__ void logits(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
                                          int first_key, int lane) const {
     const KeysOfRows<tiles, 8, masked && decides_keys && in_order> keys(keep, row, first_key, lane);
-    const DiagonalValues<8 * tiles, false> diagonals;
+    const DiagonalValues<16, 8 * tiles, false> diagonals;
     logits<masked, of_bias>(scores, derivatives, row, half, first_key, lane, keys, diagonals);
   }
   template <bool masked, bool of_bias, int tiles, typename Keys, typename Diagonals>

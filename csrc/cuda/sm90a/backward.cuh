@@ -55,6 +55,8 @@ struct SharedStorage {
   float lse_log2[stages][block_q];
   float deltas[stages][block_q];
   Told told[skips_tiles ? stages : 1];
+  DiagonalStorage diagonals[4 * computing];
+  TableStorage tables;
   u64 keys_full, full[stages], empty[stages], ds_full[2], ds_empty[2];
 };
 
@@ -247,6 +249,7 @@ struct Backward {
     if constexpr (dp_with_s) start_dp(dp[0], stage, 0);
 #pragma unroll
     for (int j = 0; j < tiles; ++j) {
+      const Diagonals diagonals = weights.of_diagonals(at, j * row_of_tiles);
       if (j > 0 || dp_with_s) {
         wgmma_wait<1>();  // S^T, but not dP^T, or dK of the tile before
         if (dv_last && j > 0) hold(p_operand[j - 1]);
@@ -254,7 +257,7 @@ struct Backward {
         wgmma_wait<0>();
       }
       hold(s[j]);
-      weights.weigh(s[j], derivatives, at, is_full(at, j), OfRows{shared.lse_log2[stage]}, j * row_of_tiles);
+      weights.weigh(s[j], derivatives, at, is_full(at, j), OfRows{shared.lse_log2[stage]}, diagonals, j * row_of_tiles);
       if (j > 0) take_back(ds_operand[j - 1]);
       if (j > 0 || !dp_with_s) start_dp(dp[j], stage, j);
       round_kept(p_operand[j], s[j]);
@@ -366,8 +369,11 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     const int group = warp / 4 - 1;
     const Descale descale = descale_of(problem, block.place.batch, block.place.kv_head);
     const int first_key = block.place.first_key + group * 64 + warp % 4 * 16;
-    SumsOfTables of_tables;
-    Backward backward{block, shared, group, warp % 4, lane, {block, descale, of_tables, first_key, lane}, {}};
+    LocalTables local;
+    const SumsOfTables of_tables = shared.tables.tables(local, threadIdx.x - warpgroup);
+    Backward backward{block,    shared, group,
+                      warp % 4, lane,   {block, descale, of_tables, shared.diagonals[warp - 4], first_key, lane},
+                      {}};
     backward.run();
 #pragma unroll
     for (int j = 0; j < tiles_of_keys; ++j) {

@@ -242,6 +242,25 @@ JAX_FLASH_DEVICE void multiply_rows(FragmentC (&c)[n], const Operand64& a, u32 y
 // d logit / d (scale * score) of a tile of rows, where these are kept.
 using Derivatives = FragmentC[1][keeps_derivatives ? block_q / 8 : 1];
 
+// Of the 16 keys of a warp and a tile of rows.
+using Diagonals = DiagonalValues<block_q, 16, has_diagonal_value>;
+// At head_dim 256 there is no memory for them.
+using OfDiagonals = DiagonalSums<block_q, (captured_of_diagonals > 0 && KSlabs::columns <= 128)>;
+struct DiagonalStorage {
+  Diagonals::Storage values;
+  OfDiagonals::Storage sums;
+};
+
+// At head_dim 256 there is none for a thread's sums of tables either.
+constexpr bool tables_in_shared = captured_of_tables > 0 && KSlabs::columns <= 128;
+struct TableStorage {
+  float sums[tables_in_shared ? captured_of_tables : 1][tables_in_shared ? computing_threads : 1];
+
+  __device__ __forceinline__ SumsOfTables tables(LocalTables& local, int thread) {
+    return tables_in_shared ? SumsOfTables{sums[0] + thread, computing_threads} : local.tables();
+  }
+};
+
 // What is done to the 16 keys of a warp and a tile of rows.
 struct Weights {
   ScoreColumns scores;
@@ -251,16 +270,19 @@ struct Weights {
   float dq_factor;                          // what makes dQ of dS K
   int2 intervals[has_q_intervals ? 2 : 1];  // of the lane's keys: read for every tile they would be waited for
   OperandGradients gradients[1];
+  DiagonalStorage& storage;  // of the warp
 
-  __device__ __forceinline__ Weights(const Block& block, const Descale& descale, SumsOfTables& of_tables, int first_key,
-                                     int lane)
+  __device__ __forceinline__ Weights(const Block& block, const Descale& descale, const SumsOfTables& of_tables,
+                                     DiagonalStorage& storage, int first_key, int lane)
       : scores(block.problem, block.place.extent, block.band, block.first_head,
                kept_scale(block) * descale.query * descale.key),
         first_key(first_key),
         lane(lane),
         dp_factor(descale.dout * descale.value * descale.ds * probability_unit),
-        dq_factor(kept_scale(block) * descale.key / descale.ds) {
+        dq_factor(kept_scale(block) * descale.key / descale.ds),
+        storage(storage) {
     read_intervals();
+    storage.sums.clear(lane);
     gradients[0].enter(descale.ds, of_tables);
   }
   // As scale_of(), without a conversion from double, which the compiler would repeat for every tile.
@@ -292,18 +314,30 @@ struct Weights {
     return next;
   }
 
+  // Of a tile of rows and the keys `beyond` first_key and on: to be found while the scores are under way.
+  __device__ __forceinline__ Diagonals of_diagonals(const Walk& at, int beyond = 0) const {
+    return {storage.values,
+            scores.problem,
+            scores.keep.functions(),
+            at.tile * block_q,
+            first_key + beyond,
+            lane % 4 * 2,
+            lane / 4,
+            lane};
+  }
+
   // Scores of the keys `beyond` first_key and on become weights; lse_of as that of ScoreColumns. With
   // keeps_derivatives, these are to be multiplied with dS^T.
   template <typename LseOf>
   __device__ __forceinline__ void weigh(Scores64& s, Derivatives& derivatives, const Walk& at, bool full,
-                                        const LseOf& lse_of, int beyond = 0) const {
+                                        const LseOf& lse_of, const Diagonals& diagonals, int beyond = 0) const {
     const int kind = tells_kind ? at.kind : unread_block;
     auto& tile = reinterpret_cast<FragmentC(&)[1][block_q / 8]>(s);
     const auto rows_of = [&](int i) { return intervals[has_q_intervals ? i : 0]; };
     if (full) {
-      scores.weigh<false>(tile, derivatives, at.tile * block_q, key() + beyond, lane, lse_of, rows_of, kind);
+      scores.weigh<false>(tile, derivatives, at.tile * block_q, key() + beyond, lane, lse_of, rows_of, kind, diagonals);
     } else {
-      scores.weigh<true>(tile, derivatives, at.tile * block_q, key() + beyond, lane, lse_of, rows_of, kind);
+      scores.weigh<true>(tile, derivatives, at.tile * block_q, key() + beyond, lane, lse_of, rows_of, kind, diagonals);
     }
     if constexpr (with_dropout_rate) scores.drop(tile, at.tile * block_q, key() + beyond, lane);
   }
@@ -314,7 +348,8 @@ struct Weights {
                                          const Walk& at, const DeltaOf& delta_of) {
     scores.derive(reinterpret_cast<FragmentC(&)[1][block_q / 8]>(dp),
                   reinterpret_cast<const FragmentC(&)[1][block_q / 8]>(s), derivatives, gradients, true, at.head,
-                  at.tile * block_q, key(), lane, dp_factor, delta_of);
+                  at.tile * block_q, key(), lane, dp_factor, delta_of,
+                  OfDiagonals{storage.sums, at.tile * block_q, first_key});
   }
 };
 

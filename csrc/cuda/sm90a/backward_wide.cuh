@@ -28,6 +28,8 @@ struct SharedStorage {
   float lse_log2[buffers][block_q];
   float deltas[buffers][block_q];
   Told told[skips_tiles ? buffers : 1];
+  DiagonalStorage diagonals[4 * computing];
+  TableStorage tables;
   u64 k_full, v_full, q_full[buffers], q_empty[buffers], dout_full[buffers], dout_empty[buffers];
   u64 p_full[4], p_empty[4];  // of a warp each
 };
@@ -156,9 +158,10 @@ struct Half {
       wait_for_rows<QSlabs, true>(shared.q_full, shared.q[stage], at, ring);
       score_product<KSlabs, QSlabs>(s, shared.k, shared.q[stage]);
       const OfRowsEarly lse_of(shared.lse_log2[stage], lane);
+      const Diagonals diagonals = weights.of_diagonals(at);
       wgmma_wait<0>();
       hold(s);
-      weights.weigh(s, derivatives, at, block.is_full(at), lse_of);
+      weights.weigh(s, derivatives, at, block.is_full(at), lse_of, diagonals);
       arrive(shared.q_empty[stage]);
       barrier_wait(shared_address(&shared.p_empty[warp]), parity ^ 1);
 #pragma unroll
@@ -257,8 +260,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   } else {
     warpgroup_reg_alloc<computing_registers(loading_warp)>();
     const Descale descale = descale_of(problem, block.place.batch, block.place.kv_head);
-    SumsOfTables of_tables;
-    Half half{block, shared, warp / 4 - 1, warp % 4, lane, {block, descale, of_tables, first_key, lane}};
+    LocalTables local;
+    const SumsOfTables of_tables = shared.tables.tables(local, threadIdx.x - warpgroup);
+    Half half{block,    shared, warp / 4 - 1,
+              warp % 4, lane,   {block, descale, of_tables, shared.diagonals[warp - 4], first_key, lane}};
     if (half.group == 0) {
       FragmentC dv[VSlabs::columns / 8];
 #pragma unroll

@@ -67,7 +67,10 @@ struct Item {
   __device__ __forceinline__ bool has_keys() const { return range.begin < range.end; }
 };
 
-using Diagonals = DiagonalValues<block_kv, has_diagonal_value>;
+// At head_dim 256 tiles leave no memory for them.
+constexpr bool keeps_diagonal_values =
+    has_diagonal_value && QSlabs::bytes + stages * (KSlabs::bytes + VSlabs::bytes) < 224 * 1024;
+using Diagonals = DiagonalValues<16, block_kv, keeps_diagonal_values>;
 
 struct SharedStorage {
   alignas(1024) char q[QSlabs::bytes];
@@ -418,9 +421,16 @@ struct Consumer {
     return lane + *static_cast<const volatile bool*>(&item.is_last);
   }
 
-  __device__ __forceinline__ Diagonals diagonals_of(const Scope& scope, int tile, int own_lane) const {
-    return {shared.diagonals[own_row / 16], problem, scope.rows.keep.functions(), scope.row - own_lane / 4,
-            tile * block_kv, own_lane};
+  __device__ __forceinline__ Diagonals of_diagonals(const Scope& scope, int tile, int own_lane) const {
+    const int lane_row = own_lane / 4;
+    return {shared.diagonals[own_row / 16],
+            problem,
+            scope.rows.keep.functions(),
+            scope.row - lane_row,
+            tile * block_kv,
+            lane_row,
+            own_lane % 4 * 2,
+            own_lane};
   }
 
   // The first tile of an item.
@@ -433,7 +443,7 @@ struct Consumer {
     const int own_lane = lane_behind_products<masked>(scope.item);
     clear(scope);
     const Keys<masked> keys(scope.rows.keep, scope.row, tile * block_kv, own_lane);
-    const Diagonals diagonals = diagonals_of(scope, tile, own_lane);
+    const Diagonals diagonals = of_diagonals(scope, tile, own_lane);
     wgmma_wait<0>();
     end_scores(scores);
     softmax<masked>(scores, shrink, scope, tile, uniform, keys, diagonals, own_lane);
@@ -453,7 +463,7 @@ struct Consumer {
     const int own_lane = lane_behind_products<masked>(scope.item);
     const Keys<masked> keys(scope.rows.keep, scope.row, tile * block_kv,
                             own_lane);  // what it reads comes with the product
-    const Diagonals diagonals = diagonals_of(scope, tile, own_lane);
+    const Diagonals diagonals = of_diagonals(scope, tile, own_lane);
     wgmma_wait<1>();
     end_scores(scores);
     softmax<masked>(scores, shrink, scope, tile, uniform, keys, diagonals, own_lane);
