@@ -235,7 +235,14 @@ def test_small_tables_are_summed_by_each_thread(name: str, elements: int) -> Non
 
 @pytest.mark.parametrize(
     ("name", "kept"),
-    [("relative", True), ("buckets", True), ("sigmoid_distance", True), ("alibi", False), ("graphormer", False), ("softcap", False)],
+    [
+        ("relative", True),
+        ("buckets", True),
+        ("sigmoid_distance", True),
+        ("alibi", False),
+        ("graphormer", False),
+        ("softcap", False),
+    ],
 )
 @pytest.mark.parametrize("positions_from_0", [True, False])
 def test_what_is_slow_and_of_a_diagonal_is_kept_for_its_pairs(name: str, kept: bool, positions_from_0: bool) -> None:

@@ -3,7 +3,6 @@
 `python tests/test_sanitizers.py` makes the calls alone.
 """
 
-import functools
 import os
 import pathlib
 import re
@@ -40,6 +39,8 @@ MANY: list[dict[str, Any]] = [
         "q_segment_ids": np.repeat(np.array(2 * [[0, 1]], np.int32), 95, axis=1),
         "kv_segment_ids": np.repeat(np.array(2 * [[0, 1]], np.int32), 130, axis=1),
     },
+    # Values and sums of diagonals and of tables, which warps have in shared memory.
+    *({"head_dim": head_dim, "causal": True, "scores": True} for head_dim in (64, 128, 256)),
 ]
 SPLIT_KV: list[dict[str, Any]] = [
     *(
@@ -56,9 +57,11 @@ def call(
     lengths: tuple[int, int] = (190, 260),
     heads: tuple[int, int] = (4, 2),
     batch: int = 2,
+    scores: bool = False,
     **options: Any,
 ) -> None:
-    """Forward and backward; raises where a result is not finite."""
+    """Forward and backward, with ``scores`` through a score function with two trained tables; raises where a result is
+    not finite."""
     rng = np.random.default_rng(0)
     q_shape, kv_shape = ((batch, length, count, head_dim) for length, count in zip(lengths, heads, strict=True))
     q, k, v, dout = (
@@ -67,9 +70,19 @@ def call(
     if "dropout_rate" in options:
         options["dropout_key"] = jax.random.key(1)
 
+    kinds = jnp.asarray(rng.integers(0, 4, max(lengths)), jnp.int32)
+    tables = jnp.ones((heads[0], sum(lengths)), jnp.float32), jnp.ones((heads[0], 4, 4), jnp.float32)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, of_distances: jax.Array, of_kinds: jax.Array) -> jax.Array:
+        def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return score + of_distances[h, q - kv + lengths[1]] + of_kinds[h, kinds[q], kinds[kv]]
+
+        functions = {"score_mod": score_mod} if scores else {}
+        return attention(q, k, v, implementation="cuda", **functions, **options)
+
     @jax.jit
     def both(*arrays: jax.Array) -> Any:
-        out, pullback = jax.vjp(functools.partial(attention, implementation="cuda", **options), *arrays[:3])
+        out, pullback = jax.vjp(attend, *arrays[:3], *tables)
         return out, *pullback(arrays[3])
 
     for x in both(q, k, v, dout):
