@@ -224,7 +224,9 @@ def test_diagonals_are_summed_where_positions_do_not_saturate(name: str, positio
     assert f"constexpr int captured_of_diagonals = {int(positions_from_0)};" in text
 
 
-@pytest.mark.parametrize(("name", "elements"), [("graphormer", 16), ("relations", 15), ("steps", 0), ("relative", 0)])
+@pytest.mark.parametrize(
+    ("name", "elements"), [("graphormer", 16), ("relations", 15), ("buckets", 32), ("steps", 0), ("relative", 0)]
+)
 def test_small_tables_are_summed_by_each_thread(name: str, elements: int) -> None:
     """The dimensions that a head decides don't count; ``steps`` is too large, ``relative`` is read by diagonals."""
     functions, captured = traced(name)

@@ -257,13 +257,14 @@ class _Table:
 def _tables(
     scored: program.ScoreProgram | None, shared: dict[str, list[Load]], sizes: dict[int, tuple[int, ...]]
 ) -> dict[Load, _Table]:
-    """The tables of which a thread sums up its pairs."""
+    """The tables of which a thread sums up its pairs, or its sums of rows and of diagonals, of which many may be of one
+    element. Those of a key or a head are few."""
     found: dict[Load, _Table] = {}
     if scored is None:
         return found
     first = 0
     for load in scored.loads:
-        if any(load in loads for loads in shared.values()):
+        if load in shared["head"] or load in shared["key"]:
             continue
         of, dependencies = scored.program.outputs, scored.program.dependencies
         own = [
@@ -295,6 +296,9 @@ def _additions(
         index = own.offset(load.captured, [names(i) for i in load.index])
         return f"add_to(problem.dcaptured[{gradients.index(load.captured)}], {index}, {addend});"
 
+    def of_table(load: Load, names: Callable[[int], str]) -> str:
+        return f"of_tables[({tables[load].place([names(i) for i in load.index])}) * table_stride]"
+
     def defined(loads: Sequence[Load], outputs: Callable[[Load], Sequence[int]]) -> tuple[Callable[[int], str], Any]:
         """Definitions of these outputs; what gives the name of one, and the printer."""
         assert scored is not None
@@ -318,8 +322,8 @@ def _additions(
             valid = None if load.valid is None else names(load.valid)
             there = " && ".join(x for x in ("ds != 0.f", valid) if x)
             addend = f"ds * {names(load.derivative)}"
-            if load in tables:
-                sums[load] = f"of_tables[({tables[load].place([names(i) for i in load.index])}) * table_stride]"
+            if load in tables and load not in sums:
+                sums[load] = of_table(load, names)
             if load not in sums:
                 text.append(f"  if ({there}) {added(load, names, own, addend)}")
             elif _most(own.of, own.of.outputs[load.derivative]) < math.inf:
@@ -328,10 +332,15 @@ def _additions(
                 text.append(f"  {sums[load]} += {there} ? {addend} : 0.f;")
     text.append("}")
     for name, loads in shared.items():
-        text.append(f"JAX_FLASH_FUNCTION void add_sums_of_{name}({_ARGUMENTS.format('')}, const float* sums) {{")
+        text.append(f"JAX_FLASH_FUNCTION void add_sums_of_{name}({_ARGUMENTS.format('')}, const float* sums,")
+        text.append("    float* of_tables, int table_stride) {")
         if loads:
             names, own = defined(loads, lambda load: load.index)
-            text += [f"  if (sums[{i}] != 0.f) {added(x, names, own, f'sums[{i}]')}" for i, x in enumerate(loads)]
+        for i, load in enumerate(loads):
+            if load in tables:
+                text.append(f"  {of_table(load, names)} += sums[{i}];")
+            else:
+                text.append(f"  if (sums[{i}] != 0.f) {added(load, names, own, f'sums[{i}]')}")
         text.append("}")
     text.append(f"JAX_FLASH_FUNCTION void add_sum_of_table({_ARGUMENTS.format('')}, int place, float sum) {{")
     if tables:

@@ -84,16 +84,18 @@ struct SumsOfRow {
   float sums[at_least(captured_of_rows, 1)] = {};
 
   __device__ __forceinline__ void flush(const Problem& problem, const Extent& extent,
-                                        const PairFunctions<has_functions>& functions, int row, int lane) {
+                                        const PairFunctions<has_functions>& functions, const SumsOfTables& of_tables,
+                                        int row, int lane) {
 #pragma unroll
     for (float& x : sums) x = column_sum(x);
-    if (lane < 4 && row < extent.q.length) functions.add_of_row(problem, row, sums);
+    if (lane < 4 && row < extent.q.length) functions.add_of_row(problem, row, sums, of_tables);
   }
 };
 template <>
 struct SumsOfRow<false> {
   float* const sums = nullptr;
-  __device__ __forceinline__ void flush(const Problem&, const Extent&, const PairFunctions<has_functions>&, int, int) {}
+  __device__ __forceinline__ void flush(const Problem&, const Extent&, const PairFunctions<has_functions>&,
+                                        const SumsOfTables&, int, int) {}
 };
 
 // Of a warp's 16 keys, a head and the tile of rows, 8 rows after the other: of the pairs with one row - key. A lane has
@@ -107,8 +109,8 @@ struct SumsOfDiagonals {
   // Behind 8 rows, of which the lane has `row` and the next: adds the sums that are complete. `key` is the second.
   template <typename Sums>
   __device__ __forceinline__ void flush(const Problem& problem, const PairFunctions<has_functions>& functions,
-                                        const Sums& to, int row, int key, int lane) {
-    add(sums[1], problem, functions, to, row, key, lane);
+                                        const Sums& to, const SumsOfTables& of_tables, int row, int key, int lane) {
+    add(sums[1], problem, functions, to, of_tables, row, key, lane);
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
 #pragma unroll
@@ -121,16 +123,17 @@ struct SumsOfDiagonals {
   // Behind the last rows: those of the first key, 8 before the second.
   template <typename Sums>
   __device__ __forceinline__ void end(const Problem& problem, const PairFunctions<has_functions>& functions,
-                                      const Sums& to, int row, int key, int lane) {
-    add(sums[1], problem, functions, to, row, key - 8, lane);
-    to.end(problem, functions, lane);
+                                      const Sums& to, const SumsOfTables& of_tables, int row, int key, int lane) {
+    add(sums[1], problem, functions, to, of_tables, row, key - 8, lane);
+    to.end(problem, functions, of_tables, lane);
   }
 
  private:
   template <typename Sums>
   static __device__ __forceinline__ void add(float (&some)[2][at_least(captured_of_diagonals, 1)],
                                              const Problem& problem, const PairFunctions<has_functions>& functions,
-                                             const Sums& to, int row, int key, int lane) {
+                                             const Sums& to, const SumsOfTables& of_tables, int row, int key,
+                                             int lane) {
     const int column = lane % 4, line = lane / 4;  // the diagonal goes on at the next column, two lines below
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
@@ -142,7 +145,7 @@ struct SumsOfDiagonals {
         if (column < 2 && line < 4) x += two;
       }
       if (column == 0 || line < 2) {
-        to.add(problem, functions, row + odd, key, odd, 2 * column + odd >= line, some[odd]);
+        to.add(problem, functions, of_tables, row + odd, key, odd, 2 * column + odd >= line, some[odd]);
       }
     }
   }
@@ -151,11 +154,11 @@ template <>
 struct SumsOfDiagonals<false> {
   __device__ __forceinline__ float* of(int, int) { return nullptr; }
   template <typename Sums>
-  __device__ __forceinline__ void flush(const Problem&, const PairFunctions<has_functions>&, const Sums&, int, int,
-                                        int) {}
+  __device__ __forceinline__ void flush(const Problem&, const PairFunctions<has_functions>&, const Sums&,
+                                        const SumsOfTables&, int, int, int) {}
   template <typename Sums>
-  __device__ __forceinline__ void end(const Problem&, const PairFunctions<has_functions>&, const Sums&, int, int, int) {
-  }
+  __device__ __forceinline__ void end(const Problem&, const PairFunctions<has_functions>&, const Sums&,
+                                      const SumsOfTables&, int, int, int) {}
 };
 
 // Of a single pair, without sums.
@@ -170,8 +173,8 @@ JAX_FLASH_DEVICE void add_directly(const Problem& problem, const PairFunctions<h
   functions.add(problem, x, {row, key}, ds, sums.of_head, sums.of_keys[0], of_row.sums, of_diagonal, local.tables());
   functions.add_of_head(problem, sums.of_head);
   functions.add_of_key(problem, key, sums.of_keys[0]);
-  functions.add_of_row(problem, row, of_row.sums);
-  functions.add_of_diagonal(problem, row, key, of_diagonal);
+  functions.add_of_row(problem, row, of_row.sums, local.tables());
+  functions.add_of_diagonal(problem, row, key, of_diagonal, local.tables());
   for (int i = 0; i < captured_of_tables; ++i) {
     if (local.sums[i] != 0.f) functions.add_of_table(problem, i, local.sums[i]);
   }

@@ -50,17 +50,19 @@ struct DiagonalValues<rows, keys, false> {
   __device__ __forceinline__ void tell(Pair&, int, int) const {}
 };
 
-// Where SumsOfDiagonals leaves its sums: in the gradients, at once.
+// Where SumsOfDiagonals leaves its sums: in the gradients, or the thread's sums of tables, at once.
 struct DirectSums {
-  __device__ __forceinline__ void add(const Problem& problem, const PairFunctions<has_functions>& functions, int row,
-                                      int key, int, int, const float* sums) const {
-    functions.add_of_diagonal(problem, row, key, sums);
+  __device__ __forceinline__ void add(const Problem& problem, const PairFunctions<has_functions>& functions,
+                                      const SumsOfTables& of_tables, int row, int key, int, int,
+                                      const float* sums) const {
+    functions.add_of_diagonal(problem, row, key, sums, of_tables);
   }
-  __device__ __forceinline__ void end(const Problem&, const PairFunctions<has_functions>&, int) const {}
+  __device__ __forceinline__ void end(const Problem&, const PairFunctions<has_functions>&, const SumsOfTables&,
+                                      int) const {}
 };
 
-// Or, of `rows` rows and 16 keys, in shared memory until the tile has ended: then a diagonal's are added to the
-// gradients in one go, and what it takes to find its element is computed once.
+// Or, of `rows` rows and 16 keys, in shared memory until the tile has ended: then a diagonal's are added
+// there in one go, and what it takes to find its element is computed once.
 template <int rows, bool present>
 struct DiagonalSums {
   static constexpr int count = at_least(captured_of_diagonals, 1);
@@ -77,15 +79,15 @@ struct DiagonalSums {
   Storage& storage;
   int row, key;  // the warp's first
 
-  __device__ __forceinline__ void add(const Problem&, const PairFunctions<has_functions>&, int at_row, int at_key,
-                                      int odd, int end, const float* sums) const {
+  __device__ __forceinline__ void add(const Problem&, const PairFunctions<has_functions>&, const SumsOfTables&,
+                                      int at_row, int at_key, int odd, int end, const float* sums) const {
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       storage.sums[odd][end][i][15 + (at_row - row) - (at_key - key)] = sums[i];
     }
   }
   __device__ __forceinline__ void end(const Problem& problem, const PairFunctions<has_functions>& functions,
-                                      int lane) const {
+                                      const SumsOfTables& of_tables, int lane) const {
     __syncwarp();
     for (int at = lane; at < diagonals_of<rows, 16>; at += 32) {
       float sums[count];
@@ -94,7 +96,7 @@ struct DiagonalSums {
         sums[i] = storage.sums[0][0][i][at] + storage.sums[0][1][i][at] + storage.sums[1][0][i][at] +
                   storage.sums[1][1][i][at];
       }
-      functions.add_of_diagonal(problem, row + at_least(at - 15, 0), key + at_least(15 - at, 0), sums);
+      functions.add_of_diagonal(problem, row + at_least(at - 15, 0), key + at_least(15 - at, 0), sums, of_tables);
     }
     __syncwarp();  // before the next tile's
   }

@@ -34,11 +34,14 @@ static __device__ __forceinline__ bool mask_function(const Problem&, int, int, i
 static __device__ __forceinline__ bool partial_mask(const Problem&, int, int, int, int, int, int) { return true; }
 static __device__ __forceinline__ void add_to_captured(const Problem&, int, float, int, int, int, int, int, float,
                                                        float*, float*, float*, float*, float*, int) {}
-static __device__ __forceinline__ void add_sums_of_head(const Problem&, int, int, int, int, int, int, const float*) {}
-static __device__ __forceinline__ void add_sums_of_key(const Problem&, int, int, int, int, int, int, const float*) {}
-static __device__ __forceinline__ void add_sums_of_row(const Problem&, int, int, int, int, int, int, const float*) {}
-static __device__ __forceinline__ void add_sums_of_diagonal(const Problem&, int, int, int, int, int, int,
-                                                            const float*) {}
+static __device__ __forceinline__ void add_sums_of_head(const Problem&, int, int, int, int, int, int, const float*,
+                                                        float*, int) {}
+static __device__ __forceinline__ void add_sums_of_key(const Problem&, int, int, int, int, int, int, const float*,
+                                                       float*, int) {}
+static __device__ __forceinline__ void add_sums_of_row(const Problem&, int, int, int, int, int, int, const float*,
+                                                       float*, int) {}
+static __device__ __forceinline__ void add_sums_of_diagonal(const Problem&, int, int, int, int, int, int, const float*,
+                                                            float*, int) {}
 static __device__ __forceinline__ void add_sum_of_table(const Problem&, int, int, int, int, int, int, int, float) {}
 
 }  // namespace jax_flash

@@ -148,19 +148,22 @@ struct PairFunctions {
                       of_row, of_diagonal, of_tables.first, of_tables.stride);
     }
   }
+  // Sums of a head, a key, a row or a diagonal, to the gradients or, of small tables, to those of the thread.
   __device__ __forceinline__ void add_of_head(const Problem& problem, const float* sums) const {
-    add_sums_of_head(problem, call, b, h, 0, 0, 0, sums);
+    add_sums_of_head(problem, call, b, h, 0, 0, 0, sums, nullptr, 0);
   }
   __device__ __forceinline__ void add_of_key(const Problem& problem, int column, const float* sums) const {
-    add_sums_of_key(problem, call, b, h, 0, column, 0, sums);
+    add_sums_of_key(problem, call, b, h, 0, column, 0, sums, nullptr, 0);
   }
-  __device__ __forceinline__ void add_of_row(const Problem& problem, int row, const float* sums) const {
-    add_sums_of_row(problem, call, b, h, position(row), 0, 0, sums);
+  __device__ __forceinline__ void add_of_row(const Problem& problem, int row, const float* sums,
+                                             const SumsOfTables& of_tables) const {
+    add_sums_of_row(problem, call, b, h, position(row), 0, 0, sums, of_tables.first, of_tables.stride);
   }
   // Of any pair of the diagonal.
-  __device__ __forceinline__ void add_of_diagonal(const Problem& problem, int row, int column,
-                                                  const float* sums) const {
-    add_sums_of_diagonal(problem, call, b, h, position(row), column, distance({row, column}), sums);
+  __device__ __forceinline__ void add_of_diagonal(const Problem& problem, int row, int column, const float* sums,
+                                                  const SumsOfTables& of_tables) const {
+    add_sums_of_diagonal(problem, call, b, h, position(row), column, distance({row, column}), sums, of_tables.first,
+                         of_tables.stride);
   }
   // Of the element of a table that has this place among a thread's sums.
   __device__ __forceinline__ void add_of_table(const Problem& problem, int place, float sum) const {
@@ -183,8 +186,8 @@ struct PairFunctions<false> {
                                       const SumsOfTables&) const {}
   __device__ __forceinline__ void add_of_head(const Problem&, const float*) const {}
   __device__ __forceinline__ void add_of_key(const Problem&, int, const float*) const {}
-  __device__ __forceinline__ void add_of_row(const Problem&, int, const float*) const {}
-  __device__ __forceinline__ void add_of_diagonal(const Problem&, int, int, const float*) const {}
+  __device__ __forceinline__ void add_of_row(const Problem&, int, const float*, const SumsOfTables&) const {}
+  __device__ __forceinline__ void add_of_diagonal(const Problem&, int, int, const float*, const SumsOfTables&) const {}
   __device__ __forceinline__ void add_of_table(const Problem&, int, float) const {}
 };
 

@@ -144,7 +144,8 @@ struct ScoreColumns : HeadScores {
           derive_function(ds, weights[m][n], derivatives[m][keeps_derivatives ? n : 0], gradients[m], of_rows,
                           of_diagonals[m], counts, head, distances, first_row + column, key + 16 * m, 8 * n, 16 * m);
           if (counts) {
-            of_diagonals[m].flush(problem, keep.functions(), diagonal_sums, first_row + column, key + 16 * m + 8, lane);
+            of_diagonals[m].flush(problem, keep.functions(), diagonal_sums, gradients[m].sums_of_tables(),
+                                  first_row + column, key + 16 * m + 8, lane);
           }
         } else {
           if constexpr (has_dbias || has_dalibi_slopes) {
@@ -159,14 +160,20 @@ struct ScoreColumns : HeadScores {
       if constexpr (adds_captured && captured_of_rows > 0) {
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
-          if (counts) of_rows[odd].flush(problem, extent, keep.functions(), first_row + column + odd, lane);
+          if (counts) {
+            of_rows[odd].flush(problem, extent, keep.functions(), gradients[0].sums_of_tables(),
+                               first_row + column + odd, lane);
+          }
         }
       }
     }
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m) {
       const int row = first_row + 8 * (n_tiles - 1) + lane % 4 * 2;
-      if (counts) of_diagonals[m].end(problem, keep.functions(), diagonal_sums, row, key + 16 * m + 8, lane);
+      if (counts) {
+        of_diagonals[m].end(problem, keep.functions(), diagonal_sums, gradients[m].sums_of_tables(), row,
+                            key + 16 * m + 8, lane);
+      }
     }
   }
 
