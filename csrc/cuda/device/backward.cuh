@@ -96,6 +96,20 @@ struct SharedStorage {
   char ds[Select < adds_dq || passes_p, ScoreTile, NoTile > ::type::bytes];
   char p[Select<passes_p, ScoreTile, NoTile>::type::bytes];
 };
+// What diagonals of a warp's rows and keys have, behind it: as members they would take a byte each where there are
+// none.
+template <bool values, bool sums>
+using DiagonalStorage = DiagonalStorageOf<DiagonalValues<score_columns, 16 * key_tiles, values>,
+                                          DiagonalSums<score_columns, sums>, key_tiles>;
+template <bool values, bool sums>
+constexpr bool diagonals_fit =
+    fits_in_multiprocessor<sizeof(SharedStorage) + warps * sizeof(DiagonalStorage<values, sums>)>;
+constexpr bool keeps_diagonal_values = has_diagonal_value && diagonals_fit<true, false>;
+constexpr bool keeps_diagonal_sums = captured_of_diagonals > 0 && diagonals_fit<keeps_diagonal_values, true>;
+using Diagonals = DiagonalValues<score_columns, 16 * key_tiles, keeps_diagonal_values>;
+using OfDiagonals = DiagonalSums<score_columns, keeps_diagonal_sums>;
+using WarpDiagonals = DiagonalStorage<keeps_diagonal_values, keeps_diagonal_sums>;
+constexpr int diagonal_bytes = keeps_diagonal_values || keeps_diagonal_sums ? warps * sizeof(WarpDiagonals) : 0;
 
 // The next rows of query on their way to shared memory.
 struct RowsLoad {
@@ -107,7 +121,7 @@ struct RowsLoad {
 extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
     .threads = threads,
     .block_rows = block_kv,
-    .shared_bytes = sizeof(SharedStorage),
+    .shared_bytes = sizeof(SharedStorage) + diagonal_bytes,
     .convert_warps = adds_dq ? convert_warps : 0,
     .splits_groups = splits_groups,
 };
@@ -166,6 +180,14 @@ struct Backward {
   FragmentC dk[key_tiles][dk_groups * dk_group / 8], dv[key_tiles][dv_groups * dv_group / 8];
   OperandGradients gradients[key_tiles];
   RowsLoad load;
+
+  __device__ __forceinline__ WarpDiagonals& storage() const {
+    return reinterpret_cast<WarpDiagonals*>(&shared + 1)[warp];
+  }
+  __device__ __forceinline__ Diagonals of_diagonals(int first_row) const {
+    return {storage().values, problem, scores.keep.functions(), first_row, first_key + key_row, lane % 4 * 2,
+            lane / 4,         lane};
+  }
 
   __device__ __forceinline__ void find_lane() {
     warp = reread_thread_index() / 32;
@@ -324,8 +346,9 @@ struct Backward {
       }
       return float2{probability_lse(lse.x), probability_lse(lse.y)};
     };
-    scores.weigh<masked>(p, derivative, first_row, key_of(0), lane, lse_of,
-                         [&](int i) { return scores.keep.rows_of(key_of(0) + 8 * i); });
+    scores.weigh<masked>(
+        p, derivative, first_row, key_of(0), lane, lse_of,
+        [&](int i) { return scores.keep.rows_of(key_of(0) + 8 * i); }, unread_block, of_diagonals(first_row));
     if constexpr (with_dropout_rate) scores.drop(p, first_row, key_of(0), lane);
     if constexpr (passes_p) {
       put_weights(p);
@@ -335,10 +358,12 @@ struct Backward {
 
     FragmentC ds[key_tiles][score_columns / 8] = {};
     score_product<value_head_dim, VTile, OutTile>(ds, shared.v, rows.dout);
-    scores.derive(ds, p, derivative, gradients, counts(), head, first_row, key_of(0), lane, dp_factor, [&](int column) {
+    const auto delta_of = [&](int column) {
       const float2 delta = *reinterpret_cast<const float2*>(&rows.delta[score_row() + column]);
       return has_descale ? float2{delta.x * ds_factor, delta.y * ds_factor} : delta;
-    });
+    };
+    scores.derive(ds, p, derivative, gradients, counts(), head, first_row, key_of(0), lane, dp_factor, delta_of,
+                  [&](int m) { return OfDiagonals{storage().sums[m], first_row, first_key + key_row + 16 * m}; });
     if constexpr (adds_dq || passes_p) {
       if (counts()) put_scores(shared.ds, ds);
     }
@@ -523,6 +548,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       descale.dout * descale.value * ds_factor,
       ds_factor,
   };
+  if constexpr (keeps_diagonal_sums) backward.storage().clear(lane);
   LocalTables local;
 #pragma unroll
   for (int m = 0; m < key_tiles; ++m) backward.gradients[m].enter(descale.ds, local.tables());

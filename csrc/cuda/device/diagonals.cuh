@@ -6,6 +6,22 @@
 
 namespace jax_flash {
 
+// Shared memory that the blocks of a multiprocessor have together, of which each takes 1 KB for the system.
+#if __CUDA_ARCH__ == 700
+constexpr int multiprocessor_shared = 96 * 1024;
+#elif __CUDA_ARCH__ == 750
+constexpr int multiprocessor_shared = 64 * 1024;
+#elif __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 870
+constexpr int multiprocessor_shared = 164 * 1024;
+#elif __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
+constexpr int multiprocessor_shared = 100 * 1024;
+#else
+constexpr int multiprocessor_shared = 228 * 1024;
+#endif
+// Whether blocks of so many bytes find as much company there as the tile row counts on.
+template <int bytes>
+constexpr bool fits_in_multiprocessor = min_blocks * (bytes + 1024) <= multiprocessor_shared;
+
 // The diagonals of `rows` rows and `keys` keys, from the first row and the last key on.
 template <int rows, int keys>
 constexpr int diagonals_of = rows + keys - 1;
@@ -34,6 +50,12 @@ struct DiagonalValues {
     __syncwarp();
   }
 
+  // Of what lies so many rows further.
+  __device__ __forceinline__ DiagonalValues beyond(int rows_before) const {
+    DiagonalValues found = *this;
+    found.of_lane += rows_before;
+    return found;
+  }
   // Tells a pair that lies so many rows and keys, constants, beyond the lane's first.
   __device__ __forceinline__ void tell(Pair& pair, int row, int key) const {
     pair.has_value = true;
@@ -47,6 +69,7 @@ struct DiagonalValues<rows, keys, false> {
   __device__ __forceinline__ DiagonalValues() {}
   __device__ __forceinline__ DiagonalValues(Storage&, const Problem&, const PairFunctions<has_functions>&, int, int,
                                             int, int, int) {}
+  __device__ __forceinline__ DiagonalValues beyond(int) const { return {}; }
   __device__ __forceinline__ void tell(Pair&, int, int) const {}
 };
 
@@ -108,6 +131,18 @@ struct DiagonalSums<rows, false> : DirectSums {
   };
 
   __device__ __forceinline__ DiagonalSums(Storage&, int, int) {}
+};
+
+// Both of a warp, whose keys lie in `key_tiles` tiles of 16.
+template <typename Values, typename Sums, int key_tiles>
+struct DiagonalStorageOf {
+  typename Values::Storage values;
+  typename Sums::Storage sums[key_tiles];
+
+  __device__ __forceinline__ void clear(int lane) {
+#pragma unroll
+    for (auto& x : sums) x.clear(lane);
+  }
 };
 
 }  // namespace jax_flash

@@ -37,11 +37,18 @@ struct SharedStorage {
   char k[KTile::bytes];
   char v[VTile::bytes];
 };
+// Values of the diagonals of a warp's rows and a tile of keys, of each warp, behind it: as a member they would take a
+// byte where there are none, and sm_75 has none left at head_dim 128.
+using AllDiagonals = DiagonalValues<16 * row_tiles, block_kv, true>;
+constexpr bool keeps_diagonal_values =
+    has_diagonal_value && fits_in_multiprocessor<sizeof(SharedStorage) + warps * sizeof(AllDiagonals::Storage)>;
+using Diagonals = DiagonalValues<16 * row_tiles, block_kv, keeps_diagonal_values>;
+constexpr int diagonal_bytes = keeps_diagonal_values ? warps * sizeof(Diagonals::Storage) : 0;
 
 extern "C" __constant__ KernelTraits jax_flash_forward_traits = {
     .threads = threads,
     .block_rows = block_q,
-    .shared_bytes = sizeof(SharedStorage),
+    .shared_bytes = sizeof(SharedStorage) + diagonal_bytes,
 };
 
 struct Forward : KeyWalk<SharedStorage> {
@@ -63,6 +70,22 @@ struct Forward : KeyWalk<SharedStorage> {
   __device__ __forceinline__ void begin_rows() {}
   __device__ __forceinline__ void begin_tiles() {}
 
+  // Scores of a tile of keys become logits.
+  template <bool masked>
+  __device__ __forceinline__ void logits(FragmentC (&scores)[row_tiles][block_kv / 8], int tile) const {
+    if constexpr (!(masked || modifies_scores || has_mask)) return;
+    const int lane_row = lane / 4;
+    const Diagonals diagonals(reinterpret_cast<Diagonals::Storage*>(&shared + 1)[warp], problem, rows.keep.functions(),
+                              row_of(0, 0) - lane_row, tile * block_kv, lane_row, lane % 4 * 2, lane);
+#pragma unroll
+    for (int m = 0; m < row_tiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        rows.logits<masked>(scores[m], nullptr, row_of(m, half), half, tile * block_kv, lane, diagonals.beyond(16 * m));
+      }
+    }
+  }
+
   // One tile of keys. The next one is loaded meanwhile; `next` is negative when there is none.
   template <bool masked>
   __device__ __forceinline__ void step(int tile, int next) {
@@ -80,15 +103,7 @@ struct Forward : KeyWalk<SharedStorage> {
     Mma::multiply_rows<head_dim>(scores, q_reader, k_reader);
     if constexpr (early_v) change_tiles<!masked>(next);
 
-    if constexpr (masked || modifies_scores || has_mask) {
-#pragma unroll
-      for (int m = 0; m < row_tiles; ++m) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          rows.logits<masked>(scores[m], nullptr, row_of(m, half), half, tile * block_kv, lane);
-        }
-      }
-    }
+    logits<masked>(scores, tile);
     if constexpr (!early_v) start_v(tile);  // the test whether it is whole keeps the assembler from spilling
     auto row_maximum = [&](int m, int half) { return quad_max(maximum_of(scores[m], half)); };
     auto take_in = [&](int m, int half, float maximum) {

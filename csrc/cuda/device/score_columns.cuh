@@ -118,14 +118,14 @@ struct ScoreColumns : HeadScores {
   }
 
   // Products V dO^T become dS^T, of these weights and of a query head, and add to the gradients of its operands unless
-  // another warp does that for the same pairs.
-  template <int m_tiles, int n_tiles, int n_derivatives, typename DeltaOf, typename Sums = DirectSums>
+  // another warp does that for the same pairs. `sums_of(m)` is where sums of diagonals go, of keys 16 * m and on.
+  template <int m_tiles, int n_tiles, int n_derivatives, typename DeltaOf, typename SumsOf>
   __device__ __forceinline__ void derive(FragmentC (&products)[m_tiles][n_tiles],
                                          const FragmentC (&weights)[m_tiles][n_tiles],
                                          const FragmentC (&derivatives)[m_tiles][n_derivatives],
                                          OperandGradients (&gradients)[m_tiles], bool counts, int head, int first_row,
                                          int key, int lane, float dp_factor, const DeltaOf& delta_of,
-                                         const Sums& diagonal_sums = {}) const {
+                                         const SumsOf& sums_of) const {
     SumsOfDiagonals<(adds_captured && captured_of_diagonals > 0)> of_diagonals[m_tiles];
     const Distances<has_functions> distances(first_row + lane % 4 * 2, key);
 #pragma unroll
@@ -144,7 +144,7 @@ struct ScoreColumns : HeadScores {
           derive_function(ds, weights[m][n], derivatives[m][keeps_derivatives ? n : 0], gradients[m], of_rows,
                           of_diagonals[m], counts, head, distances, first_row + column, key + 16 * m, 8 * n, 16 * m);
           if (counts) {
-            of_diagonals[m].flush(problem, keep.functions(), diagonal_sums, gradients[m].sums_of_tables(),
+            of_diagonals[m].flush(problem, keep.functions(), sums_of(m), gradients[m].sums_of_tables(),
                                   first_row + column, key + 16 * m + 8, lane);
           }
         } else {
@@ -171,8 +171,8 @@ struct ScoreColumns : HeadScores {
     for (int m = 0; m < m_tiles; ++m) {
       const int row = first_row + 8 * (n_tiles - 1) + lane % 4 * 2;
       if (counts) {
-        of_diagonals[m].end(problem, keep.functions(), diagonal_sums, gradients[m].sums_of_tables(), row,
-                            key + 16 * m + 8, lane);
+        of_diagonals[m].end(problem, keep.functions(), sums_of(m), gradients[m].sums_of_tables(), row, key + 16 * m + 8,
+                            lane);
       }
     }
   }

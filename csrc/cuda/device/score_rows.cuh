@@ -14,11 +14,11 @@ struct ScoreRows : HeadScores {
   // score), or with `of_bias` d logit / d bias, goes to `derivatives` where these are kept (keeps_derivatives), unless
   // that is null. With `in_order` the rows of a warp's fragments follow one another. The keys' block of the block mask
   // has the kind `told`, unless that is unread_block.
-  template <bool masked, bool of_bias = false, bool in_order = true, int tiles>
+  template <bool masked, bool of_bias = false, bool in_order = true, int tiles,
+            typename Diagonals = DiagonalValues<16, 8 * tiles, false>>
   __device__ __forceinline__ void logits(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
-                                         int first_key, int lane) const {
+                                         int first_key, int lane, const Diagonals& diagonals = {}) const {
     const KeysOfRows<tiles, 8, masked && decides_keys && in_order> keys(keep, row, first_key, lane);
-    const DiagonalValues<16, 8 * tiles, false> diagonals;
     logits<masked, of_bias>(scores, derivatives, row, half, first_key, lane, keys, diagonals);
   }
   template <bool masked, bool of_bias, int tiles, typename Keys, typename Diagonals>

@@ -184,15 +184,7 @@ struct InterleavedForward : Forward {
     __syncthreads();  // K has landed; everybody is done with the previous V
     multiply<masked>(scores, tile, next);
 
-    if constexpr (masked || modifies_scores || has_mask) {
-#pragma unroll
-      for (int m = 0; m < row_tiles; ++m) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          rows.logits<masked>(scores[m], nullptr, row_of(m, half), half, tile * block_kv, lane);
-        }
-      }
-    }
+    logits<masked>(scores, tile);
     add_values(scores);
   }
 };

@@ -246,10 +246,7 @@ using Derivatives = FragmentC[1][keeps_derivatives ? block_q / 8 : 1];
 using Diagonals = DiagonalValues<block_q, 16, has_diagonal_value>;
 // At head_dim 256 there is no memory for them.
 using OfDiagonals = DiagonalSums<block_q, (captured_of_diagonals > 0 && KSlabs::columns <= 128)>;
-struct DiagonalStorage {
-  Diagonals::Storage values;
-  OfDiagonals::Storage sums;
-};
+using DiagonalStorage = DiagonalStorageOf<Diagonals, OfDiagonals, 1>;
 
 // At head_dim 256 there is none for a thread's sums of tables either.
 constexpr bool tables_in_shared = captured_of_tables > 0 && KSlabs::columns <= 128;
@@ -282,7 +279,7 @@ struct Weights {
         dq_factor(kept_scale(block) * descale.key / descale.ds),
         storage(storage) {
     read_intervals();
-    storage.sums.clear(lane);
+    storage.clear(lane);
     gradients[0].enter(descale.ds, of_tables);
   }
   // As scale_of(), without a conversion from double, which the compiler would repeat for every tile.
@@ -349,7 +346,7 @@ struct Weights {
     scores.derive(reinterpret_cast<FragmentC(&)[1][block_q / 8]>(dp),
                   reinterpret_cast<const FragmentC(&)[1][block_q / 8]>(s), derivatives, gradients, true, at.head,
                   at.tile * block_q, key(), lane, dp_factor, delta_of,
-                  OfDiagonals{storage.sums, at.tile * block_q, first_key});
+                  [&](int) { return OfDiagonals{storage.sums[0], at.tile * block_q, first_key}; });
   }
 };
 

@@ -68,8 +68,10 @@ struct Item {
 };
 
 // At head_dim 256 tiles leave no memory for them.
+using AllDiagonals = DiagonalValues<16, block_kv, true>;
 constexpr bool keeps_diagonal_values =
-    has_diagonal_value && QSlabs::bytes + stages * (KSlabs::bytes + VSlabs::bytes) < 224 * 1024;
+    has_diagonal_value && fits_in_multiprocessor<QSlabs::bytes + stages*(KSlabs::bytes + VSlabs::bytes) + 1024 +
+                                                 4 * consumers* static_cast<int>(sizeof(AllDiagonals::Storage))>;
 using Diagonals = DiagonalValues<16, block_kv, keeps_diagonal_values>;
 
 struct SharedStorage {
