@@ -96,20 +96,25 @@ struct SharedStorage {
   char ds[Select < adds_dq || passes_p, ScoreTile, NoTile > ::type::bytes];
   char p[Select<passes_p, ScoreTile, NoTile>::type::bytes];
 };
-// What diagonals of a warp's rows and keys have, behind it: as members they would take a byte each where there are
-// none.
-template <bool values, bool sums>
-using DiagonalStorage = DiagonalStorageOf<DiagonalValues<score_columns, 16 * key_tiles, values>,
-                                          DiagonalSums<score_columns, sums>, key_tiles>;
-template <bool values, bool sums>
-constexpr bool diagonals_fit =
-    fits_in_multiprocessor<sizeof(SharedStorage) + warps * sizeof(DiagonalStorage<values, sums>)>;
-constexpr bool keeps_diagonal_values = has_diagonal_value && diagonals_fit<true, false>;
-constexpr bool keeps_diagonal_sums = captured_of_diagonals > 0 && diagonals_fit<keeps_diagonal_values, true>;
+// What warps and threads have of diagonals and of tables, behind it, as far as it fits: as members they would take a
+// byte each where there are none.
+template <bool values, bool sums, bool of_tables>
+struct Behind {
+  DiagonalStorageOf<DiagonalValues<score_columns, 16 * key_tiles, values>, DiagonalSums<score_columns, sums>, key_tiles>
+      diagonals[warps];
+  SharedTables<threads, of_tables> tables;
+};
+template <typename T>
+constexpr bool fits_behind = fits_in_multiprocessor<sizeof(SharedStorage) + sizeof(T)>;
+constexpr bool keeps_diagonal_values = has_diagonal_value && fits_behind<Behind<true, false, false>>;
+constexpr bool keeps_diagonal_sums =
+    captured_of_diagonals > 0 && fits_behind<Behind<keeps_diagonal_values, true, false>>;
+constexpr bool tables_in_shared =
+    captured_of_tables > 0 && fits_behind<Behind<keeps_diagonal_values, keeps_diagonal_sums, true>>;
 using Diagonals = DiagonalValues<score_columns, 16 * key_tiles, keeps_diagonal_values>;
 using OfDiagonals = DiagonalSums<score_columns, keeps_diagonal_sums>;
-using WarpDiagonals = DiagonalStorage<keeps_diagonal_values, keeps_diagonal_sums>;
-constexpr int diagonal_bytes = keeps_diagonal_values || keeps_diagonal_sums ? warps * sizeof(WarpDiagonals) : 0;
+using OwnBehind = Behind<keeps_diagonal_values, keeps_diagonal_sums, tables_in_shared>;
+constexpr int bytes_behind = keeps_diagonal_values || keeps_diagonal_sums || tables_in_shared ? sizeof(OwnBehind) : 0;
 
 // The next rows of query on their way to shared memory.
 struct RowsLoad {
@@ -121,7 +126,7 @@ struct RowsLoad {
 extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
     .threads = threads,
     .block_rows = block_kv,
-    .shared_bytes = sizeof(SharedStorage) + diagonal_bytes,
+    .shared_bytes = sizeof(SharedStorage) + bytes_behind,
     .convert_warps = adds_dq ? convert_warps : 0,
     .splits_groups = splits_groups,
 };
@@ -181,12 +186,16 @@ struct Backward {
   OperandGradients gradients[key_tiles];
   RowsLoad load;
 
-  __device__ __forceinline__ WarpDiagonals& storage() const {
-    return reinterpret_cast<WarpDiagonals*>(&shared + 1)[warp];
-  }
+  __device__ __forceinline__ OwnBehind& behind() const { return *reinterpret_cast<OwnBehind*>(&shared + 1); }
   __device__ __forceinline__ Diagonals of_diagonals(int first_row) const {
-    return {storage().values, problem, scores.keep.functions(), first_row, first_key + key_row, lane % 4 * 2,
-            lane / 4,         lane};
+    return {behind().diagonals[warp].values,
+            problem,
+            scores.keep.functions(),
+            first_row,
+            first_key + key_row,
+            lane % 4 * 2,
+            lane / 4,
+            lane};
   }
 
   __device__ __forceinline__ void find_lane() {
@@ -362,8 +371,9 @@ struct Backward {
       const float2 delta = *reinterpret_cast<const float2*>(&rows.delta[score_row() + column]);
       return has_descale ? float2{delta.x * ds_factor, delta.y * ds_factor} : delta;
     };
-    scores.derive(ds, p, derivative, gradients, counts(), head, first_row, key_of(0), lane, dp_factor, delta_of,
-                  [&](int m) { return OfDiagonals{storage().sums[m], first_row, first_key + key_row + 16 * m}; });
+    scores.derive(
+        ds, p, derivative, gradients, counts(), head, first_row, key_of(0), lane, dp_factor, delta_of,
+        [&](int m) { return OfDiagonals{behind().diagonals[warp].sums[m], first_row, first_key + key_row + 16 * m}; });
     if constexpr (adds_dq || passes_p) {
       if (counts()) put_scores(shared.ds, ds);
     }
@@ -548,10 +558,11 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       descale.dout * descale.value * ds_factor,
       ds_factor,
   };
-  if constexpr (keeps_diagonal_sums) backward.storage().clear(lane);
+  if constexpr (keeps_diagonal_sums) backward.behind().diagonals[warp].clear(lane);
   LocalTables local;
+  const SumsOfTables of_tables = backward.behind().tables.tables(local, threadIdx.x);
 #pragma unroll
-  for (int m = 0; m < key_tiles; ++m) backward.gradients[m].enter(descale.ds, local.tables());
+  for (int m = 0; m < key_tiles; ++m) backward.gradients[m].enter(descale.ds, of_tables);
   const Heads heads{first_head, group};
   TileWalk<block_q> tiles =
       walk_of_rows<block_q, block_kv>(problem, extent, backward.scores.keep.band, heads, first_key);

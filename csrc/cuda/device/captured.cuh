@@ -16,6 +16,16 @@ struct LocalTables {
 
   __device__ __forceinline__ SumsOfTables tables() { return {sums, 1}; }
 };
+template <int threads, bool present>
+struct SharedTables {
+  float sums[at_least(captured_of_tables, 1)][threads];
+
+  __device__ __forceinline__ SumsOfTables tables(LocalTables&, int thread) { return {sums[0] + thread, threads}; }
+};
+template <int threads>
+struct SharedTables<threads, false> {
+  __device__ __forceinline__ SumsOfTables tables(LocalTables& local, int) { return local.tables(); }
+};
 
 // Of a warp's 16 keys and one query head; of these keys a lane has lane / 4 and lane / 4 + 8.
 template <bool present>

@@ -249,14 +249,7 @@ using OfDiagonals = DiagonalSums<block_q, (captured_of_diagonals > 0 && KSlabs::
 using DiagonalStorage = DiagonalStorageOf<Diagonals, OfDiagonals, 1>;
 
 // At head_dim 256 there is none for a thread's sums of tables either.
-constexpr bool tables_in_shared = captured_of_tables > 0 && KSlabs::columns <= 128;
-struct TableStorage {
-  float sums[tables_in_shared ? captured_of_tables : 1][tables_in_shared ? computing_threads : 1];
-
-  __device__ __forceinline__ SumsOfTables tables(LocalTables& local, int thread) {
-    return tables_in_shared ? SumsOfTables{sums[0] + thread, computing_threads} : local.tables();
-  }
-};
+using TableStorage = SharedTables<computing_threads, (captured_of_tables > 0 && KSlabs::columns <= 128)>;
 
 // What is done to the 16 keys of a warp and a tile of rows.
 struct Weights {
