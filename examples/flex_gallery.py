@@ -1,4 +1,4 @@
-"""Masks and scores as functions: sixteen kinds of attention by jax_flash's score_mod, mask_mod and block_mask.
+"""Masks and scores as functions: seventeen kinds of attention by jax_flash's score_mod, mask_mod and block_mask.
 
     python examples/flex_gallery.py                  # all, on this machine's device
     python examples/flex_gallery.py --only relative_bias --length 512
@@ -182,6 +182,21 @@ def tanh_softcap(arrays: Arrays, sizes: Sizes) -> Mods:
 def relative_bias(arrays: Arrays, sizes: Sizes) -> Mods:
     table, length = arrays["table"], sizes.length
     return lambda score, b, h, q, kv: score + table[h, q - kv + length], None
+
+
+@example(lambda random, sizes: {"table": random.normal(size=(32, sizes.heads))})
+def t5_buckets(arrays: Arrays, sizes: Sizes) -> Mods:
+    """T5's relative bias: near distances have a bucket each, far ones share buckets whose widths grow, up to 128."""
+    table = arrays["table"]
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        apart = jnp.abs(q - kv)
+        # A little more, so that no bucket is a matter of rounding.
+        far = jnp.log(jnp.maximum(apart, 1).astype(jnp.float32) / 8) * (8 / np.float32(np.log(16))) + np.float32(1e-3)
+        bucket = jnp.where(apart < 8, apart, jnp.minimum(8 + far.astype(jnp.int32), 15))
+        return score + table[bucket + 16 * (kv > q).astype(jnp.int32), h]
+
+    return score_mod, None
 
 
 def _graph(random: np.random.Generator, sizes: Sizes) -> dict[str, Any]:

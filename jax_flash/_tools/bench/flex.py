@@ -37,7 +37,11 @@ CELLS = tuple(
     for head_dim, (batch, length) in itertools.product((64, 128), ((4, 4096), (1, 16384)))
 )
 CPU_CELLS = (Cell("float32", 64, 1024, False, 1, 4),)
-JAX = types.SimpleNamespace(clip=jnp.clip, tanh=jnp.tanh, sigmoid=jax.nn.sigmoid)
+JAX = types.SimpleNamespace(
+    clip=jnp.clip, tanh=jnp.tanh, sigmoid=jax.nn.sigmoid, log=jnp.log, where=jnp.where,
+    integer=lambda x: x.astype(jnp.int32),
+)  # fmt: skip
+"""The operations of an array library that the kinds are written with."""
 CONTESTANTS = ("functions", "option", "xla", "torch")
 
 
@@ -122,7 +126,10 @@ def torch_flex(name: str, cell: Cell, pass_: str) -> Entry:
 
     torch._dynamo.reset()  # which else stops compiling at the eighth function
     torch._functorch.config.donated_buffer = False  # for retain_graph
-    xp = types.SimpleNamespace(clip=torch.clamp, tanh=torch.tanh, sigmoid=torch.sigmoid)
+    xp = types.SimpleNamespace(
+        clip=torch.clamp, tanh=torch.tanh, sigmoid=torch.sigmoid, log=torch.log, where=torch.where,
+        integer=lambda x: x.to(torch.int32),
+    )  # fmt: skip
     arrays = {k: torch.from_numpy(x).to("cuda") for k, x in drawn(name, cell).items()}
     trained = [x.requires_grad_() for x in arrays.values() if x.is_floating_point()] if pass_ == "backward" else []
     of_batch = any(not x.is_floating_point() and len(x) == cell.batch for x in arrays.values())

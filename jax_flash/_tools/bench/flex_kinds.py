@@ -167,6 +167,18 @@ def relative_bias(xp: Any, arrays: Any, cell: Cell) -> Mods:
     return lambda score, b, h, q, kv: score + table[h, q - kv + length], None
 
 
+@kind(arrays=lambda random, cell: {"table": random.normal(size=(32, cell.heads))})
+def t5_buckets(xp: Any, arrays: Any, cell: Cell) -> Mods:
+    table = arrays["table"]
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        apart = abs(q - kv)
+        far = xp.integer(xp.log(xp.clip(apart, 1, None) / 8.0) * (8.0 / math.log(16.0)) + 1e-3)
+        return score + table[xp.where(apart < 8, apart, xp.clip(8 + far, 0, 15)) + 16 * xp.integer(kv > q), h]
+
+    return score_mod, None
+
+
 def _graph(random: np.random.Generator, cell: Cell) -> dict[str, np.ndarray]:
     distances = random.integers(0, 8, (cell.batch, cell.length, cell.length)).astype(np.int32)
     return {"distances": distances, "bias": random.normal(size=(cell.heads, 8)), "centrality": random.normal(size=8)}
