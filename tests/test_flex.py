@@ -386,6 +386,38 @@ def test_positions(implementation: str) -> None:
     alike(last[:, 1:], jax_flash.attention(query[:, 1:], key[:, :10], value[:, :10]))
 
 
+@pytest.mark.parametrize("offset", [0, 50, -20])
+@pytest.mark.parametrize("lengths", [(1, 150), (70, 130), (150, 70), (33, 1)])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_the_distance_decides(implementation: str, lengths: tuple[int, int], offset: int) -> None:
+    """Kernels compute it once for a diagonal, where the rows of a tile are those of one head."""
+    dtype, tolerance, of_gradients = kind_of(implementation)
+    query, key, value, dout = inputs_of(*lengths, dtype)
+    tables = jnp.asarray(rng.standard_normal((N, 40)), dtype), jnp.asarray(rng.standard_normal(N), dtype)
+
+    def attend(of: Callable[..., Any], *inputs: Any) -> Any:
+        *arrays, table, slopes = inputs
+
+        def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            apart = jnp.abs(q - kv)
+            far = (slopes[h] * jnp.log1p(apart.astype(score.dtype))).astype(score.dtype)
+            return score * table[h, apart // 4] + jnp.where(kv > q, far, -far)
+
+        def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return (q - kv < 60) & ((kv - q) % 3 != 1)
+
+        return of(*arrays, score_mod=score_mod, mask_mod=mask_mod, q_offset=offset)
+
+    ours = functools.partial(jax_flash.attention, implementation=implementation)
+    for group in (1, N // K):
+        inputs = query, *(jnp.repeat(x, N // K // group, axis=2) for x in (key, value)), *tables
+        found, pullback = jax.vjp(functools.partial(attend, ours), *inputs)
+        plainly = functools.partial(attend, lambda *x, **options: dense(*x, **options)[0])
+        wanted, plain_pullback = jax.vjp(plainly, *exact(inputs))
+        close(found, wanted, tolerance)
+        close(pullback(dout), plain_pullback(exact(dout)), of_gradients)
+
+
 # Transformations
 
 

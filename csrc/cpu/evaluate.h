@@ -197,6 +197,21 @@ struct TileOfPairs {
   int32_t first_key, last_key;  // keys past the last repeat it, so that what they load is in range
   int lanes, lines;  // lanes: whole vectors, of which those past the end repeat a row or are keys past the last
   int32_t batch, call;
+  bool has_diagonals;  // rows of one head, from position 0 on at the least, that follow one another
+
+  int rows() const { return rows_in_lanes ? lanes : lines; }
+  int keys() const { return rows_in_lanes ? lines : lanes; }
+  int diagonals() const { return round_up(lanes + lines - 1, kWidth<float>); }
+  // Lanes past the end repeat a row.
+  bool rows_follow() const {
+    if (positions[0] < 0) return false;
+    int count = 1;
+    while (count < rows() && positions[count] == positions[count - 1] + 1) ++count;
+    for (int i = count; i < rows(); ++i) {
+      if (!rows_in_lanes || positions[i] < positions[0] || positions[i] > positions[count - 1]) return false;
+    }
+    return std::all_of(heads, heads + rows(), [&](int32_t head) { return head == heads[0]; });
+  }
 };
 
 constexpr int kPairsTogether = 512;  // that are evaluated together, in whole lines: one at least
@@ -210,23 +225,27 @@ class Evaluator {
     sizes_[0] = int64_t{functions.most_slots(Side::lane)} * most_lanes_;
     sizes_[1] = int64_t{functions.most_slots(Side::line)} * most_lines_;
     sizes_[2] = int64_t{functions.most_slots(Side::pair)} * std::max(kPairsTogether, most_lanes_);
+    most_diagonals_ = most_lanes_ + most_lines_;
+    sizes_[3] = int64_t{functions.most_slots(Side::diagonal)} * most_diagonals_;
   }
   template <typename Arena>
   void take(Arena& arena) {
     lanes_ = arena.template take<uint32_t>(sizes_[0]);
     lines_ = arena.template take<uint32_t>(sizes_[1]);
     pairs_ = arena.template take<uint32_t>(sizes_[2]);
+    diagonals_ = arena.template take<uint32_t>(sizes_[3]);
   }
 
   // body(line, lines) once the results of these lines are there: see result(). Scores are float, `stride` apart.
   template <typename Body>
   void run(const Steps& steps, const TileOfPairs& tile, const float* scores, ptrdiff_t stride, Body body) const {
     const int together = std::max(1, kPairsTogether / tile.lanes);
-    for (const Step& step : steps.lanes) run_step(step, tile, Side::lane, 0, 1, nullptr, 0);
-    for (const Step& step : steps.lines) run_step(step, tile, Side::line, 0, 1, nullptr, 0);
+    for (Side side : {Side::lane, Side::line, Side::diagonal}) {
+      for (const Step& step : steps.of[static_cast<int>(side)]) run_step(step, tile, side, 0, 1, nullptr, 0);
+    }
     for (int line = 0; line < tile.lines; line += together) {
       const int lines = std::min(together, tile.lines - line);
-      for (const Step& step : steps.pairs) {
+      for (const Step& step : steps.of[static_cast<int>(Side::pair)]) {
         run_step(step, tile, Side::pair, line, lines, scores + line * stride, stride);
       }
       body(line, lines);
@@ -244,22 +263,30 @@ class Evaluator {
 
   __attribute__((noinline)) void run_step(const Step& step, const TileOfPairs& tile, Side side, int line, int lines,
                                           const float* scores, ptrdiff_t score_stride) const {
-    int lanes = side == Side::line ? round_up(tile.lines, kWidth<float>) : tile.lanes;
-    uint32_t* to = side == Side::lane   ? lanes_ + int64_t{step.to} * most_lanes_
-                   : side == Side::line ? lines_ + int64_t{step.to} * most_lines_
-                                        : pairs_ + int64_t{step.to} * pair_slot(tile);
+    int lanes = side == Side::line       ? round_up(tile.lines, kWidth<float>)
+                : side == Side::diagonal ? tile.diagonals()
+                                         : tile.lanes;
+    uint32_t* to = side == Side::lane       ? lanes_ + int64_t{step.to} * most_lanes_
+                   : side == Side::line     ? lines_ + int64_t{step.to} * most_lines_
+                   : side == Side::diagonal ? diagonals_ + int64_t{step.to} * most_diagonals_
+                                            : pairs_ + int64_t{step.to} * pair_slot(tile);
     auto fill = [&](uint32_t bits) { std::fill_n(to, lanes * lines, bits); };
     auto of_rows = [&](const int32_t* rows) {
       std::memcpy(to, rows, sizeof(*rows) * (side == Side::line ? tile.lines : lanes));
       // Lines past the last repeat it, so that what they load is in range.
       if (side == Side::line) std::fill(to + tile.lines, to + lanes, to[tile.lines - 1]);
     };
+    // The diagonal of a pair is one further for the next lane, and one back for the next line.
+    auto of_diagonals = [&](const uint32_t* first) {
+      return side == Side::diagonal ? Operand{first, 0} : Operand{first + tile.lines - 1 - line, -1};
+    };
     Operand args[3];
     for (int i = 0; i < 3; ++i) {
       const Value& x = step.args[i];
-      args[i] = x.side == Side::lane   ? Operand{lanes_ + int64_t{x.slot} * most_lanes_, 0}
-                : x.side == Side::line ? Operand{lines_ + int64_t{x.slot} * most_lines_, 0}
-                                       : Operand{pairs_ + int64_t{x.slot} * pair_slot(tile), tile.lanes};
+      args[i] = x.side == Side::lane       ? Operand{lanes_ + int64_t{x.slot} * most_lanes_, 0}
+                : x.side == Side::line     ? Operand{lines_ + int64_t{x.slot} * most_lines_, 0}
+                : x.side == Side::diagonal ? of_diagonals(diagonals_ + int64_t{x.slot} * most_diagonals_)
+                                           : Operand{pairs_ + int64_t{x.slot} * pair_slot(tile), tile.lanes};
     }
     // Lines that follow one another are one.
     const bool loads = step.operation >= Operation::load_bool_;
@@ -270,7 +297,10 @@ class Evaluator {
       case Operation::b: return fill(static_cast<uint32_t>(tile.batch));
       case Operation::call: return fill(static_cast<uint32_t>(tile.call));
       case Operation::constant: return fill(static_cast<uint32_t>(step.number));
-      case Operation::h: return of_rows(tile.heads);
+      case Operation::distance: return distances(reinterpret_cast<int32_t*>(to), tile);
+      case Operation::h:
+        if (side == Side::diagonal) return fill(static_cast<uint32_t>(tile.heads[0]));
+        return of_rows(tile.heads);
       case Operation::q: return of_rows(tile.positions);
       case Operation::kv:
         for (int i = 0; i < lanes; ++i) to[i] = static_cast<uint32_t>(std::min(tile.first_key + i, tile.last_key));
@@ -313,6 +343,17 @@ class Evaluator {
     }
   }
 
+  // Of pairs past the ends that of one before them, so that what these load is in range.
+  static void distances(int32_t* to, const TileOfPairs& tile) {
+    const int64_t first = tile.positions[0], first_key = tile.first_key;
+    const int64_t last = *std::max_element(tile.positions, tile.positions + tile.rows());
+    const int64_t last_key = std::min<int64_t>(tile.last_key, first_key + tile.keys() - 1);
+    for (int i = 0; i < tile.diagonals(); ++i) {
+      const int64_t beyond = tile.rows_in_lanes ? i - (tile.lines - 1) : tile.lines - 1 - i;
+      to[i] = static_cast<int32_t>(std::clamp(first - first_key + beyond, first - last_key, last - first_key));
+    }
+  }
+
   template <typename Stored>
   const void* element(const Step& step, const TileOfPairs& tile) const {
     return static_cast<const Stored*>(captured_[step.number]) + tile.call * step.of_call;
@@ -331,10 +372,10 @@ class Evaluator {
   using I = I32;
   using U = U32;
 
-  int most_lanes_ = 0, most_lines_ = 0;
+  int most_lanes_ = 0, most_lines_ = 0, most_diagonals_ = 0;
   const void* const* captured_ = nullptr;
-  int64_t sizes_[3]{};
-  uint32_t *lanes_ = nullptr, *lines_ = nullptr, *pairs_ = nullptr;
+  int64_t sizes_[kSides]{};
+  uint32_t *lanes_ = nullptr, *lines_ = nullptr, *pairs_ = nullptr, *diagonals_ = nullptr;
 };
 
 }  // namespace jax_flash::cpu::JAX_FLASH_ISA

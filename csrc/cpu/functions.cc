@@ -57,12 +57,11 @@ struct Lines {
   std::vector<LinesOfAddition> additions;
 };
 
-// What a value depends on.
-constexpr int kRows = 1, kKeys = 2, kScore = 4;
+// What a value depends on. Rows of several heads may share a tile.
+constexpr int kRows = 1, kKeys = 2, kScore = 4, kHead = 8, kDiagonal = 16;
 int own_dependency(Operation operation) {
   switch (operation) {
-    // Rows of several heads may share a tile.
-    case Operation::h:
+    case Operation::h: return kHead;
     case Operation::q: return kRows;
     case Operation::kv: return kKeys;
     case Operation::score: return kScore;
@@ -73,13 +72,13 @@ int own_dependency(Operation operation) {
 // Turns a text into steps. An operation is placed on the side of what it depends on, right before its first reader.
 class Planner {
  public:
-  Planner(const Lines& text, int of_lanes) : text_(text) {
-    const int of_lines = of_lanes == kRows ? kKeys : kRows;
+  Planner(const Lines& text, int of_lanes, bool has_diagonals) : text_(text), has_diagonals_(has_diagonals) {
     for (const Line& line : text.lines) {
       int all = own_dependency(line.operation);
       for (int i = 0; i < line.arguments; ++i) all |= depends_[line.args[i]];
+      if (is_of_distance(line)) all = kDiagonal;
       depends_.push_back(all);
-      sides_.push_back((all & ~of_lanes) == 0 ? Side::lane : all == of_lines ? Side::line : Side::pair);
+      sides_.push_back(side_of(all, of_lanes));
     }
     for (auto& places : places_) places.assign(text.lines.size(), -1);
   }
@@ -109,19 +108,58 @@ class Planner {
     Side side;
   };
 
+  // Whether the operation is the distance, or compares it with 0.
+  bool is_of_distance(const Line& line) const {
+    if (!has_diagonals_ || line.arguments != 2) return false;
+    const Operation x = text_.lines[line.args[0]].operation, y = text_.lines[line.args[1]].operation;
+    const bool of_both = (x == Operation::q && y == Operation::kv) || (x == Operation::kv && y == Operation::q);
+    switch (line.operation) {
+      case Operation::sub_i_:
+      case Operation::eq_i_:
+      case Operation::ne_i_:
+      case Operation::lt_i_:
+      case Operation::le_i_:
+      case Operation::gt_i_:
+      case Operation::ge_i_: return of_both;
+      default: return false;
+    }
+  }
+  static Side side_of(int all, int of_lanes) {
+    const int of_rows = kRows | kHead, lanes = of_lanes == kRows ? of_rows : kKeys;
+    if ((all & ~lanes) == 0) return Side::lane;
+    if ((all & lanes) == 0 && (all & (kScore | kDiagonal)) == 0) return Side::line;
+    return (all & kDiagonal) != 0 && (all & ~(kDiagonal | kHead)) == 0 ? Side::diagonal : Side::pair;
+  }
+
   int put(Line line, Side side) {
     placed_.push_back({line, side});
     return static_cast<int>(placed_.size()) - 1;
   }
 
+  // An operation of the distance: of it and 0, in the order of q and kv.
+  Line of_distance(const Line& line) {
+    if (distance_ < 0) distance_ = put({Operation::distance}, Side::diagonal);
+    const bool in_order = text_.lines[line.args[0]].operation == Operation::q;
+    if (line.operation == Operation::sub_i_) return {in_order ? Operation::copy_ : Operation::neg_i_, 1, {distance_}};
+    if (zero_ < 0) zero_ = put({Operation::constant}, Side::diagonal);
+    return {line.operation, 2, {in_order ? distance_ : zero_, in_order ? zero_ : distance_}};
+  }
+
   // The number of line i of the text where steps of a side read it. Steps of lines read what depends on nothing as a
-  // value of their own; those of pairs read the lanes as they are, and lines by way of all lanes.
+  // value of their own, and so do those of diagonals, of the head too; those of pairs read the lanes and the diagonals
+  // as they are, and lines by way of all lanes.
   int place(int i, Side reader) {
-    const Side own = sides_[i], side = own == Side::lane && reader == Side::line ? Side::line : own;
+    const Side own = sides_[i];
+    const bool copies = reader == Side::diagonal || (reader == Side::line && own == Side::lane);
+    const Side side = copies ? reader : own;
     int& found = places_[static_cast<int>(side)][i];
     if (found < 0) {
       Line line = text_.lines[i];
-      for (int j = 0; j < line.arguments; ++j) line.args[j] = place(line.args[j], side);
+      if (is_of_distance(line)) {
+        line = of_distance(line);
+      } else {
+        for (int j = 0; j < line.arguments; ++j) line.args[j] = place(line.args[j], side);
+      }
       found = put(line, side);
     }
     if (side != Side::line || reader != Side::pair) return found;
@@ -133,7 +171,7 @@ class Planner {
   // As a value of pairs, as results are.
   int of_pairs(int i) {
     const int found = place(i, Side::pair);
-    if (sides_[i] != Side::lane) return found;
+    if (sides_[i] != Side::lane && sides_[i] != Side::diagonal) return found;
     int& copy = places_[static_cast<int>(Side::pair)][i];
     if (copy < 0) copy = put({Operation::copy_, 1, {found}}, Side::pair);
     return copy;
@@ -152,16 +190,14 @@ class Planner {
       }
     }
     for (int i : results) last[i] = count;
-    std::vector<int> free[3];
-    int* counts[] = {&steps_.lane_slots, &steps_.line_slots, &steps_.pair_slots};
-    std::vector<Step>* of_side[] = {&steps_.lanes, &steps_.lines, &steps_.pairs};
+    std::vector<int> free[kSides];
     std::vector<Value> values(count);
     for (int i = 0; i < count; ++i) {
       const auto& [line, side] = placed_[i];
       const int own = static_cast<int>(side);
-      int slot = *counts[own];
+      int slot = steps_.slots[own];
       if (free[own].empty()) {
-        ++*counts[own];
+        ++steps_.slots[own];
       } else {
         slot = free[own].back();
         free[own].pop_back();
@@ -169,7 +205,7 @@ class Planner {
       Step step{line.operation, slot, {}, line.number, line.of_call};
       for (int j = 0; j < 3; ++j) step.args[j] = j < line.arguments ? values[line.args[j]] : step.args[0];
       values[i] = {side, slot};
-      of_side[own]->push_back(step);
+      steps_.of[own].push_back(step);
       // Only now: no step writes what it reads.
       for (int j = 0; j < line.arguments; ++j) {
         if (last[line.args[j]] != i) continue;
@@ -183,7 +219,9 @@ class Planner {
   const Lines& text_;
   std::vector<int> depends_;
   std::vector<Side> sides_;
-  std::vector<int> places_[3];  // for each side, where a line of the text is on it; -1: nowhere yet
+  bool has_diagonals_;
+  int distance_ = -1, zero_ = -1;    // placed lines
+  std::vector<int> places_[kSides];  // for each side, where a line of the text is on it; -1: nowhere yet
   std::vector<Placed> placed_;
   Steps steps_;
 };
@@ -195,7 +233,10 @@ Functions parsed(const char* text) {
   Lines current;
   Program* program = nullptr;
   auto finish = [&] {
-    if (program) *program = {Planner(current, kRows).plan(), Planner(current, kKeys).plan()};
+    for (int diagonals = 0; program && diagonals < 2; ++diagonals) {
+      program->of_rows[diagonals] = Planner(current, kRows, diagonals).plan();
+      program->of_keys[diagonals] = Planner(current, kKeys, diagonals).plan();
+    }
     current = {};
   };
   while (std::getline(lines, words)) {
@@ -256,10 +297,10 @@ Functions parsed(const char* text) {
 int Functions::most_slots(Side side) const {
   int most = 0;
   for (const Program* program : {&score, &mask, &partial_mask, &gradient}) {
-    for (const Steps* steps : {&program->of_rows, &program->of_keys}) {
-      most = std::max(most, side == Side::lane   ? steps->lane_slots
-                            : side == Side::line ? steps->line_slots
-                                                 : steps->pair_slots);
+    for (int i = 0; i < 2; ++i) {
+      for (const Steps* steps : {&program->of_rows[i], &program->of_keys[i]}) {
+        most = std::max(most, steps->slots[static_cast<int>(side)]);
+      }
     }
   }
   return most;

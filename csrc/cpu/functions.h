@@ -2,7 +2,8 @@
 // pairs of a tile.
 //
 // A tile has lines of lanes. What depends on nothing, or on what the lanes stand for, is computed once for a tile's
-// lanes, what depends on what the lines stand for once for its lines, and only the rest for each pair.
+// lanes, what depends on what the lines stand for once for its lines, what depends on q - kv alone once for its
+// diagonals where the rows are those of one head that follow one another, and only the rest for each pair.
 #pragma once
 
 #include <cstdint>
@@ -22,14 +23,16 @@ enum class Operation : uint8_t {
   kv,
   call,
   constant,
-  spread,  // a value of the lines, in all lanes
+  spread,    // a value of the lines, in all lanes
+  distance,  // q - kv
 #define JAX_FLASH_NAME(name, ...) name##_,
   JAX_FLASH_CPU_LIBRARY(JAX_FLASH_NAME) JAX_FLASH_CPU_OPERATIONS(JAX_FLASH_NAME, JAX_FLASH_NAME, JAX_FLASH_NAME)
       JAX_FLASH_CPU_LOADS(JAX_FLASH_NAME)
 #undef JAX_FLASH_NAME
 };
 
-enum class Side : uint8_t { lane, line, pair };
+enum class Side : uint8_t { lane, line, pair, diagonal };
+constexpr int kSides = 4;
 
 struct Value {
   Side side = Side::lane;
@@ -55,16 +58,20 @@ struct Addition {
 
 // A program for tiles whose lanes are rows, or keys.
 struct Steps {
-  std::vector<Step> lanes, lines, pairs;
-  int lane_slots = 0, line_slots = 0, pair_slots = 0;
+  std::vector<Step> of[kSides];
+  int slots[kSides]{};
   std::vector<Value> results;  // all of pairs
   std::vector<Addition> additions;
 };
 struct Program {
-  Steps of_rows, of_keys;  // in the lanes
+  Steps of_rows[2], of_keys[2];  // in the lanes; without and with steps of diagonals
 
-  const Steps& lanes_are_rows(bool rows) const { return rows ? of_rows : of_keys; }
-  explicit operator bool() const { return !of_rows.results.empty() || !of_rows.additions.empty(); }
+  const Steps& steps(bool lanes_are_rows, bool has_diagonals) const {
+    return (lanes_are_rows ? of_rows : of_keys)[has_diagonals];
+  }
+  size_t results() const { return of_rows[0].results.size(); }
+  bool has_diagonals() const { return !of_rows[1].of[static_cast<int>(Side::diagonal)].empty(); }
+  explicit operator bool() const { return results() != 0 || !of_rows[0].additions.empty(); }
 };
 
 // Those of a call. `score` has the results value and, in a backward pass, derivative; `gradient` has additions alone.

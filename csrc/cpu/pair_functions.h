@@ -68,12 +68,15 @@ class PairFunctions {
   explicit PairFunctions(const Problem& p) : p_(p) {
     if (!p.options.functions) return;
     functions_ = &functions_of(p.options.functions);
+    for (const Program* x : {&functions_->score, &functions_->mask, &functions_->partial_mask, &functions_->gradient}) {
+      has_diagonals_ |= x->has_diagonals();
+    }
     for (int i = 0; i < p.options.dcaptured; ++i) gradients_[i + 1] = gradients_[i] + p.dcaptured_elements[i];
   }
 
   explicit operator bool() const { return functions_; }
   // Whether the derivative of the score differs from 1, in a backward pass.
-  bool has_derivative() const { return functions_ && functions_->score.of_rows.results.size() > 1; }
+  bool has_derivative() const { return functions_ && functions_->score.results() > 1; }
   bool has_gradient() const { return functions_ && functions_->gradient; }
   // Of the gradients of captured arrays together.
   int64_t gradient_elements() const { return gradients_[p_.options.dcaptured]; }
@@ -123,7 +126,7 @@ class PairFunctions {
   Kept decide(const Tile& tile, int32_t* keep, ptrdiff_t stride) const {
     const TileOfPairs pairs = pairs_of(tile);
     if (functions_->mask) {
-      const Steps& steps = functions_->mask.lanes_are_rows(tile.rows_in_lanes);
+      const Steps& steps = steps_of(functions_->mask, pairs);
       evaluator_.run(steps, pairs, nullptr, 0, [&](int first, int lines) {
         for (int i = 0; i < lines; ++i) {
           std::copy_n(evaluator_.result<int32_t>(steps.results[0], pairs, i), tile.lanes, keep + (first + i) * stride);
@@ -162,7 +165,7 @@ class PairFunctions {
     constexpr int W = kWidth<float>;
     if (functions_->score) {
       const TileOfPairs pairs = pairs_of(tile);
-      const Steps& steps = functions_->score.lanes_are_rows(tile.rows_in_lanes);
+      const Steps& steps = steps_of(functions_->score, pairs);
       evaluator_.run(steps, pairs, scores, stride, [&](int first, int lines) {
         for (int i = 0; i < lines; ++i) {
           const float* values = evaluator_.result<float>(steps.results[0], pairs, i);
@@ -195,7 +198,7 @@ class PairFunctions {
   void add_gradients(const Tile& tile, const float* scores, const float* dscores, ptrdiff_t stride,
                      double* sums) const {
     const TileOfPairs pairs = pairs_of(tile);
-    const Steps& steps = functions_->gradient.lanes_are_rows(tile.rows_in_lanes);
+    const Steps& steps = steps_of(functions_->gradient, pairs);
     evaluator_.run(steps, pairs, scores, stride, [&](int first, int lines) {
       for (const Addition& addition : steps.additions) {
         double* to = sums + gradients_[addition.gradient] + call_ * addition.of_call;
@@ -223,8 +226,14 @@ class PairFunctions {
 
   TileOfPairs pairs_of(const Tile& tile) const {
     const int32_t first_key = static_cast<int32_t>(tile.first_key);
-    return {tile.positions, tile.heads, tile.rows_in_lanes, first_key, p_.kv_length - 1, tile.lanes, tile.lines,
-            batch_,         call_};
+    TileOfPairs pairs{
+        tile.positions, tile.heads, tile.rows_in_lanes, first_key, p_.kv_length - 1, tile.lanes, tile.lines, batch_,
+        call_,          false};
+    pairs.has_diagonals = has_diagonals_ && pairs.rows_follow();
+    return pairs;
+  }
+  static const Steps& steps_of(const Program& program, const TileOfPairs& pairs) {
+    return program.steps(pairs.rows_in_lanes, pairs.has_diagonals);
   }
 
   // Writes `keep`, or where the mask functions have written it, lowers it; false: all blocks are full. Each line has
@@ -261,7 +270,7 @@ class PairFunctions {
       for (int line = 0; line < tile.lines; ++line) decide_line(line, nullptr);
       return true;
     }
-    const Steps& steps = functions_->partial_mask.lanes_are_rows(tile.rows_in_lanes);
+    const Steps& steps = steps_of(functions_->partial_mask, pairs);
     evaluator_.run(steps, pairs, nullptr, 0, [&](int first, int lines) {
       for (int i = 0; i < lines; ++i) {
         decide_line(first + i, evaluator_.result<int32_t>(steps.results[0], pairs, i));
@@ -272,6 +281,7 @@ class PairFunctions {
 
   const Problem& p_;
   const Functions* functions_ = nullptr;
+  bool has_diagonals_ = false;
   int64_t gradients_[kMostCaptured + 1]{};  // where those of captured arrays begin
   Evaluator evaluator_;
   Blocks blocks_;
