@@ -252,6 +252,12 @@ class Evaluator {
     }
   }
 
+  // Of diagonals, from that of the last line and the first lane on.
+  template <typename V>
+  const V* result_of_diagonals(const Value& value) const {
+    return reinterpret_cast<const V*>(diagonals_ + int64_t{value.slot} * most_diagonals_);
+  }
+  int most_diagonals() const { return most_diagonals_; }
   // Line `line` of those of the body.
   template <typename V>
   const V* result(const Value& value, const TileOfPairs& tile, int line) const {

@@ -53,7 +53,8 @@ struct Addition {
   int gradient;
   int64_t of_call;
   Value derivative, index, valid;
-  bool always;  // `valid` has no meaning
+  bool always;       // `valid` has no meaning
+  bool of_diagonal;  // all pairs of a diagonal have one index, a value of diagonals, and no `valid`
 };
 
 // A program for tiles whose lanes are rows, or keys.
@@ -80,6 +81,7 @@ struct Functions {
   Program score, mask, partial_mask, gradient;
 
   int most_slots(Side side) const;
+  int most_additions() const;
 };
 
 // Of a text of jax_flash/_functions/cpu.py, parsed once for each pointer: see Options::functions. Throws

@@ -88,6 +88,7 @@ class PairFunctions {
     evaluator_ = Evaluator(*functions_, most_lanes, most_lines, p_.captured);
     evaluator_.take(arena);
     kinds_ = arena.take<int32_t>(most_lanes);
+    of_diagonals_ = arena.take<double>(int64_t{functions_->most_additions()} * evaluator_.most_diagonals());
   }
 
   void go_to(int64_t batch, int64_t sequence, int64_t q_offset) {
@@ -199,12 +200,22 @@ class PairFunctions {
                      double* sums) const {
     const TileOfPairs pairs = pairs_of(tile);
     const Steps& steps = steps_of(functions_->gradient, pairs);
+    const int diagonals = pairs.diagonals(), most_diagonals = evaluator_.most_diagonals();
+    std::fill_n(of_diagonals_, steps.additions.size() * most_diagonals, 0.);
     evaluator_.run(steps, pairs, scores, stride, [&](int first, int lines) {
+      double* of_diagonals = of_diagonals_;
       for (const Addition& addition : steps.additions) {
         double* to = sums + gradients_[addition.gradient] + call_ * addition.of_call;
         for (int i = 0; i < lines; ++i) {
           const float* ds = dscores + (first + i) * stride;
           const float* derivative = evaluator_.result<float>(addition.derivative, pairs, i);
+          if (addition.of_diagonal) {
+            double* of_line = of_diagonals + tile.lines - 1 - (first + i);
+            for (int lane = 0; lane < tile.lanes; ++lane) {
+              of_line[lane] += ds[lane] == 0 ? 0. : static_cast<double>(ds[lane]) * derivative[lane];
+            }
+            continue;
+          }
           const int32_t* index = evaluator_.result<int32_t>(addition.index, pairs, i);
           const int32_t* valid = addition.always ? nullptr : evaluator_.result<int32_t>(addition.valid, pairs, i);
           for (int lane = 0; lane < tile.lanes; ++lane) {
@@ -213,8 +224,20 @@ class PairFunctions {
             to[index[lane]] += static_cast<double>(ds[lane]) * derivative[lane];
           }
         }
+        of_diagonals += most_diagonals;
       }
     });
+    const double* of_diagonals = of_diagonals_;
+    for (const Addition& addition : steps.additions) {
+      if (addition.of_diagonal) {
+        double* to = sums + gradients_[addition.gradient] + call_ * addition.of_call;
+        const int32_t* index = evaluator_.result_of_diagonals<int32_t>(addition.index);
+        for (int i = 0; i < diagonals; ++i) {
+          if (of_diagonals[i] != 0) to[index[i]] += of_diagonals[i];
+        }
+      }
+      of_diagonals += most_diagonals;
+    }
   }
 
  private:
@@ -287,7 +310,8 @@ class PairFunctions {
   Blocks blocks_;
   int64_t q_offset_ = 0;
   int32_t batch_ = 0, call_ = 0;
-  int32_t* kinds_ = nullptr;  // of the lanes
+  int32_t* kinds_ = nullptr;        // of the lanes
+  double* of_diagonals_ = nullptr;  // sums of each addition
 };
 
 }  // namespace jax_flash::cpu::JAX_FLASH_ISA
