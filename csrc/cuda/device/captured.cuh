@@ -149,9 +149,9 @@ struct SumsOfDiagonals {
     for (int odd = 0; odd < 2; ++odd) {
 #pragma unroll
       for (float& x : some[odd]) {
-        const float next = __shfl_down_sync(0xffffffffu, x, 9);
+        const float next = Lanes::from_further(x, lane, 9);
         if (column < 3 && line < 6) x += next;
-        const float two = __shfl_down_sync(0xffffffffu, x, 18);
+        const float two = Lanes::from_further(x, lane, 18);
         if (column < 2 && line < 4) x += two;
       }
       if (column == 0 || line < 2) {

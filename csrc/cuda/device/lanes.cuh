@@ -7,8 +7,8 @@ namespace jax_flash {
 
 // The accumulators of 16 rows and 8 columns, as a lane holds them. Lane 4 * g + t has x0 x1: row g, columns 2t and
 // 2t + 1; x2 x3: row g + 8, the same columns. A family whose hardware numbers its lanes otherwise has its own `Lanes`:
-// the number of a lane by this scheme, and the bits of the hardware's number by which lanes differ that share a row, or
-// a column.
+// the number of a lane by this scheme, the bits of the hardware's number by which lanes differ that share a row, or a
+// column, and what a lane further on by this scheme has.
 struct FragmentC {
   float x[4];
 };

@@ -242,7 +242,7 @@ struct KeysOfRows {
     u32 between = 0;
 #pragma unroll
     for (int i = 0; i < ceil_div(tiles, 4); ++i) {
-      const int key = first_key + 32 * i + lane;
+      const int key = first_key + 32 * i + Lanes::thread_of(lane);  // whose bit a ballot has there
       const int2 held = keep.rows_of(key);
       const bool there = key < keep.extent.kv.length;
       const bool some = there & (at_least(held.x, first) < at_most(held.y, end));

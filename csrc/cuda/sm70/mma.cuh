@@ -27,13 +27,29 @@ namespace jax_flash {
 static_assert(dtype == DType::f16, "other dtypes come as float16 with descale");
 
 struct Lanes {
-  static __device__ __forceinline__ int of(int thread) {
+  static __device__ __forceinline__ constexpr int of(int thread) {
     const int g = (thread & 1) | (thread >> 3 & 2) | (thread & 4), t = (thread >> 1 & 1) | (thread >> 2 & 2);
     return 4 * g + t;
+  }
+  // The hardware's number of a lane.
+  static __device__ __forceinline__ constexpr int thread_of(int lane) {
+    const int g = lane / 4, t = lane % 4;
+    return (g & 1) | (t & 1) << 1 | (g & 4) | (t & 2) << 2 | (g & 2) << 3;
+  }
+  static __device__ __forceinline__ float from_further(float x, int lane, int further) {
+    return __shfl_sync(0xffffffffu, x, thread_of((lane + further) % 32));
   }
   static __device__ __forceinline__ constexpr int in_row(int i) { return 2 << 2 * i; }  // 2 8
   static __device__ __forceinline__ constexpr int in_column(int i) { return i == 0 ? 1 : i == 1 ? 16 : 4; }
 };
+
+__device__ constexpr bool lanes_are_those_of_threads() {
+  for (int lane = 0; lane < 32; ++lane) {
+    if (Lanes::of(Lanes::thread_of(lane)) != lane) return false;
+  }
+  return true;
+}
+static_assert(lanes_are_those_of_threads(), "one number is the inverse of the other");
 
 // A tile of elements in shared memory, in chunks of 16 bytes. The eight lanes that a load of 16 bytes serves at once
 // read one chunk of rows r0 + {0, 1, 4, 5, 8, 9, 12, 13} (A), or of rows r0 + {0, 1, 2, 3} twice (B); a store of scores
