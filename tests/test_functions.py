@@ -275,6 +275,15 @@ def test_a_range_is_known_of_what_was_bool_and_not_of_what_was_a_float(dtype: st
     assert ("min" in names) == ("lt" in names) == (most is None)
 
 
+def test_numbers_of_python_are_as_wide_as_what_they_meet() -> None:
+    def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return score + (jnp.abs(q - kv) + jnp.where(kv > q, 16, -1)).astype(score.dtype)
+
+    function = trace.trace("score_mod", score_mod, "score", jnp.float32, trace.Captured())
+    of = program.score_program(function, (), False, True).program
+    assert {op.dtype for op in of.ops} <= {"bool", "int32", "float32"}
+
+
 def test_equal_operations_are_one_and_constants_are_folded() -> None:
     def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return (q // 4 == kv // 4) & (q // 4 + 0 == kv // 4 * 1) & (kv >= 0) & (jnp.int32(3) > 2)

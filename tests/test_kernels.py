@@ -439,6 +439,14 @@ def test_gates_of_options(arch: int, tmp_path: pathlib.Path) -> None:
         assert kernel["spill_bytes"] <= OPTION_GATE[arch][pass_of(kernel)], kernel["name"]
 
 
+def test_lanes_further_on_are_asked_by_the_family() -> None:
+    """sm_70 numbers them otherwise, and no test without such a GPU notices."""
+    by_distance = re.compile(r"__shfl_(?:down|up)_sync")
+    sources = pathlib.Path(__file__).parent.parent / "csrc" / "cuda"
+    asked = [x.name for x in sources.rglob("*.cu*") if by_distance.search(x.read_text(encoding="utf-8"))]
+    assert asked == ["hardware_lanes.cuh"]
+
+
 INTERVALS = {f"has_{side}_interval{what}": True for side in ("kv", "q") for what in ("s", "_ranges")}
 BLOCKS = {"partial": "sequences"}
 FUNCTION_GATE: dict[str, tuple[int, int, dict[str, Any], dict[str, int]]] = {

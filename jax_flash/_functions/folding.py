@@ -130,8 +130,14 @@ def simplified(builder: Builder, name: str, dtype: str, args: tuple[int, ...], p
     if name == "clamp":
         low = builder.apply("max", dtype, (args[0], args[1]))
         return builder.apply("min", dtype, (low, args[2]))
-    if name == "convert_element_type" and builder.ops[args[0]].dtype == dtype:
-        return args[0]
+    if name == "convert_element_type":
+        of = builder.ops[args[0]]
+        if of.dtype == dtype:
+            return args[0]
+        # With jax_enable_x64 Python's numbers are 64 bits wide until they meet others; CPU kernels have no such.
+        if of.name == "select_n" and all(builder.value(case) is not None for case in of.args[1:]):
+            cases = [builder.apply(name, dtype, (case,)) for case in of.args[1:]]
+            return builder.apply("select_n", dtype, (of.args[0], *cases))
     if all(v is not None for v in values):
         found = _constant(name, dtype, of_args, values, params)
         if found is not None:
