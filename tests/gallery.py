@@ -33,6 +33,7 @@ def functions(batch: int = 2, heads: int = 4, length: int = 333) -> tuple[dict[s
     kinds = jnp.asarray(random.integers(0, 4, length), jnp.int32)  # one more than the table has
     relations = jnp.asarray(1 + random.random((3, 2, 5)), jnp.float32)
     buckets = jnp.asarray(random.standard_normal((32, heads)), jnp.float32)
+    weights = jnp.asarray(random.standard_normal((heads, 11)), jnp.float32)
     width, radius = 16, 3
 
     def causal(b, h, q, kv):
@@ -89,6 +90,10 @@ def functions(batch: int = 2, heads: int = 4, length: int = 333) -> tuple[dict[s
         "relative_chained": lambda score, b, h, q, kv: score + relative[h][q - kv + length].astype(score.dtype),
         "graphormer": lambda score, b, h, q, kv: score + table[h, distances[q, kv]].astype(score.dtype),
         "buckets": lambda score, b, h, q, kv: score + buckets[bucket(q, kv), h].astype(score.dtype),
+        "weights": lambda score, b, h, q, kv: (
+            score
+            + sum(weights[h, i].astype(score.dtype) * ((q * i + kv) % 5).astype(score.dtype) for i in range(11)) / 8
+        ),
         "relations": lambda score, b, h, q, kv: (
             score * relations.at[kinds[q], h % 2, kinds[kv]].get(mode="fill", fill_value=0.5).astype(score.dtype)
         ),

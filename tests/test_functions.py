@@ -225,10 +225,12 @@ def test_diagonals_are_summed_where_positions_do_not_saturate(name: str, positio
 
 
 @pytest.mark.parametrize(
-    ("name", "elements"), [("graphormer", 16), ("relations", 15), ("buckets", 32), ("steps", 0), ("relative", 0)]
+    ("name", "elements"),
+    [("graphormer", 16), ("relations", 15), ("buckets", 32), ("weights", 3), ("steps", 0), ("relative", 0)],
 )
 def test_small_tables_are_summed_by_each_thread(name: str, elements: int) -> None:
-    """The dimensions that a head decides don't count; ``steps`` is too large, ``relative`` is read by diagonals."""
+    """The dimensions that a head decides don't count; ``weights`` are three more elements than registers hold for a
+    head, ``steps`` is too large, ``relative`` is read by diagonals."""
     functions, captured = traced(name)
     text = cuda.source(functions, derives=True, gradients=floats(captured), positions_from_0=True)
     assert f"constexpr int captured_of_tables = {elements};" in text
@@ -520,6 +522,7 @@ EMULATED: dict[str, dict[str, Any]] = {
     "table": {"score": "graphormer", "options": ["causal", "separate_dq"]},
     "filled": {"score": "filled", "mask": "tree", "head_dim": 256},
     "relations": {"score": "relations", "mask": "causal"},
+    "weights": {"score": "weights", "mask": "causal"},
     "diagonals": {"score": "sigmoid_distance", "mask": "causal"},
     "buckets": {"score": "buckets", "options": ["causal"], "head_dim": 128},
     "buckets-offset": {"score": "buckets", "mask": "causal", "options": ["q_offset"]},

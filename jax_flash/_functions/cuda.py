@@ -236,7 +236,7 @@ class _Table:
         for size, name in zip(self.sizes, index, strict=True):
             if size is not None:
                 text = f"({text}) * {size} + static_cast<int>({name})" if text else f"static_cast<int>({name})"
-        return f"{self.first} + {text}"
+        return f"{self.first} + {text or '0'}"
 
     def of_head(self, index: Sequence[int]) -> list[int]:
         """The indices that all pairs of a head have in common."""
