@@ -221,19 +221,17 @@ class Evaluator {
  public:
   Evaluator() = default;
   Evaluator(const Functions& functions, int most_lanes, int most_lines, const void* const* captured)
-      : most_lanes_(most_lanes), most_lines_(round_up(most_lines, kWidth<float>)), captured_(captured) {
-    sizes_[0] = int64_t{functions.most_slots(Side::lane)} * most_lanes_;
-    sizes_[1] = int64_t{functions.most_slots(Side::line)} * most_lines_;
-    sizes_[2] = int64_t{functions.most_slots(Side::pair)} * std::max(kPairsTogether, most_lanes_);
-    most_diagonals_ = most_lanes_ + most_lines_;
-    sizes_[3] = int64_t{functions.most_slots(Side::diagonal)} * most_diagonals_;
+      : captured_(captured) {
+    const int lines = round_up(most_lines, kWidth<float>);
+    at(most_, Side::lane) = most_lanes;
+    at(most_, Side::line) = lines;
+    at(most_, Side::pair) = std::max(kPairsTogether, most_lanes);
+    at(most_, Side::diagonal) = most_lanes + lines;
+    for (int i = 0; i < kSides; ++i) slots_[i] = functions.most_slots(static_cast<Side>(i));
   }
   template <typename Arena>
   void take(Arena& arena) {
-    lanes_ = arena.template take<uint32_t>(sizes_[0]);
-    lines_ = arena.template take<uint32_t>(sizes_[1]);
-    pairs_ = arena.template take<uint32_t>(sizes_[2]);
-    diagonals_ = arena.template take<uint32_t>(sizes_[3]);
+    for (int i = 0; i < kSides; ++i) memory_[i] = arena.template take<uint32_t>(int64_t{slots_[i]} * most_[i]);
   }
 
   // body(line, lines) once the results of these lines are there: see result(). Scores are float, `stride` apart.
@@ -255,44 +253,40 @@ class Evaluator {
   // Of diagonals, from that of the last line and the first lane on.
   template <typename V>
   const V* result_of_diagonals(const Value& value) const {
-    return reinterpret_cast<const V*>(diagonals_ + int64_t{value.slot} * most_diagonals_);
+    return reinterpret_cast<const V*>(slot(Side::diagonal, value.slot));
   }
-  int most_diagonals() const { return most_diagonals_; }
+  int most_diagonals() const { return at(most_, Side::diagonal); }
   // Line `line` of those of the body.
   template <typename V>
   const V* result(const Value& value, const TileOfPairs& tile, int line) const {
-    return reinterpret_cast<const V*>(pairs_ + int64_t{value.slot} * pair_slot(tile) + line * tile.lanes);
+    return reinterpret_cast<const V*>(slot(Side::pair, value.slot) + line * tile.lanes);
   }
 
  private:
-  static int pair_slot(const TileOfPairs& tile) { return std::max(kPairsTogether, tile.lanes); }
+  template <typename T>
+  static T& at(T (&of_sides)[kSides], Side side) {
+    return of_sides[static_cast<int>(side)];
+  }
+  uint32_t* slot(Side side, int slot) const { return at(memory_, side) + int64_t{slot} * at(most_, side); }
 
   __attribute__((noinline)) void run_step(const Step& step, const TileOfPairs& tile, Side side, int line, int lines,
                                           const float* scores, ptrdiff_t score_stride) const {
     int lanes = side == Side::line       ? round_up(tile.lines, kWidth<float>)
                 : side == Side::diagonal ? tile.diagonals()
                                          : tile.lanes;
-    uint32_t* to = side == Side::lane       ? lanes_ + int64_t{step.to} * most_lanes_
-                   : side == Side::line     ? lines_ + int64_t{step.to} * most_lines_
-                   : side == Side::diagonal ? diagonals_ + int64_t{step.to} * most_diagonals_
-                                            : pairs_ + int64_t{step.to} * pair_slot(tile);
+    uint32_t* to = slot(side, step.to);
     auto fill = [&](uint32_t bits) { std::fill_n(to, lanes * lines, bits); };
     auto of_rows = [&](const int32_t* rows) {
       std::memcpy(to, rows, sizeof(*rows) * (side == Side::line ? tile.lines : lanes));
       // Lines past the last repeat it, so that what they load is in range.
       if (side == Side::line) std::fill(to + tile.lines, to + lanes, to[tile.lines - 1]);
     };
-    // The diagonal of a pair is one further for the next lane, and one back for the next line.
-    auto of_diagonals = [&](const uint32_t* first) {
-      return side == Side::diagonal ? Operand{first, 0} : Operand{first + tile.lines - 1 - line, -1};
-    };
     Operand args[3];
     for (int i = 0; i < 3; ++i) {
-      const Value& x = step.args[i];
-      args[i] = x.side == Side::lane       ? Operand{lanes_ + int64_t{x.slot} * most_lanes_, 0}
-                : x.side == Side::line     ? Operand{lines_ + int64_t{x.slot} * most_lines_, 0}
-                : x.side == Side::diagonal ? of_diagonals(diagonals_ + int64_t{x.slot} * most_diagonals_)
-                                           : Operand{pairs_ + int64_t{x.slot} * pair_slot(tile), tile.lanes};
+      const Side of = step.args[i].side;
+      args[i] = {slot(of, step.args[i].slot), of == Side::pair ? tile.lanes : 0};
+      // The diagonal of a pair is one further for the next lane, and one back for the next line.
+      if (of == Side::diagonal && side == Side::pair) args[i] = {args[i].at + tile.lines - 1 - line, -1};
     }
     // Lines that follow one another are one.
     const bool loads = step.operation >= Operation::load_bool_;
@@ -378,10 +372,9 @@ class Evaluator {
   using I = I32;
   using U = U32;
 
-  int most_lanes_ = 0, most_lines_ = 0, most_diagonals_ = 0;
   const void* const* captured_ = nullptr;
-  int64_t sizes_[kSides]{};
-  uint32_t *lanes_ = nullptr, *lines_ = nullptr, *pairs_ = nullptr, *diagonals_ = nullptr;
+  int most_[kSides]{}, slots_[kSides]{};  // by side: numbers in a slot, and slots
+  uint32_t* memory_[kSides]{};
 };
 
 }  // namespace jax_flash::cpu::JAX_FLASH_ISA

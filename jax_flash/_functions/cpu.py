@@ -137,12 +137,8 @@ class _Writer:
 
     def program(self, of: Program, outputs: Sequence[int]) -> list[int]:
         """The numbers of these operations of a program, whose lines are added."""
-        used = set(outputs)
-        for i in reversed(range(len(of.ops))):
-            if i in used:
-                used.update(of.ops[i].args)
         numbers: dict[int, int] = {}
-        for i in sorted(used):
+        for i in of.needed(outputs):
             op = of.ops[i]
             numbers[i] = self.operation(op, of, [numbers[j] for j in op.args])
         return [numbers[i] for i in outputs]

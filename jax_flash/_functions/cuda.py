@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_flash._functions import program
+from jax_flash._functions import folding, program
 from jax_flash._functions.program import Load, Op, Program, Unprintable
 from jax_flash._functions.trace import Function, Functions
 
@@ -59,8 +59,8 @@ _ARGUMENTS = "const Problem& problem, int call, {}int b, int h, int q, int kv, i
 _OF_DISTANCE: dict[tuple[str, ...], str] = {
     ("sub", "q", "kv"): "distance",
     ("sub", "kv", "q"): "-distance",
-    **{(x, "q", "kv"): f"distance {_INFIX[x]} 0" for x in ("eq", "ne", "lt", "le", "gt", "ge")},
-    **{(x, "kv", "q"): f"0 {_INFIX[x]} distance" for x in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{(x, "q", "kv"): f"distance {_INFIX[x]} 0" for x in folding.COMPARISONS},
+    **{(x, "kv", "q"): f"0 {_INFIX[x]} distance" for x in folding.COMPARISONS},
 }
 """What is known of the distance, q - kv, which does not overflow where positions are not negative."""
 
@@ -262,11 +262,11 @@ def _tables(
     found: dict[Load, _Table] = {}
     if scored is None:
         return found
+    of, dependencies = scored.program.outputs, scored.program.dependencies
     first = 0
     for load in scored.loads:
         if load in shared["head"] or load in shared["key"]:
             continue
-        of, dependencies = scored.program.outputs, scored.program.dependencies
         own = [
             None if dependencies[of[i]] <= {"b", "h"} else size
             for i, size in zip(load.index, sizes[load.captured], strict=True)

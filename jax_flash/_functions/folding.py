@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from jax_flash._functions.program import Builder, Op
 
-_COMPARISONS = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+COMPARISONS = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
                 "ge": np.greater_equal}  # fmt: skip
 _INTEGERS: dict[str, Callable[..., Any]] = {
     "add": lambda x, y: x + y,
@@ -32,7 +32,7 @@ _FLOATS: dict[str, Callable[..., Any]] = {
     **{"sin": np.sin, "cos": np.cos, "floor": np.floor, "ceil": np.ceil, "pow": np.power, "square": np.square},
 }
 ELEMENTWISE = {
-    *_COMPARISONS, *_INTEGERS, *_FLOATS,
+    *COMPARISONS, *_INTEGERS, *_FLOATS,
     *("and", "or", "xor", "not", "select_n", "clamp", "convert_element_type", "integer_pow", "logistic", "rsqrt"),
     *("cbrt", "round", "is_finite", "erf", "erfc", "atan2", "tan", "sinh", "cosh", "asin", "acos", "atan", "asinh"),
     *("one_minus_square", "log2"),  # jax 0.11 has them
@@ -151,7 +151,7 @@ def simplified(builder: Builder, name: str, dtype: str, args: tuple[int, ...], p
         return builder.apply("sub", dtype, (builder.constant(1, dtype), square))
     if name == "log2":
         return builder.apply("mul", dtype, (builder.apply("log", dtype, args), builder.constant(1 / np.log(2), dtype)))
-    if name in _COMPARISONS:
+    if name in COMPARISONS:
         return _compared(builder, name, args)
     if name == "not" and dtype == "bool" and builder.ops[args[0]].name == "not":
         return builder.ops[args[0]].args[0]
@@ -177,8 +177,8 @@ def _constant(name: str, dtype: str, of_args: str, values: Sequence[Any], params
                 low, high = limits(dtype)
                 return 0 if np.isnan(x) else low if x <= low else high if x >= high else int(x)
             return np.asarray(values[0]).astype(dtype)
-        if name in _COMPARISONS:
-            return _COMPARISONS[name](*values)
+        if name in COMPARISONS:
+            return COMPARISONS[name](*values)
         if name in ("and", "or", "xor", "not"):
             f = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert}[name]
             return f(*values)

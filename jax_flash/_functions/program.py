@@ -57,9 +57,6 @@ class Op:
     params: Any = None
 
 
-_OF_DISTANCE = ("sub", "eq", "ne", "lt", "le", "gt", "ge")
-
-
 @dataclasses.dataclass(frozen=True)
 class Program:
     """Operations, each of which uses earlier ones, and which of them are the results."""
@@ -100,7 +97,7 @@ class Program:
         for op in self.ops:
             own = frozenset([op.params]) if op.name == "input" else frozenset()
             of = {self.ops[i].params for i in op.args if self.ops[i].name == "input"}
-            if distances and op.name in _OF_DISTANCE and of == {"q", "kv"}:
+            if distances and op.name in ("sub", *folding.COMPARISONS) and of == {"q", "kv"}:
                 found.append(frozenset(["distance"]))
             else:
                 found.append(own.union(*(found[i] for i in op.args)))

@@ -6,7 +6,8 @@
 
 namespace jax_flash {
 
-// Shared memory that the blocks of a multiprocessor have together, of which each takes 1 KB for the system.
+// Shared memory that the blocks of a multiprocessor have together; from compute capability 8.0 on the system takes 1 KB
+// of it for each.
 #if __CUDA_ARCH__ == 700
 constexpr int multiprocessor_shared = 96 * 1024;
 #elif __CUDA_ARCH__ == 750
@@ -84,8 +85,8 @@ struct DirectSums {
                                       int) const {}
 };
 
-// Or, of `rows` rows and 16 keys, in shared memory until the tile has ended: then a diagonal's are added
-// there in one go, and what it takes to find its element is computed once.
+// Or, of `rows` rows and 16 keys, in shared memory until the tile has ended: then a diagonal's are added there in
+// one go, and what it takes to find its element is computed once.
 template <int rows, bool present>
 struct DiagonalSums {
   static constexpr int count = at_least(captured_of_diagonals, 1);
