@@ -270,7 +270,7 @@ FLOAT32_TOLERANCE = 1e-5
 """Of the heads that are computed in float32."""
 
 OPTIONS = (
-    "causal", "window", "arrays", "q_offset", "lengths", "short_rows", "short_keys", "segments", "intervals",
+    "causal", "window", "arrays", "q_offset", "lengths", "short_rows", "short_keys", "segments", "gap", "intervals",
     "hidden_keys", "sequences", "mask", "bias", "bias_of_keys", "shared_bias", "alibi", "softcap", "sinks",
     "dropout", "descale", "in_float32", "originals_in_bfloat16", "huge_query", "huge_key", "huge_value", "huge_dout",
     "separate_dq",
@@ -380,6 +380,9 @@ class Problem:
         if "segments" in options:
             for name, length in (("q_segment_ids", q_length), ("kv_segment_ids", kv_length)):
                 ids = np.sort(random.integers(0, 3, (batch, length)), axis=1).astype(np.int32)
+                if "gap" in options:  # rows and keys of a segment of its own but for 40 at both ends
+                    ids[:] = 1
+                    ids[:, 40:-40] = 2 if name.startswith("q") else 3
                 self.arrays[name] = of[name] = ids
                 padded = np.pad(ids, ((0, 0), (0, -length % 32)), mode="edge").reshape(batch, -1, 32)
                 self.arrays[name.replace("ids", "ranges")] = np.stack([padded.min(-1), padded.max(-1)], -1)

@@ -98,6 +98,9 @@ CASES: dict[str, dict[str, Any]] = {
     # More tiles than a walk knows of at a time.
     "many-tiles-of-keys": {"q_length": 40, "kv_length": 4300, "options": ["segments"]},
     "many-tiles-of-rows": {"q_length": 2300, "kv_length": 60, "options": ["intervals"]},
+    # Long stretches of tiles without pairs, which a warp that only loads skips several groups of 32 at a time.
+    "gap-of-keys": {"q_length": 40, "kv_length": 26000, "options": ["segments", "gap", "separate_dq"]},
+    "gap-of-rows": {"q_length": 14000, "kv_length": 60, "options": ["segments", "gap"]},
     "arrays-64": {"options": ["arrays", "q_offset"], "batch": 4, **ODD},
     "arrays-separate_dq": {"head_dim": 128, "options": ["arrays", "separate_dq", "causal"], "batch": 3, **ODD},
     "arrays-256": {

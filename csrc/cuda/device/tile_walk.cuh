@@ -53,6 +53,15 @@ struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_b
                      "a range of tiles that grows where it is trimmed");
   }
 
+  // The same where a walk upwards or downwards begins, for a warp that only loads: where it ends is found when it comes
+  // there, while other warps compute what it has loaded.
+  __device__ __forceinline__ void trim_begin() {
+    if constexpr (skips_tiles) range.begin = at_most(after<true>(range.begin - 1), range.end);
+  }
+  __device__ __forceinline__ void trim_end() {
+    if constexpr (skips_tiles) range.end = at_least(before<true>(range.end) + 1, range.begin);
+  }
+
   __device__ __forceinline__ bool empty() const { return range.begin >= range.end; }
   __device__ __forceinline__ bool visits(int tile) const {
     return tile >= range.begin && tile < range.end && has_pairs(tile);
@@ -68,31 +77,41 @@ struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_b
     }
   }
 
-  // Upwards from range.begin: the next tile, `end` or beyond it where there is none before it.
+  // Upwards from range.begin: the next tile, `end` or beyond it where there is none before it. It may be `far` away
+  // where the range has not been trimmed at both ends.
+  template <bool far = false>
   __device__ __forceinline__ int after(int tile, int end) const {
     ++tile;
     if constexpr (looks_ahead) {
-      for (; tile < end; tile = (tile | 31) + 1) {
+      while (tile < end) {
         look_at(tile);
         const u32 left = this->with_pairs >> tile % 32;
         if (left != 0) return at_most(tile + __ffs(left) - 1, end);
+        tile = (tile | 31) + 1;
+        while (far && tile < end && !any_pairs(tile, 1)) tile += 32 * groups_at_once;
       }
     } else {
       while (skips_tiles && tile < end && !has_pairs(tile)) ++tile;
     }
     return tile;
   }
-  __device__ __forceinline__ int after(int tile) const { return after(tile, range.end); }
+  template <bool far = false>
+  __device__ __forceinline__ int after(int tile) const {
+    return after<far>(tile, range.end);
+  }
 
   // Downwards from the last tile: the next one, below range.begin where there is none.
   __device__ __forceinline__ int last() const { return range.end - 1; }
+  template <bool far = false>
   __device__ __forceinline__ int before(int tile) const {
     --tile;
     if constexpr (looks_ahead) {
-      for (; tile >= range.begin; tile = (tile & ~31) - 1) {
+      while (tile >= range.begin) {
         look_at(tile);
         const u32 left = this->with_pairs << (31 - tile % 32);
         if (left != 0) return tile - __clz(left);
+        tile = (tile & ~31) - 1;
+        while (far && tile >= range.begin && !any_pairs(tile, -1)) tile -= 32 * groups_at_once;
       }
     } else {
       while (skips_tiles && tile >= range.begin && !has_pairs(tile)) --tile;
@@ -107,6 +126,19 @@ struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_b
   }
   __device__ __forceinline__ bool all_pairs(int tile) const {
     return segments.uniform(tile) && this->covers(tile) && this->is_whole(tile);
+  }
+  // Whether a tile has pairs in the group of 32 of `tile`, or in the groups behind it that are looked at at once,
+  // upwards (1) or downwards (-1). A warp that loads has registers for what is read of the intervals of one group.
+  static constexpr int groups_at_once = in_intervals ? 1 : 4;
+  __device__ __forceinline__ bool any_pairs(int tile, int direction) const {
+    const int own = (tile & ~31) + static_cast<int>(threadIdx.x) % 32;
+    bool any = false;
+#pragma unroll
+    for (int i = 0; i < groups_at_once; ++i) {
+      // Without a branch: the loads would wait for each other.
+      any |= has_pairs(at_most(at_least(own + 32 * i * direction, range.begin), range.end - 1));
+    }
+    return __any_sync(0xffffffffu, any);
   }
   // Makes a tile one of the 32 that are known. By a whole warp, every lane of which asks of one of them, so that their
   // loads fly together: each waits as long as a good part of a tile's products takes.

@@ -95,7 +95,6 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
     const int stage = ring.stage;
     next = search.after(at);
     const u32 full = shared_address(&shared.full[stage]);
-    const Statistics statistics(block, at, ds_factor, lane);
     barrier_wait(shared_address(&shared.empty[stage]), ring.parity);
     if (lane == 0) {
       barrier_expect(full, QSlabs::bytes + OutSlabs::bytes);
@@ -104,6 +103,8 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
       OutSlabs::copy(shared_address(shared.dout[stage]), &maps.dout, full, row, at.head, place.batch);
       if constexpr (skips_tiles) shared.told[stage] = Told::of(at);
     }
+    // Read behind the copies, which need not wait for them.
+    const Statistics statistics(block, at, ds_factor, lane);
     Statistics::put(shared.lse_log2[stage], statistics.lse_log2, lane);
     Statistics::put(shared.deltas[stage], statistics.deltas, lane);
     barrier_arrive(full);

@@ -87,15 +87,16 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
   Ring<v_stages> v_ring{0, 1};
   TileWalk<block_kv> tiles =
       walk_of_keys<block_kv, block_q>(block.problem, place.extent, block.band, {place.head, 1}, place.first_row);
-  tiles.trim(lane);
+  tiles.trim_end();
   if (skips_tiles && tiles.empty() && lane == 0) {
     shared.told[0] = {-1, 0, -1};
     barrier_arrive(shared_address(&shared.k_full[0]));
   }
 #pragma unroll 1  // else, as of other loops without products, the compiler makes it several times as long
   for (int tile = tiles.last(), next; tile >= tiles.range.begin; tile = next) {
-    next = tiles.before(tile);
-    const Told told{tile, skips_tiles && tiles.is_uniform(tile), next >= tiles.range.begin ? next : -1};
+    const bool uniform = skips_tiles && tiles.is_uniform(tile);
+    next = tiles.before<true>(tile);
+    const Told told{tile, uniform, next >= tiles.range.begin ? next : -1};
     const int key = place.extent.kv.first + tile * block_kv;
     const bool first = tile == tiles.last();
     if (lane == 0) {

@@ -106,16 +106,16 @@ struct Search {
         tiles(walk_of_rows<block_q, block_kv>(block.problem, block.place.extent, block.band,
                                               {block.first_head, heads_of_share(block.problem)},
                                               block.place.first_key)) {
-    tiles.trim(threadIdx.x % 32);
+    tiles.trim_begin();
   }
   __device__ __forceinline__ Walk first() const {
     return {tiles.empty() ? block.last_head + 1 : block.first_head, tiles.range.begin};
   }
   // What comes after `at`, which is to be told to the warps that compute.
   __device__ __forceinline__ Walk after(Walk& at) const {
-    const Walk next = at.to(tiles.after(at.tile), tiles.range);
+    const bool uniform = skips_tiles && tiles.is_uniform(at.tile);  // known as long as no other 32 tiles are looked at
+    const Walk next = at.to(tiles.after<true>(at.tile), tiles.range);
     if constexpr (skips_tiles) {
-      const bool uniform = tiles.is_uniform(at.tile);
       at.full = uniform && tiles.range.is_full(at.tile);
       if constexpr (tells_kind) at.kind = uniform ? full_block : tiles.kind_if_not_full(at.head, at.tile);
       at.ends_head = next.head != at.head;
