@@ -83,7 +83,9 @@ def test_ours_that_fails_is_a_failure(
     monkeypatch.setattr(_peers, "ours", lambda **_: _peers.PEERS["narrow"].load())
     monkeypatch.setitem(_peers.PEERS, "plain", _peers.Peer("plain", lambda: _peers.of_jax(lambda q, k, v, _: q)))
     assert main(["bench", "grid", "--pass", "forward", "--rounds", "1"]) == 1
-    assert capsys.readouterr().out.splitlines()[-2].split()[-4:] == ["[1]", "0.0", "[1]", "nan"]
+    *_, ours, plain, narrow, ratio = capsys.readouterr().out.splitlines()[-2].split()
+    assert (ours, narrow, ratio) == ("[1]", "[1]", "nan")
+    assert float(plain) >= 0
 
 
 def test_the_best_round_counts() -> None:

@@ -68,6 +68,11 @@ T __shfl_xor_sync(unsigned, T x, int) {
   return x;
 }
 template <typename T>
+T __shfl_sync(unsigned, T x, int) {
+  record::shuffle();
+  return x;
+}
+template <typename T>
 T __shfl_down_sync(unsigned, T x, int) {
   record::shuffle();
   return x;
