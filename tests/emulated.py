@@ -271,9 +271,9 @@ FLOAT32_TOLERANCE = 1e-5
 
 OPTIONS = (
     "causal", "window", "arrays", "q_offset", "lengths", "short_rows", "short_keys", "segments", "gap", "intervals",
-    "hidden_keys", "sequences", "mask", "bias", "bias_of_keys", "shared_bias", "alibi", "softcap", "sinks",
-    "dropout", "descale", "in_float32", "originals_in_bfloat16", "huge_query", "huge_key", "huge_value", "huge_dout",
-    "separate_dq",
+    "hidden_keys", "parted_keys", "sequences", "mask", "bias", "bias_of_keys", "shared_bias", "alibi", "softcap",
+    "sinks", "dropout", "descale", "in_float32", "originals_in_bfloat16", "huge_query", "huge_key", "huge_value",
+    "huge_dout", "separate_dq",
 )  # fmt: skip
 
 
@@ -390,7 +390,12 @@ class Problem:
             self.add_intervals(random, of, batch, q_heads, q_length, kv_length)
         if "hidden_keys" in options:
             hidden = random.random((batch, 1, kv_length)) < 0.4
+            hidden[..., -80:] = False  # a tile that is masked for the end of the keys alone
             self.put_intervals(of, "q", np.stack([0 * hidden, np.where(hidden, 0, q_length)], axis=-1).astype(np.int32))
+        if "parted_keys" in options:  # between two warps' rows, but within those of a warpgroup
+            early = random.random((batch, 1, kv_length)) < 0.4
+            ends = np.where(early, 0, 48), np.where(early, 48, q_length)
+            self.put_intervals(of, "q", np.stack(ends, axis=-1).astype(np.int32))
         if "mask" in options:
             self.arrays["mask"] = of["mask"] = random.random((batch, 1, q_length, kv_length)) < 0.8
         if "bias" in options:

@@ -88,10 +88,14 @@ CASES: dict[str, dict[str, Any]] = {
     "intervals-256": {"head_dim": 256, "dtype": "float16", "options": ["intervals", "descale", "lengths"], **ODD},
     "intervals-sequences": {"options": ["intervals", "sequences", "window"], **ODD},
     # Keys of which every row's pairs are decided at once.
+    "hidden-keys-alone": {"options": ["hidden_keys"], "batch": 2, **ODD},
     "hidden-keys-64": {"options": ["hidden_keys", "window", "alibi"], "batch": 2, **ODD},
     "hidden-keys-options": {"options": ["hidden_keys", "segments", "bias"], "batch": 2, **ODD},
     "hidden-keys-128": {"head_dim": 128, "options": ["hidden_keys", "causal", "separate_dq"], "batch": 2, **ODD},
     "hidden-keys-256": {"head_dim": 256, "options": ["hidden_keys", "lengths"], "batch": 2, **ODD},
+    # Keys that keep all rows of one warp of a warpgroup and none of another's.
+    "parted-keys-64": {"options": ["parted_keys"], "batch": 2, **ODD},
+    "parted-keys-256": {"head_dim": 256, "options": ["parted_keys", "causal"], **ODD},
     # Blocks of keys whose first row, or of rows whose first key, lies beyond the last one.
     "short-rows": {"value_head_dim": 192, "options": ["causal", "segments", "short_rows"], **ODD},
     "short-keys": {"q_length": 390, "kv_length": 200, "options": ["window", "segments", "short_keys"]},
@@ -137,7 +141,15 @@ def by_turns(names: Iterable[str], always: Collection[str], *others: str) -> lis
     return [pytest.param(name, *others, marks=() if name in always else pytest.mark.slow) for name in names]
 
 
-ALWAYS = ("causal-64", "descale-128", "separate_dq-alibi", "segments-alibi", "intervals-128", "hidden-keys-128")
+ALWAYS = (
+    "causal-64",
+    "descale-128",
+    "separate_dq-alibi",
+    "segments-alibi",
+    "intervals-128",
+    "hidden-keys-128",
+    "hidden-keys-alone",
+)
 FORWARD_ONLY = ("many-heads",)  # whose blocks of 192 rows the backward does not have
 
 

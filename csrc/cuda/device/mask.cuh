@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/device/intervals.cuh"
+#include "cuda/device/lanes.cuh"
 #include "cuda/device/pair_functions.cuh"
 
 namespace jax_flash {
@@ -228,39 +229,90 @@ struct Keep : IntervalPlanes<in_intervals>, PairFunctions<has_functions> {
 // (with bias and segments 1.8 KB on sm_80, 2.9 on sm_90).
 constexpr bool decides_keys = has_q_intervals && !(has_bias || has_mask || in_segments || has_functions);
 
-// Which of the keys of a tile of 8 * `tiles` keys `rows` rows keep by the keys' intervals, from the first row of the
-// warp on. By the whole warp: its lanes read the intervals side by side, where each lane would read those of all of its
-// columns.
+// What some rows keep of 32 keys by the keys' intervals, a bit each: by a warp, whose lanes read the intervals side by
+// side, where each lane would read those of all of its columns.
+struct KeyBits {
+  u32 kept;     // some of the rows
+  u32 between;  // some, but not all
+
+  // The key, of the 32, whose bit a ballot has at a lane.
+  static __device__ __forceinline__ int key_of(int lane) { return Lanes::thread_of(lane); }
+  // For rows [first, end); `held` is the interval of the lane's key.
+  static __device__ __forceinline__ KeyBits of(const int2& held, bool is_key, int first, int end) {
+    const bool some = is_key & (at_least(held.x, first) < at_most(held.y, end));
+    const bool all = is_key & (held.x <= first) & (end <= held.y);
+    return {__ballot_sync(0xffffffffu, some), __ballot_sync(0xffffffffu, some != all)};
+  }
+};
+
+// Which of the keys of a tile of 8 * `tiles` keys `rows` rows keep by the keys' intervals, for one lane.
 template <int tiles, int rows, bool present>
 struct KeysOfRows {
-  u32 kept[ceil_div(tiles, 4)];  // a bit each, from the first column of the lane on
-  bool decides;                  // whether every key keeps all of the rows or none
+  static constexpr int words = ceil_div(tiles, 4);
 
-  // `row` is the lane's first.
+  u32 kept[words];  // a bit each, from the first column of the lane on
+  int count;        // of the keys that keep some of the rows
+  bool decide;      // whether every key keeps all of the rows or none
+
+  // From the first row of the warp on; `row` is the lane's first.
   __device__ __forceinline__ KeysOfRows(const Keep& keep, int row, int first_key, int lane) {
-    const int first = row - lane / 4, end = at_most(first + rows, keep.extent.q.length);
-    u32 between = 0;
+    const int first = row - lane / 4;
+    KeyBits bits[words];
 #pragma unroll
-    for (int i = 0; i < ceil_div(tiles, 4); ++i) {
-      const int key = first_key + 32 * i + Lanes::thread_of(lane);  // whose bit a ballot has there
-      const int2 held = keep.rows_of(key);
-      const bool there = key < keep.extent.kv.length;
-      const bool some = there & (at_least(held.x, first) < at_most(held.y, end));
-      const bool all = there & (held.x <= first) & (end <= held.y);
-      kept[i] = __ballot_sync(0xffffffffu, some) >> lane % 4 * 2;
-      between |= __ballot_sync(0xffffffffu, some != all);
+    for (int i = 0; i < words; ++i) {
+      bits[i] = bits_of(keep, first, at_most(first + rows, keep.extent.q.length), first_key, i, lane);
     }
-    decides = between == 0;
+    take(bits, lane);
+  }
+  // Of what warps have found of 32 keys each.
+  __device__ __forceinline__ KeysOfRows(const KeyBits* found, int lane) {
+    KeyBits bits[words];
+#pragma unroll
+    for (int i = 0; i < words; ++i) bits[i] = found[i];
+    take(bits, lane);
+  }
+  // Of 32 of a tile's keys.
+  static __device__ __forceinline__ KeyBits bits_of(const Keep& keep, int first, int end, int first_key, int i,
+                                                    int lane) {
+    const int key = 32 * i + KeyBits::key_of(lane);
+    const int2 held = keep.rows_of(first_key + key);
+    return KeyBits::of(held, (key < 8 * tiles) & (first_key + key < keep.extent.kv.length), first, end);
   }
   // Whether the key is kept that is 8 * n + odd beyond the first column of the lane.
   __device__ __forceinline__ bool holds(int n, int odd) const { return kept[n / 4] >> (n % 4 * 8 + odd) & 1; }
+  // Hides the keys that are not kept from one half of a fragment's rows.
+  __device__ __forceinline__ void hide(FragmentC (&scores)[tiles], int half) const {
+#pragma unroll
+    for (int n = 0; n < tiles; ++n) {
+#pragma unroll
+      for (int e = 2 * half; e < 2 * half + 2; ++e) {
+        scores[n].x[e] = holds(n, e % 2) ? scores[n].x[e] : -JAX_FLASH_INFINITY;
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void take(const KeyBits (&bits)[words], int lane) {
+    u32 between = 0;
+    count = 0;
+#pragma unroll
+    for (int i = 0; i < words; ++i) {
+      kept[i] = bits[i].kept >> lane % 4 * 2;
+      between |= bits[i].between;
+      count += __popc(bits[i].kept);
+    }
+    decide = between == 0;
+  }
 };
 template <int tiles, int rows>
 struct KeysOfRows<tiles, rows, false> {
-  static constexpr bool decides = false;
+  static constexpr int count = 0;
+  static constexpr bool decide = false;
 
   __device__ __forceinline__ KeysOfRows(const Keep&, int, int, int) {}
+  __device__ __forceinline__ explicit KeysOfRows(const KeyBits*, int) {}
   __device__ __forceinline__ bool holds(int, int) const { return true; }
+  __device__ __forceinline__ void hide(FragmentC (&)[tiles], int) const {}
 };
 
 }  // namespace jax_flash

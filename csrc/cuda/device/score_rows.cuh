@@ -25,11 +25,12 @@ struct ScoreRows : HeadScores {
   __device__ __forceinline__ void logits(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
                                          int first_key, int lane, const Keys& keys, const Diagonals& diagonals,
                                          int told = unread_block) const {
-    if (keys.decides) {
-      logits_of<masked, of_bias, false>(scores, derivatives, row, half, first_key, lane, keys, diagonals, told);
+    if (keys.decide) {
+      logits_of<masked, of_bias, false>(scores, derivatives, row, half, first_key, lane, diagonals, told);
     } else {
-      logits_of<masked, of_bias, true>(scores, derivatives, row, half, first_key, lane, keys, diagonals, told);
+      logits_of<masked, of_bias, true>(scores, derivatives, row, half, first_key, lane, diagonals, told);
     }
+    if (keys.decide) keys.hide(scores, half);  // in the branch above the assembler spills
   }
 
   // Logits of two rows become weights against the rows' lse (backward_lse). Those of -inf are 0 by themselves; but with
@@ -112,12 +113,11 @@ struct ScoreRows : HeadScores {
   }
 
  private:
-  // Four n8 tiles at a time, or what is read for all of them crowds out the accumulators. Unless it `asks_keys`, one by
-  // one, `keys` tell which intervals hold the row.
-  template <bool masked, bool of_bias, bool asks_keys, int tiles, typename Keys, typename Diagonals>
+  // Four n8 tiles at a time, or what is read for all of them crowds out the accumulators. Unless it `asks_keys`, the
+  // intervals of keys are not asked one by one.
+  template <bool masked, bool of_bias, bool asks_keys, int tiles, typename Diagonals>
   __device__ __forceinline__ void logits_of(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
-                                            int first_key, int lane, const Keys& keys, const Diagonals& diagonals,
-                                            int told) const {
+                                            int first_key, int lane, const Diagonals& diagonals, int told) const {
     constexpr int together = tiles % 4 == 0 ? 4 : 2;
     // The assembler would read for all rows at once, and spill. Of 16 keys or 64 it spills more with the barrier.
     if (loads_take_registers && tiles == 4 && (has_bias || has_mask || in_segments || has_functions)) __syncwarp();
@@ -164,7 +164,7 @@ struct ScoreRows : HeadScores {
             bool kept;
             if constexpr (by_ends) {
               kept = !bounded_first || here >= first_kept;
-              // What `keys` say is so of keys that are there.
+              // Else KeysOfRows hides keys beyond the end.
               if constexpr (asks_keys || bounded_right || has_kv_intervals) kept &= here <= last_kept;
               // What is read is read always: a branch for each would cost registers.
               if constexpr (tests_keys) kept &= keep.keeps_of_key<asks_keys>(row, column);
@@ -172,7 +172,6 @@ struct ScoreRows : HeadScores {
             } else {
               kept = keep.operator()<knows_kind, asks_keys>(pair, keep.keys_of(row), kind);
             }
-            if constexpr (!asks_keys) kept &= keys.holds(first_n + n, odd);
             score = kept ? score : -JAX_FLASH_INFINITY;
           }
           if constexpr (derives_scores && (masked || has_mask)) {

@@ -80,6 +80,8 @@ struct SharedStorage {
   char v[stages][VSlabs::bytes];
   Item items[2];
   Told following[skips_tiles ? stages : 1];  // the tile after that of K
+  // Of a tile, for the rows of a warpgroup; of two tiles, as its warps don't all read the one before another is told.
+  KeyBits keys[2][consumers][decides_keys ? 4 : 1];
   Diagonals::Storage diagonals[4 * consumers];
   // mbarriers. Full: an item is published, and its Q has landed; a tile has landed. Empty: all warps are done with it.
   // Wanted and found: items, between the warp that loads and the one that searches.
@@ -266,18 +268,35 @@ struct Producer {
   }
 };
 
+// Of so many keys, weights are rounded up about as much as down.
+constexpr int few_keys = 32;
+// Whether the ends of rows' ranges alone say which keys they keep.
+constexpr bool kept_by_band = !(in_segments || in_intervals || has_functions || has_mask || has_mask_blocks);
+// Whether rows may be known to keep many keys. What rounding adds is counted behind a branch then, where the walk has
+// one.
+constexpr bool may_know_many = kept_by_band || decides_keys;
+
 // What a consumer has to know of an item while it walks over the keys.
 struct Scope {
   const Item& item;
   int row;  // this lane's first
   ScoreRows rows;
   float sink;
+  bool has_few_keys;  // whether a row of the warpgroup may keep fewer than few_keys
 
-  __device__ __forceinline__ Scope(const Problem& problem, const Item& item, int own_row)
+  __device__ __forceinline__ Scope(const Problem& problem, const Item& item, int own_row, int first_row)
       : item(item),
         row(item.place.first_row + own_row),
         rows(problem, item.place.extent, item.place.head, score_scale_of(problem, item)),
-        sink(item.place.sink(problem)) {}
+        sink(item.place.sink(problem)),
+        has_few_keys(!kept_by_band || fewest_keys(first_row) < few_keys) {}
+
+  // That a row of 64 keeps by the band. The rows between two of them keep no fewer than one of the two.
+  __device__ __forceinline__ int fewest_keys(int first_row) const {
+    const int last_row = at_most(first_row + 64, item.place.extent.q.length) - 1;
+    const auto keys = [&](int row) { return rows.keep.last(row) - at_least(rows.keep.first(row), 0) + 1; };
+    return at_most(keys(first_row), keys(last_row));
+  }
 
   static __device__ __forceinline__ float score_scale_of(const Problem& problem, const Item& item) {
     const Descale descale = descale_of(problem, item.place.batch, item.place.kv_head);
@@ -301,6 +320,8 @@ struct Consumer {
   u32 weights[block_kv / 16][4];  // of the tile that waits, as A
   RowStatistics statistics[2];    // of this lane's rows, 8 apart
   float rounding[2];              // see softmax()
+  int2 interval = {0, 0};         // of the key that this lane decides of the next tile
+  int keys_slot = 0;              // of the last tile that was masked
   Told following;                 // the tile after the last one whose scores were computed, where tiles are skipped
 
   __device__ __forceinline__ void release(const u64& empty) const {
@@ -314,6 +335,41 @@ struct Consumer {
     following = shared.following[ring.stage];
     __syncwarp();  // before lane 0 says that the warp is done with it
   }
+  __device__ __forceinline__ void learn(const Scope& scope) {
+    learn();
+    read_interval(scope, following);
+  }
+
+  // Each warp of a warpgroup decides 32 keys of a tile for all, if it is masked: by their intervals, read while the
+  // tile before is computed.
+  __device__ __forceinline__ void read_interval(const Scope& scope, const Told& next) {
+    if constexpr (decides_keys) {
+      if (next.tile() >= 0 && !next.is_uniform())
+        interval = scope.rows.keep.rows_of(next.tile() * block_kv + own_key());
+    }
+  }
+  template <bool masked>
+  __device__ __forceinline__ void decide_keys(const Scope& scope, int tile, bool uniform) {
+    if constexpr (masked && decides_keys) {
+      keys_slot ^= 1;
+      const Extent& extent = scope.item.place.extent;
+      const int first = scope.item.place.first_row + number * 64;
+      const bool is_key = (own_key() < block_kv) & (tile * block_kv + own_key() < extent.kv.length);
+      const int2 held = uniform ? int2{0, 0x7fffffff} : interval;
+      const KeyBits bits = KeyBits::of(held, is_key, first, at_most(first + 64, extent.q.length));
+      if (lane == 0) shared.keys[keys_slot][number][threadIdx.x / 32 % 4] = bits;
+    }
+  }
+  // Behind the barrier of start_scores().
+  template <bool masked>
+  __device__ __forceinline__ Keys<masked> keys_of(const Scope& scope, int tile, int own_lane) const {
+    if constexpr (masked && decides_keys) {
+      const Keys<masked> keys(shared.keys[keys_slot][number], own_lane);
+      if (keys.decide) return keys;
+    }
+    return {scope.rows.keep, scope.row, tile * block_kv, own_lane};
+  }
+  __device__ __forceinline__ int own_key() const { return threadIdx.x / 32 % 4 * 32 + KeyBits::key_of(lane); }
 
   // Starts Q K^T, once K is there.
   __device__ __forceinline__ void start_scores(FragmentC (&scores)[block_kv / 8]) {
@@ -330,7 +386,6 @@ struct Consumer {
   }
   __device__ __forceinline__ void end_scores(FragmentC (&scores)[block_kv / 8]) {
     hold(scores);
-    if constexpr (skips_tiles) learn();
     release(shared.k_empty[ring.stage]);
   }
 
@@ -360,8 +415,8 @@ struct Consumer {
   // Scores become weights, and out is to shrink by the factors of its rows.
   //
   // out is a sum of rounded weights, so it is divided by their sum rather than by the total of what they were rounded
-  // from, which lse is made of. The two differ in rows of few keys, whose weights' errors don't cancel: under causal
-  // these are in the tiles that are masked, and only there it is counted what rounding added.
+  // from, which lse is made of. The two differ in rows of few keys, whose weights' errors don't cancel. What rounding
+  // added is counted in tiles that are masked, unless each row is known to keep many keys, there or in all.
   template <bool masked>
   __device__ __forceinline__ void softmax(FragmentC (&scores)[block_kv / 8], float (&shrink)[2], const Scope& scope,
                                           int tile, bool uniform, const Keys<masked>& keys, const Diagonals& diagonals,
@@ -379,20 +434,18 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       statistics[half].weigh(scores, half, scope.rows.scale_log2);
-      if constexpr (masked) {
+      if constexpr (masked && !may_know_many) {
 #pragma unroll
         for (int n = 0; n < block_kv / 8; ++n) {
           const float low = scores[n].x[2 * half], high = scores[n].x[2 * half + 1];
-          const u32 both = pack(low, high);
-          rounding[half] += as_float(static_cast<u16>(both)) - low;
-          rounding[half] += as_float(static_cast<u16>(both >> 16)) - high;
+          count_rounding(half, low, high, pack(low, high));
         }
       }
     }
     if constexpr (with_dropout_rate) scope.rows.drop<false>(scores, scope.row, tile * block_kv, lane);
   }
 
-  __device__ __forceinline__ void keep_weights(const FragmentC (&scores)[block_kv / 8]) {
+  __device__ __forceinline__ void keep_weights(const FragmentC (&scores)[block_kv / 8], bool counts_rounding) {
 #pragma unroll
     for (int kk = 0; kk < block_kv / 16; ++kk) {
 #pragma unroll
@@ -401,6 +454,18 @@ struct Consumer {
         weights[kk][i] = pack(from.x[i % 2 * 2], from.x[i % 2 * 2 + 1]);
       }
     }
+    if (!may_know_many || !counts_rounding) return;
+#pragma unroll
+    for (int n = 0; n < block_kv / 8; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        count_rounding(half, scores[n].x[2 * half], scores[n].x[2 * half + 1], weights[n / 2][n % 2 * 2 + half]);
+      }
+    }
+  }
+  __device__ __forceinline__ void count_rounding(int half, float low, float high, u32 rounded) {
+    rounding[half] += as_float(static_cast<u16>(rounded)) - low;
+    rounding[half] += as_float(static_cast<u16>(rounded >> 16)) - high;
   }
 
   __device__ __forceinline__ void clear(const Scope& scope) {
@@ -440,16 +505,19 @@ struct Consumer {
   __device__ __forceinline__ void begin(const Scope& scope, int tile, bool uniform) {
     FragmentC scores[block_kv / 8];
     float shrink[2];
+    if (masked) read_interval(scope, {tile * 2 + uniform});
+    decide_keys<masked>(scope, tile, uniform);
     start_scores(scores);
     pass_turn();
+    if constexpr (skips_tiles) learn(scope);
     const int own_lane = lane_behind_products<masked>(scope.item);
     clear(scope);
-    const Keys<masked> keys(scope.rows.keep, scope.row, tile * block_kv, own_lane);
+    const Keys<masked> keys = keys_of<masked>(scope, tile, own_lane);
     const Diagonals diagonals = of_diagonals(scope, tile, own_lane);
     wgmma_wait<0>();
     end_scores(scores);
     softmax<masked>(scores, shrink, scope, tile, uniform, keys, diagonals, own_lane);
-    keep_weights(scores);
+    keep_weights(scores, masked && scope.has_few_keys && keys.count < few_keys);
   }
 
   // Any other tile, while tile `before` waits.
@@ -459,12 +527,13 @@ struct Consumer {
     float shrink[2];
     const Ring v_ring = ring;
     ring.advance();
+    decide_keys<masked>(scope, tile, uniform);
     start_scores(scores);
     start_out(v_ring, scope.item.place.extent, before);
     pass_turn();
+    if constexpr (skips_tiles) learn(scope);
     const int own_lane = lane_behind_products<masked>(scope.item);
-    const Keys<masked> keys(scope.rows.keep, scope.row, tile * block_kv,
-                            own_lane);  // what it reads comes with the product
+    const Keys<masked> keys = keys_of<masked>(scope, tile, own_lane);
     const Diagonals diagonals = of_diagonals(scope, tile, own_lane);
     wgmma_wait<1>();
     end_scores(scores);
@@ -477,7 +546,7 @@ struct Consumer {
         for (int e = 0; e < 4; ++e) out[n].x[e] *= shrink[e / 2];
       }
     }
-    keep_weights(scores);
+    keep_weights(scores, masked && scope.has_few_keys && keys.count < few_keys);
   }
 
   // A tile that none of this warpgroup's rows keeps.
@@ -569,7 +638,7 @@ struct Consumer {
       const Item& next = shared.items[at.stage];
       barrier_wait(shared_address(&shared.item_full[at.stage]), at.parity);
       if (next.is_last) return;
-      const Scope scope(problem, next, own_row);
+      const Scope scope(problem, next, own_row, next.place.first_row + number * 64);
       item(scope);
       finish(scope);
       __syncwarp();
