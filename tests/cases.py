@@ -667,6 +667,20 @@ CASES = (
     Case("mask_of_heads", 33, 47, q_heads=6, mask="nts", causal=True, q_offset=9),
     Case("mask_of_pairs", 33, 47, mask="ts"),
     Case("mask_of_keys", 33, 47, mask="bs", mask_density=0.5, causal=True, q_offset=-2),
+    Case("hidden_keys", 290, 515, 4, 2, 64, mask="bs", mask_density=0.5),
+    Case(
+        "hidden_keys_of_heads",
+        130,
+        515,
+        4,
+        2,
+        40,
+        mask="ns",
+        mask_density=0.5,
+        q_lengths=(130, 9),
+        kv_lengths=(515, 333),
+    ),
+    Case("hidden_keys_but_few", 60, 900, 4, 1, mask="bs", mask_density=0.004, sinks=True),
     Case("mask_of_rows", 33, 47, leading=(2, 3), mask="bnt"),
     Case("mask_sparse", 70, 90, mask="nts", mask_density=0.02),
     Case("mask_of_everything", 17, 23, mask="", mask_density=0.0),
@@ -952,7 +966,7 @@ REFERENCE_CASES = (
 
 EVERY_DTYPE = (
     *("everything", "packed_everything", "bias", "dropout", "lengths_bias", "sinks_alone", "segments"),
-    *("array_everything", "array_scale"),
+    *("array_everything", "array_scale", "hidden_keys"),
 )
 """Cases with options that CPUs run in every dtype."""
 

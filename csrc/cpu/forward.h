@@ -64,7 +64,9 @@ class ForwardItem {
         v_stride_(padded_head_dim<T>(p.value_head_dim)),
         keys_(key_block(std::max(p.head_dim, p.value_head_dim))),
         panels_((plan.block_rows + kPanel<T> - 1) / kPanel<T>),
-        bit_rows_((plan.block_rows + kDropoutRows - 1) / kDropoutRows) {
+        bit_rows_((plan.block_rows + kDropoutRows - 1) / kDropoutRows),
+        gathers_(p.q_intervals && !p.kv_intervals && !options_.any() && !options_.has_segments && !functions_ &&
+                 !dropout_.active()) {
     Arena arena(workspace);
     int64_t lanes = std::max(static_cast<int64_t>(panels_) * kPanel<T>, int64_t{kDecodingRows}), keys = keys_;
     int64_t decoding_rows = (plan.together ? p.q_heads / plan.fold : 1) * kDecodingRows;
@@ -85,6 +87,10 @@ class ForwardItem {
     }
     if (options_.has_slope) slopes_ = arena.take<T>(lanes);
     if (options_.has_segments) segments_ = arena.take<Int<T>>(lanes);
+    if (gathers_) {
+      gathered_k_ = arena.take<E>(keys * p.head_dim);
+      gathered_v_ = arena.take<E>(keys * p.value_head_dim);
+    }
     if (options_.has_intervals) {
       rows_in_lanes_ = arena.take<Int<T>>(lanes);
       interval_begin_ = arena.take<Int<T>>(lanes);
@@ -402,21 +408,24 @@ class ForwardItem {
       return decode<kDecodingRows>(first, count);
     }
     int64_t kv_head = first_head_ / (p_.q_heads / p_.kv_heads);
+    RowsOfKeys k{row_of<const E>(p_.k, batch_, sequence_.first_key + first, kv_head), p_.k.row_stride};
+    RowsOfKeys v{row_of<const E>(p_.v, batch_, sequence_.first_key + first, kv_head), p_.v.row_stride};
+    const E *next_k = k.first + count * k.stride, *next_v = v.first + count * v.stride;
+    const int next = static_cast<int>(std::min<int64_t>(keys_end_ - (first + count), keys_));
+    gathered_ = gathers_ && !band_.limited() && gather(first, count, k, v);
+    if (count == 0) return;
     int padded = round_up(count, kKeyPadding<F>);
-    const E* k = row_of<const E>(p_.k, batch_, sequence_.first_key + first, kv_head);
-    const E* v = row_of<const E>(p_.v, batch_, sequence_.first_key + first, kv_head);
-    copy_rows(k, p_.k.row_stride, count, p_.head_dim, padded, k_stride_, k_);
+    copy_rows(k.first, k.stride, count, p_.head_dim, padded, k_stride_, k_);
     if constexpr (kTiled<F>) {
-      copy_pairs_of_rows(v, p_.v.row_stride, count, p_.value_head_dim, padded, v_stride_, pairs_);
+      copy_pairs_of_rows(v.first, v.stride, count, p_.value_head_dim, padded, v_stride_, pairs_);
       transpose_rows(pairs_, v_stride_, padded / kElements<F>, v_stride_, keys_ / kElements<F>, v_);
     } else if constexpr (kPaired<F>) {
-      copy_pairs_of_rows(v, p_.v.row_stride, count, p_.value_head_dim, padded, v_stride_, v_);
+      copy_pairs_of_rows(v.first, v.stride, count, p_.value_head_dim, padded, v_stride_, v_);
     } else {
-      copy_rows(v, p_.v.row_stride, count, p_.value_head_dim, padded, v_stride_, v_);
+      copy_rows(v.first, v.stride, count, p_.value_head_dim, padded, v_stride_, v_);
     }
     if (dropout_.active()) fill_lane_bits(first, count);
-    start_prefetch(k + count * p_.k.row_stride, v + count * p_.v.row_stride,
-                   std::min<int64_t>(keys_end_ - (first + count), keys_), count_steps(first, count));
+    start_prefetch(next_k, next_v, next, count_steps(first, count));
 #if defined(__AMX_BF16__)
     Tiles tiles;
 #endif
@@ -429,8 +438,17 @@ class ForwardItem {
     }
   }
 
+  struct RowsOfKeys {
+    const E* first;
+    ptrdiff_t stride;
+  };
+  // Where each of a block's keys keeps all rows or none, those that keep them become the block's keys, side by side in
+  // copies; unless all of them do. Only where nothing asks for a key's place.
+  bool gather(int64_t first, int& count, RowsOfKeys& k, RowsOfKeys& v);
+
   // Which of a block's `count` keys a panel visits, counted from the first.
   KeyRange keys_of_panel(int panel, int64_t first, int count) const {
+    if (gathered_) return {0, count};
     const Kept& kept = panel_[panel].kept;
     int64_t begin = round_down(std::clamp<int64_t>(kept.begin - first, 0, count), kKeyPadding<F>);
     return {begin, std::clamp<int64_t>(kept.end - first, begin, count)};
@@ -664,6 +682,9 @@ class ForwardItem {
   Intervals kv_intervals_, q_intervals_;  // of the batch entry
   double scale_;                          // likewise
   int rows_;
+  const bool gathers_;           // keys, where all rows keep them or none does
+  bool gathered_ = false;        // the block's
+  E *gathered_k_, *gathered_v_;  // [keys_][head_dim], [keys_][value_head_dim]
 };
 
 }  // namespace jax_flash::cpu::JAX_FLASH_ISA

@@ -48,7 +48,7 @@ inline void ForwardItem<E>::attend(int panel, int64_t block, int begin, int keys
     }
   }
   if (options_.has_segments) compare_segments<NV>(row, kept, block + begin, keys);
-  if (options_.has_intervals) test_intervals<NV>(row, kept, block + begin, keys);
+  if (options_.has_intervals && !gathered_) test_intervals<NV>(row, kept, block + begin, keys);
   if (band_.limited()) mask<NV>(row, kept, block + begin, keys);
   if (dropout_.active()) {
     online_softmax<NV, T>(keys, scores, maximum_ + row, sum_ + row, decay_);
