@@ -60,6 +60,7 @@ inline void __syncthreads() { record::barrier(); }
 inline void __syncwarp() {}
 inline bool __any_sync(unsigned, bool) { return true; }  // so that what depends on it is counted
 inline unsigned __ballot_sync(unsigned, bool x) { return x ? ~0u : 0; }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 template <typename T>
