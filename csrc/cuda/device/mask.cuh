@@ -237,10 +237,14 @@ struct KeyBits {
 
   // The key, of the 32, whose bit a ballot has at a lane.
   static __device__ __forceinline__ int key_of(int lane) { return Lanes::thread_of(lane); }
-  // For rows [first, end); `held` is the interval of the lane's key.
-  static __device__ __forceinline__ KeyBits of(const int2& held, bool is_key, int first, int end) {
-    const bool some = is_key & (at_least(held.x, first) < at_most(held.y, end));
-    const bool all = is_key & (held.x <= first) & (end <= held.y);
+  // For `rows` rows from `first` on; `held` is the interval of the lane's key, number `key` of a tile of so many.
+  template <int tile>
+  static __device__ __forceinline__ KeyBits of(const Extent& extent, const int2& held, int first_key, int key,
+                                               int first, int rows) {
+    const int end = at_most(first + rows, extent.q.length);
+    const bool there = (key < tile) & (first_key + key < extent.kv.length);
+    const bool some = there & (at_least(held.x, first) < at_most(held.y, end));
+    const bool all = there & (held.x <= first) & (end <= held.y);
     return {__ballot_sync(0xffffffffu, some), __ballot_sync(0xffffffffu, some != all)};
   }
 };
@@ -252,7 +256,7 @@ struct KeysOfRows {
 
   u32 kept[words];  // a bit each, from the first column of the lane on
   int count;        // of the keys that keep some of the rows
-  bool decide;      // whether every key keeps all of the rows or none
+  bool decides;     // whether every key keeps all of the rows or none
 
   // From the first row of the warp on; `row` is the lane's first.
   __device__ __forceinline__ KeysOfRows(const Keep& keep, int row, int first_key, int lane) {
@@ -260,24 +264,13 @@ struct KeysOfRows {
     KeyBits bits[words];
 #pragma unroll
     for (int i = 0; i < words; ++i) {
-      bits[i] = bits_of(keep, first, at_most(first + rows, keep.extent.q.length), first_key, i, lane);
+      const int key = 32 * i + KeyBits::key_of(lane);
+      bits[i] = KeyBits::of<8 * tiles>(keep.extent, keep.rows_of(first_key + key), first_key, key, first, rows);
     }
     take(bits, lane);
   }
   // Of what warps have found of 32 keys each.
-  __device__ __forceinline__ KeysOfRows(const KeyBits* found, int lane) {
-    KeyBits bits[words];
-#pragma unroll
-    for (int i = 0; i < words; ++i) bits[i] = found[i];
-    take(bits, lane);
-  }
-  // Of 32 of a tile's keys.
-  static __device__ __forceinline__ KeyBits bits_of(const Keep& keep, int first, int end, int first_key, int i,
-                                                    int lane) {
-    const int key = 32 * i + KeyBits::key_of(lane);
-    const int2 held = keep.rows_of(first_key + key);
-    return KeyBits::of(held, (key < 8 * tiles) & (first_key + key < keep.extent.kv.length), first, end);
-  }
+  __device__ __forceinline__ KeysOfRows(const KeyBits* found, int lane) { take(found, lane); }
   // Whether the key is kept that is 8 * n + odd beyond the first column of the lane.
   __device__ __forceinline__ bool holds(int n, int odd) const { return kept[n / 4] >> (n % 4 * 8 + odd) & 1; }
   // Hides the keys that are not kept from one half of a fragment's rows.
@@ -292,7 +285,7 @@ struct KeysOfRows {
   }
 
  private:
-  __device__ __forceinline__ void take(const KeyBits (&bits)[words], int lane) {
+  __device__ __forceinline__ void take(const KeyBits* bits, int lane) {
     u32 between = 0;
     count = 0;
 #pragma unroll
@@ -301,17 +294,16 @@ struct KeysOfRows {
       between |= bits[i].between;
       count += __popc(bits[i].kept);
     }
-    decide = between == 0;
+    decides = between == 0;
   }
 };
 template <int tiles, int rows>
 struct KeysOfRows<tiles, rows, false> {
   static constexpr int count = 0;
-  static constexpr bool decide = false;
+  static constexpr bool decides = false;
 
   __device__ __forceinline__ KeysOfRows(const Keep&, int, int, int) {}
   __device__ __forceinline__ explicit KeysOfRows(const KeyBits*, int) {}
-  __device__ __forceinline__ bool holds(int, int) const { return true; }
   __device__ __forceinline__ void hide(FragmentC (&)[tiles], int) const {}
 };
 

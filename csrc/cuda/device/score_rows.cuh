@@ -25,12 +25,12 @@ struct ScoreRows : HeadScores {
   __device__ __forceinline__ void logits(FragmentC (&scores)[tiles], FragmentC* derivatives, int row, int half,
                                          int first_key, int lane, const Keys& keys, const Diagonals& diagonals,
                                          int told = unread_block) const {
-    if (keys.decide) {
+    if (keys.decides) {
       logits_of<masked, of_bias, false>(scores, derivatives, row, half, first_key, lane, diagonals, told);
     } else {
       logits_of<masked, of_bias, true>(scores, derivatives, row, half, first_key, lane, diagonals, told);
     }
-    if (keys.decide) keys.hide(scores, half);  // in the branch above the assembler spills
+    if (keys.decides) keys.hide(scores, half);  // in the branch above the assembler spills
   }
 
   // Logits of two rows become weights against the rows' lse (backward_lse). Those of -inf are 0 by themselves; but with

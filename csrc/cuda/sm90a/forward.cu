@@ -344,19 +344,18 @@ struct Consumer {
   // tile before is computed.
   __device__ __forceinline__ void read_interval(const Scope& scope, const Told& next) {
     if constexpr (decides_keys) {
-      if (next.tile() >= 0 && !next.is_uniform())
-        interval = scope.rows.keep.rows_of(next.tile() * block_kv + own_key());
+      if (next.tile() < 0 || next.is_uniform()) return;
+      interval = scope.rows.keep.rows_of(next.tile() * block_kv + own_key());
     }
   }
   template <bool masked>
   __device__ __forceinline__ void decide_keys(const Scope& scope, int tile, bool uniform) {
     if constexpr (masked && decides_keys) {
       keys_slot ^= 1;
-      const Extent& extent = scope.item.place.extent;
-      const int first = scope.item.place.first_row + number * 64;
-      const bool is_key = (own_key() < block_kv) & (tile * block_kv + own_key() < extent.kv.length);
+      const Place& place = scope.item.place;
       const int2 held = uniform ? int2{0, 0x7fffffff} : interval;
-      const KeyBits bits = KeyBits::of(held, is_key, first, at_most(first + 64, extent.q.length));
+      const KeyBits bits =
+          KeyBits::of<block_kv>(place.extent, held, tile * block_kv, own_key(), place.first_row + number * 64, 64);
       if (lane == 0) shared.keys[keys_slot][number][threadIdx.x / 32 % 4] = bits;
     }
   }
@@ -365,7 +364,7 @@ struct Consumer {
   __device__ __forceinline__ Keys<masked> keys_of(const Scope& scope, int tile, int own_lane) const {
     if constexpr (masked && decides_keys) {
       const Keys<masked> keys(shared.keys[keys_slot][number], own_lane);
-      if (keys.decide) return keys;
+      if (keys.decides) return keys;
     }
     return {scope.rows.keep, scope.row, tile * block_kv, own_lane};
   }
