@@ -66,6 +66,9 @@
   /* rows from these on are padding: never read, results 0, lse as of a row that keeps no key; >= 0 */               \
   PLAIN(int, q_lengths, "b")                                                                                         \
   PLAIN(int, kv_lengths, "b")                                                                                        \
+  /* the row of key and value, and of their gradients, that is key j of a batch entry: first the kv_lengths that */  \
+  /* are kept, ascending, then all others. Where no option asks which key one is, and lists_keys() says so */        \
+  PLAIN(int, kv_rows, "bs")                                                                                          \
   /* sequence d has rows [cu[d], cu[d + 1]); rows from cu[sequences] on are in none, and are padding */              \
   OPERAND(int, cu_q_lengths, "be")                                                                                   \
   OPERAND(int, cu_kv_lengths, "be")                                                                                  \

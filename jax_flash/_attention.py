@@ -647,8 +647,6 @@ def _run_anywhere(
 
     def attend(options: Options, limits: tuple[int, int] | None, *arrays: Any) -> tuple[jax.Array, jax.Array]:
         query, key, value, operands = arrays
-        if limits is None and static.implementation != "reference":  # which computes every pair
-            operands = by_keys(operands, query.shape[1])
         return _run(options, static._replace(limits=limits), query, key, value, with_ranges(operands))
 
     if place is None:
@@ -672,6 +670,8 @@ def _run(
     # Without kernels to call, bypass the primitives: they may not exist in this version of jax.
     implementation = static.implementation or ("xla" if registration.UNAVAILABLE else None)
     plain = {"reference": reference.attention, "xla": chunked.attention}.get(implementation or "")
+    if implementation == "xla" and static.limits is None:
+        operands = by_keys(operands, query.shape[1])
     if plain is None:
         return _primitive.forward(
             query, key, value, operands, options=options, implementation=static.implementation, limits=static.limits

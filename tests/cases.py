@@ -884,6 +884,26 @@ CASES = (
     Case("large_bias_of_heads", 513, 300, 4, 2, 128, bias="nts", causal=True, large=True),
     Case("large_bias_of_keys", 300, 513, 4, 2, 64, bias="bs", large=True),
     Case("large_mask", 300, 513, 4, 2, 128, mask="ts", large=True),
+    Case("large_hidden_keys_64", 700, 900, 8, 2, 64, mask="bs", mask_density=0.5, large=True),
+    Case(
+        "large_hidden_keys_128",
+        700,
+        900,
+        8,
+        4,
+        128,
+        mask="s",
+        mask_density=0.9,
+        softcap=3.0,
+        sinks=True,
+        q_lengths=(700, 130),
+        kv_lengths=(900, 333),
+        large=True,
+    ),
+    Case(
+        "large_hidden_keys_256", 700, 900, 8, 8, 256, mask="bs", mask_density=0.01, arrays=True, scale=0.1, large=True
+    ),
+    Case("large_hidden_keys_narrow", 700, 900, 8, 2, 40, value_head_dim=104, mask="bs", mask_density=0.3, large=True),
     Case("large_window", 1100, 1030, 4, 2, 64, window=(100, 50), q_offset=30, large=True),
     Case("large_window_causal", 1100, 1100, 4, 2, 128, window=(200, None), causal=True, large=True),
     *(

@@ -271,9 +271,9 @@ FLOAT32_TOLERANCE = 1e-5
 
 OPTIONS = (
     "causal", "window", "arrays", "q_offset", "lengths", "short_rows", "short_keys", "segments", "gap", "intervals",
-    "hidden_keys", "parted_keys", "sequences", "mask", "bias", "bias_of_keys", "shared_bias", "alibi", "softcap",
-    "sinks", "dropout", "descale", "in_float32", "originals_in_bfloat16", "huge_query", "huge_key", "huge_value",
-    "huge_dout", "separate_dq",
+    "hidden_keys", "parted_keys", "listed_keys", "sequences", "mask", "bias", "bias_of_keys", "shared_bias", "alibi",
+    "softcap", "sinks", "dropout", "descale", "in_float32", "originals_in_bfloat16", "huge_query", "huge_key",
+    "huge_value", "huge_dout", "separate_dq",
 )  # fmt: skip
 
 
@@ -396,6 +396,13 @@ class Problem:
             early = random.random((batch, 1, kv_length)) < 0.4
             ends = np.where(early, 0, 48), np.where(early, 48, q_length)
             self.put_intervals(of, "q", np.stack(ends, axis=-1).astype(np.int32))
+        if "listed_keys" in options:  # tiles of neighbours and others
+            kept = random.random((batch, kv_length)) < 0.6
+            kept[:, kv_length // 4 : kv_length * 3 // 4] = True
+            kept[-1] = np.arange(kv_length) >= 5  # of the last entry neighbours alone
+            of["mask"] = kept[:, None, None]
+            self.arrays["kv_rows"] = np.argsort(~kept, axis=1, kind="stable").astype(np.int32)
+            self.arrays["kv_lengths"] = kept.sum(axis=1).astype(np.int32)
         if "mask" in options:
             self.arrays["mask"] = of["mask"] = random.random((batch, 1, q_length, kv_length)) < 0.8
         if "bias" in options:
@@ -442,6 +449,8 @@ class Problem:
             keys &= np.arange(kv_length) < of["kv_lengths"][:, None]
         if "sequences" in options:
             keys &= np.arange(kv_length) < of["cu_kv_lengths"][-1]
+        if "listed_keys" in options:
+            keys = of["mask"][:, 0, 0]
         sides = {"query": (self.q, rows), "key": (self.k, keys), "value": (self.v, keys), "dout": (self.dout, rows)}
         for name, (x, there) in sides.items():
             x[~there] = np.nan

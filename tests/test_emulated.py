@@ -96,6 +96,19 @@ CASES: dict[str, dict[str, Any]] = {
     # Keys that keep all rows of one warp of a warpgroup and none of another's.
     "parted-keys-64": {"options": ["parted_keys"], "batch": 2, **ODD},
     "parted-keys-256": {"head_dim": 256, "options": ["parted_keys", "causal"], **ODD},
+    # Keys that are hidden from all rows are in no tile.
+    "listed-keys-64": {"options": ["listed_keys"], "batch": 2, "q_length": 197, "kv_length": 733},
+    "listed-keys-many-heads": {
+        "options": ["listed_keys", "sinks"],
+        "q_length": 140,
+        "kv_length": 333,
+        "q_heads": 67,
+        "kv_heads": 67,
+    },
+    "listed-keys-128": {"head_dim": 128, "options": ["listed_keys", "softcap"], "batch": 2, **ODD, **GROUPS},
+    "listed-keys-separate_dq": {"options": ["listed_keys", "separate_dq"], "batch": 2, **ODD},
+    "listed-keys-256": {"head_dim": 256, "options": ["listed_keys"], "batch": 2, "dtype": "float16", **ODD},
+    "listed-keys-narrow": {"head_dim": 40, "value_head_dim": 104, "options": ["listed_keys"], "batch": 3, **ODD},
     # Blocks of keys whose first row, or of rows whose first key, lies beyond the last one.
     "short-rows": {"value_head_dim": 192, "options": ["causal", "segments", "short_rows"], **ODD},
     "short-keys": {"q_length": 390, "kv_length": 200, "options": ["window", "segments", "short_keys"]},
@@ -149,6 +162,7 @@ ALWAYS = (
     "intervals-128",
     "hidden-keys-128",
     "hidden-keys-alone",
+    "listed-keys-64",
 )
 FORWARD_ONLY = ("many-heads",)  # whose blocks of 192 rows the backward does not have
 

@@ -1,5 +1,6 @@
 """Interval masks beside what expresses the same; the cases of cases.py compare them with the oracle."""
 
+import pathlib
 from typing import Any
 
 import cases
@@ -10,8 +11,10 @@ import pytest
 from cases import Target
 
 import jax_flash
-from jax_flash._call.options import Options, interval_ranges
+from jax_flash._call.options import Options, interval_ranges, kept_first
 from jax_flash._implementations import scores
+from jax_flash._native import _core
+from jax_flash._primitive import ahead
 
 B, T, S, N, K, H = 2, 300, 410, 4, 2, 16
 RANDOM = np.random.default_rng(0)
@@ -122,3 +125,64 @@ def test_vmap_over_intervals() -> None:
     attend = jax.vmap(lambda end: jax_flash.attention(QUERY, KEY, VALUE, kv_end=end))
     for got, end in zip(attend(ends), ends, strict=True):
         np.testing.assert_allclose(got, jax_flash.attention(QUERY, KEY, VALUE, kv_end=end), rtol=1e-5, atol=1e-5)
+
+
+def test_kept_keys_come_first() -> None:
+    kept = np.array([[1, 0, 0, 1, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]], bool)
+    found = kept_first({"mask": jnp.asarray(kept[:, None, None]), "q_lengths": jnp.zeros(3, jnp.int32)}, 3, 5)
+    assert sorted(found) == ["kv_lengths", "kv_rows", "q_lengths"]
+    np.testing.assert_array_equal(found["kv_lengths"], [3, 0, 5])
+    np.testing.assert_array_equal(found["kv_rows"], [[0, 3, 4, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]])
+    shared = {"mask": jnp.asarray(kept[:1, None, None]), "kv_lengths": jnp.array([4, 9, 0], jnp.int32)}
+    found = kept_first(shared, 3, 5)
+    np.testing.assert_array_equal(found["kv_lengths"], [2, 3, 0])
+    np.testing.assert_array_equal(found["kv_rows"], [[0, 3, 1, 2, 4], [0, 3, 4, 1, 2], [0, 1, 2, 3, 4]])
+
+
+MASK_OF_KEYS = jax.ShapeDtypeStruct((2, 1, 1, 900), jnp.bool_)
+LISTED: dict[str, tuple[int, dict[str, Any], dict[str, Any], tuple[bool, bool]]] = {
+    # The capability, shapes, options, and whether the forward and the backward list the keys.
+    "alone": (90, {}, {}, (True, True)),
+    "with_other_options": (90, {}, {"sinks": np.zeros(8, np.float32), "softcap": 3.0, "scale": 0.1}, (True, True)),
+    "of_all": (90, {}, {"mask": jax.ShapeDtypeStruct((1, 1, 1, 900), jnp.bool_)}, (True, True)),
+    "dq_by_itself": (90, {}, {"deterministic_backward": True}, (True, True)),
+    "head_dim_256": (90, {"head_dim": 256}, {}, (True, True)),
+    "few_rows": (90, {"rows": 30}, {}, (False, True)),
+    "float32": (90, {"dtype": jnp.float32}, {}, (False, False)),
+    "causal": (90, {}, {"causal": True}, (False, False)),
+    "bias": (90, {}, {"bias": np.zeros((1, 1, 1, 900), np.float32)}, (False, False)),
+    "dropout": (90, {}, {"dropout_rate": 0.1, "dropout_key": np.zeros(2, np.uint32)}, (False, False)),
+    "of_heads": (90, {}, {"mask": jax.ShapeDtypeStruct((2, 8, 1, 900), jnp.bool_)}, (False, False)),
+    "ampere": (80, {}, {}, (False, False)),
+    "volta": (70, {"dtype": jnp.float16}, {}, (False, False)),
+}
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_where_keys_are_listed(name: str) -> None:
+    arch, sizes, options, want = LISTED[name]
+    rows, head_dim, dtype = sizes.get("rows", 700), sizes.get("head_dim", 64), sizes.get("dtype", jnp.bfloat16)
+    query, key = (jax.ShapeDtypeStruct((2, n, 8, head_dim), dtype) for n in (rows, 900))
+    options = {"mask": MASK_OF_KEYS} | options
+    arrays = {name: x for name, x in options.items() if hasattr(x, "shape")}
+
+    def gradients(query: jax.Array, key: jax.Array, value: jax.Array, arrays: Any) -> Any:
+        out, pullback = jax.vjp(lambda *x: jax_flash.attention(*x, **{**options, **arrays}), query, key, value)
+        return pullback(out)
+
+    calls = ahead.calls_of(gradients, (query, key, key, arrays), arch)
+    assert [call.pass_ for call in calls] == ["forward", "backward"]
+    assert tuple(call.options["has_kv_rows"] for call in calls) == want
+    for call in calls:
+        masked = ("has_kv_rows", "has_q_intervals", "has_mask")
+        assert sum(call.options[of] for of in masked) == 1, "the mask is told in one way"
+
+
+def test_kernels_without_lists_say_so(tmp_path: pathlib.Path) -> None:
+    listed = {"has_kv_lengths": True, "has_kv_rows": True}
+    for arch, pass_ in ((80, "forward"), (75, "backward"), (90, "forward_split_kv")):
+        with pytest.raises(ValueError, match=r"kernels of sm\d+ take no kv_rows in this pass"):
+            _core.build_kernels(
+                arch=arch, out_dir=str(tmp_path), dtypes=["float16"], head_dims=[(64, 64)], options=[listed],
+                passes=[pass_], family="",
+            )  # fmt: skip

@@ -34,8 +34,13 @@ MANY: list[dict[str, Any]] = [
     # Tiles are skipped, and Hopper's producers tell which.
     *({"head_dim": head_dim, "kv_start": np.arange(190, dtype=np.int32)} for head_dim in (64, 128, 256)),
     {"head_dim": 128, "kv_start": np.arange(190, dtype=np.int32), "deterministic_backward": True},
-    # Keys are hidden in every tile, which Hopper's warps decide for one another.
-    *({"head_dim": head_dim, "mask": np.arange(260)[None, None, None] % 3 > 0} for head_dim in (64, 128, 256)),
+    # Keys are hidden in every tile, which Hopper's warps decide for one another; or they are listed, and loaded row by
+    # row.
+    *(
+        {"head_dim": head_dim, "mask": np.arange(260)[None, None, None] % 3 > 0, "causal": causal}
+        for head_dim in (64, 128, 256)
+        for causal in (True, False)
+    ),
     {
         "head_dim": 128,
         "q_segment_ids": np.repeat(np.array(2 * [[0, 1]], np.int32), 95, axis=1),
@@ -94,7 +99,11 @@ def call(
 def main() -> None:
     if sources := os.environ.get("JAX_FLASH_SANITIZED_SOURCES"):
         registration.configure(pathlib.Path(sources))
-    for one in MANY + SPLIT_KV:
+    os.environ["JAX_FLASH_SPLIT_KV"] = "0"  # which would serve the forward of these, too
+    for one in MANY:
+        call(**one)
+    del os.environ["JAX_FLASH_SPLIT_KV"]
+    for one in SPLIT_KV:
         call(**one)
     print("all calls made")
 

@@ -227,6 +227,7 @@ Call decode(Platform platform, Pass pass, const Options& options, ffi::Remaining
 #undef JAX_FLASH_CONSTANT
   require(options.sequences == 1 || (options.has_cu_q_lengths && options.has_cu_kv_lengths),
           "sequences need cu_q_lengths and cu_kv_lengths");
+  require(!options.has_kv_rows || options.has_kv_lengths, "kv_rows need kv_lengths");
   // The functions' source knows the shapes of what they capture.
   require(options.captured >= 0 && options.captured <= kMostCaptured,
           "captured must be in [0, " + std::to_string(kMostCaptured) + "], got " + std::to_string(options.captured));

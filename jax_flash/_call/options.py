@@ -95,17 +95,41 @@ def interval_ranges(intervals: jax.Array) -> jax.Array:
     return jnp.stack([*some, start.max(axis=-1), end.min(axis=-1)], axis=-1)
 
 
+def hides_keys(operands: Operands, rows: int) -> bool:
+    """Whether there is a mask that all of several rows share."""
+    # Lengths may be symbolic: they compare by == alone.
+    return rows != 1 and "mask" in operands and operands["mask"].shape[2] == 1 and operands["mask"].shape[3] != 1
+
+
 def by_keys(operands: Operands, rows: int) -> dict[str, jax.Array]:
     """The operands, with a mask that all of several rows share as intervals of rows for each key: all rows or none.
 
     So kernels leave out the blocks of keys that it hides, and read nothing for a single pair.
     """
     found = dict(operands)
-    # Lengths may be symbolic: they compare by == alone.
-    if rows != 1 and "mask" in found and found["mask"].shape[2] == 1 and found["mask"].shape[3] != 1:
+    if hides_keys(operands, rows):
         kept = found.pop("mask")[:, :, 0, :, None]
         every = jnp.clip(jnp.array([0, _INT32.max], jnp.int32), 0, rows)  # the kernels round an end up to whole tiles
         found["q_intervals"] = jnp.where(kept, found.get("q_intervals", every), jnp.int32(0))
+        found["q_interval_ranges"] = interval_ranges(found["q_intervals"])
+    return found
+
+
+def kept_first(operands: Operands, batch: int, keys: int) -> dict[str, jax.Array]:
+    """The operands, with a mask that all rows and heads share as lists of keys, of which the first ones are kept.
+
+    So keys that it hides take no part in the tiles of kernels, wherever they stand.
+    """
+    found = dict(operands)
+    kept = jnp.broadcast_to(found.pop("mask")[:, 0, 0], (batch, keys))
+    rows = jnp.arange(keys, dtype=jnp.int32)
+    if "kv_lengths" in found:
+        kept &= rows < found["kv_lengths"][:, None]
+    so_far = kept.cumsum(axis=1, dtype=jnp.int32)
+    count = so_far[:, -1]
+    place = jnp.where(kept, so_far - 1, count[:, None] + rows - so_far)
+    found["kv_rows"] = jax.vmap(lambda x: jnp.zeros_like(rows).at[x].set(rows, unique_indices=True))(place)
+    found["kv_lengths"] = count
     return found
 
 
@@ -169,6 +193,7 @@ OPERANDS: dict[str, Operand] = _Operands(
         "q_offset": Operand("bd", "int32", of_rows=_offset_of_rows),
         "q_lengths": Operand("b", "int32", of_rows=_lengths_of_rows),
         "kv_lengths": Operand("b", "int32"),
+        "kv_rows": Operand("bs", "int32"),
         "cu_q_lengths": Operand("be", "int32"),
         "cu_kv_lengths": Operand("be", "int32"),
         "q_segment_ids": Operand("bt", "int32"),

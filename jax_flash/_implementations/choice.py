@@ -176,6 +176,12 @@ def separate_dq(largest_head_dim: int) -> bool:
     )
 
 
+def lists_keys(arch: int | None, sizes: Mapping[str, Any]) -> bool:
+    """Whether the kernels of a call take lists of keys, on the GPU it is lowered for or on every CUDA device here."""
+    found = [arch] if arch else [x["compute_capability"] for x in registration.cuda_status()["devices"] if x["family"]]
+    return bool(found) and all(_core.lists_keys(arch=each, **sizes) for each in found)
+
+
 @functools.cache
 def _cuda_unavailable() -> str | None:
     """Why this machine's CUDA devices can't run the kernels; None if they can, or if there are no devices."""

@@ -128,6 +128,23 @@ def configure_cuda(
 def largest_head_dim(*, arch: int, highest_precision: bool) -> int:
     """The largest head_dim with kernels for a compute capability such as 70."""
 
+def lists_keys(
+    *,
+    arch: int,
+    pass_: str,
+    dtype: str,
+    options: Mapping[str, Any],
+    batch: int,
+    q_length: int,
+    kv_length: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_head_dim: int,
+    shapes: Mapping[str, Sequence[int]],
+) -> bool:
+    """Whether the kernels of a call's main pass take its keys as a list of rows, those that are kept first."""
+
 def separate_dq(*, arch: int, largest_head_dim: int) -> bool:
     """Whether dquery has a pass of its own on a compute capability such as 90 even if the option of this name is
     False."""

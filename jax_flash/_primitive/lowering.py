@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash._call import dtypes
-from jax_flash._call.options import CAPTURED, OPERANDS
+from jax_flash._call.options import CAPTURED, OPERANDS, by_keys, hides_keys, kept_first, positions_matter
 from jax_flash._functions import cpu, cuda, exact
 from jax_flash._functions.trace import MOST_CAPTURED, Functions, captured_name
 from jax_flash._implementations import choice
@@ -46,6 +46,7 @@ def call(pass_: str, target: Target, params: Params, *args: jax.Array) -> tuple[
             params = dataclasses.replace(params, options=dataclasses.replace(params.options, exact_sums=exactly))
         if not target.portable:
             params = _for_gpus(pass_, params, max(args[0].shape[-1], args[2].shape[-1]))
+        params, args = _with_keys_decided(pass_, target, params, args)
         dtype = args[0].dtype
         old = not target.portable and _is_old()
         if dtype == jnp.float32 or (dtype == jnp.bfloat16 and old):
@@ -53,9 +54,46 @@ def call(pass_: str, target: Target, params: Params, *args: jax.Array) -> tuple[
             called = _aligned(pass_, params, wide, functools.partial(_half_precision, pass_, target, params), *args)
             return tuple(x.astype(result.dtype) for x, result in zip(called, results, strict=True))
         return _aligned(pass_, params, results, functools.partial(_custom_call, pass_, target, params), *args)
+    if chosen != "reference":  # which computes every pair
+        params, args = _with_keys_decided(pass_, target, params, args)
     if chosen == "cpu":
         return _custom_call(pass_, target, params, results, *args)
     return plain.evaluate(pass_, params, *args)
+
+
+BESIDE_LISTS = {"mask", "traced_scale", "q_offset", "q_lengths", "kv_lengths", "sinks"}
+"""The operands of calls whose keys may be listed: no other one asks which key it is that a row attends to."""
+
+
+def _with_keys_decided(
+    pass_: str, target: Target, params: Params, args: tuple[jax.Array, ...]
+) -> tuple[Params, tuple[jax.Array, ...]]:
+    """Parameters and arguments without a mask that all rows share, but with what it says of keys."""
+    _, operands, _ = params.split(pass_, args)
+    query, key = args[:2]
+    if params.limits is not None or not hides_keys(operands, query.shape[1]):
+        return params, args
+
+    def having(found: Mapping[str, jax.Array]) -> tuple[Params, tuple[jax.Array, ...]]:
+        with_found = params.with_operands(found)
+        return with_found, (*args[: len(ARGUMENTS[pass_])], *(found[name] for name in with_found.names))
+
+    may_list = (
+        target.platform == "cuda"
+        and not target.portable
+        and query.dtype in (jnp.float16, jnp.bfloat16)
+        and operands["mask"].shape[1] == 1
+        and set(operands) <= BESIDE_LISTS
+        and not positions_matter(params.options, operands)
+        and params.options.dropout_rate == 0
+    )
+    if may_list:
+        arch = None if (found := ahead.current()) is None else found.arch
+        listed, of_listed = having(kept_first(operands, query.shape[0], key.shape[1]))
+        attributes = _attributes(pass_, target.platform, listed, *of_listed)
+        if choice.lists_keys(arch, _sizes(pass_, listed, attributes, *of_listed)):
+            return listed, of_listed
+    return having(by_keys(operands, query.shape[1]))
 
 
 def _is_old() -> bool:

@@ -39,10 +39,10 @@ class Params:
     def names(self) -> list[str]:
         return [name for name, _ in self.operands]
 
-    def with_operands(self, names: Collection[str]) -> Params:
+    def with_operands(self, operands: Mapping[str, Any]) -> Params:
         """These parameters with other operands, in the library's order."""
         dims = dict(self.operands)
-        described = tuple((name, dims.get(name, OPERANDS[name].dims)) for name in in_order(names))
+        described = tuple((name, dims.get(name) or dims_of(name, operands[name])) for name in in_order(operands))
         return dataclasses.replace(self, operands=described)
 
     def argument_dims(self, pass_: str) -> tuple[str, ...]:

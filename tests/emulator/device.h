@@ -85,8 +85,8 @@ T __shfl_xor_sync(unsigned mask, T x, int other, int = 32, EMULATOR_SITE) {
   return from_lane(mask, x, emulator::thread() ^ other, site);
 }
 template <typename T>
-T __shfl_sync(unsigned mask, T x, int lane, int = 32, EMULATOR_SITE) {
-  return from_lane(mask, x, lane, site);
+T __shfl_sync(unsigned mask, T x, int lane, int width = 32, EMULATOR_SITE) {
+  return from_lane(mask, x, (emulator::thread() % 32 & -width) | (lane & (width - 1)), site);
 }
 template <typename T>
 T __shfl_down_sync(unsigned mask, T x, int distance, int = 32, EMULATOR_SITE) {

@@ -64,7 +64,8 @@ struct Thread {
   uint64_t bulks_committed = 0, bulk_groups_done = 0;
   std::vector<std::function<void()>> open_bulks;
 
-  std::vector<std::function<void()>> open_chunks;  // cp.async
+  std::vector<std::function<void()>> open_chunks;           // cp.async
+  std::vector<std::pair<unsigned, unsigned>> chunk_places;  // of all since the last group or arrival
   std::deque<std::vector<std::function<void()>>> chunk_groups;
 };
 
@@ -118,6 +119,7 @@ struct Block {
   std::map<unsigned, Barrier> barriers;
   std::array<NamedBarrier, 16> named;
   std::deque<std::function<void()>> copies;
+  std::vector<std::pair<unsigned, unsigned>> unfenced;  // chunks that have come behind an arrival
   std::deque<std::pair<Thread*, std::vector<std::function<void()>>>> bulk_groups;
   jmp_buf scheduler;
   Thread* running = nullptr;
@@ -227,6 +229,7 @@ void show_stores() {
   for (const auto& thread : block_.threads) {
     for (auto [address, bytes] : thread->unfenced) std::memcpy(engine_memory + address, memory + address, bytes);
   }
+  for (auto [address, bytes] : block_.unfenced) std::memcpy(engine_memory + address, memory + address, bytes);
 }
 
 // The 16 rows of one warp.
@@ -531,6 +534,8 @@ void proxy_fence(const Site& site) {
   if (omitted("fence of stores", site)) return;
   for (auto [address, bytes] : self().unfenced) std::memcpy(engine_memory + address, memory + address, bytes);
   self().unfenced.clear();
+  for (auto [address, bytes] : block_.unfenced) std::memcpy(engine_memory + address, memory + address, bytes);
+  block_.unfenced.clear();
 }
 
 namespace {
@@ -546,11 +551,11 @@ void barrier_init(unsigned barrier, unsigned arrivals, const Site& site) {
   if (block_.barriers.count(barrier)) stop("barrier made twice, " + place(site));
   block_.barriers[barrier] = {arrivals, arrivals, 0, 0};
 }
-void barrier_arrive(unsigned barrier, const Site& site) {
+void barrier_arrive(unsigned barrier, unsigned count, const Site& site) {
   if (omitted("arrival", site)) return;
   Barrier& b = known_barrier(barrier, site);
-  if (b.missing == 0) stop("more arrivals than the barrier counts, " + place(site));
-  --b.missing;
+  if (b.missing < count) stop("more arrivals than the barrier counts, " + place(site));
+  b.missing -= count;
   b.settle();
 }
 void barrier_expect(unsigned barrier, unsigned bytes, const Site& site) {
@@ -642,11 +647,24 @@ void copy_chunk(unsigned to, const void* from, unsigned bytes, const Site& site)
   } else {
     self().open_chunks.push_back(copy);
   }
+  self().chunk_places.push_back({to, bytes});
 }
 void chunks_commit() {
   Thread& me = self();
   me.chunk_groups.push_back(std::move(me.open_chunks));
   me.open_chunks.clear();
+  me.chunk_places.clear();
+}
+void barrier_arrive_behind_chunks(unsigned barrier, const Site& site) {
+  known_barrier(barrier, site);
+  Thread& me = self();
+  block_.copies.push_back([chunks = std::move(me.open_chunks), places = std::move(me.chunk_places), barrier, site] {
+    for (const auto& copy : chunks) copy();
+    block_.unfenced.insert(block_.unfenced.end(), places.begin(), places.end());
+    barrier_arrive(barrier, 1, site);
+  });
+  me.open_chunks.clear();
+  me.chunk_places.clear();
 }
 void chunks_wait(unsigned pending, const Site& site) {
   if (omitted("wait for copies", site)) return;

@@ -32,7 +32,7 @@ void written(unsigned address, unsigned bytes);
 void proxy_fence(const Site& site);
 
 void barrier_init(unsigned barrier, unsigned arrivals, const Site& site);
-void barrier_arrive(unsigned barrier, const Site& site);
+void barrier_arrive(unsigned barrier, unsigned count, const Site& site);
 void barrier_expect(unsigned barrier, unsigned bytes, const Site& site);
 void barrier_wait(unsigned barrier, unsigned parity, const Site& site);
 
@@ -42,10 +42,12 @@ void add_bulk(float* to, unsigned from, unsigned bytes, const Site& site);
 void bulk_commit();
 void bulk_wait(unsigned pending, const Site& site);
 
-// cp.async: `bytes` into shared memory, or zeros where `from` is null; there once the thread has waited for its group.
+// cp.async: `bytes` into shared memory, or zeros where `from` is null; there once the thread has waited for its group,
+// or at a barrier at which it arrives behind them. wgmma sees them after a fence of a thread that has waited there.
 void copy_chunk(unsigned to, const void* from, unsigned bytes, const Site& site);
 void chunks_commit();
 void chunks_wait(unsigned pending, const Site& site);
+void barrier_arrive_behind_chunks(unsigned barrier, const Site& site);
 
 // A product of a warpgroup as one of its threads sees it.
 struct Product {

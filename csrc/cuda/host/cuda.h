@@ -151,6 +151,9 @@ std::vector<std::string> float16_families();
 // Whether dQ has a pass of its own on an architecture even in calls without Options::separate_dq.
 bool separate_dq(int arch, int largest_head_dim);
 
+// Whether the kernels of a call take kv_rows: those of its main pass.
+bool lists_keys(int arch, Pass pass, const Problem& problem);
+
 struct Kernel {
   std::string name;  // the variant's name
   std::string path;  // of the cubin

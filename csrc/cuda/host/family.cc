@@ -69,6 +69,10 @@ Variant variant_of(const Family& device_family, int arch, Pass pass, DType dtype
   if (options.highest_precision && !options.has_descale) {
     throw std::invalid_argument("highest_precision needs float16 arrays of two limbs and their descale, got none");
   }
+  const bool listed = pass == Pass::forward || pass == Pass::backward || pass == Pass::backward_dq;
+  if (options.has_kv_rows && !(family.lists_keys && listed)) {
+    throw std::invalid_argument(std::string("kernels of ") + family.name + " take no kv_rows in this pass");
+  }
   const TileRow& tile = tile_row(family.name, limbs, pass, largest, arch, calls, rows);
   Variant variant{family.name, arch, pass, dtype, head_dim, value_head_dim, options, tile, rows};
   const bool tunable = plain && !without_dq && !options.has_descale && head_dim == value_head_dim;
@@ -139,6 +143,11 @@ std::vector<std::string> float16_families() {
 
 bool separate_dq(int arch, int largest_head_dim) {
   return separate_dq(served_family(arch), Options{}, largest_head_dim);
+}
+
+bool lists_keys(int arch, Pass pass, const Problem& p) {
+  const Family& family = served_family(arch);
+  return family.lists_keys && !(pass == Pass::forward && serves_split_kv(family, arch, p, plan_split_kv(p)));
 }
 
 int largest_head_dim(int arch, bool highest_precision) {

@@ -72,18 +72,28 @@ extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
     .splits_groups = splits_groups,
 };
 
-// By one warp.
-JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const TensorMaps& maps, int lane) {
+// By key_loaders warps: the keys of the block.
+JAX_FLASH_DEVICE void load_keys(const Block& block, SharedStorage& shared, const TensorMaps& maps, int warp, int lane) {
   const Place& place = block.place;
-  const Descale descale = descale_of(block.problem, place.batch, place.kv_head);
-  const float ds_factor = descale.ds * probability_unit;
-  if (lane == 0) {
+  if constexpr (has_kv_rows) {
+    using Rows = ListedRows<block_kv>;
+    const Rows rows(Rows::Read(block.problem, place.extent, place.first_key, warp, lane));
+    rows.load<KSlabs>(shared.k, block.problem.k, &maps.k, shared.keys_full, place.batch, place.kv_head, warp, lane);
+    rows.load<VSlabs>(shared.v, block.problem.v, &maps.v, shared.keys_full, place.batch, place.kv_head, warp, lane);
+  } else if (lane == 0) {
     const u32 full = shared_address(&shared.keys_full);
     barrier_expect(full, KSlabs::bytes + VSlabs::bytes);
     const int key = place.extent.kv.first + place.first_key;
     KSlabs::copy(shared_address(shared.k), &maps.k, full, key, place.kv_head, place.batch);
     VSlabs::copy(shared_address(shared.v), &maps.v, full, key, place.kv_head, place.batch);
   }
+}
+
+// By one warp: the rows that it walks over.
+JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const TensorMaps& maps, int lane) {
+  const Place& place = block.place;
+  const Descale descale = descale_of(block.problem, place.batch, place.kv_head);
+  const float ds_factor = descale.ds * probability_unit;
   Ring<stages> ring{0, 1};
   const Search search(block);
   Walk at = search.first();
@@ -129,7 +139,7 @@ struct Backward {
   // What is beyond the end of keys or rows may be anything, and no weight of 0 would take it away.
   template <int k, int v>
   __device__ __forceinline__ void wait_for_keys(u32 (&k_operand)[k][4], u32 (&v_operand)[v][4]) const {
-    barrier_wait(shared_address(&shared.keys_full), 0);
+    jax_flash::wait_for_keys(shared.keys_full, 0);
     const int valid = block.place.extent.kv.length - block.place.first_key;
     if (ragged_keys && valid < block_kv) {
       KSlabs::zero_rows(shared_address(shared.k), valid, warp * 32 + lane);
@@ -349,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
   if (threadIdx.x == 0) {
-    barrier_init(shared_address(&shared.keys_full), 1);
+    barrier_init(shared_address(&shared.keys_full), has_kv_rows ? 2 * arrivals_of_keys : 1);
     for (int i = 0; i < stages; ++i) {
       barrier_init(shared_address(&shared.full[i]), 1 + 32);
       barrier_init(shared_address(&shared.empty[i]), 4 * computing * arrivals_of_a_warp);
@@ -364,6 +374,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
 
   if (warp < 4) {
     warpgroup_reg_dealloc<loading_warp>();
+    if (warp < key_loaders && !block.idle()) load_keys(block, shared, maps, warp, lane);
     if (warp == 0 && !block.idle()) load(block, shared, maps, lane);
   } else {
     warpgroup_reg_alloc<computing_registers(loading_warp)>();

@@ -11,6 +11,7 @@
 #include "cuda/device/place.cuh"
 #include "cuda/device/score_rows.cuh"
 #include "cuda/device/tile_walk.cuh"
+#include "cuda/sm90a/listed_rows.cuh"
 #include "cuda/sm90a/pipeline.cuh"
 #include "cuda/sm90a/slabs.cuh"
 #include "cuda/sm90a/stores.cuh"
@@ -22,7 +23,7 @@ constexpr int computing = warps / 4 - 1;  // warpgroups
 static_assert(warps % 4 == 0 && block_q == 64 * computing && block_kv % 32 == 0, "64 rows a warpgroup");
 constexpr int one_computing = 1;  // named barrier, and on, one of each warpgroup
 // Where keys past the end stand in the same array as those before it, these may hold anything there.
-constexpr bool ragged = has_kv_lengths || packed;
+constexpr bool ragged = (has_kv_lengths && !has_kv_rows) || packed;
 
 using QSlabs = Slabs<block_q, head_dim>;
 using OutSlabs = Slabs<block_q, value_head_dim>;
@@ -114,6 +115,38 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
   }
 }
 
+// The same where keys are listed, by key_loaders warps. The list is read a tile ahead.
+JAX_FLASH_DEVICE void load_listed(const Block& block, SharedStorage& shared, const TensorMaps& maps, int warp,
+                                  int lane) {
+  using Rows = ListedRows<block_kv>;
+  const Problem& problem = block.problem;
+  const Place& place = block.place;
+  const int begin = block.range.begin, row = place.extent.q.first + place.first_row;
+  const auto read = [&](int tile) {
+    return Rows::Read(problem, place.extent, at_least(tile, begin) * block_kv, warp, lane);
+  };
+  int tile = block.range.end - 1;
+  if (tile < begin) return;
+  if (warp == 0 && lane == 0) {
+    load_slabs<QSlabs>(shared.q, &maps.q, shared.q_full, row, place.head, place.batch);
+    load_slabs<OutSlabs>(shared.dout, &maps.dout, shared.dout_full, row, place.head, place.batch);
+  }
+  Ring<stages> k_ring{0, 1};
+  Ring<v_stages> v_ring{0, 1};
+  Rows::Read ahead = read(tile);
+#pragma unroll 1
+  for (; tile >= begin; --tile, k_ring.advance(), v_ring.advance()) {
+    const Rows rows(ahead);
+    ahead = read(tile - 1);
+    barrier_wait(shared_address(&shared.k_empty[k_ring.stage]), k_ring.parity);
+    rows.load<KSlabs>(shared.k[k_ring.stage], problem.k, &maps.k, shared.k_full[k_ring.stage], place.batch,
+                      place.kv_head, warp, lane);
+    barrier_wait(shared_address(&shared.v_empty[v_ring.stage]), v_ring.parity);
+    rows.load<VSlabs>(shared.v[v_ring.stage], problem.v, &maps.v, shared.v_full[v_ring.stage], place.batch,
+                      place.kv_head, warp, lane);
+  }
+}
+
 // One warpgroup, with 64 rows.
 struct BackwardDq {
   const Block& block;
@@ -152,7 +185,7 @@ struct BackwardDq {
   // itself: all of them write the same.
   template <typename T>
   __device__ __forceinline__ void wait_for(const u64& full, const char* keys, int tile, u32 parity) const {
-    barrier_wait(shared_address(&full), parity);
+    wait_for_keys(full, parity);
     const int valid = block.place.extent.kv.length - tile * block_kv;
     if (ragged && valid < block_kv) {
       T::zero_rows(shared_address(keys), valid, threadIdx.x % warpgroup);
@@ -322,11 +355,11 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     barrier_init(shared_address(&shared.q_full), 1);
     barrier_init(shared_address(&shared.dout_full), 1);
     for (int i = 0; i < stages; ++i) {
-      barrier_init(shared_address(&shared.k_full[i]), 1);
+      barrier_init(shared_address(&shared.k_full[i]), arrivals_of_keys);
       barrier_init(shared_address(&shared.k_empty[i]), 4 * computing * arrivals_of_a_warp);
     }
     for (int i = 0; i < v_stages; ++i) {
-      barrier_init(shared_address(&shared.v_full[i]), 1);
+      barrier_init(shared_address(&shared.v_full[i]), arrivals_of_keys);
       barrier_init(shared_address(&shared.v_empty[i]), 4 * computing * arrivals_of_a_warp);
     }
     barriers_ready();
@@ -335,7 +368,11 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
 
   if (warp < 4) {
     warpgroup_reg_dealloc<loading_warp>();
-    if (warp == 0) load(block, shared, maps, threadIdx.x % 32);
+    if constexpr (has_kv_rows) {
+      load_listed(block, shared, maps, warp, threadIdx.x % 32);
+    } else if (warp == 0) {
+      load(block, shared, maps, threadIdx.x % 32);
+    }
   } else {
     warpgroup_reg_alloc<computing_registers(loading_warp)>();
     const int group = warp / 4 - 1, lane = threadIdx.x % 32;

@@ -4,6 +4,7 @@
 
 #include "cuda/device/score_columns.cuh"
 #include "cuda/device/tile_walk.cuh"
+#include "cuda/sm90a/listed_rows.cuh"
 #include "cuda/sm90a/pipeline.cuh"
 #include "cuda/sm90a/slabs.cuh"
 #include "cuda/sm90a/stores.cuh"
@@ -26,7 +27,7 @@ using Operand64 = u32[block_q / 16][4];   // the same, rounded, as A of a produc
 
 // Where rows or keys past the end stand in the same array as those before it, these may hold anything there.
 constexpr bool ragged_rows = has_q_lengths || packed;
-constexpr bool ragged_keys = has_kv_lengths || packed;
+constexpr bool ragged_keys = (has_kv_lengths && !has_kv_rows) || packed;
 
 // Named barriers.
 constexpr int all_computing = 1;
@@ -201,18 +202,17 @@ template <int columns, int n>
 JAX_FLASH_DEVICE void store_keys(const Block& block, const Tensor& tensor, const FragmentC (&c)[n], float factor,
                                  int first_key, int column, int lane) {
   const Place& place = block.place;
-  const Rows& keys = place.extent.kv;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int key = first_key + lane / 4 + 8 * half;
+    const bool stored = key < place.extent.kv.stored;
+    const int row = row_of_key(block.problem, place.extent, key);
     if (block.problem.group_splits > 1) {
       // Of the last head, which the loop keeps in a register.
       const int share = block.last_head / heads_of_share(block.problem);
-      store_row<columns>(c, half, factor, share_sums(block.problem, place.batch, share, keys.first + key) + column,
-                         key < keys.stored, lane);
+      store_row<columns>(c, half, factor, share_sums(block.problem, place.batch, share, row) + column, stored, lane);
     } else {
-      store_row<columns>(c, half, factor, result_of(tensor, place.batch, place.kv_head, keys.first + key),
-                         key < keys.stored, lane);
+      store_row<columns>(c, half, factor, result_of(tensor, place.batch, place.kv_head, row), stored, lane);
     }
   }
 }

@@ -45,6 +45,16 @@ extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
     .splits_groups = splits_groups,
 };
 
+// By key_loaders warps, where keys are listed.
+JAX_FLASH_DEVICE void load_listed_keys(const Block& block, SharedStorage& shared, const TensorMaps& maps, int warp,
+                                       int lane) {
+  const Place& place = block.place;
+  using Rows = ListedRows<block_kv>;
+  const Rows rows(Rows::Read(block.problem, place.extent, place.first_key, warp, lane));
+  rows.load<KSlabs>(shared.k, block.problem.k, &maps.k, shared.k_full, place.batch, place.kv_head, warp, lane);
+  rows.load<VSlabs>(shared.v, block.problem.v, &maps.v, shared.v_full, place.batch, place.kv_head, warp, lane);
+}
+
 // By one warp.
 JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const TensorMaps& maps, int lane) {
   const Place& place = block.place;
@@ -52,7 +62,7 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
   const float ds_factor = descale.ds * probability_unit;
   const int key = place.extent.kv.first + place.first_key;
   Ring<buffers> ring{0, 1};
-  bool first = true;
+  bool first = !has_kv_rows;
   const Search search(block);
   Walk at = search.first();
   if (skips_tiles && at.head > block.last_head) {
@@ -102,8 +112,8 @@ struct Half {
 
   // What is beyond the end of keys or rows may be anything, and no weight of 0 would take it away.
   __device__ __forceinline__ void wait_for_keys() const {
-    barrier_wait(shared_address(&shared.k_full), 0);
-    barrier_wait(shared_address(&shared.v_full), 0);
+    jax_flash::wait_for_keys(shared.k_full, 0);
+    jax_flash::wait_for_keys(shared.v_full, 0);
     const int valid = block.place.extent.kv.length - block.place.first_key;
     if (ragged_keys && valid < block_kv) {
       if (group == 0) KSlabs::zero_rows(shared_address(shared.k), valid, thread());
@@ -237,8 +247,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
   if (threadIdx.x == 0) {
-    barrier_init(shared_address(&shared.k_full), 1);
-    barrier_init(shared_address(&shared.v_full), 1);
+    barrier_init(shared_address(&shared.k_full), arrivals_of_keys);
+    barrier_init(shared_address(&shared.v_full), arrivals_of_keys);
     for (int i = 0; i < buffers; ++i) {
       barrier_init(shared_address(&shared.q_full[i]), 1 + 32);
       barrier_init(shared_address(&shared.q_empty[i]), 4 * computing * arrivals_of_a_warp);
@@ -256,6 +266,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const int first_key = block.place.first_key + warp % 4 * 16;
   if (warp < 4) {
     warpgroup_reg_dealloc<loading_warp>();
+    if (has_kv_rows && !block.idle()) load_listed_keys(block, shared, maps, warp, lane);
     if (warp == 0 && !block.idle()) load(block, shared, maps, lane);
   } else {
     warpgroup_reg_alloc<computing_registers(loading_warp)>();

@@ -13,6 +13,7 @@
 #include "cuda/device/shared_memory.cuh"
 #include "cuda/device/softmax.cuh"
 #include "cuda/device/tile_walk.cuh"
+#include "cuda/sm90a/listed_rows.cuh"
 #include "cuda/sm90a/pipeline.cuh"
 #include "cuda/sm90a/slabs.cuh"
 #include "cuda/sm90a/stores.cuh"
@@ -26,15 +27,17 @@ static_assert(block_q % 64 == 0 && warps == threads / 32 && min_blocks == 1, "a 
 // next item when one is nearly loaded. Under a mask by blocks that was causal, blocks had up to 1.9 times the mean.
 constexpr bool searches = skips_tiles || has_cu_q_lengths;
 constexpr Grid order = searches ? Grid::block_an_item : Grid::persistent;
-// The warpgroups share the registers that the block has at its launch: the producer needs few.
-constexpr int producer_registers = consumers == 3 ? (searches ? 56 : 32) : (searches ? 40 : 24);
-constexpr int consumer_registers = consumers == 3 ? (searches ? 152 : 160) : (searches ? 232 : 240);
+// The warpgroups share the registers that the block has at its launch: the producer needs few, unless it searches or
+// loads keys row by row.
+constexpr bool lean_producer = !searches && !has_kv_rows;
+constexpr int producer_registers = consumers == 3 ? (searches ? 56 : 32) : (lean_producer ? 24 : 40);
+constexpr int consumer_registers = consumers == 3 ? (searches ? 152 : 160) : (lean_producer ? 240 : 232);
 
 using QSlabs = Slabs<block_q, head_dim>;
 using KSlabs = Slabs<block_kv, head_dim>;
 using VSlabs = Slabs<block_kv, value_head_dim>;
 // Where keys past the end stand in the same array as those before it, V may hold anything there.
-constexpr bool ragged = has_kv_lengths || packed;
+constexpr bool ragged = (has_kv_lengths && !has_kv_rows) || packed;
 // Where out is wide, it is multiplied by the factors of its rows only if one of the warp's is not 1: on an H200 2 to 3%
 // faster at head_dim 256, where products are long, but 3 to 5% slower at 64 and 128.
 constexpr bool lazy = tile_value_head_dim > 128;
@@ -181,11 +184,12 @@ struct Publisher {
   }
 };
 
-// One warp, whose lane 0 issues the TMA loads.
+// One warp, whose lane 0 issues the TMA loads; and where keys are listed the warps beside it, which load keys alone.
 struct Producer {
   const Problem& problem;
   const TensorMaps& maps;
   SharedStorage& shared;
+  int warp;
   int lane;
   Ring<stages> ring;
   Ring<2> item_ring;
@@ -210,6 +214,7 @@ struct Producer {
 
   // Loads the rows of the item in a slot.
   __device__ __forceinline__ void load_q(const Place& place) {
+    if (warp > 0) return;
     barrier_wait(shared_address(&shared.q_empty), q_parity ^ 1);
     q_parity ^= 1;
     load<QSlabs>(shared.q, &maps.q, &shared.item_full[item_ring.stage], place.extent.q.first + place.first_row,
@@ -222,7 +227,7 @@ struct Producer {
   }
   // Tells the consumers of an item that has no Q to wait for.
   __device__ __forceinline__ void arrive_without_q() const {
-    if (lane == 0) barrier_arrive(shared_address(&shared.item_full[item_ring.stage]));
+    if (warp == 0 && lane == 0) barrier_arrive(shared_address(&shared.item_full[item_ring.stage]));
   }
 
   // Loads the tiles of an item that has keys.
@@ -248,22 +253,60 @@ struct Producer {
     ring.advance();
   }
 
+  // The same where keys are listed, by key_loaders warps. The list is read a tile ahead.
+  using Rows = ListedRows<block_kv>;
+  __device__ __forceinline__ void load_listed_tiles(const Place& place, const TileRange& range) {
+    const auto read = [&](int tile) {
+      return Rows::Read(problem, place.extent, at_least(tile, range.begin) * block_kv, warp, lane);
+    };
+    int tile = range.end - 1;
+    Rows rows(read(tile));
+    typename Rows::Read ahead = read(tile - 1);
+    load_listed_k(rows, place, ring);
+    load_q(place);
+    for (; tile > range.begin; --tile) {
+      const Rows of_v = rows;
+      rows = Rows(ahead);
+      ahead = read(tile - 2);
+      const Ring v_ring = ring;
+      ring.advance();
+      load_listed_k(rows, place, ring);
+      load_listed_v(of_v, place, v_ring);
+    }
+    load_listed_v(rows, place, ring);
+    ring.advance();
+  }
+  __device__ __forceinline__ void load_listed_k(const Rows& rows, const Place& place, const Ring<stages>& at) {
+    barrier_wait(shared_address(&shared.k_empty[at.stage]), at.parity ^ 1);
+    rows.template load<KSlabs>(shared.k[at.stage], problem.k, &maps.k, shared.k_full[at.stage], place.batch,
+                               place.kv_head, warp, lane);
+  }
+  __device__ __forceinline__ void load_listed_v(const Rows& rows, const Place& place, const Ring<stages>& at) {
+    barrier_wait(shared_address(&shared.v_empty[at.stage]), at.parity ^ 1);
+    rows.template load<VSlabs>(shared.v[at.stage], problem.v, &maps.v, shared.v_full[at.stage], place.batch,
+                               place.kv_head, warp, lane);
+  }
+
   __device__ __forceinline__ void run() {
     Publisher publisher{problem, shared, lane};
     for (;; item_ring.advance()) {
       const Item& item = shared.items[item_ring.stage];
-      if constexpr (searches) {
-        barrier_wait(shared_address(&shared.item_found[item_ring.stage]), item_ring.parity);
-      } else {
-        publisher.publish(item_ring);
+      const u32 found = shared_address(&shared.item_found[item_ring.stage]);
+      if constexpr (!searches) {
+        if (warp == 0) publisher.publish(item_ring);
+        if (has_kv_rows && warp == 0 && lane == 0) barrier_arrive(found);
       }
+      if (searches || warp > 0) barrier_wait(found, item_ring.parity);
       if (item.is_last) return arrive_without_q();
-      if (item.has_keys()) {
+      if (item.has_keys() && has_kv_rows) {
+        load_listed_tiles(item.place, item.range);
+      } else if (item.has_keys()) {
         load_tiles(item);
       } else {
         want_next();
         arrive_without_q();
       }
+      if (warp > 0 && arrives(lane)) barrier_arrive(shared_address(&shared.item_empty[item_ring.stage]));
     }
   }
 };
@@ -325,7 +368,7 @@ struct Consumer {
   Told following;                 // the tile after the last one whose scores were computed, where tiles are skipped
 
   __device__ __forceinline__ void release(const u64& empty) const {
-    if (lane == 0) barrier_arrive(shared_address(&empty));
+    if (arrives(lane)) barrier_arrive(shared_address(&empty));
   }
   __device__ __forceinline__ void pass_turn() const {
     if constexpr (in_turns) named_arrive(turn_barrier + (number + 1) % consumers, 2 * warpgroup);
@@ -372,7 +415,7 @@ struct Consumer {
 
   // Starts Q K^T, once K is there.
   __device__ __forceinline__ void start_scores(FragmentC (&scores)[block_kv / 8]) {
-    barrier_wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
+    wait_for_keys(shared.k_full[ring.stage], ring.parity);
     const u64 q = by_rows(shared_address(shared.q) + number * 64 * 128);
     const u64 k = by_rows(shared_address(shared.k[ring.stage]));
     if constexpr (in_turns) named_sync(turn_barrier + number, 2 * warpgroup);
@@ -390,7 +433,7 @@ struct Consumer {
 
   // Starts out += P V, once V is there.
   __device__ __forceinline__ void start_out(const Ring<stages>& at, const Extent& extent, int tile) {
-    barrier_wait(shared_address(&shared.v_full[at.stage]), at.parity);
+    wait_for_keys(shared.v_full[at.stage], at.parity);
     char* v = shared.v[at.stage];
     if (ragged && (tile + 1) * block_kv > extent.kv.length) {
       // Each warpgroup for itself: all of them write the same.
@@ -657,19 +700,19 @@ extern "C" __global__ void __launch_bounds__(threads, 1)
     prefetch_map(&maps.q);
     prefetch_map(&maps.k);
     prefetch_map(&maps.v);
-    constexpr int readers = 4 * consumers;  // warps
+    constexpr int readers = 4 * consumers * arrivals_of_a_warp;
     barrier_init(shared_address(&shared.q_empty), readers);
     barrier_init(shared_address(&shared.item_wanted), 1);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       barrier_init(shared_address(&shared.item_found[i]), 1);
       barrier_init(shared_address(&shared.item_full[i]), 1);
-      barrier_init(shared_address(&shared.item_empty[i]), readers);
+      barrier_init(shared_address(&shared.item_empty[i]), readers + (key_loaders - 1) * arrivals_of_a_warp);
     }
 #pragma unroll
     for (int i = 0; i < stages; ++i) {
-      barrier_init(shared_address(&shared.k_full[i]), 1);
-      barrier_init(shared_address(&shared.v_full[i]), 1);
+      barrier_init(shared_address(&shared.k_full[i]), arrivals_of_keys);
+      barrier_init(shared_address(&shared.v_full[i]), arrivals_of_keys);
       barrier_init(shared_address(&shared.k_empty[i]), readers);
       barrier_init(shared_address(&shared.v_empty[i]), readers);
     }
@@ -679,7 +722,7 @@ extern "C" __global__ void __launch_bounds__(threads, 1)
 
   if (warp < 4) {
     warpgroup_reg_dealloc<producer_registers>();
-    if (warp == 0) Producer{problem, maps, shared, lane}.run();
+    if (warp < key_loaders) Producer{problem, maps, shared, warp, lane}.run();
     if (searches && warp == 1) Publisher{problem, shared, lane}.run();
   } else {
     warpgroup_reg_alloc<consumer_registers>();

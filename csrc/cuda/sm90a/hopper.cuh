@@ -23,9 +23,17 @@ JAX_FLASH_DEVICE void barriers_ready() { asm volatile("fence.mbarrier_init.relea
 JAX_FLASH_DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// For so many threads.
+JAX_FLASH_DEVICE void barrier_arrive(u32 barrier, u32 count) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
 // Arrives, and makes the phase wait for so many bytes of copies too.
 JAX_FLASH_DEVICE void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Arrives when all that this thread has asked for by copy_async() is there.
+JAX_FLASH_DEVICE void barrier_arrive_behind_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 JAX_FLASH_DEVICE void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
@@ -48,7 +56,8 @@ JAX_FLASH_DEVICE void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
-// Makes this thread's stores to shared memory visible to wgmma and TMA that start after the next barrier.
+// Makes this thread's stores to shared memory visible to wgmma and TMA that start after the next barrier; and what
+// copy_async() has brought, after a wait for it, to its own wgmma.
 JAX_FLASH_DEVICE void stores_ready() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 JAX_FLASH_DEVICE void prefetch_map(const TensorMap* map) {

@@ -14,8 +14,12 @@ constexpr int warpgroup = 128;
 
 inline void barrier_init(u32 barrier, u32 arrivals, EMULATOR_SITE) { emulator::barrier_init(barrier, arrivals, site); }
 inline void barriers_ready() {}
-inline void barrier_arrive(u32 barrier, EMULATOR_SITE) { emulator::barrier_arrive(barrier, site); }
+inline void barrier_arrive(u32 barrier, EMULATOR_SITE) { emulator::barrier_arrive(barrier, 1, site); }
+inline void barrier_arrive(u32 barrier, u32 count, EMULATOR_SITE) { emulator::barrier_arrive(barrier, count, site); }
 inline void barrier_expect(u32 barrier, u32 bytes, EMULATOR_SITE) { emulator::barrier_expect(barrier, bytes, site); }
+inline void barrier_arrive_behind_copies(u32 barrier, EMULATOR_SITE) {
+  emulator::barrier_arrive_behind_chunks(barrier, site);
+}
 inline void barrier_wait(u32 barrier, u32 parity, EMULATOR_SITE) { emulator::barrier_wait(barrier, parity, site); }
 
 template <int registers>

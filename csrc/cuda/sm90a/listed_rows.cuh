@@ -1,0 +1,82 @@
+// Tiles of keys whose rows in K and V are listed (kv_rows of options.h), so that keys which a mask hides from all rows
+// of query are in no tile: by TMA where the rows of a tile are neighbours, else row by row.
+#pragma once
+
+#include "cuda/device/extent.cuh"
+#include "cuda/sm90a/slabs.cuh"
+
+namespace jax_flash {
+
+static_assert(!has_kv_rows || (has_kv_lengths && !packed && !has_descale), "kept keys come first, and are counted");
+
+// Warps that load a tile of keys, and their arrivals at its barrier.
+constexpr int key_loaders = has_kv_rows ? 4 : 1;
+constexpr int arrivals_of_keys = has_kv_rows ? 32 * key_loaders : 1;
+
+// Of one of these: which rows a tile of `size` keys has, from first_key on, which is kept.
+template <int size>
+struct ListedRows {
+  static constexpr int own = size / key_loaders;  // rows of a warp
+  using Numbers = int[ceil_div(own, 32)];         // of rows that a warp loads, see gather(); negative: none
+
+  int first;  // the row of the first key where those of all others follow it; else negative
+  Numbers numbers;
+
+  // What is read of the list, so that it is asked for before it is wanted.
+  struct Read {
+    int first, last;
+    Numbers numbers;
+
+    __device__ __forceinline__ Read(const Problem& problem, const Extent& extent, int first_key, int warp, int lane) {
+      const int* list = problem.kv_rows + static_cast<i64>(extent.batch) * problem.kv_length + first_key;
+      const int kept = extent.kv.length - first_key;
+      first = list[0];
+      last = kept >= size ? list[size - 1] : -1;
+#pragma unroll
+      for (int i = 0; i < ceil_div(own, 32); ++i) {
+        const int key = warp * own + 32 * i + lane % 8 * 4 + lane / 8;
+        numbers[i] = key < kept ? list[key] : -1;
+      }
+    }
+  };
+
+  __device__ __forceinline__ ListedRows(const Read& read)
+      : first(read.last - read.first == size - 1 ? read.first : -1) {
+#pragma unroll
+    for (int i = 0; i < ceil_div(own, 32); ++i) numbers[i] = read.numbers[i];
+  }
+
+  // Loads the tile of an array of keys into S, zeros for those that are not kept; of which a barrier is told.
+  template <typename S>
+  __device__ __forceinline__ void load(char* to, const Tensor& array, const TensorMap* map, u64& full, int batch,
+                                       int head, int warp, int lane) const {
+    const u32 barrier = shared_address(&full);
+    if (first < 0) {
+      const Element* of_head =
+          static_cast<const Element*>(array.data) + batch * array.batch_stride + head * array.head_stride;
+      S::template gather<own>(shared_address(to), warp * own, of_head, static_cast<int>(array.row_stride), numbers,
+                              lane);
+      barrier_arrive_behind_copies(barrier);
+    } else if (lane == 0 && warp == 0) {
+      load_slabs<S>(to, map, full, first, head, batch);
+      barrier_arrive(barrier, 31);
+    } else if (lane == 0) {
+      barrier_arrive(barrier, 32);
+    }
+    __syncwarp();
+  }
+};
+
+// Waits, of those that compute with them, for keys.
+JAX_FLASH_DEVICE void wait_for_keys(const u64& full, u32 parity) {
+  barrier_wait(shared_address(&full), parity);
+  if constexpr (has_kv_rows) stores_ready();
+}
+
+// The row of a key of an extent, of which results are stored up to the last one.
+JAX_FLASH_DEVICE int row_of_key(const Problem& problem, const Extent& extent, int key) {
+  if constexpr (!has_kv_rows) return extent.kv.first + key;
+  return problem.kv_rows[static_cast<i64>(extent.batch) * problem.kv_length + at_most(key, extent.kv.stored - 1)];
+}
+
+}  // namespace jax_flash
