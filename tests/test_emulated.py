@@ -106,6 +106,7 @@ CASES: dict[str, dict[str, Any]] = {
         "kv_heads": 67,
     },
     "listed-keys-128": {"head_dim": 128, "options": ["listed_keys", "softcap"], "batch": 2, **ODD, **GROUPS},
+    "listed-keys-split": {"options": ["listed_keys"], "q_length": 260, "kv_length": 170, "q_heads": 8, "batch": 2},
     "listed-keys-separate_dq": {"options": ["listed_keys", "separate_dq"], "batch": 2, **ODD},
     "listed-keys-256": {"head_dim": 256, "options": ["listed_keys"], "batch": 2, "dtype": "float16", **ODD},
     "listed-keys-narrow": {"head_dim": 40, "value_head_dim": 104, "options": ["listed_keys"], "batch": 3, **ODD},
@@ -199,6 +200,16 @@ AMPERE: dict[str, dict[str, Any]] = {
     "intervals-sequences": {"options": ["intervals", "sequences", "alibi"], **SMALL},
     "hidden-keys": {"options": ["hidden_keys", "window", "separate_dq"], "batch": 2, **SMALL},
     "hidden-keys-options": {"options": ["hidden_keys", "segments", "bias", "separate_dq"], "batch": 2, **SMALL},
+    "listed-keys-64": {"options": ["listed_keys"], "batch": 2, "q_length": 150, "kv_length": 290},
+    "listed-keys-128": {
+        "head_dim": 128,
+        "value_head_dim": 104,
+        "options": ["listed_keys", "separate_dq", "softcap"],
+        "batch": 2,
+        **SMALL,
+    },
+    "listed-keys-256": {"head_dim": 256, "options": ["listed_keys", "sinks"], "batch": 2, "dtype": "float16", **SMALL},
+    "listed-keys-split": {"options": ["listed_keys"], "q_length": 260, "kv_length": 170, "q_heads": 8, "batch": 2},
     "short-rows": {"value_head_dim": 192, "options": ["causal", "segments", "short_rows"], **SMALL},
     "short-keys": {"q_length": 260, "kv_length": 200, "options": ["window", "segments", "short_keys"]},
     "separate_dq-64": {"options": ["separate_dq"], **SMALL},
@@ -219,7 +230,9 @@ AMPERE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.by_turns(2)
 @pytest.mark.parametrize("kernel_pass", ["forward", "backward"])
-@pytest.mark.parametrize("name", by_turns(AMPERE, ("causal-64", "arrays-128", "softcap-dropout-window", "split-64")))
+@pytest.mark.parametrize(
+    "name", by_turns(AMPERE, ("causal-64", "arrays-128", "softcap-dropout-window", "split-64", "listed-keys-64"))
+)
 def test_values_of_ampere(emulator: ctypes.CDLL, name: str, kernel_pass: str) -> None:
     """mma.sync and cp.async, whose copies are late, at once, or either."""
     problem = emulated.Problem(**AMPERE[name])

@@ -153,7 +153,9 @@ LISTED: dict[str, tuple[int, dict[str, Any], dict[str, Any], tuple[bool, bool]]]
     "bias": (90, {}, {"bias": np.zeros((1, 1, 1, 900), np.float32)}, (False, False)),
     "dropout": (90, {}, {"dropout_rate": 0.1, "dropout_key": np.zeros(2, np.uint32)}, (False, False)),
     "of_heads": (90, {}, {"mask": jax.ShapeDtypeStruct((2, 8, 1, 900), jnp.bool_)}, (False, False)),
-    "ampere": (80, {}, {}, (False, False)),
+    "ampere": (80, {}, {}, (True, True)),
+    "ada_head_dim_256": (89, {"head_dim": 256}, {"deterministic_backward": True}, (True, True)),
+    "turing": (75, {"dtype": jnp.float16}, {}, (False, False)),
     "volta": (70, {"dtype": jnp.float16}, {}, (False, False)),
 }
 
@@ -180,7 +182,7 @@ def test_where_keys_are_listed(name: str) -> None:
 
 def test_kernels_without_lists_say_so(tmp_path: pathlib.Path) -> None:
     listed = {"has_kv_lengths": True, "has_kv_rows": True}
-    for arch, pass_ in ((80, "forward"), (75, "backward"), (90, "forward_split_kv")):
+    for arch, pass_ in ((75, "forward"), (70, "backward"), (90, "forward_split_kv")):
         with pytest.raises(ValueError, match=r"kernels of sm\d+ take no kv_rows in this pass"):
             _core.build_kernels(
                 arch=arch, out_dir=str(tmp_path), dtypes=["float16"], head_dims=[(64, 64)], options=[listed],

@@ -210,16 +210,18 @@ def test_gates_of_hopper(hopper: list[tuple[str, Mapping[str, Any]]]) -> None:
 
 @pytest.mark.slow(20)
 @pytest.mark.parametrize("pass_", LONG)
-def test_gates_of_listed_keys(pass_: str, tmp_path: pathlib.Path) -> None:
-    """The warps that load have few registers, and copy rows in few instructions."""
+@pytest.mark.parametrize("arch", [80, 90])
+def test_gates_of_listed_keys(arch: int, pass_: str, tmp_path: pathlib.Path) -> None:
+    """Hopper's warps that load have few registers, and copy rows in few instructions; all of Ampere's load."""
     options = {"has_kv_lengths": True, "has_kv_rows": True}
     on = [options, options | {"separate_dq": True}] if pass_ != "forward" else [options]
     head_dims = [40, 64, 96, 128, 192, 256]
-    rows = compiled(90, tmp_path, dtypes=["bfloat16"], head_dims=head_dims, options=on, passes=[pass_])
+    rows = compiled(arch, tmp_path, dtypes=["bfloat16"], head_dims=head_dims, options=on, passes=[pass_])
     assert len(rows) >= len(head_dims)
+    gate = 64 if arch == 80 else 0
     for kernel in rows:
-        spilled = kernel["spill_bytes"], kernel["local_bytes"], kernel["compiler_warnings"]
-        assert spilled == (0, 0, ""), kernel["name"]
+        assert not kernel["compiler_warnings"]
+        assert max(kernel["spill_bytes"], kernel["local_bytes"]) <= gate, kernel["name"]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,18 @@ MASKS: dict[str, dict[str, Any]] = {
     "mask": MASK,
     "shared_mask": {"mask": rng.random((1, 1, T, S)) < 0.15, "causal": True},
     "mask_of_keys": {"mask": rng.random((B, 1, 1, S)) < 0.5},
+    "mask_of_keys_causal": {
+        "mask": rng.random((1, 1, 1, S)) < 0.5,
+        "causal": True,
+        "q_offset": np.array([-2, 3], np.int32),
+    },
+    "mask_of_keys_in_window": {"mask": rng.random((B, N, 1, S)) < 0.3, "window": (1, 1), **LENGTHS},
+    "mask_of_keys_far": {
+        "mask": rng.random((B, K, 1, S)).repeat(N // K, axis=1) < 0.4,
+        "window": (2, None),
+        "q_offset": np.array([2**31 - 20, -(2**31) + 5], np.int32),
+    },
+    "mask_of_no_keys": {"mask": np.zeros((1, 1, 1, S), bool), "causal": True},
     "everything": {**SEGMENTS, **LENGTHS, **MASK, "causal": True, "window": (6, None)},
 }
 
@@ -61,6 +73,23 @@ def test_which_rows_are_kept(name: str) -> None:
         got = scores.kept(options, operands, side, T, S, K)
         assert got is not None
         np.testing.assert_array_equal(np.broadcast_to(got, want.shape), want)
+
+
+def test_which_rows_a_mask_of_keys_keeps_takes_no_operation_for_a_pair() -> None:
+    mask = jax.ShapeDtypeStruct((B, 1, 1, 8192), jnp.bool_)
+    options = dataclasses.replace(DEFAULT, causal=True)
+    for side in ("q", "kv"):
+        of = jax.jit(lambda mask, side=side: scores.kept(options, {"mask": mask}, side, 8192, 8192, K, (B, N)))
+        cost = of.lower(mask).compile().cost_analysis()
+        assert cost.get("flops", 0) + cost.get("bytes accessed", 0) < 1e3 * B * 8192
+
+
+def test_intervals_of_all_heads_are_looked_at_once() -> None:
+    intervals = np.stack([np.arange(S) % 3, np.arange(S)], axis=-1).astype(np.int32)[None, None]
+    for operands, heads in (({}, 1), ({"mask": jnp.ones((1, N, 1, S), bool)}, N)):
+        found = scores.kept(DEFAULT, {"q_intervals": jnp.asarray(intervals), **operands}, "q", T, S, K, (B, N))
+        assert found is not None
+        assert found.shape == (B, T, heads)
 
 
 def test_a_bias_of_minus_infinity_hides_rows() -> None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash._call.options import OPERANDS, UNLIMITED, Operands, Options
+from jax_flash._call.options import OPERANDS, UNLIMITED, Operands, Options, hides_keys
 from jax_flash._functions import plain
 from jax_flash._functions.trace import Function, captured_name
 from jax_flash._implementations import dropout
@@ -246,7 +246,8 @@ def kept(
     """Which rows of the "q" or "kv" side are in a pair that is kept, [B or 1, length, heads or 1]; None for all.
 
     Packed sequences count as one sequence, without the rows that are in none. In O(T + S) memory: XLA fuses the
-    conditions on pairs into the reduction, or with functions and intervals pairs are looked at by blocks.
+    conditions on pairs into the reduction, or with functions and intervals pairs are looked at by blocks. Lengths, the
+    band and a mask that all rows share take O(T + S) operations too.
 
     ``shape``: batch entries and query heads, for functions.
     """
@@ -258,13 +259,22 @@ def kept(
     decided = functions is not None and (functions.masks or "mask_blocks" in operands)
     if decided or "kv_intervals" in operands or "q_intervals" in operands:
         sizes = [x.shape[:2] for name, x in operands.items() if name in ("kv_intervals", "q_intervals", "mask", "bias")]
-        batch, heads = np.max([shape, *sizes], axis=0) if isinstance(shape[0], int) else shape
+        batch, heads = shape
+        if isinstance(batch, int):
+            # Where no function asks which head one is, of as many as have masks of their own.
+            batch, heads = np.max([shape if decided else (batch, 1), *sizes], axis=0)
         return _kept_by_blocks(
-            options, operands, side, (q_length, kv_length), (batch, kv_heads, max(heads // kv_heads, 1))
+            options,
+            operands,
+            side,
+            (q_length, kv_length),
+            (batch, min(kv_heads, heads), max(heads // kv_heads, 1)),
         )
     if not any(name in operands for name in ("q_segment_ids", "kv_intervals", "q_intervals", "mask", "bias")):
         found = _in_band(options, operands, side, rows, columns)
         return None if found is None else found[:, :, None]
+    if hides_keys(operands, q_length) and "q_segment_ids" not in operands and "bias" not in operands:
+        return _kept_by_keys(options, operands, side, rows, columns, kv_heads)
     pairs = _keep(options, operands, rows, columns, kv_heads)
     assert pairs is not None
     if side == "q":
@@ -315,9 +325,30 @@ def _kept_by_blocks(
     return jnp.swapaxes(jnp.concatenate([found, blocks[-1, ..., sizes[own] - rest :]], axis=-1), 1, 2)
 
 
+def _kept_by_keys(
+    options: Options, operands: Operands, side: str, rows: jax.Array, columns: jax.Array, kv_heads: int
+) -> jax.Array:
+    """As `kept`, for calls whose band beside a mask that all rows share hides pairs: in O(T + S) operations."""
+    of_mask = operands["mask"][:, :, 0]  # [B or 1, N or 1, S]
+    if side == "kv":
+        heads = of_mask.shape[1]
+        found = of_mask.reshape(-1, min(heads, kv_heads), max(heads // kv_heads, 1), columns.size).any(axis=2)
+        in_band = _in_band(options, operands, side, rows, columns)
+        return jnp.moveaxis(found if in_band is None else found & in_band[:, None], 1, 2)
+    first, end, within = (x[:, None] for x in _keys_of_rows(options, operands, rows, columns))
+    so_far = jnp.pad(of_mask.cumsum(axis=2, dtype=jnp.int32), ((0, 0), (0, 0), (1, 0)))
+    shape = jnp.broadcast_shapes(so_far.shape[:2], end.shape[:2])
+    before, up_to = (
+        jnp.take_along_axis(
+            jnp.broadcast_to(so_far, (*shape, so_far.shape[2])), jnp.broadcast_to(x, (*shape, rows.size)), axis=2
+        )
+        for x in (first, end)
+    )
+    return jnp.moveaxis(within & (before < up_to), 1, 2)
+
+
 def _in_band(options: Options, operands: Operands, side: str, rows: jax.Array, columns: jax.Array) -> jax.Array | None:
     """As `kept`, [B or 1, length], for calls that only lengths, causal and a window mask."""
-    lower, upper = band(options, operands)
     q_length, kv_length = rows.size, columns.size
     if not {"q_offset", "window_bounds", "q_lengths", "kv_lengths"} & operands.keys():
         # Known when the call is traced: mostly all are kept, and the caller needs no mask.
@@ -327,16 +358,35 @@ def _in_band(options: Options, operands: Operands, side: str, rows: jax.Array, c
         )
         found = np.maximum(np.arange(own) - before, 0) <= np.minimum(np.arange(own) + behind, others - 1)
         return None if found.all() else jnp.asarray(found)[None]
+    if side == "q":
+        first, end, within = _keys_of_rows(options, operands, rows, columns)
+        return within & (first < end)
+    lower, upper, of_q, of_kv = _edges(options, operands, rows, columns)
+    return (columns < of_kv) & (jnp.maximum(columns - upper, 0) <= jnp.minimum(columns - lower, of_q - 1))
+
+
+def _keys_of_rows(
+    options: Options, operands: Operands, rows: jax.Array, columns: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The first key that lengths and the band keep of each row and the one behind the last, in [0, S], and which rows
+    are no padding: [B or 1, T] each."""
+    lower, upper, of_q, of_kv = _edges(options, operands, rows, columns)
+    first = jnp.maximum(rows + lower, 0)
+    end = jnp.maximum(jnp.minimum(rows + upper, of_kv - 1) + 1, 0)
+    return jnp.minimum(first, columns.size), end, rows < of_q
+
+
+def _edges(options: Options, operands: Operands, rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, ...]:
+    """The edges of `band`, clipped, and the lengths of both sides: int32 [B or 1, 1] each."""
+    lower, upper = band(options, operands)
+    q_length, kv_length = rows.size, columns.size
     # No difference of positions exceeds these, and sums with them do not wrap around.
     least, most = -q_length, kv_length
     lower = jnp.full(1, least) if lower is None else jnp.clip(lower, least, most)
     upper = jnp.full(1, most) if upper is None else jnp.clip(upper, least, most)
     of_q = operands["q_lengths"] if "q_lengths" in operands else jnp.full(1, q_length)
     of_kv = operands["kv_lengths"] if "kv_lengths" in operands else jnp.full(1, kv_length)
-    lower, upper, of_q, of_kv = (x.astype(jnp.int32)[:, None] for x in (lower, upper, of_q, of_kv))
-    if side == "q":  # is a key in [row + lower, row + upper]?
-        return (rows < of_q) & (jnp.maximum(rows + lower, 0) <= jnp.minimum(rows + upper, of_kv - 1))
-    return (columns < of_kv) & (jnp.maximum(columns - upper, 0) <= jnp.minimum(columns - lower, of_q - 1))
+    return tuple(x.astype(jnp.int32)[:, None] for x in (lower, upper, of_q, of_kv))
 
 
 def may_keep(options: Options, operands: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array | None:

@@ -46,13 +46,13 @@ def call(pass_: str, target: Target, params: Params, *args: jax.Array) -> tuple[
             params = dataclasses.replace(params, options=dataclasses.replace(params.options, exact_sums=exactly))
         if not target.portable:
             params = _for_gpus(pass_, params, max(args[0].shape[-1], args[2].shape[-1]))
-        params, args = _with_keys_decided(pass_, target, params, args)
         dtype = args[0].dtype
         old = not target.portable and _is_old()
         if dtype == jnp.float32 or (dtype == jnp.bfloat16 and old):
             wide = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in results]
             called = _aligned(pass_, params, wide, functools.partial(_half_precision, pass_, target, params), *args)
             return tuple(x.astype(result.dtype) for x, result in zip(called, results, strict=True))
+        params, args = _with_keys_decided(pass_, target, params, args)
         return _aligned(pass_, params, results, functools.partial(_custom_call, pass_, target, params), *args)
     if chosen != "reference":  # which computes every pair
         params, args = _with_keys_decided(pass_, target, params, args)
@@ -131,6 +131,7 @@ def _half_precision(
     params = dataclasses.replace(params.with_operands(operands), options=options)
     fixed = len(ARGUMENTS[pass_])
     args = (*arrays, *args[len(arrays) : fixed], *(operands[name] for name in params.names))
+    params, args = _with_keys_decided(pass_, target, params, args)
     return _custom_call(pass_, target, params, results, *args)
 
 

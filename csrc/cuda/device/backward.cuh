@@ -17,6 +17,7 @@
 // block, dS always passes through shared memory.
 #pragma once
 
+#include "cuda/device/listed_tile.cuh"
 #include "cuda/device/opaque.cuh"
 #include "cuda/device/score_columns.cuh"
 #include "cuda/device/tile_walk.cuh"
@@ -470,10 +471,11 @@ struct Backward {
       __syncthreads();
       constexpr int rows_of_warp = block_kv / warps;
       const int first = first_key + warp * rows_of_warp;
-      M::template store_rows<KTile, head_dim, rows_of_warp>(shared.k, warp * rows_of_warp, dk_head,
-                                                            problem.dk.row_stride, first, extent.kv.stored, lane);
-      M::template store_rows<VTile, value_head_dim, rows_of_warp>(shared.v, warp * rows_of_warp, dv_head,
-                                                                  problem.dv.row_stride, first, extent.kv.stored, lane);
+      const auto row_of = [&](int key) { return row_of_key(problem, extent.batch, key); };
+      M::template store_rows<KTile, head_dim, rows_of_warp>(
+          shared.k, warp * rows_of_warp, dk_head, problem.dk.row_stride, first, extent.kv.stored, lane, row_of);
+      M::template store_rows<VTile, value_head_dim, rows_of_warp>(
+          shared.v, warp * rows_of_warp, dv_head, problem.dv.row_stride, first, extent.kv.stored, lane, row_of);
     }
   }
 
@@ -523,6 +525,15 @@ struct Backward {
   }
 };
 
+// Starts the copies of a block's keys whose rows are listed.
+template <typename T, int columns>
+JAX_FLASH_DEVICE void load_listed(char* tile, const Element* head, i64 row_stride, const Problem& problem,
+                                  const Extent& extent, int first_key) {
+  ListedTile<T, threads> rows;
+  rows.read(listed_rows(problem, extent.batch), first_key, extent.kv.length, threadIdx.x);
+  rows.template copy<columns>(shared_address(tile), head, row_stride, threadIdx.x);
+}
+
 extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     jax_flash_backward(const __grid_constant__ Problem problem) {
   extern __shared__ __align__(128) char memory[];
@@ -568,11 +579,17 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       walk_of_rows<block_q, block_kv>(problem, extent, backward.scores.keep.band, heads, first_key);
   tiles.trim(threadIdx.x % 32);
   if (!tiles.empty()) {
-    load_tile<KTile, head_dim, threads>(shared_address(shared.k), head_of(problem.k, batch, kv_head, extent.kv.first),
-                                        problem.k.row_stride, first_key, extent.kv.length, threadIdx.x);
-    load_tile<VTile, value_head_dim, threads>(shared_address(shared.v),
-                                              head_of(problem.v, batch, kv_head, extent.kv.first), problem.v.row_stride,
-                                              first_key, extent.kv.length, threadIdx.x);
+    const Element* k_head = head_of(problem.k, batch, kv_head, extent.kv.first);
+    const Element* v_head = head_of(problem.v, batch, kv_head, extent.kv.first);
+    if constexpr (has_kv_rows) {
+      load_listed<KTile, head_dim>(shared.k, k_head, problem.k.row_stride, problem, extent, first_key);
+      load_listed<VTile, value_head_dim>(shared.v, v_head, problem.v.row_stride, problem, extent, first_key);
+    } else {
+      load_tile<KTile, head_dim, threads>(shared_address(shared.k), k_head, problem.k.row_stride, first_key,
+                                          extent.kv.length, threadIdx.x);
+      load_tile<VTile, value_head_dim, threads>(shared_address(shared.v), v_head, problem.v.row_stride, first_key,
+                                                extent.kv.length, threadIdx.x);
+    }
     backward.start_rows(shared.rows[0], first_head, tiles.range.begin);
     if constexpr (loads_take_registers) backward.finish_rows(shared.rows[0]);
     int stage = 0;

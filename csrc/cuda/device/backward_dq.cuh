@@ -33,6 +33,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       lane,
       {},
       {},
+      {},
       descale.dout * descale.value * ds_factor,
       ds_factor,
   };
@@ -51,7 +52,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
                              static_cast<const float*>(problem.delta) + first_statistic);
   }
   tiles.trim(threadIdx.x % 32);
-  if (!tiles.empty()) backward.begin(tiles.last());
+  if (!tiles.empty()) {
+    backward.read_first(tiles.last());
+    backward.begin(tiles.last());
+  }
   copies_commit();
   if (skips_tiles && tiles.empty()) {
     copies_wait<0>();

@@ -40,6 +40,15 @@ JAX_FLASH_DEVICE Extent extent_of(const Problem& problem, int batch, int sequenc
   }
 }
 
+// The list of the rows of K and V that are keys of a batch entry (kv_rows of options.h), and the row of one of them.
+static_assert(!has_kv_rows || (has_kv_lengths && !packed && !has_descale), "kept keys come first, and are counted");
+JAX_FLASH_DEVICE const int* listed_rows(const Problem& problem, int batch) {
+  return problem.kv_rows + static_cast<i64>(batch) * problem.kv_length;
+}
+JAX_FLASH_DEVICE int row_of_key(const Problem& problem, int batch, int key) {
+  return has_kv_rows ? listed_rows(problem, batch)[at_most(key, problem.kv_length - 1)] : key;
+}
+
 JAX_FLASH_DEVICE int blocks_of(const Problem& problem, int length, int size) {
   return blocks_of(packed, problem.options.sequences, length, size);
 }

@@ -32,6 +32,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       lane,
       {},
       {},
+      {},
       Mma::reader_a<QTile>(shared_address(shared.q), warp * row_tiles * 16, lane),
       Mma::reader_b<KTile>(shared_address(shared.k), 0, lane),
   };
@@ -53,7 +54,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
                                         problem.q.row_stride, first_row, extent.q.length, threadIdx.x);
   }
   tiles.trim(threadIdx.x % 32);
-  if (!tiles.empty()) forward.start_k(tiles.last());
+  if (!tiles.empty()) {
+    forward.read_first(tiles.last());
+    forward.start_k(tiles.last());
+  }
   copies_commit();
   if (skips_tiles && tiles.empty()) {
     copies_wait<0>();

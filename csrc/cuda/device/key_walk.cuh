@@ -3,6 +3,7 @@
 // the first, so that the tiles to mask come first and the loop over full tiles has no test in it.
 #pragma once
 
+#include "cuda/device/listed_tile.cuh"
 #include "cuda/device/opaque.cuh"
 #include "cuda/device/schedule.cuh"
 #include "cuda/device/score_rows.cuh"
@@ -18,6 +19,16 @@ using VTile = Tile<block_kv, limbs * tile_value_head_dim>;
 using KLoad = TileLoad<KTile, head_dim, threads>;
 using VLoad = TileLoad<VTile, value_head_dim, threads>;
 
+// Where keys are listed: the rows of the tile of K that is loaded next. They are read a tile ahead.
+template <bool present>
+struct NextRows : ListedTile<KTile, threads> {};
+template <>
+struct NextRows<false> {
+  __device__ __forceinline__ void read(const int*, int, int, int) const {}
+  template <int columns>
+  __device__ __forceinline__ void copy(u32, const Element*, i64, int) const {}
+};
+
 // The state of a walk; `Shared` holds what is in shared memory, k and v among it.
 template <typename Shared>
 struct KeyWalk {
@@ -31,18 +42,43 @@ struct KeyWalk {
   int warp, lane;
   KLoad k_load;
   VLoad v_load;
+  NextRows<has_kv_rows> next_rows;
+
+  // Where keys are listed.
+  template <typename Tile>
+  __device__ __forceinline__ void read_list(Tile& rows, int tile) const {
+    rows.read(listed_rows(problem, extent.batch), at_least(tile, 0) * block_kv, extent.kv.length, threadIdx.x);
+  }
+  __device__ __forceinline__ void start_listed_k(u32 to, int tile) {
+    next_rows.template copy<head_dim>(to, k, problem.k.row_stride, threadIdx.x);
+    read_list(next_rows, tile - 1);
+  }
+  // Before the first tile.
+  __device__ __forceinline__ void read_first(int tile) {
+    if constexpr (has_kv_rows) read_list(next_rows, tile);
+  }
 
   // `whole` when all keys of the tile are there.
   template <bool whole = false>
   __device__ __forceinline__ void start_k(int tile) {
-    k_load.template start<whole>(shared_address(shared.k), k, problem.k.row_stride, tile * block_kv, extent.kv.length,
-                                 threadIdx.x);
+    if constexpr (has_kv_rows) {
+      start_listed_k(shared_address(shared.k), tile);
+    } else {
+      k_load.template start<whole>(shared_address(shared.k), k, problem.k.row_stride, tile * block_kv, extent.kv.length,
+                                   threadIdx.x);
+    }
     copies_commit();
   }
   template <bool whole = false>
   __device__ __forceinline__ void start_v(int tile) {
-    v_load.template start<whole>(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, extent.kv.length,
-                                 threadIdx.x);
+    if constexpr (has_kv_rows) {
+      ListedTile<VTile, threads> rows;
+      read_list(rows, tile);
+      rows.template copy<value_head_dim>(shared_address(shared.v), v, problem.v.row_stride, threadIdx.x);
+    } else {
+      v_load.template start<whole>(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, extent.kv.length,
+                                   threadIdx.x);
+    }
     copies_commit();
   }
 

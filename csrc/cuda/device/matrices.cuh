@@ -183,17 +183,23 @@ struct Matrices {
     }
   }
 
-  // Writes rows of a tile that these lanes' own warp has filled to global memory, 16 bytes a lane.
+  // Writes rows of a tile that these lanes' own warp has filled to global memory, 16 bytes a lane: row r to
+  // `row_of(r)`.
   template <typename T, int columns, int rows>
   static __device__ __forceinline__ void store_rows(const char* tile, int tile_row, Result* head, i64 row_stride,
                                                     int first, int length, int lane) {
+    store_rows<T, columns, rows>(tile, tile_row, head, row_stride, first, length, lane, [](int row) { return row; });
+  }
+  template <typename T, int columns, int rows, typename RowOf>
+  static __device__ __forceinline__ void store_rows(const char* tile, int tile_row, Result* head, i64 row_stride,
+                                                    int first, int length, int lane, const RowOf& row_of) {
     constexpr int filled = columns / 8;
 #pragma unroll
     for (int i = 0; i < ceil_div(rows * filled, 32); ++i) {
       const int piece = i * 32 + lane;
       const int row = piece / filled, chunk = piece % filled;
       if (row < rows && first + row < length) {
-        *reinterpret_cast<uint4*>(head + (first + row) * row_stride + chunk * 8) =
+        *reinterpret_cast<uint4*>(head + row_of(first + row) * row_stride + chunk * 8) =
             *reinterpret_cast<const uint4*>(tile + T::offset(tile_row + row, chunk));
       }
     }

@@ -23,8 +23,9 @@ extern "C" __global__ void __launch_bounds__(32 * kSplitWarps)
     sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
     from += static_cast<i64>(problem.kv_length) * columns;
   }
-  Result* to = column < head_dim ? result_of(problem.dk, batch, head, key) + column
-                                 : result_of(problem.dv, batch, head, key) + column - head_dim;
+  const int to_row = row_of_key(problem, batch, key);
+  Result* to = column < head_dim ? result_of(problem.dk, batch, head, to_row) + column
+                                 : result_of(problem.dv, batch, head, to_row) + column - head_dim;
   if constexpr (has_descale) {
     *reinterpret_cast<float4*>(to) = sum;
   } else {

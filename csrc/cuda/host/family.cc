@@ -123,7 +123,8 @@ bool serves_single_tile(const Family& family, int arch, const Options& options, 
 bool serves_split_kv(const Family& family, int arch, const Problem& p, const SplitKvPlan& plan) {
   const int limbs = p.options.highest_precision ? 2 : 1, largest = std::max(p.head_dim, p.value_head_dim);
   const char* const of = pass_family(family, arch, limbs, Pass::forward_split_kv, largest).name;
-  return plan.rows && find_tile_row(of, limbs, Pass::forward_split_kv, largest, arch, calls_of(p.options), plan.rows);
+  return plan.rows && !p.options.has_kv_rows &&
+         find_tile_row(of, limbs, Pass::forward_split_kv, largest, arch, calls_of(p.options), plan.rows);
 }
 
 Choice choose(int arch, Pass pass, int head_dim, const std::string& gpu, bool functions) {
@@ -147,7 +148,9 @@ bool separate_dq(int arch, int largest_head_dim) {
 
 bool lists_keys(int arch, Pass pass, const Problem& p) {
   const Family& family = served_family(arch);
-  return family.lists_keys && !(pass == Pass::forward && serves_split_kv(family, arch, p, plan_split_kv(p)));
+  Problem masked = p;
+  masked.options.has_kv_rows = false;
+  return family.lists_keys && !(pass == Pass::forward && serves_split_kv(family, arch, masked, plan_split_kv(p)));
 }
 
 int largest_head_dim(int arch, bool highest_precision) {

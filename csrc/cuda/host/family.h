@@ -27,7 +27,7 @@ inline constexpr Family kFamilies[] = {
     // Above head_dim 128 a block of Hopper's backward has only 64 keys, and would add to dQ too often. Up to 128 its
     // schedule is made for a pass with dQ: without dQ some options find too few registers.
     {"sm90a", 90, 90, "sm80", "a", false, 128, 128, 64, true},
-    {"sm80", 80, kAll, "", "", false, kAll, 0, 0, false},
+    {"sm80", 80, kAll, "", "", false, kAll, 0, 0, true},
     {"sm75", 75, kAll, "", "", true, kAll, 0, 0, false},
     {"sm70", 70, kAll, "", "", true, 0, 0, 0, false},  // always, since it has no other way to sum dQ
 };

@@ -206,12 +206,14 @@ JAX_FLASH_DEVICE void store_keys(const Block& block, const Tensor& tensor, const
   for (int half = 0; half < 2; ++half) {
     const int key = first_key + lane / 4 + 8 * half;
     const bool stored = key < place.extent.kv.stored;
-    const int row = row_of_key(block.problem, place.extent, key);
     if (block.problem.group_splits > 1) {
       // Of the last head, which the loop keeps in a register.
       const int share = block.last_head / heads_of_share(block.problem);
-      store_row<columns>(c, half, factor, share_sums(block.problem, place.batch, share, row) + column, stored, lane);
+      store_row<columns>(c, half, factor,
+                         share_sums(block.problem, place.batch, share, place.extent.kv.first + key) + column, stored,
+                         lane);
     } else {
+      const int row = row_of_key(block.problem, place.batch, place.extent.kv.first + key);
       store_row<columns>(c, half, factor, result_of(tensor, place.batch, place.kv_head, row), stored, lane);
     }
   }

@@ -7,8 +7,6 @@
 
 namespace jax_flash {
 
-static_assert(!has_kv_rows || (has_kv_lengths && !packed && !has_descale), "kept keys come first, and are counted");
-
 // Warps that load a tile of keys, and their arrivals at its barrier.
 constexpr int key_loaders = has_kv_rows ? 4 : 1;
 constexpr int arrivals_of_keys = has_kv_rows ? 32 * key_loaders : 1;
@@ -28,7 +26,7 @@ struct ListedRows {
     Numbers numbers;
 
     __device__ __forceinline__ Read(const Problem& problem, const Extent& extent, int first_key, int warp, int lane) {
-      const int* list = problem.kv_rows + static_cast<i64>(extent.batch) * problem.kv_length + first_key;
+      const int* list = listed_rows(problem, extent.batch) + first_key;
       const int kept = extent.kv.length - first_key;
       first = list[0];
       last = kept >= size ? list[size - 1] : -1;
@@ -71,12 +69,6 @@ struct ListedRows {
 JAX_FLASH_DEVICE void wait_for_keys(const u64& full, u32 parity) {
   barrier_wait(shared_address(&full), parity);
   if constexpr (has_kv_rows) stores_ready();
-}
-
-// The row of a key of an extent, of which results are stored up to the last one.
-JAX_FLASH_DEVICE int row_of_key(const Problem& problem, const Extent& extent, int key) {
-  if constexpr (!has_kv_rows) return extent.kv.first + key;
-  return problem.kv_rows[static_cast<i64>(extent.batch) * problem.kv_length + at_most(key, extent.kv.stored - 1)];
 }
 
 }  // namespace jax_flash
