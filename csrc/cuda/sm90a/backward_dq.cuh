@@ -22,8 +22,6 @@ constexpr int threads = 32 * warps;
 constexpr int computing = warps / 4 - 1;  // warpgroups
 static_assert(warps % 4 == 0 && block_q == 64 * computing && block_kv % 32 == 0, "64 rows a warpgroup");
 constexpr int one_computing = 1;  // named barrier, and on, one of each warpgroup
-// Where keys past the end stand in the same array as those before it, these may hold anything there.
-constexpr bool ragged = (has_kv_lengths && !has_kv_rows) || packed;
 
 using QSlabs = Slabs<block_q, head_dim>;
 using OutSlabs = Slabs<block_q, value_head_dim>;
@@ -187,7 +185,7 @@ struct BackwardDq {
   __device__ __forceinline__ void wait_for(const u64& full, const char* keys, int tile, u32 parity) const {
     wait_for_keys(full, parity);
     const int valid = block.place.extent.kv.length - tile * block_kv;
-    if (ragged && valid < block_kv) {
+    if (ragged_keys && valid < block_kv) {
       T::zero_rows(shared_address(keys), valid, threadIdx.x % warpgroup);
       stores_ready();
       named_sync(one_computing + group, warpgroup);

@@ -25,9 +25,8 @@ using OutSlabs = Slabs<block_q, value_head_dim>;
 using Scores64 = FragmentC[block_q / 8];  // of a warpgroup: 64 keys and a tile of rows
 using Operand64 = u32[block_q / 16][4];   // the same, rounded, as A of a product over the rows
 
-// Where rows or keys past the end stand in the same array as those before it, these may hold anything there.
+// Whether the rows of a tile past the end stand in the same array as those before it, and may hold anything there.
 constexpr bool ragged_rows = has_q_lengths || packed;
-constexpr bool ragged_keys = (has_kv_lengths && !has_kv_rows) || packed;
 
 // Named barriers.
 constexpr int all_computing = 1;

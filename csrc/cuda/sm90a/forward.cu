@@ -36,8 +36,6 @@ constexpr int consumer_registers = consumers == 3 ? (searches ? 152 : 160) : (le
 using QSlabs = Slabs<block_q, head_dim>;
 using KSlabs = Slabs<block_kv, head_dim>;
 using VSlabs = Slabs<block_kv, value_head_dim>;
-// Where keys past the end stand in the same array as those before it, V may hold anything there.
-constexpr bool ragged = (has_kv_lengths && !has_kv_rows) || packed;
 // Where out is wide, it is multiplied by the factors of its rows only if one of the warp's is not 1: on an H200 2 to 3%
 // faster at head_dim 256, where products are long, but 3 to 5% slower at 64 and 128.
 constexpr bool lazy = tile_value_head_dim > 128;
@@ -435,7 +433,7 @@ struct Consumer {
   __device__ __forceinline__ void start_out(const Ring<stages>& at, const Extent& extent, int tile) {
     wait_for_keys(shared.v_full[at.stage], at.parity);
     char* v = shared.v[at.stage];
-    if (ragged && (tile + 1) * block_kv > extent.kv.length) {
+    if (ragged_keys && (tile + 1) * block_kv > extent.kv.length) {
       // Each warpgroup for itself: all of them write the same.
       VSlabs::zero_rows(shared_address(v), extent.kv.length - tile * block_kv, threadIdx.x % warpgroup);
       stores_ready();

@@ -7,6 +7,9 @@
 
 namespace jax_flash {
 
+// Whether the keys of a tile past the end stand in the same array as those before it, and may hold anything there.
+constexpr bool ragged_keys = (has_kv_lengths && !has_kv_rows) || packed;
+
 // Warps that load a tile of keys, and their arrivals at its barrier.
 constexpr int key_loaders = has_kv_rows ? 4 : 1;
 constexpr int arrivals_of_keys = has_kv_rows ? 32 * key_loaders : 1;
