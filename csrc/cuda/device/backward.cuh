@@ -525,13 +525,19 @@ struct Backward {
   }
 };
 
-// Starts the copies of a block's keys whose rows are listed.
+// Starts the copy of a block's keys.
 template <typename T, int columns>
-JAX_FLASH_DEVICE void load_listed(char* tile, const Element* head, i64 row_stride, const Problem& problem,
-                                  const Extent& extent, int first_key) {
-  ListedTile<T, threads> rows;
-  rows.read(listed_rows(problem, extent.batch), first_key, extent.kv.length, threadIdx.x);
-  rows.template copy<columns>(shared_address(tile), head, row_stride, threadIdx.x);
+JAX_FLASH_DEVICE void load_keys(char* tile, const Tensor& array, const Problem& problem, const Extent& extent,
+                                int kv_head, int first_key) {
+  const Element* head = head_of(array, extent.batch, kv_head, extent.kv.first);
+  if constexpr (has_kv_rows) {
+    ListedTile<T, threads> rows;
+    rows.read(listed_rows(problem, extent.batch), first_key, extent.kv.length, threadIdx.x);
+    rows.template copy<columns>(shared_address(tile), head, array.row_stride, threadIdx.x);
+  } else {
+    load_tile<T, columns, threads>(shared_address(tile), head, array.row_stride, first_key, extent.kv.length,
+                                   threadIdx.x);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(threads, min_blocks)
@@ -579,17 +585,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       walk_of_rows<block_q, block_kv>(problem, extent, backward.scores.keep.band, heads, first_key);
   tiles.trim(threadIdx.x % 32);
   if (!tiles.empty()) {
-    const Element* k_head = head_of(problem.k, batch, kv_head, extent.kv.first);
-    const Element* v_head = head_of(problem.v, batch, kv_head, extent.kv.first);
-    if constexpr (has_kv_rows) {
-      load_listed<KTile, head_dim>(shared.k, k_head, problem.k.row_stride, problem, extent, first_key);
-      load_listed<VTile, value_head_dim>(shared.v, v_head, problem.v.row_stride, problem, extent, first_key);
-    } else {
-      load_tile<KTile, head_dim, threads>(shared_address(shared.k), k_head, problem.k.row_stride, first_key,
-                                          extent.kv.length, threadIdx.x);
-      load_tile<VTile, value_head_dim, threads>(shared_address(shared.v), v_head, problem.v.row_stride, first_key,
-                                                extent.kv.length, threadIdx.x);
-    }
+    load_keys<KTile, head_dim>(shared.k, problem.k, problem, extent, kv_head, first_key);
+    load_keys<VTile, value_head_dim>(shared.v, problem.v, problem, extent, kv_head, first_key);
     backward.start_rows(shared.rows[0], first_head, tiles.range.begin);
     if constexpr (loads_take_registers) backward.finish_rows(shared.rows[0]);
     int stage = 0;
