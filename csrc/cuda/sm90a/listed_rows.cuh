@@ -53,10 +53,8 @@ struct ListedRows {
                                        int head, int warp, int lane) const {
     const u32 barrier = shared_address(&full);
     if (first < 0) {
-      const Element* of_head =
-          static_cast<const Element*>(array.data) + batch * array.batch_stride + head * array.head_stride;
-      S::template gather<own>(shared_address(to), warp * own, of_head, static_cast<int>(array.row_stride), numbers,
-                              lane);
+      S::template gather<own>(shared_address(to), warp * own, head_of(array, batch, head, 0),
+                              static_cast<int>(array.row_stride), numbers, lane);
       barrier_arrive_behind_copies(barrier);
     } else if (lane == 0 && warp == 0) {
       load_slabs<S>(to, map, full, first, head, batch);
