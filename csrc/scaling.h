@@ -13,6 +13,7 @@ struct ScaledArray {
   const void* original;    // float, or bfloat16
   unsigned short* scaled;  // float16, with twice the columns for two limbs
   const bool* kept;        // [batch, length, heads]: rows that are in some pair; null: all are. Others become zeros
+  const int* list;         // [batch, length]: the row of `original` that a row is made of; null: its own
   int length;
   int heads;    // a multiple of kv_heads
   int columns;  // a multiple of 8, up to kScaledColumns

@@ -456,6 +456,8 @@ class Problem:
             x[~there] = np.nan
             if "descale" in options:
                 self.originals[f"original_{name}"][~there] = np.nan
+            if "listed_keys" in options and "descale" in options and name in ("key", "value"):  # as they are scaled
+                x[:] = np.take_along_axis(x, self.arrays["kv_rows"][:, :, None, None], axis=1)
         delta = np.moveaxis((true_dout * self.right["out"]).sum(-1), 1, 2) - dlse
         self.delta, self.lse = (
             np.ascontiguousarray(np.where(rows[:, None], x, np.nan), np.float32) for x in (delta, self.right["lse"])

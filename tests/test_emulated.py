@@ -24,6 +24,7 @@ IN_FLOAT32: dict[str, dict[str, Any]] = {
     for name, case in {
         "float32-plain": {"options": ["separate_dq"]},
         "float32-options": {"batch": 2, "options": ["causal", "lengths", "bias", "dropout", "softcap", "segments"]},
+        "float32-listed-keys": {"batch": 2, "options": ["listed_keys", "sinks"]},
         "float32-shared-bias": {"batch": 2, "options": ["window", "shared_bias", "mask", "sinks", "separate_dq"]},
         "float32-added-bias": {"batch": 2, "kv_heads": 1, "options": ["window", "shared_bias", "lengths"]},
         "float32-sequences": {"options": ["sequences", "alibi", "arrays", "q_offset"]},
@@ -110,6 +111,7 @@ CASES: dict[str, dict[str, Any]] = {
     "listed-keys-separate_dq": {"options": ["listed_keys", "separate_dq"], "batch": 2, **ODD},
     "listed-keys-256": {"head_dim": 256, "options": ["listed_keys"], "batch": 2, "dtype": "float16", **ODD},
     "listed-keys-narrow": {"head_dim": 40, "value_head_dim": 104, "options": ["listed_keys"], "batch": 3, **ODD},
+    "listed-keys-descale": {"dtype": "float16", "options": ["listed_keys", "descale"], "batch": 2, **ODD, **GROUPS},
     # Blocks of keys whose first row, or of rows whose first key, lies beyond the last one.
     "short-rows": {"value_head_dim": 192, "options": ["causal", "segments", "short_rows"], **ODD},
     "short-keys": {"q_length": 390, "kv_length": 200, "options": ["window", "segments", "short_keys"]},
@@ -210,6 +212,7 @@ AMPERE: dict[str, dict[str, Any]] = {
     },
     "listed-keys-256": {"head_dim": 256, "options": ["listed_keys", "sinks"], "batch": 2, "dtype": "float16", **SMALL},
     "listed-keys-split": {"options": ["listed_keys"], "q_length": 260, "kv_length": 170, "q_heads": 8, "batch": 2},
+    "listed-keys-descale": {"dtype": "float16", "options": ["listed_keys", "descale"], "batch": 2, **SMALL, **GROUPS},
     "short-rows": {"value_head_dim": 192, "options": ["causal", "segments", "short_rows"], **SMALL},
     "short-keys": {"q_length": 260, "kv_length": 200, "options": ["window", "segments", "short_keys"]},
     "separate_dq-64": {"options": ["separate_dq"], **SMALL},
@@ -248,6 +251,10 @@ SPLIT_KV: dict[str, dict[str, Any]] = {
     "decoding-descale": {
         "head_dim": 128, "dtype": "float16", "q_length": 3, "kv_length": 1100, "options": ["descale", "lengths"],
         "batch": 2, **GROUPS,
+    },
+    "decoding-listed-keys": {
+        "dtype": "float16", "q_length": 3, "kv_length": 1100, "batch": 2, "options": ["listed_keys", "descale"],
+        **GROUPS,
     },
     "one-slice": {"q_length": 5, "kv_length": 300, "options": ["causal", "q_offset", "alibi"], **GROUPS},
     "rows-64": {"q_length": 50, "kv_length": 1200, "options": ["segments", "sinks"], "value_head_dim": 128},

@@ -148,15 +148,19 @@ LISTED: dict[str, tuple[int, dict[str, Any], dict[str, Any], tuple[bool, bool]]]
     "dq_by_itself": (90, {}, {"deterministic_backward": True}, (True, True)),
     "head_dim_256": (90, {"head_dim": 256}, {}, (True, True)),
     "few_rows": (90, {"rows": 30}, {}, (False, True)),
-    "float32": (90, {"dtype": jnp.float32}, {}, (False, False)),
+    "float32": (90, {"dtype": jnp.float32}, {}, (True, True)),
+    "float32_few_rows": (90, {"dtype": jnp.float32, "rows": 30}, {}, (True, True)),
+    "float32_highest": (80, {"dtype": jnp.float32}, {"precision": "highest"}, (True, True)),
+    "float32_causal": (90, {"dtype": jnp.float32}, {"causal": True}, (False, False)),
     "causal": (90, {}, {"causal": True}, (False, False)),
     "bias": (90, {}, {"bias": np.zeros((1, 1, 1, 900), np.float32)}, (False, False)),
     "dropout": (90, {}, {"dropout_rate": 0.1, "dropout_key": np.zeros(2, np.uint32)}, (False, False)),
     "of_heads": (90, {}, {"mask": jax.ShapeDtypeStruct((2, 8, 1, 900), jnp.bool_)}, (False, False)),
     "ampere": (80, {}, {}, (True, True)),
     "ada_head_dim_256": (89, {"head_dim": 256}, {"deterministic_backward": True}, (True, True)),
-    "turing": (75, {"dtype": jnp.float16}, {}, (False, False)),
-    "volta": (70, {"dtype": jnp.float16}, {}, (False, False)),
+    "turing": (75, {"dtype": jnp.float16}, {}, (True, True)),
+    "turing_bfloat16": (75, {}, {}, (True, True)),
+    "volta": (70, {"dtype": jnp.float16}, {}, (True, True)),
 }
 
 
@@ -182,9 +186,8 @@ def test_where_keys_are_listed(name: str) -> None:
 
 def test_kernels_without_lists_say_so(tmp_path: pathlib.Path) -> None:
     listed = {"has_kv_lengths": True, "has_kv_rows": True}
-    for arch, pass_ in ((75, "forward"), (70, "backward"), (90, "forward_split_kv")):
-        with pytest.raises(ValueError, match=r"kernels of sm\d+ take no kv_rows in this pass"):
-            _core.build_kernels(
-                arch=arch, out_dir=str(tmp_path), dtypes=["float16"], head_dims=[(64, 64)], options=[listed],
-                passes=[pass_], family="",
-            )  # fmt: skip
+    with pytest.raises(ValueError, match="forward_split_kv takes no kv_rows"):
+        _core.build_kernels(
+            arch=90, out_dir=str(tmp_path), dtypes=["float16"], head_dims=[(64, 64)], options=[listed],
+            passes=["forward_split_kv"], family="",
+        )  # fmt: skip

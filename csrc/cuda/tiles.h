@@ -166,7 +166,7 @@ inline constexpr TileRule all[] = {
     {"sm75", 1, forward_split_kv, 64, 46, {64, 32, 8, 1, 1}},
     {"sm75", 1, forward_split_kv, 128, 51, {64, 32, 4, 1, 1}},
     {"sm75", 1, backward, 64, 25, {32, 64, 4, 1, 2}},      // two blocks, 198; of 64 rows it spills
-    {"sm75", 1, backward, 96, 59, {16, 128, 8, 1, 1}},     // 218
+    {"sm75", 1, backward, 96, 60, {32, 96, 6, 1, 1}},      // 254
     {"sm75", 1, backward, 128, 59, {32, 64, 8, 1, 1}},     // 203; 4 warps spill
     {"sm75", 1, backward, 192, 54, {32, 32, 4, 1, 1}},     // 252
     {"sm75", 1, backward, 256, 52, {16, 32, 4, 1, 1}},     // 229

@@ -10,7 +10,7 @@ namespace jax_flash {
 namespace {
 
 struct ScaleOptions {
-  bool gradients, highest_precision, has_q_kept, has_kv_kept;
+  bool gradients, highest_precision, has_q_kept, has_kv_kept, has_kv_rows;
   float dropout_factor;  // for gradients: what dropout multiplies the weights with that it keeps
 };
 
@@ -19,7 +19,7 @@ struct ScaleCall {
   bool bfloat16;
 };
 
-// inputs:    (query, key, value[, q_kept][, kv_kept]) -> (query, key, value in float16, records, sizes)
+// inputs:    (query, key, value[, q_kept][, kv_kept][, kv_rows]) -> (query, key, value in float16, records, sizes)
 // gradients: (dout, delta, records of the inputs[, q_kept]) -> (dout in float16, records, sizes)
 ScaleCall decode_scale(const ScaleOptions& options, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   ScaleCall call{};
@@ -83,24 +83,31 @@ ScaleCall decode_scale(const ScaleOptions& options, ffi::RemainingArgs args, ffi
   };
   if (options.has_q_kept) s.arrays[0].kept = kept(s.arrays[0], "q_kept");
   if (options.has_kv_kept && !options.gradients) s.arrays[1].kept = s.arrays[2].kept = kept(s.arrays[1], "kv_kept");
+  if (options.has_kv_rows && !options.gradients) {
+    const ffi::AnyBuffer rows = argument(args, next++);
+    const int64_t wanted[] = {batch, s.arrays[1].length};
+    check(rows, ffi::DataType::S32, {wanted, 2}, "kv_rows");
+    s.arrays[1].list = s.arrays[2].list = static_cast<const int*>(rows.untyped_data());
+  }
   require_count(next, args.size(), "arguments");
   require_count(s.count + 2, rets.size(), "results");
   return call;
 }
 
 ffi::Error prepare(int32_t device, bool gradients, bool highest_precision, bool has_q_kept, bool has_kv_kept,
-                   float dropout_factor, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+                   bool has_kv_rows, float dropout_factor, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   return guarded([&] {
-    const ScaleOptions options{gradients, highest_precision, has_q_kept, has_kv_kept, dropout_factor};
+    const ScaleOptions options{gradients, highest_precision, has_q_kept, has_kv_kept, has_kv_rows, dropout_factor};
     const ScaleCall call = decode_scale(options, args, rets);
     cuda::prepare_scale(device, highest_precision, call.bfloat16, call.scaling);
   });
 }
 
 ffi::Error run(cuda::Stream stream, int32_t device, bool gradients, bool highest_precision, bool has_q_kept,
-               bool has_kv_kept, float dropout_factor, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+               bool has_kv_kept, bool has_kv_rows, float dropout_factor, ffi::RemainingArgs args,
+               ffi::RemainingRets rets) {
   return guarded([&] {
-    const ScaleOptions options{gradients, highest_precision, has_q_kept, has_kv_kept, dropout_factor};
+    const ScaleOptions options{gradients, highest_precision, has_q_kept, has_kv_kept, has_kv_rows, dropout_factor};
     const ScaleCall call = decode_scale(options, args, rets);
     cuda::launch_scale(device, stream, highest_precision, call.bfloat16, call.scaling);
   });
@@ -111,6 +118,7 @@ ffi::Error run(cuda::Stream stream, int32_t device, bool gradients, bool highest
       .Attr<bool>("highest_precision") \
       .Attr<bool>("has_q_kept")        \
       .Attr<bool>("has_kv_kept")       \
+      .Attr<bool>("has_kv_rows")       \
       .Attr<float>("dropout_factor")   \
       .RemainingArgs()                 \
       .RemainingRets()

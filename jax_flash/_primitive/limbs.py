@@ -29,7 +29,7 @@ def scaled(
     keeps are zeros: they do not count among the largest, by whose scale they might overflow, and 0 * inf is NaN.
 
     Forward and backward have the call for query, key and value in common, so that XLA computes it once in a jit that
-    has both.
+    has both. Where keys are listed, those of key and value stand in the order of the list.
     """
     batch, q_length, q_heads, _ = query.shape
     _, kv_length, kv_heads, _ = key.shape
@@ -46,13 +46,16 @@ def scaled(
             jax.ShapeDtypeStruct((batch, kv_heads, 8), jnp.float32),
             jax.ShapeDtypeStruct((batch, kv_heads, len(arrays), _chunks(arrays, kv_heads), _SIZES), jnp.float32),
         ]
+        lists = [operands["kv_rows"]] if "kv_rows" in operands and not more else []
         attributes = {f"has_{side}_kept": side in masks for side in ("q", "kv")}
         called = jax.ffi.ffi_call(registration.SCALE_TARGET, results)(
             *arrays,
             *more,
             *masks.values(),
+            *lists,
             gradients=bool(more),
             highest_precision=options.highest_precision,
+            has_kv_rows=bool(lists),
             dropout_factor=np.float32(factor),
             **attributes,
         )

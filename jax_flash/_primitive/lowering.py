@@ -47,15 +47,16 @@ def call(pass_: str, target: Target, params: Params, *args: jax.Array) -> tuple[
         if not target.portable:
             params = _for_gpus(pass_, params, max(args[0].shape[-1], args[2].shape[-1]))
         dtype = args[0].dtype
-        old = not target.portable and _is_old()
-        if dtype == jnp.float32 or (dtype == jnp.bfloat16 and old):
+        scaled = dtype == jnp.float32 or (dtype == jnp.bfloat16 and not target.portable and _is_old())
+        params, args = _with_keys_listed(pass_, target, scaled, params, args)
+        if scaled:
             wide = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in results]
             called = _aligned(pass_, params, wide, functools.partial(_half_precision, pass_, target, params), *args)
             return tuple(x.astype(result.dtype) for x, result in zip(called, results, strict=True))
-        params, args = _with_keys_decided(pass_, target, params, args)
+        params, args = _with_keys_decided(pass_, params, args)
         return _aligned(pass_, params, results, functools.partial(_custom_call, pass_, target, params), *args)
     if chosen != "reference":  # which computes every pair
-        params, args = _with_keys_decided(pass_, target, params, args)
+        params, args = _with_keys_decided(pass_, params, args)
     if chosen == "cpu":
         return _custom_call(pass_, target, params, results, *args)
     return plain.evaluate(pass_, params, *args)
@@ -65,35 +66,47 @@ BESIDE_LISTS = {"mask", "traced_scale", "q_offset", "q_lengths", "kv_lengths", "
 """The operands of calls whose keys may be listed: no other one asks which key it is that a row attends to."""
 
 
-def _with_keys_decided(
-    pass_: str, target: Target, params: Params, args: tuple[jax.Array, ...]
+def _with_keys_listed(
+    pass_: str, target: Target, scaled: bool, params: Params, args: tuple[jax.Array, ...]
 ) -> tuple[Params, tuple[jax.Array, ...]]:
-    """Parameters and arguments without a mask that all rows share, but with what it says of keys."""
+    """Parameters and arguments with lists of keys for a mask that all rows and heads share, where kernels take them.
+
+    ``scaled``: float16 arrays will be made of these, in the order of the lists.
+    """
     _, operands, _ = params.split(pass_, args)
     query, key = args[:2]
-    if params.limits is not None or not hides_keys(operands, query.shape[1]):
-        return params, args
-
-    def having(found: Mapping[str, jax.Array]) -> tuple[Params, tuple[jax.Array, ...]]:
-        with_found = params.with_operands(found)
-        return with_found, (*args[: len(ARGUMENTS[pass_])], *(found[name] for name in with_found.names))
-
     may_list = (
-        target.platform == "cuda"
-        and not target.portable
-        and query.dtype in (jnp.float16, jnp.bfloat16)
+        not target.portable
+        and params.limits is None
+        and hides_keys(operands, query.shape[1])
         and operands["mask"].shape[1] == 1
         and set(operands) <= BESIDE_LISTS
         and not positions_matter(params.options, operands)
         and params.options.dropout_rate == 0
     )
-    if may_list:
+    if not may_list:
+        return params, args
+    if not scaled:
         arch = None if (found := ahead.current()) is None else found.arch
-        listed, of_listed = having(kept_first(operands, query.shape[0], key.shape[1]))
-        attributes = _attributes(pass_, target.platform, listed, *of_listed)
-        if choice.lists_keys(arch, _sizes(pass_, listed, attributes, *of_listed)):
-            return listed, of_listed
-    return having(by_keys(operands, query.shape[1]))
+        attributes = _attributes(pass_, target.platform, params, *args)
+        if not choice.lists_keys(arch, _sizes(pass_, params, attributes, *args)):
+            return params, args
+    return _having(kept_first(operands, query.shape[0], key.shape[1]), pass_, params, args)
+
+
+def _with_keys_decided(pass_: str, params: Params, args: tuple[jax.Array, ...]) -> tuple[Params, tuple[jax.Array, ...]]:
+    """Parameters and arguments without a mask that all rows share, but with what it says of keys."""
+    _, operands, _ = params.split(pass_, args)
+    if params.limits is not None or not hides_keys(operands, args[0].shape[1]):
+        return params, args
+    return _having(by_keys(operands, args[0].shape[1]), pass_, params, args)
+
+
+def _having(
+    operands: Mapping[str, jax.Array], pass_: str, params: Params, args: tuple[jax.Array, ...]
+) -> tuple[Params, tuple[jax.Array, ...]]:
+    params = params.with_operands(operands)
+    return params, (*args[: len(ARGUMENTS[pass_])], *(operands[name] for name in params.names))
 
 
 def _is_old() -> bool:
@@ -128,10 +141,9 @@ def _half_precision(
     if gradients:
         operands["original_dout"] = gradients[0]
     options = dataclasses.replace(params.options, original_bfloat16=args[0].dtype == jnp.bfloat16)
-    params = dataclasses.replace(params.with_operands(operands), options=options)
-    fixed = len(ARGUMENTS[pass_])
-    args = (*arrays, *args[len(arrays) : fixed], *(operands[name] for name in params.names))
-    params, args = _with_keys_decided(pass_, target, params, args)
+    params = dataclasses.replace(params, options=options)
+    params, args = _having(operands, pass_, params, (*arrays, *args[len(arrays) :]))
+    params, args = _with_keys_decided(pass_, params, args)
     return _custom_call(pass_, target, params, results, *args)
 
 

@@ -438,25 +438,26 @@ struct Backward {
     __syncthreads();
   }
 
-  // From registers.
-  template <typename To>
+  // From registers, key s to row `row_of(s)`.
+  template <typename To, typename RowOf = SameRow>
   __device__ __forceinline__ void store_directly(To* dk_head, To* dv_head, i64 dk_stride, i64 dv_stride,
-                                                 float dk_factor, float dv_factor) const {
+                                                 float dk_factor, float dv_factor, const RowOf& row_of = {}) const {
     if (sums_rows && member != 0) return;
 #pragma unroll
     for (int m = 0; m < key_tiles; ++m) {
       Mma::template store_fragments<head_dim, dk_group, column_split>(
-          dk[m], dk_factor, dk_factor, dk_head, dk_stride, key_of(m), extent.kv.stored, column_member(), lane);
+          dk[m], dk_factor, dk_factor, dk_head, dk_stride, key_of(m), extent.kv.stored, column_member(), lane, row_of);
       Mma::template store_fragments<value_head_dim, dv_group, column_split>(
-          dv[m], dv_factor, dv_factor, dv_head, dv_stride, key_of(m), extent.kv.stored, column_member(), lane);
+          dv[m], dv_factor, dv_factor, dv_head, dv_stride, key_of(m), extent.kv.stored, column_member(), lane, row_of);
     }
   }
 
   // A template, so that families that store from registers need none of the way through shared memory.
   template <typename M = Mma>
   __device__ __forceinline__ void finish(Result* dk_head, Result* dv_head, float dk_factor, float dv_factor) {
+    const auto row_of = [&](int key) { return row_of_key(problem, extent.batch, key); };
     if constexpr (M::direct_stores) {
-      store_directly(dk_head, dv_head, problem.dk.row_stride, problem.dv.row_stride, dk_factor, dv_factor);
+      store_directly(dk_head, dv_head, problem.dk.row_stride, problem.dv.row_stride, dk_factor, dv_factor, row_of);
     } else {
       if (!sums_rows || member == 0) {
 #pragma unroll
@@ -471,7 +472,6 @@ struct Backward {
       __syncthreads();
       constexpr int rows_of_warp = block_kv / warps;
       const int first = first_key + warp * rows_of_warp;
-      const auto row_of = [&](int key) { return row_of_key(problem, extent.batch, key); };
       M::template store_rows<KTile, head_dim, rows_of_warp>(
           shared.k, warp * rows_of_warp, dk_head, problem.dk.row_stride, first, extent.kv.stored, lane, row_of);
       M::template store_rows<VTile, value_head_dim, rows_of_warp>(
@@ -530,10 +530,12 @@ template <typename T, int columns>
 JAX_FLASH_DEVICE void load_keys(char* tile, const Tensor& array, const Problem& problem, const Extent& extent,
                                 int kv_head, int first_key) {
   const Element* head = head_of(array, extent.batch, kv_head, extent.kv.first);
-  if constexpr (has_kv_rows) {
+  if constexpr (loads_by_list) {
     ListedTile<T, threads> rows;
     rows.read(listed_rows(problem, extent.batch), first_key, extent.kv.length, threadIdx.x);
-    rows.template copy<columns>(shared_address(tile), head, array.row_stride, threadIdx.x);
+    TileLoad<T, columns, threads> load;
+    load.start_listed(shared_address(tile), rows, head, array.row_stride, threadIdx.x);
+    load.finish(shared_address(tile), threadIdx.x);
   } else {
     load_tile<T, columns, threads>(shared_address(tile), head, array.row_stride, first_key, extent.kv.length,
                                    threadIdx.x);

@@ -41,7 +41,8 @@ JAX_FLASH_DEVICE Extent extent_of(const Problem& problem, int batch, int sequenc
 }
 
 // The list of the rows of K and V that are keys of a batch entry (kv_rows of options.h), and the row of one of them.
-static_assert(!has_kv_rows || (has_kv_lengths && !packed && !has_descale), "kept keys come first, and are counted");
+static_assert(!has_kv_rows || (has_kv_lengths && !packed), "kept keys come first, and are counted");
+constexpr bool loads_by_list = has_kv_rows && !has_descale;  // scaled rows stand in the list's order (scaling.h)
 JAX_FLASH_DEVICE const int* listed_rows(const Problem& problem, int batch) {
   return problem.kv_rows + static_cast<i64>(batch) * problem.kv_length;
 }

@@ -36,15 +36,17 @@ JAX_FLASH_DEVICE int float32_tx() { return threadIdx.x % 16; }
 // One head of an array as it was before it was scaled; rows from `length` on may hold anything, and count as zeros.
 struct Float32Rows {
   const void* data;
-  i64 first;  // element
+  const int* list;  // of its rows; null: they are in their places
+  i64 first;        // element
   i64 row_stride;
   int length;
   int columns;
 
   // `scaled` is the float16 array that stands for it, whose rows have as many limbs.
   __device__ __forceinline__ Float32Rows(const void* original, const Tensor& scaled, int columns, int batch, int head,
-                                         const Rows& rows)
+                                         const Rows& rows, const int* list = nullptr)
       : data(original),
+        list(list),
         first((batch * scaled.batch_stride + rows.first * scaled.row_stride + head * scaled.head_stride) / limbs),
         row_stride(scaled.row_stride / limbs),
         length(rows.length),
@@ -53,6 +55,7 @@ struct Float32Rows {
   // One of two, member by member: a reference to one of two would put both on the stack.
   __device__ __forceinline__ Float32Rows(bool is_x, const Float32Rows& x, const Float32Rows& y)
       : data(is_x ? x.data : y.data),
+        list(is_x ? x.list : y.list),
         first(is_x ? x.first : y.first),
         row_stride(is_x ? x.row_stride : y.row_stride),
         length(is_x ? x.length : y.length),
@@ -60,6 +63,7 @@ struct Float32Rows {
 
   __device__ __forceinline__ float4 four(int row, int column) const {
     if (row >= length || column >= columns) return {};
+    if constexpr (has_kv_rows) row = list ? list[row] : row;
     const i64 at = first + row * row_stride + column;
     if constexpr (option_original_bfloat16) {
       const uint2 x = *reinterpret_cast<const uint2*>(static_cast<const u16*>(data) + at);

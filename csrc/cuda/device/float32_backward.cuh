@@ -80,7 +80,8 @@ JAX_FLASH_DEVICE void float32_backward_item(const Problem& problem, Float32Stora
   for (int i = 0; i < 4; ++i) {
     const int row = place.first + float32_ty() + 16 * i;
     if (row >= place.rows().stored) continue;
-    sums.store(result_of(result, batch, result_head, place.rows().first + row), columns, i, factor);
+    const int to = of_keys ? row_of_key(problem, batch, place.rows().first + row) : place.rows().first + row;
+    sums.store(result_of(result, batch, result_head, to), columns, i, factor);
   }
 }
 

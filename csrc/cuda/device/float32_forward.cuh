@@ -15,8 +15,9 @@ JAX_FLASH_DEVICE void float32_forward_item(const Problem& problem, Float32Storag
   const Extent& extent = place.extent;
   const Float32Scores scores(problem, extent, head);
   const Float32Rows q(problem.original_query, problem.q, head_dim, batch, head, extent.q);
-  const Float32Rows k(problem.original_key, problem.k, head_dim, batch, kv_head, extent.kv);
-  const Float32Rows v(problem.original_value, problem.v, value_head_dim, batch, kv_head, extent.kv);
+  const int* list = has_kv_rows ? listed_rows(problem, batch) : nullptr;
+  const Float32Rows k(problem.original_key, problem.k, head_dim, batch, kv_head, extent.kv, list);
+  const Float32Rows v(problem.original_value, problem.v, value_head_dim, batch, kv_head, extent.kv, list);
   const float sink = sink_of(problem, batch, head);
   const int tx = float32_tx();
   const auto row_of = [&](int i) { return place.first + float32_ty() + 16 * i; };

@@ -19,7 +19,8 @@ struct Float32Pairs {
   __device__ __forceinline__ Float32Pairs(const Problem& problem, Float32Storage& shared, const Float32Place& place,
                                           int head)
       : Float32Pairs(problem, shared, place, place.extent, place.extent.batch, head,
-                     head / (problem.q_heads / problem.kv_heads)) {}
+                     head / (problem.q_heads / problem.kv_heads),
+                     has_kv_rows ? listed_rows(problem, place.extent.batch) : nullptr) {}
 
   // Of this thread's pair i, j, where the other side's tile begins at `other`.
   __device__ __forceinline__ int row_of(int i, int j, int other) const {
@@ -68,15 +69,15 @@ struct Float32Pairs {
 
  private:
   __device__ __forceinline__ Float32Pairs(const Problem& problem, Float32Storage& shared, const Float32Place& place,
-                                          const Extent& extent, int batch, int head, int kv_head)
+                                          const Extent& extent, int batch, int head, int kv_head, const int* list)
       : problem(problem),
         shared(shared),
         place(place),
         scores(problem, extent, head),
         q(problem.original_query, problem.q, head_dim, batch, head, extent.q),
-        k(problem.original_key, problem.k, head_dim, batch, kv_head, extent.kv),
+        k(problem.original_key, problem.k, head_dim, batch, kv_head, extent.kv, list),
         dout(problem.original_dout, problem.dout, value_head_dim, batch, head, extent.q),
-        v(problem.original_value, problem.v, value_head_dim, batch, kv_head, extent.kv) {
+        v(problem.original_value, problem.v, value_head_dim, batch, kv_head, extent.kv, list) {
     const i64 statistics = (static_cast<i64>(batch) * problem.q_heads + head) * problem.q_length + extent.q.first;
     lse = static_cast<const float*>(problem.lse) + statistics;
     delta = static_cast<const float*>(problem.delta) + statistics;

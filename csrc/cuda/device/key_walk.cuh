@@ -25,8 +25,6 @@ struct NextRows : ListedTile<KTile, threads> {};
 template <>
 struct NextRows<false> {
   __device__ __forceinline__ void read(const int*, int, int, int) const {}
-  template <int columns>
-  __device__ __forceinline__ void copy(u32, const Element*, i64, int) const {}
 };
 
 // The state of a walk; `Shared` holds what is in shared memory, k and v among it.
@@ -42,7 +40,7 @@ struct KeyWalk {
   int warp, lane;
   KLoad k_load;
   VLoad v_load;
-  NextRows<has_kv_rows> next_rows;
+  NextRows<loads_by_list> next_rows;
 
   // Where keys are listed.
   template <typename Tile>
@@ -50,18 +48,18 @@ struct KeyWalk {
     rows.read(listed_rows(problem, extent.batch), at_least(tile, 0) * block_kv, extent.kv.length, threadIdx.x);
   }
   __device__ __forceinline__ void start_listed_k(u32 to, int tile) {
-    next_rows.template copy<head_dim>(to, k, problem.k.row_stride, threadIdx.x);
+    k_load.start_listed(to, next_rows, k, problem.k.row_stride, threadIdx.x);
     read_list(next_rows, tile - 1);
   }
   // Before the first tile.
   __device__ __forceinline__ void read_first(int tile) {
-    if constexpr (has_kv_rows) read_list(next_rows, tile);
+    if constexpr (loads_by_list) read_list(next_rows, tile);
   }
 
   // `whole` when all keys of the tile are there.
   template <bool whole = false>
   __device__ __forceinline__ void start_k(int tile) {
-    if constexpr (has_kv_rows) {
+    if constexpr (loads_by_list) {
       start_listed_k(shared_address(shared.k), tile);
     } else {
       k_load.template start<whole>(shared_address(shared.k), k, problem.k.row_stride, tile * block_kv, extent.kv.length,
@@ -71,10 +69,10 @@ struct KeyWalk {
   }
   template <bool whole = false>
   __device__ __forceinline__ void start_v(int tile) {
-    if constexpr (has_kv_rows) {
+    if constexpr (loads_by_list) {
       ListedTile<VTile, threads> rows;
       read_list(rows, tile);
-      rows.template copy<value_head_dim>(shared_address(shared.v), v, problem.v.row_stride, threadIdx.x);
+      v_load.start_listed(shared_address(shared.v), rows, v, problem.v.row_stride, threadIdx.x);
     } else {
       v_load.template start<whole>(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, extent.kv.length,
                                    threadIdx.x);
@@ -88,10 +86,12 @@ struct KeyWalk {
 };
 
 JAX_FLASH_DEVICE const Element* keys_of(const Problem& problem, const Extent& extent, int batch, int kv_head) {
-  return KLoad::base(head_of(problem.k, batch, kv_head, extent.kv.first), problem.k.row_stride, threadIdx.x);
+  const Element* head = head_of(problem.k, batch, kv_head, extent.kv.first);
+  return loads_by_list ? head : KLoad::base(head, problem.k.row_stride, threadIdx.x);
 }
 JAX_FLASH_DEVICE const Element* values_of(const Problem& problem, const Extent& extent, int batch, int kv_head) {
-  return VLoad::base(head_of(problem.v, batch, kv_head, extent.kv.first), problem.v.row_stride, threadIdx.x);
+  const Element* head = head_of(problem.v, batch, kv_head, extent.kv.first);
+  return loads_by_list ? head : VLoad::base(head, problem.v.row_stride, threadIdx.x);
 }
 
 // Every step from the last tile on.

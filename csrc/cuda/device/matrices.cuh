@@ -150,19 +150,19 @@ struct Matrices {
   }
   static __device__ __forceinline__ void store_pair(CommonSum* to, float x, float y) { add_pair(&to->sum, x, y); }
 
-  // Writes accumulators of rows `row` and `row` + 8 of this lane to global memory: whole groups of columns, every
-  // `step`-th from `first_group` on.
-  template <int columns, int group, int step, typename To, int n>
+  // Writes accumulators of rows `row` and `row` + 8 of this lane to global memory, row r to `row_of(r)`: whole groups
+  // of columns, every `step`-th from `first_group` on.
+  template <int columns, int group, int step, typename To, int n, typename RowOf = SameRow>
   static __device__ __forceinline__ void store_fragments(const FragmentC (&c)[n], float scale0, float scale1, To* head,
-                                                         i64 row_stride, int row, int length, int first_group,
-                                                         int lane) {
+                                                         i64 row_stride, int row, int length, int first_group, int lane,
+                                                         const RowOf& row_of = {}) {
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       const int column = (i / 2 * step + first_group) * group + i % 2 * 8 + lane % 4 * 2;
       if (column >= columns) continue;
-      To* to = head + row * row_stride + column;
-      if (row < length) store_pair(to, c[i].x[0] * scale0, c[i].x[1] * scale0);
-      if (row + 8 < length) store_pair(to + 8 * row_stride, c[i].x[2] * scale1, c[i].x[3] * scale1);
+      const auto at = [&](int r) { return head + row_of(r) * row_stride + column; };
+      if (row < length) store_pair(at(row), c[i].x[0] * scale0, c[i].x[1] * scale0);
+      if (row + 8 < length) store_pair(at(row + 8), c[i].x[2] * scale1, c[i].x[3] * scale1);
     }
   }
 
@@ -185,14 +185,9 @@ struct Matrices {
 
   // Writes rows of a tile that these lanes' own warp has filled to global memory, 16 bytes a lane: row r to
   // `row_of(r)`.
-  template <typename T, int columns, int rows>
+  template <typename T, int columns, int rows, typename RowOf = SameRow>
   static __device__ __forceinline__ void store_rows(const char* tile, int tile_row, Result* head, i64 row_stride,
-                                                    int first, int length, int lane) {
-    store_rows<T, columns, rows>(tile, tile_row, head, row_stride, first, length, lane, [](int row) { return row; });
-  }
-  template <typename T, int columns, int rows, typename RowOf>
-  static __device__ __forceinline__ void store_rows(const char* tile, int tile_row, Result* head, i64 row_stride,
-                                                    int first, int length, int lane, const RowOf& row_of) {
+                                                    int first, int length, int lane, const RowOf& row_of = {}) {
     constexpr int filled = columns / 8;
 #pragma unroll
     for (int i = 0; i < ceil_div(rows * filled, 32); ++i) {

@@ -130,4 +130,9 @@ JAX_FLASH_DEVICE float probability(float logit, float lse_log2) {
   return limbs == 1 ? x : x * 0x1p15f;
 }
 
+// A row that is stored where it is asked for.
+struct SameRow {
+  __device__ __forceinline__ int operator()(int row) const { return row; }
+};
+
 }  // namespace jax_flash

@@ -75,6 +75,17 @@ struct TileLoad : ThreadRows<T, threads> {
       }
     }
   }
+  // Rows of a head that are listed.
+  template <typename Listed>
+  __device__ __forceinline__ void start_listed(u32, const Listed& rows, const Element* head, i64 row_stride,
+                                               int thread) {
+    head += chunk_of(thread) * chunk_elements;
+#pragma unroll
+    for (int i = 0; i < passes; ++i) {
+      const bool valid = rows.numbers[i] >= 0;
+      fetch(chunks[i], head + (valid ? rows.numbers[i] : 0) * row_stride, valid, thread);
+    }
+  }
   __device__ __forceinline__ void finish(u32 tile, int thread) const {
     // Chunks change places by the row modulo 16 at most, which every so many passes comes back to where it was.
     constexpr int phases = pass_rows % 16 == 0 ? 1 : pass_rows % 8 == 0 ? 2 : pass_rows % 4 == 0 ? 4 : 8;

@@ -87,7 +87,7 @@ constexpr int lane_columns = 8, column_groups = ceil_div(head_dim, row_lanes* la
 constexpr int rows_at_a_time = column_groups > 2 ? 1 : 2;  // of a lane, whose loads wait together
 
 struct LaneRow {
-  i64 index;  // in the array; -1: there is no row
+  i64 index;  // in the scaled array; -1: there is no row
   int head, position;
   bool kept;
   float x[column_groups][lane_columns];  // zeros where there is no column, and if the row is not kept
@@ -138,10 +138,15 @@ struct ScaleChunk {
         const int row = first + i * step + own;
         lane_row.position = group == 1 ? row : row / group;
         lane_row.head = kv_head * group + row - lane_row.position * group;
-        lane_row.index = (static_cast<i64>(batch) * of.length + lane_row.position) * of.heads + lane_row.head;
+        const i64 first_row = static_cast<i64>(batch) * of.length;
+        lane_row.index = (first_row + lane_row.position) * of.heads + lane_row.head;
         lane_row.kept = row < end && (!of.kept || of.kept[lane_row.index]);
+        i64 from = lane_row.index;
+        if (of.list && lane_row.kept) {
+          from = (first_row + of.list[first_row + lane_row.position]) * of.heads + lane_row.head;
+        }
 #pragma unroll
-        for (int j = 0; j < column_groups; ++j) load(lane_row.x[j], of, lane_row, lane_column(j));
+        for (int j = 0; j < column_groups; ++j) load(lane_row.x[j], of, from, lane_row.kept, lane_column(j));
         if (row >= end) lane_row.index = -1;
       }
 #pragma unroll
@@ -150,12 +155,12 @@ struct ScaleChunk {
   }
 
  private:
-  static __device__ __forceinline__ void load(float (&x)[lane_columns], const ScaledArray& of, const LaneRow& row,
+  static __device__ __forceinline__ void load(float (&x)[lane_columns], const ScaledArray& of, i64 row, bool kept,
                                               int column) {
 #pragma unroll
     for (float& value : x) value = 0.f;
-    if (!row.kept || column >= of.columns) return;
-    const i64 at = row.index * of.columns + column;
+    if (!kept || column >= of.columns) return;
+    const i64 at = row * of.columns + column;
     if constexpr (option_original_bfloat16) {
       const uint4 pairs = *reinterpret_cast<const uint4*>(static_cast<const u16*>(of.original) + at);
       const u32 words[] = {pairs.x, pairs.y, pairs.z, pairs.w};

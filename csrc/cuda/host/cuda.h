@@ -151,7 +151,8 @@ std::vector<std::string> float16_families();
 // Whether dQ has a pass of its own on an architecture even in calls without Options::separate_dq.
 bool separate_dq(int arch, int largest_head_dim);
 
-// Whether the kernels of a call take kv_rows: those of its main pass.
+// Whether the kernels of a call with a mask of keys take kv_rows in its place: those of its main pass. Scaled arrays
+// need not be asked for.
 bool lists_keys(int arch, Pass pass, const Problem& problem);
 
 struct Kernel {

@@ -69,9 +69,10 @@ Variant variant_of(const Family& device_family, int arch, Pass pass, DType dtype
   if (options.highest_precision && !options.has_descale) {
     throw std::invalid_argument("highest_precision needs float16 arrays of two limbs and their descale, got none");
   }
-  const bool listed = pass == Pass::forward || pass == Pass::backward || pass == Pass::backward_dq;
-  if (options.has_kv_rows && !(family.lists_keys && listed)) {
-    throw std::invalid_argument(std::string("kernels of ") + family.name + " take no kv_rows in this pass");
+  const bool listed = pass == Pass::forward || pass == Pass::backward || pass == Pass::backward_dq ||
+                      (pass == Pass::forward_split_kv && options.has_descale);
+  if (options.has_kv_rows && !listed) {
+    throw std::invalid_argument(std::string(pass_name(pass)) + " takes no kv_rows");
   }
   const TileRow& tile = tile_row(family.name, limbs, pass, largest, arch, calls, rows);
   Variant variant{family.name, arch, pass, dtype, head_dim, value_head_dim, options, tile, rows};
@@ -123,7 +124,7 @@ bool serves_single_tile(const Family& family, int arch, const Options& options, 
 bool serves_split_kv(const Family& family, int arch, const Problem& p, const SplitKvPlan& plan) {
   const int limbs = p.options.highest_precision ? 2 : 1, largest = std::max(p.head_dim, p.value_head_dim);
   const char* const of = pass_family(family, arch, limbs, Pass::forward_split_kv, largest).name;
-  return plan.rows && !p.options.has_kv_rows &&
+  return plan.rows && (!p.options.has_kv_rows || p.options.has_descale) &&
          find_tile_row(of, limbs, Pass::forward_split_kv, largest, arch, calls_of(p.options), plan.rows);
 }
 
@@ -147,10 +148,7 @@ bool separate_dq(int arch, int largest_head_dim) {
 }
 
 bool lists_keys(int arch, Pass pass, const Problem& p) {
-  const Family& family = served_family(arch);
-  Problem masked = p;
-  masked.options.has_kv_rows = false;
-  return family.lists_keys && !(pass == Pass::forward && serves_split_kv(family, arch, masked, plan_split_kv(p)));
+  return !(pass == Pass::forward && serves_split_kv(served_family(arch), arch, p, plan_split_kv(p)));
 }
 
 int largest_head_dim(int arch, bool highest_precision) {

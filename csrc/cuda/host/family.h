@@ -19,17 +19,16 @@ struct Family {
   int separate_dq_above;  // head_dim above which dQ always has a pass of its own
   int lean_without_dq;    // head_dim up to which the backward without dQ has too few registers for some operands
   int short_blocks;       // head_dim up to which a forward without options has blocks of kShortRows too; 0: none
-  bool lists_keys;        // its forward, backward and backward_dq take kv_rows
 };
 constexpr int kAll = std::numeric_limits<int>::max();
 // In order of preference: the first that serves a GPU is taken.
 inline constexpr Family kFamilies[] = {
     // Above head_dim 128 a block of Hopper's backward has only 64 keys, and would add to dQ too often. Up to 128 its
     // schedule is made for a pass with dQ: without dQ some options find too few registers.
-    {"sm90a", 90, 90, "sm80", "a", false, 128, 128, 64, true},
-    {"sm80", 80, kAll, "", "", false, kAll, 0, 0, true},
-    {"sm75", 75, kAll, "", "", true, kAll, 0, 0, false},
-    {"sm70", 70, kAll, "", "", true, 0, 0, 0, false},  // always, since it has no other way to sum dQ
+    {"sm90a", 90, 90, "sm80", "a", false, 128, 128, 64},
+    {"sm80", 80, kAll, "", "", false, kAll, 0, 0},
+    {"sm75", 75, kAll, "", "", true, kAll, 0, 0},
+    {"sm70", 70, kAll, "", "", true, 0, 0, 0},  // always, since it has no other way to sum dQ
 };
 const Family& family_named(const std::string& name);
 

@@ -254,20 +254,20 @@ struct QuadPairs {
     }
   };
 
-  // Writes accumulators of rows `row` and `row` + 8 of this lane to global memory: whole groups of columns, every
-  // `step`-th from `first_group` on.
-  template <int columns, int group, int step, int n>
+  // Writes accumulators of rows `row` and `row` + 8 of this lane to global memory, row r to `row_of(r)`: whole groups
+  // of columns, every `step`-th from `first_group` on.
+  template <int columns, int group, int step, int n, typename RowOf = SameRow>
   static __device__ __forceinline__ void store_fragments(const FragmentC (&c)[n], float scale0, float scale1,
                                                          Result* head, i64 row_stride, int row, int length,
-                                                         int first_group, int lane) {
+                                                         int first_group, int lane, const RowOf& row_of = {}) {
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       const int column =
           (i / 4 * step + first_group) * group + lane / 2 % 2 * 16 + i % 2 * 8 + i / 2 % 2 * 4 + lane % 2 * 2;
       if (column >= columns) continue;
-      Result* to = head + row * row_stride + column;
-      if (row < length) store_pair(to, c[i].x[0] * scale0, c[i].x[1] * scale0);
-      if (row + 8 < length) store_pair(to + 8 * row_stride, c[i].x[2] * scale1, c[i].x[3] * scale1);
+      const auto at = [&](int r) { return head + row_of(r) * row_stride + column; };
+      if (row < length) store_pair(at(row), c[i].x[0] * scale0, c[i].x[1] * scale0);
+      if (row + 8 < length) store_pair(at(row + 8), c[i].x[2] * scale1, c[i].x[3] * scale1);
     }
   }
 

@@ -17,7 +17,7 @@ struct InterleavedDq : BackwardDq {
 
   template <bool whole>
   __device__ __forceinline__ void start_k(int tile, u32 to, bool wanted = true) {
-    if constexpr (has_kv_rows) {
+    if constexpr (loads_by_list) {
       if (wanted) start_listed_k(to, tile);
     } else if constexpr (whole) {
       k_load.start_whole(to, k, problem.k.row_stride, at_least(tile, 0) * block_kv, extent.kv.length, threadIdx.x,
@@ -29,7 +29,7 @@ struct InterleavedDq : BackwardDq {
   }
   template <bool whole>
   __device__ __forceinline__ void start_v(int tile) {
-    if constexpr (whole && !has_kv_rows) {
+    if constexpr (whole && !loads_by_list) {
       v_load.start_whole(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, extent.kv.length,
                          threadIdx.x, true);
       copies_commit();

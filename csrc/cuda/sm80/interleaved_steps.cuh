@@ -41,7 +41,7 @@ struct InterleavedForward : Forward {
 
   template <bool whole>
   __device__ __forceinline__ void start_v(int tile) {
-    if constexpr (whole && !has_kv_rows) {
+    if constexpr (whole && !loads_by_list) {
       v_load.start_whole(shared_address(shared.v), v, problem.v.row_stride, tile * block_kv, extent.kv.length,
                          threadIdx.x, true);
       copies_commit();
@@ -52,7 +52,7 @@ struct InterleavedForward : Forward {
 
   template <bool whole>
   __device__ __forceinline__ void change_tiles(int next) {
-    if constexpr (whole && !has_kv_rows) {
+    if constexpr (whole && !loads_by_list) {
       copies_wait<0>();
       __syncthreads();  // V has landed; everybody is done with K
       k_load.start_whole(shared_address(shared.k), k, problem.k.row_stride, at_least(next, 0) * block_kv,

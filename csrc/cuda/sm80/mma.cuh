@@ -154,6 +154,25 @@ struct TileLoad {
                                               int thread, bool wanted) {
     load_tile<T, columns, threads, true>(tile, head, row_stride, first, length, thread, wanted);
   }
+  // Rows of a head that are listed.
+  template <typename Listed>
+  __device__ __forceinline__ void start_listed(u32 tile, const Listed& rows, const Element* head, i64 row_stride,
+                                               int thread) {
+    using Rows = ThreadRows<T, threads>;
+    const int chunk = Rows::chunk_of(thread);
+#pragma unroll
+    for (int i = 0; i < Rows::passes; ++i) {
+      const int row = Rows::row_of(thread) + i * Rows::pass_rows;
+      if (!Rows::in_tile(row)) break;
+      const Element* from = head + at_least(rows.numbers[i], 0) * row_stride;
+#pragma unroll
+      for (int j = 0; j < Rows::row_chunks; ++j) {
+        const int of_row = chunk + j * Rows::row_threads;
+        const bool valid = rows.numbers[i] >= 0 && of_row * chunk_elements < columns;
+        copy_async(tile + T::offset(row, of_row), from + (valid ? of_row * chunk_elements : 0), valid);
+      }
+    }
+  }
   __device__ __forceinline__ void finish(u32, int) const {}
 };
 struct FloatLoad {

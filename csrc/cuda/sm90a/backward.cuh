@@ -75,7 +75,7 @@ extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
 // By key_loaders warps: the keys of the block.
 JAX_FLASH_DEVICE void load_keys(const Block& block, SharedStorage& shared, const TensorMaps& maps, int warp, int lane) {
   const Place& place = block.place;
-  if constexpr (has_kv_rows) {
+  if constexpr (loads_by_list) {
     using Rows = ListedRows<block_kv>;
     const Rows rows(Rows::Read(block.problem, place.extent, place.first_key, warp, lane));
     rows.load<KSlabs>(shared.k, block.problem.k, &maps.k, shared.keys_full, place.batch, place.kv_head, warp, lane);
@@ -359,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
   if (threadIdx.x == 0) {
-    barrier_init(shared_address(&shared.keys_full), has_kv_rows ? 2 * arrivals_of_keys : 1);
+    barrier_init(shared_address(&shared.keys_full), loads_by_list ? 2 * arrivals_of_keys : 1);
     for (int i = 0; i < stages; ++i) {
       barrier_init(shared_address(&shared.full[i]), 1 + 32);
       barrier_init(shared_address(&shared.empty[i]), 4 * computing * arrivals_of_a_warp);

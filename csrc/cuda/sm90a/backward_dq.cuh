@@ -366,7 +366,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
 
   if (warp < 4) {
     warpgroup_reg_dealloc<loading_warp>();
-    if constexpr (has_kv_rows) {
+    if constexpr (loads_by_list) {
       load_listed(block, shared, maps, warp, threadIdx.x % 32);
     } else if (warp == 0) {
       load(block, shared, maps, threadIdx.x % 32);

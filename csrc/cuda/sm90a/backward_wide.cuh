@@ -62,7 +62,7 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
   const float ds_factor = descale.ds * probability_unit;
   const int key = place.extent.kv.first + place.first_key;
   Ring<buffers> ring{0, 1};
-  bool first = !has_kv_rows;
+  bool first = !loads_by_list;
   const Search search(block);
   Walk at = search.first();
   if (skips_tiles && at.head > block.last_head) {
@@ -266,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const int first_key = block.place.first_key + warp % 4 * 16;
   if (warp < 4) {
     warpgroup_reg_dealloc<loading_warp>();
-    if (has_kv_rows && !block.idle()) load_listed_keys(block, shared, maps, warp, lane);
+    if (loads_by_list && !block.idle()) load_listed_keys(block, shared, maps, warp, lane);
     if (warp == 0 && !block.idle()) load(block, shared, maps, lane);
   } else {
     warpgroup_reg_alloc<computing_registers(loading_warp)>();

@@ -29,7 +29,7 @@ constexpr bool searches = skips_tiles || has_cu_q_lengths;
 constexpr Grid order = searches ? Grid::block_an_item : Grid::persistent;
 // The warpgroups share the registers that the block has at its launch: the producer needs few, unless it searches or
 // loads keys row by row.
-constexpr bool lean_producer = !searches && !has_kv_rows;
+constexpr bool lean_producer = !searches && !loads_by_list;
 constexpr int producer_registers = consumers == 3 ? (searches ? 56 : 32) : (lean_producer ? 24 : 40);
 constexpr int consumer_registers = consumers == 3 ? (searches ? 152 : 160) : (lean_producer ? 240 : 232);
 
@@ -292,11 +292,11 @@ struct Producer {
       const u32 found = shared_address(&shared.item_found[item_ring.stage]);
       if constexpr (!searches) {
         if (warp == 0) publisher.publish(item_ring);
-        if (has_kv_rows && warp == 0 && lane == 0) barrier_arrive(found);
+        if (loads_by_list && warp == 0 && lane == 0) barrier_arrive(found);
       }
       if (searches || warp > 0) barrier_wait(found, item_ring.parity);
       if (item.is_last) return arrive_without_q();
-      if (item.has_keys() && has_kv_rows) {
+      if (item.has_keys() && loads_by_list) {
         load_listed_tiles(item.place, item.range);
       } else if (item.has_keys()) {
         load_tiles(item);

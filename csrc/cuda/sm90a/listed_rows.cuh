@@ -8,11 +8,11 @@
 namespace jax_flash {
 
 // Whether the keys of a tile past the end stand in the same array as those before it, and may hold anything there.
-constexpr bool ragged_keys = (has_kv_lengths && !has_kv_rows) || packed;
+constexpr bool ragged_keys = (has_kv_lengths && !loads_by_list) || packed;
 
 // Warps that load a tile of keys, and their arrivals at its barrier.
-constexpr int key_loaders = has_kv_rows ? 4 : 1;
-constexpr int arrivals_of_keys = has_kv_rows ? 32 * key_loaders : 1;
+constexpr int key_loaders = loads_by_list ? 4 : 1;
+constexpr int arrivals_of_keys = loads_by_list ? 32 * key_loaders : 1;
 
 // Of one of these: which rows a tile of `size` keys has, from first_key on, which is kept.
 template <int size>
@@ -69,7 +69,7 @@ struct ListedRows {
 // Waits, of those that compute with them, for keys.
 JAX_FLASH_DEVICE void wait_for_keys(const u64& full, u32 parity) {
   barrier_wait(shared_address(&full), parity);
-  if constexpr (has_kv_rows) stores_ready();
+  if constexpr (loads_by_list) stores_ready();
 }
 
 }  // namespace jax_flash
