@@ -182,7 +182,7 @@ class Call:
 class ScaledArray(ctypes.Structure):
     """As csrc/scaling.h has it, like `Scaling`."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("original", "scaled", "kept")] + [
+    _fields_ = [(name, ctypes.c_void_p) for name in ("original", "scaled", "kept", "list")] + [
         (name, ctypes.c_int) for name in ("length", "heads", "columns")
     ]
 
@@ -201,9 +201,12 @@ class Scaling(ctypes.Structure):
 def scale(
     emulator: ctypes.CDLL, kv_heads: int, arrays: Sequence[np.ndarray], kept: Sequence[np.ndarray | None], *,
     two_limbs: bool = False, records: np.ndarray | None = None, delta: np.ndarray | None = None, chunks: int = 1,
-    dropout_factor: float = 1.0, seed: int = 0,
+    dropout_factor: float = 1.0, seed: int = 0, kv_rows: np.ndarray | None = None,
 ) -> tuple[list[np.ndarray], np.ndarray]:  # fmt: skip
-    """The float16 arrays of query, key and value, or with their ``records`` and ``delta`` that of dout; and records."""
+    """The float16 arrays of query, key and value, or with their ``records`` and ``delta`` that of dout; and records.
+
+    ``kv_rows``, [B, S]: the rows of key and value in the order that is wanted.
+    """
     batch, count = len(arrays[0]), len(arrays)
     made = [Guarded((*x.shape[:3], x.shape[3] * (2 if two_limbs else 1)), np.float16) for x in arrays]
     found, sizes = (Guarded((batch, kv_heads, n), np.float32) for n in (8, count * chunks * 6))
@@ -215,7 +218,8 @@ def scale(
     )  # fmt: skip
     for i, (x, rows) in enumerate(zip(arrays, kept, strict=True)):
         assert rows is None or (rows.dtype == bool and rows.shape == x.shape[:3])
-        pointers = (x.ctypes.data, made[i].array.ctypes.data, None if rows is None else rows.ctypes.data)
+        of_rows = (None if of is None else of.ctypes.data for of in (rows, kv_rows if i > 0 else None))
+        pointers = (x.ctypes.data, made[i].array.ctypes.data, *of_rows)
         scaling.arrays[i] = ScaledArray(*pointers, *x.shape[1:])
     call = ctypes.c_void_p(emulator.call_new(0, 1))
     bfloat16 = arrays[0].dtype == ml_dtypes.bfloat16

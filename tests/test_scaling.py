@@ -160,8 +160,8 @@ def scaled(
     kv_heads = arrays["key"].shape[2]
     inputs = [arrays[name] for name in ("query", "key", "value")]
     q, kv = ((kept or {}).get(side) for side in ("q", "kv"))
-    factor = options.pop("dropout_factor", 1.0)
-    made, records = emulated.scale(emulator, kv_heads, inputs, [q, kv, kv], **options)
+    factor, kv_rows = options.pop("dropout_factor", 1.0), options.pop("kv_rows", None)
+    made, records = emulated.scale(emulator, kv_heads, inputs, [q, kv, kv], kv_rows=kv_rows, **options)
     gradients = {"records": records, "delta": arrays["delta"], "dropout_factor": factor}
     more, records = emulated.scale(emulator, kv_heads, [arrays["dout"]], [q], **gradients, **options)
     numbers = {name: records[..., i] for i, name in enumerate(RECORD)}
@@ -214,6 +214,26 @@ def test_values(emulator: ctypes.CDLL, columns: int, chunks: int, dtype: str, tw
     np.testing.assert_array_equal(found.records["largest_value"], largest_value)
     bound = 1.25 * of_dp + arrays["delta"].reshape(B, 3, -1).max(axis=-1)
     np.testing.assert_array_equal(found.records["ds"], 2.0 ** (15 - np.frexp(bound)[1]))
+
+
+@pytest.mark.parametrize("two_limbs", [False, True])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_listed_rows(emulator: ctypes.CDLL, chunks: int, two_limbs: bool) -> None:
+    """Rows of key and value in the order of a list, the kept ones first; the others are zeros, whatever they hold."""
+    arrays = arrays_of(3, (37, 50), 40)
+    order = rng.permuted(np.tile(np.arange(50, dtype=np.int32), (B, 1)), axis=1)
+    kept = np.arange(50) < np.linspace(17, 50, B, dtype=int)[:, None]
+    in_order = dict(arrays)
+    for name in ("key", "value"):
+        in_order[name] = np.take_along_axis(arrays[name], order[:, :, None, None], axis=1)
+        hidden = np.take_along_axis(~kept, order.argsort(axis=1), axis=1)
+        arrays[name] = np.where(hidden[..., None, None], np.float32(np.nan), arrays[name])
+    options = {"kept": {"kv": np.repeat(kept[..., None], 3, axis=2)}, "two_limbs": two_limbs, "chunks": chunks}
+    found, want = scaled(emulator, arrays, kv_rows=order, **options), scaled(emulator, in_order, **options)
+    for name, x in want.arrays.items():
+        np.testing.assert_array_equal(found.arrays[name], x, name)
+    for name, x in want.records.items():
+        np.testing.assert_array_equal(found.records[name], x, name)
 
 
 @pytest.mark.parametrize("two_limbs", [False, True])

@@ -75,7 +75,9 @@ class BackwardItem {
         functions_(p),
         dropout_(p.options.dropout_rate),
         k_stride_(padded_head_dim<T>(p.head_dim)),
-        v_stride_(padded_head_dim<T>(p.value_head_dim)) {
+        v_stride_(padded_head_dim<T>(p.value_head_dim)),
+        gathers_(p.q_intervals && !p.kv_intervals && (p.q_intervals_strides.head == 0 || group() == 1) &&
+                 !options_.any() && !options_.has_segments && !functions_ && !dropout_.active()) {
     Arena arena(workspace);
     int64_t k_rows = int64_t{plan.keys} * k_stride_, v_rows = int64_t{plan.keys} * v_stride_;
     int64_t tile = int64_t{kQueries} * kKeys;
@@ -113,6 +115,11 @@ class BackwardItem {
     kept_end_ = arena.take<T>(kQueries);
     if (options_.has_segments) segments_ = arena.take<Int<T>>(kKeys);
     if (p.q_intervals) interval_begin_ = arena.take<Int<T>>(kKeys), interval_end_ = arena.take<Int<T>>(kKeys);
+    if (gathers_) {
+      gathered_k_ = arena.take<E>(int64_t{kKeys} * p.head_dim);
+      gathered_v_ = arena.take<E>(int64_t{kKeys} * p.value_head_dim);
+      kept_ = arena.take<int>(kKeys);
+    }
     functions_.take(arena, kKeys, kQueries);
     if (functions_) {
       row_indices_ = arena.take<int32_t>(kQueries);
@@ -342,6 +349,8 @@ class BackwardItem {
     decodes_ = may_decode() && !restates_;
     if (decodes_) decodes_ = decode();
     if (decodes_) return;
+    gathered_ = gathers_ && !band_.limited() && gather();
+    if (count_ == 0) return;
     load_keys();
     int64_t first_of_band = round_down(band_.row_begin(sequence_, first), kTilePadding<E>);
     int64_t end_of_band = band_.row_end(sequence_, first + count_ - 1);
@@ -350,7 +359,7 @@ class BackwardItem {
     for (int member = 0; member < group(); ++member) {
       head_ = kv_head_ * group() + member;
       int64_t begin = first_of_band, end = end_of_band;
-      if (q_intervals_) {
+      if (q_intervals_ && !gathered_) {
         keys_intervals_ = load_intervals();
         begin = std::max(begin, round_down(std::min(keys_intervals_.begin, sequence_.rows), kTilePadding<E>));
         end = std::min(end, keys_intervals_.end);
@@ -370,7 +379,7 @@ class BackwardItem {
         rows_intervals_ = kv_intervals_.range(head_, 1, sequence_.first_row + t, sequence_.first_row + next);
         if (!rows_intervals_.meets(first, first + count_)) continue;
         if (!meets_blocks(t, next)) continue;
-        test_intervals_ = q_intervals_ && !keys_intervals_.covers(t, next);
+        test_intervals_ = q_intervals_ && !gathered_ && !keys_intervals_.covers(t, next);
         int rows = static_cast<int>(next - t);
         load_queries(t, rows);
         if (most_ == 0) continue;
@@ -390,7 +399,7 @@ class BackwardItem {
       }
     }
     for (int j = 0; j < count_; ++j) {
-      int64_t s = sequence_.first_key + first + j;
+      int64_t s = sequence_.first_key + first + (gathered_ ? kept_[j] : j);
       store_row(dk_ + j * k_stride_, p_.head_dim, static_cast<T>(scale_), row_of<E>(p_.dk, batch_, s, kv_head_));
       store_row(dv_ + j * v_stride_, p_.value_head_dim, static_cast<T>(dropout_.factor()),
                 row_of<E>(p_.dv, batch_, s, kv_head_));
@@ -409,22 +418,31 @@ class BackwardItem {
     }
   }
 
+  // Where each of the block's keys keeps all rows or none, those that keep them become the block's keys; unless all of
+  // them do. The gradients of the others are zeros.
+  bool gather();
+  RowsOfKeys<E> rows_of_keys(const Tensor& array, int columns, E* gathered) const {
+    const E* rows = row_of<const E>(array, batch_, sequence_.first_key + first_, kv_head_);
+    if (!gathered_) return {rows, array.row_stride};
+    gather_rows(rows, array.row_stride, columns, kept_, count_, gathered);
+    return {gathered, columns};
+  }
+
   void load_keys() {
     int lanes = round_up(count_, std::max(kWidth<T>, kRowPadding));
-    const E* k = row_of<const E>(p_.k, batch_, sequence_.first_key + first_, kv_head_);
-    const E* v = row_of<const E>(p_.v, batch_, sequence_.first_key + first_, kv_head_);
+    auto [k, k_row_stride] = rows_of_keys(p_.k, p_.head_dim, gathered_k_);
+    auto [v, v_row_stride] = rows_of_keys(p_.v, p_.value_head_dim, gathered_v_);
     if constexpr (kPairedBackward<E>) {
-      load_columns(k, p_.k.row_stride, p_.head_dim, k_depth_, k_tiles_);
-      load_columns(v, p_.v.row_stride, p_.value_head_dim, v_depth_, v_tiles_);
-      copy_pairs_of_rows(k, p_.k.row_stride, count_, p_.head_dim, round_up(count_, kTilePadding<E>), k_stride_,
-                         k_pairs_);
+      load_columns(k, k_row_stride, p_.head_dim, k_depth_, k_tiles_);
+      load_columns(v, v_row_stride, p_.value_head_dim, v_depth_, v_tiles_);
+      copy_pairs_of_rows(k, k_row_stride, count_, p_.head_dim, round_up(count_, kTilePadding<E>), k_stride_, k_pairs_);
       std::memset(kColumns<E> ? dk_columns_ : dk_, 0, sizeof(T) * plan_.keys * k_stride_);
       std::memset(kColumns<E> ? dv_columns_ : dv_, 0, sizeof(T) * plan_.keys * v_stride_);
     } else {
       // dv_ is unused until the block's first product.
-      copy_rows(v, p_.v.row_stride, count_, p_.value_head_dim, lanes, v_stride_, dv_);
+      copy_rows(v, v_row_stride, count_, p_.value_head_dim, lanes, v_stride_, dv_);
       transpose_to_panels(dv_, v_stride_, lanes, p_.value_head_dim, v_panels_);
-      copy_rows(k, p_.k.row_stride, count_, p_.head_dim, lanes, k_stride_, k_);
+      copy_rows(k, k_row_stride, count_, p_.head_dim, lanes, k_stride_, k_);
       transpose_to_panels(k_, k_stride_, lanes, p_.head_dim, k_panels_);
       std::memset(dk_, 0, sizeof(T) * lanes * k_stride_);
       std::memset(dv_, 0, sizeof(T) * lanes * v_stride_);
@@ -666,6 +684,10 @@ class BackwardItem {
   int most_;     // the rows of the tile keep none of the block's keys from this one on
   bool masked_;  // whether the band clears some weight of the tile
   bool compare_segments_, test_intervals_;
+  const bool gathers_;                               // keys, where all rows keep them or none does
+  bool gathered_ = false;                            // the block's
+  E *gathered_k_ = nullptr, *gathered_v_ = nullptr;  // [kKeys][head_dim], [kKeys][value_head_dim]
+  int* kept_;                                        // [kKeys] which keys they are of, counted from the block's first
   bool decodes_;
   bool restates_ = false;  // whether tiles end with their scores, of rows [restated_begin_, restated_end_)
   bool large_;             // whether it does, or rows of the tile have been restated

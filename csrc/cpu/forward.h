@@ -90,6 +90,7 @@ class ForwardItem {
     if (gathers_) {
       gathered_k_ = arena.take<E>(keys * p.head_dim);
       gathered_v_ = arena.take<E>(keys * p.value_head_dim);
+      kept_ = arena.take<int>(keys);
     }
     if (options_.has_intervals) {
       rows_in_lanes_ = arena.take<Int<T>>(lanes);
@@ -408,8 +409,8 @@ class ForwardItem {
       return decode<kDecodingRows>(first, count);
     }
     int64_t kv_head = first_head_ / (p_.q_heads / p_.kv_heads);
-    RowsOfKeys k{row_of<const E>(p_.k, batch_, sequence_.first_key + first, kv_head), p_.k.row_stride};
-    RowsOfKeys v{row_of<const E>(p_.v, batch_, sequence_.first_key + first, kv_head), p_.v.row_stride};
+    RowsOfKeys<E> k{row_of<const E>(p_.k, batch_, sequence_.first_key + first, kv_head), p_.k.row_stride};
+    RowsOfKeys<E> v{row_of<const E>(p_.v, batch_, sequence_.first_key + first, kv_head), p_.v.row_stride};
     const E *next_k = k.first + count * k.stride, *next_v = v.first + count * v.stride;
     const int next = static_cast<int>(std::min<int64_t>(keys_end_ - (first + count), keys_));
     gathered_ = gathers_ && !band_.limited() && gather(first, count, k, v);
@@ -438,13 +439,9 @@ class ForwardItem {
     }
   }
 
-  struct RowsOfKeys {
-    const E* first;
-    ptrdiff_t stride;
-  };
   // Where each of a block's keys keeps all rows or none, those that keep them become the block's keys, side by side in
   // copies; unless all of them do. Only where nothing asks for a key's place.
-  bool gather(int64_t first, int& count, RowsOfKeys& k, RowsOfKeys& v);
+  bool gather(int64_t first, int& count, RowsOfKeys<E>& k, RowsOfKeys<E>& v);
 
   // Which of a block's `count` keys a panel visits, counted from the first.
   KeyRange keys_of_panel(int panel, int64_t first, int count) const {
@@ -685,6 +682,7 @@ class ForwardItem {
   const bool gathers_;           // keys, where all rows keep them or none does
   bool gathered_ = false;        // the block's
   E *gathered_k_, *gathered_v_;  // [keys_][head_dim], [keys_][value_head_dim]
+  int* kept_;                    // [keys_] which keys they are of, counted from the block's first
 };
 
 }  // namespace jax_flash::cpu::JAX_FLASH_ISA

@@ -122,24 +122,18 @@ __attribute__((noinline)) void ForwardItem<E>::test_intervals(int row, const Kep
 }
 
 template <typename E>
-bool ForwardItem<E>::gather(int64_t first, int& count, RowsOfKeys& k, RowsOfKeys& v) {
+bool ForwardItem<E>::gather(int64_t first, int& count, RowsOfKeys<E>& k, RowsOfKeys<E>& v) {
   int64_t first_row = panel_[0].kept.first_row, end_row = panel_[0].kept.end_row;
   for (int i = 1; i < panel_count_; ++i) {
     first_row = std::min(first_row, panel_[i].kept.first_row);
     end_row = std::max(end_row, panel_[i].kept.end_row);
   }
   if (intervals_of_keys(first, first + count).covers(first_row, end_row)) return false;
-  int kept = 0;
-  for (int j = 0; j < count; ++j) {
-    // Heads are folded only where they share the intervals of keys.
-    const Interval rows = q_intervals_.of(first_head_, sequence_.first_key + first + j);
-    const bool all = rows.begin <= first_row && end_row <= rows.end;
-    if (!all && std::max(rows.begin, first_row) < std::min(rows.end, end_row)) return false;
-    if (!all) continue;
-    std::memcpy(gathered_k_ + int64_t{kept} * p_.head_dim, k.first + j * k.stride, sizeof(E) * p_.head_dim);
-    std::memcpy(gathered_v_ + int64_t{kept} * p_.value_head_dim, v.first + j * v.stride, sizeof(E) * p_.value_head_dim);
-    ++kept;
-  }
+  // Heads are folded only where they share the intervals of keys.
+  const int kept = q_intervals_.keeping_all(first_head_, sequence_.first_key + first, count, first_row, end_row, kept_);
+  if (kept < 0) return false;
+  gather_rows(k.first, k.stride, p_.head_dim, kept_, kept, gathered_k_);
+  gather_rows(v.first, v.stride, p_.value_head_dim, kept_, kept, gathered_v_);
   count = kept;
   k = {gathered_k_, p_.head_dim};
   v = {gathered_v_, p_.value_head_dim};

@@ -40,6 +40,19 @@ class Intervals {
     return {interval[0], interval[1]};
   }
 
+  // Of keys: where each of [first, first + count) keeps all rows of [begin, end) or none, the number of those that keep
+  // them, which go to `kept`, counted from the first; else -1.
+  int keeping_all(int64_t head, int64_t first, int count, int64_t begin, int64_t end, int* kept) const {
+    int found = 0;
+    for (int j = 0; j < count; ++j) {
+      const Interval rows = of(head, first + j);
+      const bool all = rows.begin <= begin && end <= rows.end;
+      if (!all && std::max(rows.begin, begin) < std::min(rows.end, end)) return -1;
+      if (all) kept[found++] = j;
+    }
+    return found;
+  }
+
   // Of [begin, end), in `heads` heads.
   IntervalRange range(int64_t first_head, int64_t heads, int64_t begin, int64_t end) const {
     if (!intervals_) return {0, kNoEnd, 0, kNoEnd};

@@ -275,4 +275,17 @@ class Arena {
   size_t used_ = 0;
 };
 
+// Of an array, for a head.
+template <typename E>
+struct RowsOfKeys {
+  const E* first;
+  ptrdiff_t stride;
+};
+
+// `count` rows of an array, by their numbers, side by side.
+template <typename E>
+inline void gather_rows(const E* from, ptrdiff_t stride, int columns, const int* rows, int count, E* to) {
+  for (int i = 0; i < count; ++i) std::memcpy(to + int64_t{i} * columns, from + rows[i] * stride, sizeof(E) * columns);
+}
+
 }  // namespace jax_flash::cpu::JAX_FLASH_ISA
