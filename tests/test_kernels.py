@@ -212,7 +212,7 @@ def test_gates_of_hopper(hopper: list[tuple[str, Mapping[str, Any]]]) -> None:
 @pytest.mark.parametrize("pass_", LONG)
 @pytest.mark.parametrize("arch", [70, 75, 80, 86, 90])
 def test_every_tile_row_has_room(arch: int, pass_: str, tmp_path: pathlib.Path) -> None:
-    """In shared memory: Turing's backward at head_dim 96 once had not, beside atomic additions to dQ."""
+    """Of plain calls, in shared memory: Turing's backward at head_dim 96 once had not, beside additions to dQ."""
     largest: dict[tuple[int, ...], int] = {}
     for head_dim in range(8, 257, 8):
         row = _core.tile_row(arch=arch, pass_=pass_, head_dim=head_dim)["row"]

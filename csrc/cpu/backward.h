@@ -76,8 +76,8 @@ class BackwardItem {
         dropout_(p.options.dropout_rate),
         k_stride_(padded_head_dim<T>(p.head_dim)),
         v_stride_(padded_head_dim<T>(p.value_head_dim)),
-        gathers_(p.q_intervals && !p.kv_intervals && (p.q_intervals_strides.head == 0 || group() == 1) &&
-                 !options_.any() && !options_.has_segments && !functions_ && !dropout_.active()) {
+        gathers_(hides_keys_alone(p, options_, functions_, dropout_) &&
+                 (p.q_intervals_strides.head == 0 || group() == 1)) {
     Arena arena(workspace);
     int64_t k_rows = int64_t{plan.keys} * k_stride_, v_rows = int64_t{plan.keys} * v_stride_;
     int64_t tile = int64_t{kQueries} * kKeys;
@@ -336,8 +336,10 @@ class BackwardItem {
     }
   }
 
-  void clear_padding() const {
-    for (int64_t s = sequence_.first_key + sequence_.keys; s < sequence_.first_key + sequence_.all_keys; ++s) {
+  void clear_padding() const { clear_keys(sequence_.keys, sequence_.all_keys); }
+  // Zeros dk and dv of these keys of the sequence.
+  void clear_keys(int64_t begin, int64_t end) const {
+    for (int64_t s = sequence_.first_key + begin; s < sequence_.first_key + end; ++s) {
       std::memset(row_of<E>(p_.dk, batch_, s, kv_head_), 0, sizeof(E) * p_.head_dim);
       std::memset(row_of<E>(p_.dv, batch_, s, kv_head_), 0, sizeof(E) * p_.value_head_dim);
     }

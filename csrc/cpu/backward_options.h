@@ -172,14 +172,7 @@ bool BackwardItem<E>::gather() {
   if (q_intervals_.range(head, 1, first, first + count_).covers(0, sequence_.rows)) return false;
   const int kept = q_intervals_.keeping_all(head, first, count_, 0, sequence_.rows, kept_);
   if (kept < 0) return false;
-  for (int j = 0, next = 0; j < count_ && !restates_; ++j) {
-    if (next < kept && kept_[next] == j) {
-      ++next;
-      continue;
-    }
-    std::memset(row_of<E>(p_.dk, batch_, first + j, kv_head_), 0, sizeof(E) * p_.head_dim);
-    std::memset(row_of<E>(p_.dv, batch_, first + j, kv_head_), 0, sizeof(E) * p_.value_head_dim);
-  }
+  if (!restates_) clear_keys(first_, first_ + count_);
   count_ = kept;
   return true;
 }

@@ -65,8 +65,7 @@ class ForwardItem {
         keys_(key_block(std::max(p.head_dim, p.value_head_dim))),
         panels_((plan.block_rows + kPanel<T> - 1) / kPanel<T>),
         bit_rows_((plan.block_rows + kDropoutRows - 1) / kDropoutRows),
-        gathers_(p.q_intervals && !p.kv_intervals && !options_.any() && !options_.has_segments && !functions_ &&
-                 !dropout_.active()) {
+        gathers_(hides_keys_alone(p, options_, functions_, dropout_)) {
     Arena arena(workspace);
     int64_t lanes = std::max(static_cast<int64_t>(panels_) * kPanel<T>, int64_t{kDecodingRows}), keys = keys_;
     int64_t decoding_rows = (plan.together ? p.q_heads / plan.fold : 1) * kDecodingRows;

@@ -132,4 +132,12 @@ class Scores {
   T cap_, cap_rate_;
 };
 
+// Whether pairs are kept by the intervals of keys, and nothing asks which key one is: so that keys which all rows keep
+// may stand side by side.
+template <typename E>
+bool hides_keys_alone(const Problem& p, const Scores<E>& scores, const PairFunctions& functions,
+                      const Dropout& dropout) {
+  return p.q_intervals && !p.kv_intervals && !scores.any() && !scores.has_segments && !functions && !dropout.active();
+}
+
 }  // namespace jax_flash::cpu::JAX_FLASH_ISA

@@ -143,7 +143,8 @@ def lists_keys(
     value_head_dim: int,
     shapes: Mapping[str, Sequence[int]],
 ) -> bool:
-    """Whether the kernels of a call's main pass take its keys as a list of rows, those that are kept first."""
+    """Whether the kernels of a main pass take keys as a list of rows, those that are kept first, in place of the mask
+    that this call has."""
 
 def separate_dq(*, arch: int, largest_head_dim: int) -> bool:
     """Whether dquery has a pass of its own on a compute capability such as 90 even if the option of this name is
