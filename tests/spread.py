@@ -6,6 +6,7 @@ from typing import Any
 import cases
 import jax
 import numpy as np
+import pytest
 from cases import Target
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -19,10 +20,19 @@ ROWS = {"bias": -2, "mask": -2, "q_segment_ids": -1, "kv_start": -1, "kv_end": -
 KEYS = {"kv_segment_ids": -1, "q_start": -1, "q_end": -1}
 
 
-def mesh(sizes: Mapping[str, int], kind: str = "Auto") -> Mesh:
+def mesh(sizes: Mapping[str, int], kind: str = "Auto", platform: str = "cpu") -> Mesh:
+    """Skips the test if the platform has fewer devices."""
     count = int(np.prod(list(sizes.values())))
-    devices = np.array(jax.devices("cpu")[:count]).reshape(tuple(sizes.values()))
-    return Mesh(devices, tuple(sizes), axis_types=(getattr(AxisType, kind),) * len(sizes))
+    devices = jax.devices(platform)
+    if len(devices) < count:
+        pytest.skip(f"needs {count} devices of platform {platform}, JAX has {len(devices)}")
+    grid = np.array(devices[:count]).reshape(tuple(sizes.values()))
+    return Mesh(grid, tuple(sizes), axis_types=(getattr(AxisType, kind),) * len(sizes))
+
+
+def many(platform: str) -> int:
+    """Of how many devices the tests make a mesh: four, or two on a host with two or three GPUs."""
+    return 4 if len(jax.devices(platform)) >= 4 else 2
 
 
 def split_axis(name: str, x: Any) -> int | None:

@@ -27,7 +27,7 @@ SCHEDULES = ("all_gather", "ring", "ulysses")
 ORDERS = ("contiguous", "zigzag", "striped")
 WAYS = [(schedule, order) for schedule in SCHEDULES for order in ORDERS]
 CPU = next(target for target in cases.TARGETS if target.platform == "cpu" and target.kernel)
-ANY = dataclasses.replace(CPU, implementation=None)  # some options become functions, which no kernel for CPUs takes
+CUDA = next(target for target in cases.TARGETS if target.platform == "cuda" and target.kernel)
 
 CASES = (
     Case("spread_plain", 16, 16, 4, 4, 8),
@@ -50,9 +50,15 @@ PACKED = (
 )  # fmt: skip
 
 
-def target_of(case: Case | PackedCase, schedule: str, order: str) -> Target:
+def any_of(platform: str) -> Target:
+    """Where some options become functions, which no kernel for CPUs takes in packed sequences."""
+    return dataclasses.replace(CUDA if platform == "cuda" else CPU, implementation=None)
+
+
+def target_of(case: Case | PackedCase, schedule: str, order: str, platform: str) -> Target:
     becomes_function = (schedule == "ring" and isinstance(case, PackedCase)) or order != "contiguous"
-    return ANY if case.alibi is not None and becomes_function else CPU
+    kernel = CUDA if platform == "cuda" else CPU
+    return any_of(platform) if case.alibi is not None and becomes_function else kernel
 
 
 def serves(case: Case | PackedCase, schedule: str) -> bool:
@@ -69,24 +75,43 @@ def ways_of(values: Any, *, every: int = 6, served: Any = serves) -> list[Any]:
     ]  # fmt: skip
 
 
-def check_case(problem: cases.Problem, case: Any, schedule: str, order: str) -> None:
+on_platforms = pytest.mark.parametrize("platform", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def check_case(problem: cases.Problem, case: Any, schedule: str, order: str, platform: str) -> None:
     # Both ways to call it, by turns.
     bound = (len(case.name) + WAYS.index((schedule, order))) % 2 == 0
-    grid = spread.mesh({"seq": 2 if schedule == "ulysses" else 4})
-    got = Spread(target_of(case, schedule, order), problem, ContextParallel("seq", schedule, order), grid).run(bound)
-    problem.check("cpu", got)
+    devices = 2 if schedule == "ulysses" else spread.many(platform)
+    grid = spread.mesh({"seq": devices}, platform=platform)
+    target = target_of(case, schedule, order, platform)
+    got = Spread(target, problem, ContextParallel("seq", schedule, order), grid).run(bound)
+    problem.check(platform, got)
 
 
+@on_platforms
 @pytest.mark.parametrize(("case", "schedule", "order"), ways_of(CASES))
-def test_every_option(case: Case, schedule: str, order: str) -> None:
-    check_case(cases.problem(case, "float32"), case, schedule, order)
+def test_every_option(case: Case, schedule: str, order: str, platform: str) -> None:
+    check_case(cases.problem(case, "float32"), case, schedule, order, platform)
 
 
+@on_platforms
 @pytest.mark.parametrize(("case", "schedule", "order"), ways_of(PACKED, every=8))
-def test_packed_sequences(case: PackedCase, schedule: str, order: str) -> None:
-    check_case(cases.packed_problem(case, "float32"), case, schedule, order)
+def test_packed_sequences(case: PackedCase, schedule: str, order: str, platform: str) -> None:
+    check_case(cases.packed_problem(case, "float32"), case, schedule, order, platform)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("schedule", "order"), WAYS)
+@pytest.mark.parametrize("dtype", CUDA.dtypes)
+def test_several_tiles_on_gpus(dtype: str, schedule: str, order: str) -> None:
+    """A shard is several tiles of rows and of keys long."""
+    case = Case("spread_tiles", 1024, 1024, 8, 4, 64, causal=True, leading=(1,))
+    grid = spread.mesh({"seq": spread.many("cuda")}, platform="cuda")
+    problem = cases.problem(case, dtype)
+    problem.check("cuda", Spread(CUDA, problem, ContextParallel("seq", schedule, order), grid).run(bound=False))
+
+
+@on_platforms
 @pytest.mark.by_turns(2)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize(
@@ -104,12 +129,14 @@ def test_packed_sequences(case: PackedCase, schedule: str, order: str) -> None:
         )
     ],
 )
-def test_meshes_with_other_axes(case: Case, schedule: str, order: str, kind: str) -> None:
+def test_meshes_with_other_axes(case: Case, schedule: str, order: str, kind: str, platform: str) -> None:
     """Batch and heads are split, too: the same dropout, the same gradients of what devices share."""
     problem = cases.problem(case, "float32")
     of_context = ContextParallel("seq", schedule, order, "data", "heads")
-    grid = spread.mesh({"data": 2, "seq": 2, "heads": 2}, kind)
-    problem.check("cpu", Spread(CPU, problem, of_context, grid).run(bound=False))
+    target, sizes = CPU, {"data": 2, "seq": 2, "heads": 2}
+    if platform == "cuda":  # four GPUs: batch or heads
+        target, sizes = CUDA, sizes | {"data" if kind == "Auto" else "heads": 1}
+    problem.check(platform, Spread(target, problem, of_context, spread.mesh(sizes, kind, platform)).run(bound=False))
 
 
 @pytest.mark.parametrize(
@@ -194,12 +221,13 @@ def expected_with_functions() -> Any:
     return jax.tree.map(np.asarray, (out, *gradients))
 
 
-def check_functions(schedule: str, order: str, kind: str) -> None:
+def check_functions(schedule: str, order: str, kind: str, platform: str) -> None:
     # Two heads on each device with "ulysses", whose offsets then matter
-    alone = {"seq": 2 if schedule == "ulysses" else 4}
-    sizes = alone if kind == "bound" else {"data": 2, "seq": 2, "heads": 2}
+    alone = {"seq": 2 if schedule == "ulysses" else spread.many(platform)}
+    meshed = {"data": 2, "seq": 2, "heads": 2 if platform == "cpu" else 1}
+    sizes = alone if kind == "bound" else meshed
     of_context = ContextParallel("seq", schedule, order, *(("data", "heads") if kind == "Auto" else ()))
-    grid = spread.mesh(sizes, "Auto" if kind == "bound" else kind)
+    grid = spread.mesh(sizes, "Auto" if kind == "bound" else kind, platform)
     devices, rows = sizes["seq"], PartitionSpec(None, "seq")
     split = NamedSharding(grid, rows if kind == "bound" else PartitionSpec("data", "seq", "heads"))
 
@@ -227,33 +255,35 @@ def check_functions(schedule: str, order: str, kind: str) -> None:
 )
 def test_functions_see_global_indices(schedule: str, order: str, kind: str) -> None:
     """Together with meshes that split batch and heads, too."""
-    check_functions(schedule, order, kind)
+    check_functions(schedule, order, kind, "cpu")
 
 
+@on_platforms
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bound", "Auto", "Explicit"])
 @pytest.mark.parametrize(("schedule", "order"), WAYS)
-def test_functions_everywhere(schedule: str, order: str, kind: str) -> None:
-    check_functions(schedule, order, kind)
+def test_functions_everywhere(schedule: str, order: str, kind: str, platform: str) -> None:
+    check_functions(schedule, order, kind, platform)
 
 
+@on_platforms
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
-def test_drawn_cases(seed: int) -> None:
+def test_drawn_cases(seed: int, platform: str) -> None:
     """Any combination of options, by all schedules that serve it."""
     chooser = _Chooser(np.random.default_rng(seed))
     program = drawing.program(chooser, ("float32", "bfloat16"))
     shapes = [shape for shape in ((16, 16), (16, 48), (64, 32), (80, 80), (32, 304)) if program.fits(shape)]
     problem = drawing.problem_of(program, chooser.one(shapes), seed)
     schedule, order = chooser.one(WAYS)
-    devices = chooser.one(
-        [2, 4, 8] if schedule != "ulysses" else [n for n in (2, 4, 8) if not program.heads[0] % n] or [1]
-    )
+    sizes = (2, 4, 8) if platform == "cpu" else (2, spread.many(platform))
+    devices = chooser.one(sizes if schedule != "ulysses" else [n for n in sizes if not program.heads[0] % n] or [1])
     if schedule == "ring" and dict(program.options).get("dropout_rate"):
         schedule = "all_gather"
-    grid = spread.mesh({"seq": devices})
-    got = Spread(ANY, problem, ContextParallel("seq", schedule, order), grid).run(bound=bool(seed % 2))
-    drawing.check(CPU, problem, got)
+    grid = spread.mesh({"seq": devices}, platform=platform)
+    of_context = ContextParallel("seq", schedule, order)
+    got = Spread(any_of(platform), problem, of_context, grid).run(bound=bool(seed % 2))
+    drawing.check(CUDA if platform == "cuda" else CPU, problem, got)
 
 
 @dataclasses.dataclass
@@ -400,6 +430,29 @@ def test_the_ring_tests_no_pair_off_the_diagonal() -> None:
     striped = gradient_program("ring", 4, 32, "striped", compiled=False).as_text()
     assert "jax_flash_backward" in striped
     assert "intervals = true" not in zigzag + striped
+
+
+def test_branches_of_platforms_have_the_same_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX traces the branches of all platforms that it has: of two where there are GPUs, and here of CPUs alone."""
+    compared = []
+
+    def platform_dependent(*args: Any, cpu: Any, default: Any) -> Any:
+        found = cpu(*args)
+        compared.append(jax.tree.map(jax.typeof, found))
+        assert compared[-1] == jax.tree.map(jax.typeof, default(*args))
+        return found
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", platform_dependent)
+    grid = spread.mesh({"data": 2, "seq": 2, "heads": 2})
+    of_context = ContextParallel("seq", "ring", "zigzag", "data", "heads")
+
+    def loss(*inputs: Any) -> Any:
+        return jax_flash.attention(*inputs, causal=True, context=of_context).sum()
+
+    x = jax.ShapeDtypeStruct((2, 16, 2, 8), np.float32)
+    with jax.set_mesh(grid):
+        jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x)
+    assert len(compared) >= 2
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -1,12 +1,14 @@
 """Batch and heads are split over devices without communication; with any other sharding results stay right."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import cases
 import jax
 import numpy as np
 import pytest
+import spread
 from cases import Case, Target
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -16,30 +18,16 @@ COLLECTIVES = re.compile(r"\b(all-gather|all-reduce|all-to-all|collective-permut
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
-def mesh(target: Target, shape: tuple[int, ...], names: tuple[str, ...]) -> jax.sharding.Mesh:
-    devices = jax.devices(target.platform)
-    if len(devices) < np.prod(shape):
-        pytest.skip(f"needs {np.prod(shape)} devices of platform {target.platform}, JAX has {len(devices)}")
-    return jax.sharding.Mesh(np.array(devices[: np.prod(shape)]).reshape(shape), names)
+def mesh(target: Target, shape: tuple[int, ...], names: tuple[str, ...], kind: str = "Auto") -> jax.sharding.Mesh:
+    return spread.mesh(dict(zip(names, shape, strict=True)), kind, target.platform)
 
 
-def layouts(target: Target) -> list[tuple[str, tuple[int, ...], PartitionSpec]]:
-    many = 4 if target.platform == "cpu" else 2
-    return [
-        ("batch", (many, 1), PartitionSpec("x")),
-        ("heads", (1, many), PartitionSpec(None, None, "y")),
-        *([("both", (2, 2), PartitionSpec("x", None, "y"))] if many == 4 else []),
-        ("batch_by_two_axes", (many // 2, 2), PartitionSpec(("x", "y"))),
-    ]
-
-
-def layout_params(condition: Any) -> list[Any]:
-    return [
-        cases.param(target, shape, spec, id=name)
-        for target in cases.TARGETS
-        if condition(target)
-        for name, shape, spec in layouts(target)
-    ]
+LAYOUTS: dict[str, tuple[Callable[[int], tuple[int, int]], PartitionSpec]] = {
+    "batch": (lambda many: (many, 1), PartitionSpec("x")),
+    "heads": (lambda many: (1, many), PartitionSpec(None, None, "y")),
+    "both": (lambda many: (many // 2, 2), PartitionSpec("x", None, "y")),
+    "batch_by_two_axes": (lambda many: (many // 2, 2), PartitionSpec(("x", "y"))),
+}
 
 
 def compiled(target: Target, problem: cases.Problem, grid: jax.sharding.Mesh, spec: PartitionSpec) -> Any:
@@ -63,10 +51,13 @@ def compiled(target: Target, problem: cases.Problem, grid: jax.sharding.Mesh, sp
 GROUPED = Case("sharded", 9, 12, q_heads=8, kv_heads=4, head_dim=8, leading=(4,), causal=True, q_offset=(3, 0, -2, 12))
 
 
-@pytest.mark.parametrize(("target", "shape", "spec"), layout_params(lambda target: target.kernel))
-def test_batch_and_heads_need_no_communication(target: Target, shape: tuple[int, ...], spec: PartitionSpec) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
+def test_batch_and_heads_need_no_communication(target: Target, layout: str) -> None:
+    shape_of, spec = LAYOUTS[layout]
     problem = cases.problem(GROUPED, target.dtypes[0])
-    program, arguments, shardings = compiled(target, problem, mesh(target, shape, ("x", "y")), spec)
+    grid = mesh(target, shape_of(spread.many(target.platform)), ("x", "y"))
+    program, arguments, shardings = compiled(target, problem, grid, spec)
     assert not COLLECTIVES.findall(program.as_text())
     assert program.as_text().count("jax_flash_forward") >= 1
     results = program(*arguments)
@@ -121,7 +112,7 @@ def test_more_devices_than_key_heads(target: Target, heads: tuple[int, int]) -> 
     """Query heads are split over devices that share key heads: each computes its own, and none is gathered."""
     case = Case("shared", 9, 12, *heads, head_dim=8, leading=(2,), causal=True, q_offset=(3, -2), alibi="n")
     problem = cases.problem(case, target.dtypes[0])
-    many = 4 if target.platform == "cpu" else 2
+    many = spread.many(target.platform)
     grid = mesh(target, (1, many), ("x", "y"))
     program, arguments = split_call(target, problem, grid, PartitionSpec(None, None, "y"))
     for name in ("jax_flash_forward", "jax_flash_backward"):
@@ -146,9 +137,8 @@ ROWS = (
 def test_rows_of_query(target: Target, case: Case, kind: str) -> None:
     """Each device computes its rows, with all keys."""
     problem = cases.problem(case, target.dtypes[0])
-    many = 4 if target.platform == "cpu" else 2
-    devices = mesh(target, (many,), ("x",)).devices
-    grid = jax.sharding.Mesh(devices, ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+    many = spread.many(target.platform)
+    grid = mesh(target, (many,), ("x",), kind)
     with jax.set_mesh(grid):
         program, arguments = split_call(target, problem, grid, PartitionSpec(None, "x"))
         for name in ("jax_flash_forward", "jax_flash_backward"):
@@ -162,7 +152,7 @@ def test_rows_of_query(target: Target, case: Case, kind: str) -> None:
 def test_rows_and_keys_of_one_axis(target: Target) -> None:
     """Sequence parallelism without annotations: K and V are gathered, the query is not."""
     problem = cases.problem(Case("rows_and_keys", 16, 24, 4, 2, 8, causal=True, q_offset=8), target.dtypes[0])
-    many = 4 if target.platform == "cpu" else 2
+    many = spread.many(target.platform)
     grid = mesh(target, (many,), ("x",))
     placed = [jax.device_put(x, NamedSharding(grid, PartitionSpec(None, "x"))) for x in problem.inputs]
     program = jax.jit(cases.call(target, problem)).lower(*placed).compile()
@@ -186,7 +176,7 @@ def test_rows_and_keys_of_one_axis(target: Target) -> None:
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.kernel))
 def test_what_is_not_split_is_right(target: Target, case: Case) -> None:
     problem = cases.problem(case, target.dtypes[0])
-    grid = mesh(target, (4 if target.platform == "cpu" else 2,), ("x",))
+    grid = mesh(target, (spread.many(target.platform),), ("x",))
     whole = NamedSharding(grid, PartitionSpec())
     spec = PartitionSpec("x") if case.name == "batch_uneven" else PartitionSpec(None, "x")
 
@@ -208,8 +198,7 @@ def test_what_is_not_split_is_right(target: Target, case: Case) -> None:
 def test_second_order_where_split(target: Target, spec: PartitionSpec, kind: str) -> None:
     """Tangents and Hessian-vector products of what is split over devices are those of one device."""
     problem = cases.problem(Case("split_twice", 8, 12, 4, 2, 8, causal=True, q_offset=4), "float64")
-    devices = mesh(target, (2,), ("x",)).devices
-    grid = jax.sharding.Mesh(devices, ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+    grid = mesh(target, (2,), ("x",), kind)
 
     def loss(*inputs: Any) -> Any:
         out, lse = cases.call(target, problem)(*inputs)
@@ -233,7 +222,7 @@ def test_mapped_over_a_split_axis(target: Target) -> None:
     """vmap over an axis that is split over devices."""
     case = Case("vmap_split", 9, 12, q_heads=4, kv_heads=2, head_dim=8, leading=(4, 1), causal=True)
     problem = cases.problem(case, target.dtypes[0])
-    grid = mesh(target, (4 if target.platform == "cpu" else 2,), ("x",))
+    grid = mesh(target, (spread.many(target.platform),), ("x",))
     placed = [jax.device_put(x, NamedSharding(grid, PartitionSpec("x"))) for x in problem.inputs]
     program = jax.jit(jax.vmap(cases.call(target, problem))).lower(*placed).compile()
     assert not COLLECTIVES.findall(program.as_text())
@@ -251,8 +240,7 @@ def test_shard_map(target: Target, check_vma: bool, jitted: bool, kind: str) -> 
     if not jitted and target.implementation == "xla" and jax.__version_info__ < (0, 10):
         pytest.skip("jax 0.9 evaluates no checkpoint inside a shard_map without jit")
     problem = cases.problem(GROUPED, target.dtypes[0])
-    devices = mesh(target, (2, 1), ("x", "y")).devices
-    grid = jax.sharding.Mesh(devices, ("x", "y"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
+    grid = mesh(target, (2, 1), ("x", "y"), kind)
 
     def part(query: Any, key: Any, value: Any, offset: Any, dout: Any, dlse: Any) -> Any:
         results, pullback = jax.vjp(cases.call(target, problem, q_offset=offset), query, key, value)
@@ -294,8 +282,7 @@ def test_shard_map_over_rows(target: Target) -> None:
 def test_explicit_sharding(target: Target) -> None:
     """On a mesh of explicit axes the results' types say how they are split, and nothing is gathered."""
     problem = cases.problem(GROUPED, target.dtypes[0])
-    devices = mesh(target, (2, 1), ("x", "y")).devices
-    grid = jax.sharding.Mesh(devices, ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    grid = mesh(target, (2, 1), ("x", "y"), "Explicit")
     with jax.set_mesh(grid):
         placed = [jax.device_put(x, NamedSharding(grid, PartitionSpec("x", None, "y"))) for x in problem.inputs]
         program = jax.jit(cases.call(target, problem, q_offset=2)).lower(*placed).compile()
@@ -312,8 +299,7 @@ def test_gradients_of_what_devices_share(target: Target, bias: str, kind: str) -
     """The gradient is the sum over the batch entries and heads of all devices."""
     case = Case(f"shared_{bias}", 19, 24, 4, 4, 8, bias=bias, alibi="n", sinks=True, q_lengths=(19, 7))
     problem = cases.problem(case, target.dtypes[0])
-    devices = mesh(target, (2, 1), ("x", "y")).devices
-    grid = jax.sharding.Mesh(devices, ("x", "y"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
+    grid = mesh(target, (2, 1), ("x", "y"), kind)
     split = NamedSharding(grid, PartitionSpec("x", None, "y"))
     whole = NamedSharding(grid, PartitionSpec())
 
@@ -333,8 +319,7 @@ def test_the_part_of_a_device_knows_no_mesh(monkeypatch: pytest.MonkeyPatch) -> 
     """From jax 0.11 on, explicit axes would annotate its operations with shardings that nothing lowers any more."""
     target = next(target for target in cases.TARGETS if target.platform == "cpu" and target.kernel)
     problem = cases.problem(Case("mesh", 9, 12, 4, 4, 8, bias="ts"), "float32")
-    devices = mesh(target, (2, 1), ("x", "y")).devices
-    grid = jax.sharding.Mesh(devices, ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    grid = mesh(target, (2, 1), ("x", "y"), "Explicit")
     call, empty = lowering.call, []
 
     def watched(*args: Any) -> Any:

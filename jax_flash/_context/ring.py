@@ -341,7 +341,9 @@ def _after(tree: Tree, others: Others) -> tuple[Tree, Others]:
     A barrier, which XLA for CPUs drops before it schedules: it would send all shards at once, and keep them. There the
     arrays are made to depend on a number that is 0.
     """
-    tree, others = jax.lax.optimization_barrier((tree, others))
+    # Where JAX has several platforms it traces both branches, whose results must have the same types: on_cpu makes all
+    # of the tree vary over the axes that any of the others varies over.
+    tree, others = jax.lax.optimization_barrier((varying.vary_alike(tree, others), others))
 
     def on_cpu(tree: Tree, others: Others) -> Tree:
         zero = jnp.int32(0)

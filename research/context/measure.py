@@ -1,6 +1,8 @@
-"""Measures attention over the GPUs of one host, beside one GPU and flash_attn_jax's ring.
+"""Measures attention over the GPUs of one host, beside one GPU and flash_attn_jax's ring: time and memory.
 
-python research/context/measure.py --out scaling.json
+python research/context/measure.py --out scaling.json                            # causal, 8,192 to 131,072 tokens
+python research/context/measure.py --length 1048576 --once                        # a minute of it on one GPU
+python research/context/measure.py --call window --call packed --length 131072
 """
 
 from __future__ import annotations
@@ -9,9 +11,9 @@ import argparse
 import contextlib
 import functools
 import json
+import math
 import pathlib
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,20 +30,38 @@ from jax_flash._tools.bench import race  # noqa: E402
 from jax_flash._tools.bench.race import Entry  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+WINDOW = 4096
+SEQUENCES = 8
+"""Of equal length, in a packed call."""
 KINDS: tuple[tuple[Schedule, Order], ...] = (
     ("ring", "zigzag"),
     ("all_gather", "zigzag"),
     ("ulysses", "contiguous"),
     ("ring", "striped"),
     ("ring", "contiguous"),
+    ("all_gather", "striped"),
+    ("all_gather", "contiguous"),
+    ("ulysses", "zigzag"),
+    ("ulysses", "striped"),
 )
+PEER = "flash_attn_jax ring"
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def attention_of(kind: tuple[Schedule, Order]) -> Attend:
-    schedule, order = kind
-    context = ContextParallel("seq", schedule=schedule, order=order)
-    return functools.partial(jax_flash.attention, causal=True, context=context)
+def attention_of(kind: tuple[Schedule, Order] | None, call: str = "causal") -> Attend:
+    """Causal attention to one sequence [1, T, N, H], to a window of it, or to SEQUENCES packed in it; None: on one
+    GPU."""
+    context = ContextParallel("seq", schedule=kind[0], order=kind[1]) if kind else None
+    if call != "packed":
+        window = (WINDOW - 1, None) if call == "window" else None
+        return functools.partial(jax_flash.attention, causal=True, window=window, context=context)
+
+    def packed(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        ends = jnp.arange(SEQUENCES + 1, dtype=jnp.int32) * (query.shape[1] // SEQUENCES)
+        attend = functools.partial(jax_flash.attention_varlen, causal=True, context=context)
+        return attend(query[0], key[0], value[0], ends, ends)[None]
+
+    return packed
 
 
 def draw(length: int, sharding: Any) -> list[jax.Array]:
@@ -54,8 +74,9 @@ def draw(length: int, sharding: Any) -> list[jax.Array]:
     return list(drawn())
 
 
-def entry_of(attend: Attend, gradients: bool, arrays: Sequence[jax.Array], sharding: Any) -> Entry:
-    """Forward, or forward and backward, of what `draw` returns, on the mesh of the sharding."""
+def program_of(attend: Attend, gradients: bool, arrays: Sequence[jax.Array], sharding: Any) -> tuple[Any, Any]:
+    """A compiled forward, or forward and backward, of what `draw` returns, on the mesh of the sharding, and its
+    arguments."""
     mesh = getattr(sharding, "mesh", None)
 
     def both(query: Any, key: Any, value: Any, dout: Any) -> Any:
@@ -64,12 +85,62 @@ def entry_of(attend: Attend, gradients: bool, arrays: Sequence[jax.Array], shard
 
     arguments = tuple(arrays if gradients else arrays[:3])
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
-        run = jax.jit(both if gradients else attend).lower(*arguments).compile()
+        return jax.jit(both if gradients else attend).lower(*arguments).compile(), arguments
+
+
+def entry_of(attend: Attend, gradients: bool, arrays: Sequence[jax.Array], sharding: Any) -> Entry:
+    run, arguments = program_of(attend, gradients, arrays, sharding)
     return Entry(lambda: run(*arguments), jax.block_until_ready)
 
 
 def entry(attend: Attend, length: int, gradients: bool, sharding: Any) -> Entry:
     return entry_of(attend, gradients, draw(length, sharding), sharding)
+
+
+def peak_memory(program: jax.stages.Compiled) -> int:
+    """Bytes of arguments, results and temporary arrays on one device, as XLA has planned them."""
+    plan = program.memory_analysis()
+    assert plan is not None
+    return int(plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes)
+
+
+def flash_attn_jax_ring(mesh: jax.sharding.Mesh) -> Attend:
+    """The ring of flash_attn_jax over the mesh; its own rule for shardings refuses a sequence that is split."""
+    from flash_attn_jax import flash_bwd, flash_fwd, ring_attention
+
+    def kernel(lowering: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arrays: jax.Array, window_size: tuple[int, int], **options: Any) -> Any:
+            left, right = window_size
+            return lowering(*arrays, window_size_left=left, window_size_right=right, **options)
+
+        return call
+
+    fixed = {"softmax_scale": HEAD_DIM**-0.5, "is_causal": True, "axis_name": "seq", "axis_size": mesh.size}
+    rows, statistic = PartitionSpec(None, "seq"), PartitionSpec(None, None, "seq")
+    kernels = kernel(flash_fwd._flash_mha_fwd_lowering), kernel(flash_bwd._flash_mha_bwd_lowering)
+    spread = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    forward = spread(
+        functools.partial(ring_attention.ring_fwd, mha_fwd=kernels[0], **fixed),
+        in_specs=(rows,) * 3,
+        out_specs=(rows, statistic),
+    )
+    backward = spread(
+        functools.partial(ring_attention.ring_bwd, mha_bwd=kernels[1], **fixed),
+        in_specs=(*(rows,) * 5, statistic),
+        out_specs=(rows,) * 3,
+    )
+
+    @jax.custom_vjp
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        out: jax.Array = forward(query, key, value)[0]
+        return out
+
+    def kept(*inputs: jax.Array) -> Any:
+        out, lse = forward(*inputs)
+        return out, (*inputs, out, lse)
+
+    attend.defvjp(kept, lambda residuals, dout: backward(dout, *residuals))
+    return attend
 
 
 def communication(schedule: str, length: int, gradients: bool, mesh: jax.sharding.Mesh) -> Entry:
@@ -102,56 +173,95 @@ def communication(schedule: str, length: int, gradients: bool, mesh: jax.shardin
     return Entry(lambda: run(*inputs), jax.block_until_ready)
 
 
-def contestants(length: int, gradients: bool, mesh: jax.sharding.Mesh) -> dict[str, Callable[[], Entry]]:
-    whole = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    split = NamedSharding(mesh, PartitionSpec(None, "seq"))
-    of_cell = length, gradients
-    found = {"one": lambda: entry(functools.partial(jax_flash.attention, causal=True), *of_cell, whole)}
-    for kind in KINDS:
-        found[" ".join(kind)] = functools.partial(entry, attention_of(kind), *of_cell, split)
-    for schedule in ("ring", "all_gather"):
-        found[f"{schedule} alone"] = functools.partial(communication, schedule, *of_cell, mesh)
-    try:
-        from flash_attn_jax import flash_mha
-    except ImportError as error:
-        print(f"flash_attn_jax: not here, {error}", file=sys.stderr)
-    else:
-        found["flash_attn_jax"] = lambda: entry(functools.partial(flash_mha, is_causal=True), *of_cell, split)
+class Cell:
+    """The contestants of one call, and the bytes of memory that each takes on a device."""
+
+    def __init__(self, call: str, length: int, gradients: bool, mesh: jax.sharding.Mesh, only: Sequence[str]) -> None:
+        self.call, self.length, self.gradients, self.mesh, self.only = call, length, gradients, mesh, only
+        self.memory: dict[str, int] = {}
+        # Drawn once for all of them: with 2**20 tokens these are 5 GB on each of four devices.
+        self.drawn = functools.cache(functools.partial(draw, length, NamedSharding(mesh, PartitionSpec(None, "seq"))))
+
+    def entry(self, name: str, attend: Attend, sharding: Any = None) -> Entry:
+        arrays = draw(self.length, sharding) if sharding else self.drawn()
+        program, arguments = program_of(attend, self.gradients, arrays, sharding or arrays[0].sharding)
+        self.memory[name] = peak_memory(program)
+        return Entry(lambda: program(*arguments), jax.block_until_ready)
+
+    def makers(self) -> dict[str, Callable[[], Entry]]:
+        """The sends alone first, which start the communicators."""
+        found: dict[str, Callable[[], Entry]] = {
+            f"{schedule} alone": functools.partial(communication, schedule, self.length, self.gradients, self.mesh)
+            for schedule in ("ring", "all_gather")
+        }
+        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        found["one"] = lambda: self.entry("one", attention_of(None, self.call), one)
+        for kind in KINDS:
+            name = " ".join(kind)
+            found[name] = functools.partial(self.entry, name, attention_of(kind, self.call))
+        if self.call == "causal":
+            found[PEER] = lambda: self.entry(PEER, flash_attn_jax_ring(self.mesh))
+        return {name: maker for name, maker in found.items() if not self.only or name in (*self.only, "one")}
+
+
+def race_once(makers: dict[str, Callable[[], Entry]]) -> race.Race:
+    """Each one's first call, with nothing of the one before in memory."""
+    found = race.Race()
+    for name, make in makers.items():
+        try:
+            found.seconds[name] = [race.timed(make(), 1)]
+        except Exception as error:
+            found.errors[name] = error
     return found
+
+
+def report(cell: Cell, found: race.Race) -> dict[str, Any]:
+    """Prints a cell's times; they and the memory as JSON."""
+    times = {name: statistics.median(x) for name, x in found.seconds.items() if x}
+    what = f"{cell.call}, S {cell.length}, {'forward + backward' if cell.gradients else 'forward'}"
+    print(f"\n{what}", flush=True)
+    for name, error in found.errors.items():
+        print(f"  {name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}", flush=True)
+    one = times.get("one", math.nan)
+    for name, time in times.items():
+        line = f"  {name:<24}{1e3 * time:10.3f} ms"
+        if name in cell.memory:
+            line += f"  {one / time:5.2f}x of one  {cell.memory[name] / 1e9:6.2f} GB"
+        alone = times.get(f"{name.split()[0]} alone")
+        if alone and not name.endswith("alone"):
+            line += f"  {1e3 * (time - one / cell.mesh.size):.3f} ms above one / {cell.mesh.size}"
+        print(line, flush=True)
+    own = {"call": cell.call, "length": cell.length, "gradients": cell.gradients, "devices": cell.mesh.size}
+    return own | {"seconds": found.seconds, "memory": cell.memory}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--call", choices=("causal", "window", "packed"), action="append", help="default: causal")
     parser.add_argument("--length", type=int, action="append", help="tokens (default: 8192 to 131072)")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help='such as "ring zigzag"')
     parser.add_argument("--rounds", type=int, default=5, help="of all in turn (default: 5)")
+    parser.add_argument(
+        "--once", action="store_true", help="time each one's first call alone, as calls of seconds need"
+    )
     parser.add_argument("--out", type=pathlib.Path, help="write all times as JSON")
     args = parser.parse_args(arguments)
     devices = jax.devices()
     mesh = jax.make_mesh((len(devices),), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
-    n = mesh.size
-    print(f"{n} x {devices[0].device_kind}, N {HEADS}/{KV_HEADS}, D {HEAD_DIM}, bfloat16, causal, B 1; medians")
+    print(f"{mesh.size} x {devices[0].device_kind}, N {HEADS}/{KV_HEADS}, D {HEAD_DIM}, bfloat16, B 1; medians")
     rows = []
-    for length in args.length or (131072, 16384, 32768, 8192):
-        for gradients in (True, False):
-            # With rests: the contestant behind "one" would find one of the GPUs warm, and slow.
-            found = race.race(contestants(length, gradients, mesh), args.rounds, seconds=0.05, pause=0.5)
-            times = {name: statistics.median(x) for name, x in found.seconds.items() if x}
-            for name, error in found.errors.items():
-                print(f"  {name}: {type(error).__name__}: {str(error).splitlines()[0][:300]}", flush=True)
-            one = times["one"]
-            print(f"\nS {length}, {'forward + backward' if gradients else 'forward'}: one {1e3 * one:.3f} ms")
-            for name, time in times.items():
-                if name in ("one", "ring alone", "all_gather alone"):
-                    continue
-                line = f"  {name:<24}{1e3 * time:9.3f} ms  {one / time:5.2f}x of one"
-                alone = times.get(f"{name.split()[0]} alone")
-                if alone:
-                    above = time - one / n
-                    line += f"  {1e3 * above:.3f} ms above one / {n}, sends alone {1e3 * alone:.3f} ms"
-                print(line, flush=True)
-            rows.append({"length": length, "gradients": gradients, "seconds": found.seconds})
-            if args.out:
-                args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    for call in args.call or ["causal"]:
+        for length in args.length or (131072, 16384, 32768, 8192):
+            for gradients in (True, False):
+                cell = Cell(call, length, gradients, mesh, args.only)
+                if args.once:
+                    found = race_once(cell.makers())
+                else:
+                    # With rests: the contestant behind "one" would find one of the GPUs warm, and slow.
+                    found = race.race(cell.makers(), args.rounds, seconds=0.05, pause=0.5)
+                rows.append(report(cell, found))
+                if args.out:
+                    args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
