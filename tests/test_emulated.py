@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import emulated
+import numpy as np
 import pytest
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None or sys.platform != "linux", reason="needs g++ on Linux")
@@ -308,6 +309,20 @@ def test_values_with_other_scratch(emulator: ctypes.CDLL) -> None:
         assert not any(problem.wrong(of, got)[1] for of, got in results.items()), elements
         different.add(results["dk"].tobytes())
     assert len(different) > 1, "fewer shares are other sums"
+
+
+@pytest.mark.parametrize("name", ["full-64", "causal-64", "lengths-128", "listed-keys-128"])
+def test_items_from_a_counter(emulator: ctypes.CDLL, name: str) -> None:
+    """Long calls have scratch for it, whose blocks take items rather than find theirs by number."""
+    problem = emulated.Problem(**CASES[name] | {"q_heads": 4, "kv_heads": 2})
+    call = emulated.Call(emulator, problem, "forward", "sm90a")
+    call.give_scratch(1)
+    for seed in range(ORDERS):
+        results = call.run(seed)
+        assert not any(problem.wrong(of, got)[1] for of, got in results.items()), seed
+    items = problem.q.shape[0] * 4 * -(-problem.q.shape[1] // 128)
+    # One each at a block's start, and at its end one that is none.
+    assert call.scratch.array.view(np.int32)[0] == items
 
 
 KERNELS: dict[str, list[tuple[int, list[str]]]] = {

@@ -162,11 +162,12 @@ struct Scratch {
   }
 
   // (a, b) with of_batch(B) <= a * B + b for all B. From kMany batch entries on there is work for all threads and
-  // multiprocessors, so that no call is split, and scratch grows linearly.
+  // multiprocessors, so that no call is split, and scratch grows linearly; but for what long calls have, and calls of
+  // kMost entries are long.
   std::pair<int64_t, int64_t> of_any_batch() {
-    constexpr int kMany = 1024;
+    constexpr int kMany = 1024, kMost = 1 << 24;
     const int64_t each = of_batch(kMany + 1) - of_batch(kMany);
-    int64_t more = 0;
+    int64_t more = std::max(int64_t{0}, of_batch(kMost) - each * kMost);
     for (int batch = 1; batch <= kMany; ++batch) more = std::max(more, of_batch(batch) - each * batch);
     return {each, more};
   }

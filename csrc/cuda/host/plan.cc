@@ -153,12 +153,19 @@ SplitKvPlan plan_split_kv(const Problem& p) {
 
 bool is_single_tile(const Problem& p) { return is_single_tile(p, plan_split_kv(p)); }
 
+// FLOP, some 0.3 ms: zeroing the counter takes 2 us.
+constexpr double kLongCall = 2e11;
+
 int64_t forward_scratch(DType, const Problem& p) {
   const SplitKvPlan split_kv = plan_split_kv(p);
   if (split_kv.rows) return split_kv.slices == 1 ? 0 : split_kv.slices * slice_elements(p);
+  // Hopper's blocks count their items of work where these differ in length by what is in arrays, and in long calls.
+  // There some blocks may begin late, as their multiprocessors send to other GPUs: of items dealt out beforehand theirs
+  // were the last, and a call beside a send took up to twice as long.
   const Options& o = p.options;
-  // Hopper's blocks count their items of work where these differ in length by what is in arrays.
-  return o.has_q_segment_ids || o.has_kv_intervals || o.has_q_intervals || o.has_mask_blocks || o.has_cu_q_lengths;
+  const double pairs = double(p.batch) * p.q_heads * p.q_length * p.kv_length / (o.causal ? 2 : 1);
+  return o.has_q_segment_ids || o.has_kv_intervals || o.has_q_intervals || o.has_mask_blocks || o.has_cu_q_lengths ||
+         2 * pairs * (p.head_dim + p.value_head_dim) > kLongCall;
 }
 
 int64_t backward_scratch(DType, const Problem& p) {

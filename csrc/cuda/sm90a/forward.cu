@@ -27,6 +27,9 @@ static_assert(block_q % 64 == 0 && warps == threads / 32 && min_blocks == 1, "a 
 // next item when one is nearly loaded. Under a mask by blocks that was causal, blocks had up to 1.9 times the mean.
 constexpr bool searches = skips_tiles || has_cu_q_lengths;
 constexpr Grid order = searches ? Grid::block_an_item : Grid::persistent;
+// Whether blocks take items from a counter; in a short call they deal them out. The producer would spill where it
+// passes over heads that are computed in float32.
+constexpr bool counts = searches || !has_descale;
 // The warpgroups share the registers that the block has at its launch: the producer needs few, unless it searches or
 // loads keys row by row.
 constexpr bool lean_producer = !searches && !loads_by_list;
@@ -96,14 +99,14 @@ extern "C" __constant__ KernelTraits jax_flash_forward_traits = {
     .block_rows = block_q,
     .shared_bytes = sizeof(SharedStorage),
     .persistent = 1,
-    .counts_items = searches,
+    .counts_items = counts,
     .q_box_rows = block_q,
     .k_box_rows = block_kv,
     .v_box_rows = block_kv,
 };
 
-// How many tiles before the end of an item the next one is looked for, by an atomic addition and reads of global memory
-// one after the other. With 1, short items at head_dim 64 still had to wait.
+// How many tiles before the end of an item the next one is taken or looked for, by an atomic addition and reads of
+// global memory one after the other. With 1, short items at head_dim 64 still had to wait.
 constexpr int search_ahead = 4;
 
 // Numbers of the hardware's barriers, from these on one for each consumer.
@@ -122,15 +125,17 @@ struct Publisher {
   SharedStorage& shared;
   int lane;
   int index = -1;  // of the last item
+  int taken = 0;   // in lane 0
 
+  // Takes an item, whose index next_index() then gives. Only there its result is waited for.
+  __device__ __forceinline__ void take() {
+    if (counts && problem.scratch && lane == 0) taken = atomicAdd(static_cast<int*>(problem.scratch), 1);
+  }
   // Beyond the last where there is none.
   __device__ __forceinline__ int next_index() const {
     if (index < 0) return blockIdx.x;
     const int blocks = static_cast<int>(gridDim.x);
-    if (!searches || !problem.scratch) return index + blocks;
-    int taken = 0;
-    if (lane == 0) taken = atomicAdd(static_cast<int*>(problem.scratch), 1);
-    return blocks + __shfl_sync(0xffffffffu, taken, 0);
+    return counts && problem.scratch ? blocks + __shfl_sync(0xffffffffu, taken, 0) : index + blocks;
   }
 
   // Whether an item has rows that are computed here.
@@ -157,9 +162,11 @@ struct Publisher {
   __device__ __forceinline__ void publish(const Ring<2>& at) {
     const int items = blocks_of(problem, problem.q_length, block_q) * problem.q_heads * problem.batch;
     Item item;
-    do {
+    index = next_index();
+    while (index < items && !find(item)) {
+      take();
       index = next_index();
-    } while (index < items && !find(item));
+    }
     if (index >= items) {
       item = {};
       item.is_last = true;
@@ -178,6 +185,7 @@ struct Publisher {
       if (lane == 0) barrier_arrive(shared_address(&shared.item_found[at.stage]));
       if (shared.items[at.stage].is_last) return;
       barrier_wait(shared_address(&shared.item_wanted), wanted.parity);
+      take();
     }
   }
 };
@@ -189,6 +197,7 @@ struct Producer {
   SharedStorage& shared;
   int warp;
   int lane;
+  Publisher publisher{problem, shared, lane};
   Ring<stages> ring;
   Ring<2> item_ring;
   u32 q_parity = 0;
@@ -220,8 +229,12 @@ struct Producer {
   }
 
   // Asks for the item after this one.
-  __device__ __forceinline__ void want_next() const {
-    if (searches && lane == 0) barrier_arrive(shared_address(&shared.item_wanted));
+  __device__ __forceinline__ void want_next() {
+    if constexpr (searches) {
+      if (lane == 0) barrier_arrive(shared_address(&shared.item_wanted));
+    } else if (warp == 0) {
+      publisher.take();
+    }
   }
   // Tells the consumers of an item that has no Q to wait for.
   __device__ __forceinline__ void arrive_without_q() const {
@@ -262,7 +275,10 @@ struct Producer {
     typename Rows::Read ahead = read(tile - 1);
     load_listed_k(rows, place, ring);
     load_q(place);
+    const int near_end = range.begin + search_ahead;
+    if (tile < near_end) want_next();
     for (; tile > range.begin; --tile) {
+      if (tile == near_end) want_next();
       const Rows of_v = rows;
       rows = Rows(ahead);
       ahead = read(tile - 2);
@@ -286,7 +302,6 @@ struct Producer {
   }
 
   __device__ __forceinline__ void run() {
-    Publisher publisher{problem, shared, lane};
     for (;; item_ring.advance()) {
       const Item& item = shared.items[item_ring.stage];
       const u32 found = shared_address(&shared.item_found[item_ring.stage]);
