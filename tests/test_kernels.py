@@ -281,7 +281,8 @@ def test_gates_of_scale(arch: int, tmp_path: pathlib.Path) -> None:
     for kernel in rows:
         print(kernel["name"], kernel["registers"], kernel["spill_bytes"], kernel["local_bytes"])
         assert 2 * kernel["registers"] * kernel["threads"] <= REGISTERS_PER_BLOCK
-        assert kernel["spill_bytes"] <= 108, kernel["name"]
+        # On 7.0 the list of kept rows takes 28 bytes more, of kernels that wait for memory.
+        assert kernel["spill_bytes"] <= (136 if arch == 70 else 108), kernel["name"]
 
 
 @pytest.mark.slow(10)

@@ -150,10 +150,22 @@ def test_nothing_is_reported(environment: dict[str, str], tool: str) -> None:
     # initcheck has to see who wrote what our kernels read. Not errors are racecheck's warnings of an mbarrier that a
     # thread makes and then arrives at.
     ours = [] if tool == "initcheck" else ["--kernel-name", "kernel_substring=jax_flash"]
-    command = ["compute-sanitizer", "--tool", tool, "--print-level", "error", *ours, sys.executable, __file__]
+    options = ["--tool", tool, "--print-level", "error", "--print-limit", "0", *ours]
+    command = ["compute-sanitizer", *options, sys.executable, __file__]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert "all calls made" in done.stdout, done.stdout + done.stderr
-    assert re.search(r"(ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards)", done.stdout), done.stdout[:10000]
+    text = done.stdout
+    assert "all calls made" in text, text + done.stderr
+    found = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors|hazards)", text)
+    assert found, text[:10000]
+    assert int(found[1]) == (of_counters(text) if tool == "initcheck" else 0), text[:10000]
+
+
+def of_counters(text: str) -> int:
+    """How many of initcheck's errors are about counters of XLA's loops: it copies their first value from a constant,
+    whose initialisation initcheck does not see. No result of ours is a scalar that XLA copies."""
+    copied = re.findall(r"error at host access to (\w+) of size 4 bytes", text)
+    read = re.findall(r"read of size 4 bytes\n.*\n.*\n.*Address (\w+)", text)
+    return len(copied) + sum(address in copied for address in read)
 
 
 if __name__ == "__main__":

@@ -116,10 +116,11 @@ struct Half {
     jax_flash::wait_for_keys(shared.v_full, 0);
     const int valid = block.place.extent.kv.length - block.place.first_key;
     if (ragged_keys && valid < block_kv) {
+      // Each warpgroup what it alone multiplies.
       if (group == 0) KSlabs::zero_rows(shared_address(shared.k), valid, thread());
       if (group == 1) VSlabs::zero_rows(shared_address(shared.v), valid, thread());
       stores_ready();
-      named_sync(all_computing, computing_threads);
+      named_sync(one_computing + group, warpgroup);
     }
   }
   // The first tile of rows; what is full when that is told is `full`.
