@@ -95,8 +95,9 @@ def make_spread_step(graphdef: nnx.GraphDef, config: Config, context: ContextPar
     return train_step
 
 
+# Where one is asynchronous, as on GPUs, its end has the result alone.
 COLLECTIVE = re.compile(
-    r"= (\([^)]*\)|\S+) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+    r"= (\([^()]*\)|\S+) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-done)?\("
 )
 SIZES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "u8": 1, "s8": 1, "pred": 1}
 
@@ -219,8 +220,10 @@ def main(arguments: list[str] | None = None) -> int:
     if args.compare:
         difference = float(np.abs(np.subtract(runs["one device"].losses, spread.losses)).max())
         print(f"largest difference of the losses of {config.steps} steps: {difference:.1e}")
-        if not difference < 1e-3:
-            print("the losses differ by more than 1e-3")
+        # Sums of other order, rounded to bfloat16: 0.05 within 20 steps of 131,072 tokens.
+        allowed = 1e-3 if config.dtype == "float32" else 0.1
+        if not difference < allowed:
+            print(f"the losses differ by more than {allowed}")
             return 1
     return 0
 

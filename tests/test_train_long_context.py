@@ -47,6 +47,28 @@ def test_losses_are_those_of_one_device(example, capsys, monkeypatch, flags):
         assert re.search(r"devices .*collective-permute [\d.]*[1-9]", printed)
 
 
+def test_collectives_are_read(example):
+    """Of a program for CPUs and of one for GPUs, whose collectives begin and end."""
+
+    class Program:
+        def __init__(self, text):
+            self.text = text
+
+        def as_text(self):
+            return self.text
+
+    cpu = "  %all-gather.1 = f32[8,16]{1,0} all-gather(%x), channel_id=1\n"
+    gpu = """
+      %all-gather-start = ((bf16[4,8]{1,0}, bf16[4,8]{1,0}), (bf16[16,8]{1,0}, bf16[16,8]{1,0})) all-gather-start(%a)
+      %all-gather-done = (bf16[16,8]{1,0}, bf16[16,8]{1,0}) all-gather-done(%all-gather-start), metadata={}
+      %reduce-scatter.2 = (f32[1,4]{1,0}, f32[1,4]{1,0}) reduce-scatter(%c, %d), channel_id=1
+      %all-to-all-start = ((bf16[2,8]{1,0}), bf16[2,8]{1,0}) all-to-all-start(%e), channel_id=1
+      %all-to-all-done = bf16[2,8]{1,0} all-to-all-done(%all-to-all-start)
+    """
+    assert example.communicated(Program(cpu)) == {"all-gather": 512}
+    assert example.communicated(Program(gpu)) == {"all-gather": 512, "reduce-scatter": 32, "all-to-all": 32}
+
+
 def test_flags_that_do_not_fit(example, capsys, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=true")
     for flags, message in (

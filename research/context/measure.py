@@ -240,6 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--call", choices=("causal", "window", "packed"), action="append", help="default: causal")
     parser.add_argument("--length", type=int, action="append", help="tokens (default: 8192 to 131072)")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help='such as "ring zigzag"')
+    parser.add_argument("--forward", action="store_true", help="without the backward")
     parser.add_argument("--rounds", type=int, default=5, help="of all in turn (default: 5)")
     parser.add_argument(
         "--once", action="store_true", help="time each one's first call alone, as calls of seconds need"
@@ -252,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     for call in args.call or ["causal"]:
         for length in args.length or (131072, 16384, 32768, 8192):
-            for gradients in (True, False):
+            for gradients in (False,) if args.forward else (True, False):
                 cell = Cell(call, length, gradients, mesh, args.only)
                 if args.once:
                     found = race_once(cell.makers())

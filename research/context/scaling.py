@@ -16,9 +16,12 @@ MEMORY = 3.0e12
 LINKS = {"NVLink": 240e9, "InfiniBand": 50e9}
 """Bytes per second and direction of a device: what collectives of two H100 reached, of 450e9 that NVLink 4 has; and one
 NDR port of 400 Gbit/s for each device."""
-START = 0.4e-3
-"""Seconds that a program on two devices takes besides, to start them and to wait for both: the remainder at 8,192
-tokens. Of a layer among others, whose programs start ahead, it is no part."""
+START = 0.2e-3
+"""Seconds that a program takes besides, to start all devices and to wait for them: the remainder at 8,192 tokens. Of a
+layer among others, whose programs start ahead, it is no part."""
+HOP = 0.1e-3
+"""Seconds that each hop of a ring takes besides, hidden or not: what remains at 8,192 and 16,384 tokens on two and four
+H100. A send holds multiprocessors, where the kernel beside it starts late, and devices wait for one another."""
 HEADS, HEAD_DIM, ITEM, WIDE = 32, 128, 2, 4
 LENGTHS = (8_192, 131_072, 1_048_576, 10_485_760)
 DEVICES = (2, 8, 64, 512)
@@ -65,7 +68,7 @@ def cost(schedule: str, tokens: int, devices: int, kv_heads: int, bandwidth: flo
             of_pass / devices + (devices - 1) * max(of_pass / devices, hop)
             for of_pass, hop in zip((forward, backward), hops, strict=True)
         )
-        total += moved / MEMORY
+        total += moved / MEMORY + 3 * (devices - 1) * HOP  # K and V in both passes, dK and dV in the backward
         return Cost(compute, total, keys * share * (2 * ITEM + WIDE), shard * (2 * ITEM + 2 * WIDE))
     exchanged = 2 * tokens * HEAD_DIM * (HEADS + math.lcm(kv_heads, devices)) / devices
     sent = 2 * exchanged * share * ITEM
@@ -74,29 +77,42 @@ def cost(schedule: str, tokens: int, devices: int, kv_heads: int, bandwidth: flo
 
 
 MEASURED = {
-    ("all_gather", "zigzag"): {8_192: 2.41, 16_384: 7.16, 32_768: 28.0, 131_072: 412},
-    ("ulysses", "contiguous"): {8_192: 2.37, 16_384: 7.40, 32_768: 27.9, 131_072: 421},
-    ("ring", "striped"): {8_192: 2.47, 16_384: 7.90, 32_768: 28.9, 131_072: 421},
-    ("ring", "zigzag"): {8_192: 2.59, 16_384: 7.84, 32_768: 27.5, 131_072: 417},
+    (2, "all_gather", "zigzag"): {8_192: 2.41, 16_384: 7.16, 32_768: 28.0, 131_072: 412},
+    (2, "ulysses", "contiguous"): {8_192: 2.37, 16_384: 7.40, 32_768: 27.9, 131_072: 421},
+    (2, "ring", "striped"): {8_192: 2.47, 16_384: 7.90, 32_768: 28.9, 131_072: 421},
+    (2, "ring", "zigzag"): {8_192: 2.59, 16_384: 7.84, 32_768: 27.5, 131_072: 417},
+    (4, "all_gather", "zigzag"): {8_192: 1.48, 16_384: 4.21, 32_768: 14.4, 131_072: 211, 1_048_576: 13_960},
+    (4, "ulysses", "contiguous"): {8_192: 1.34, 16_384: 3.94, 32_768: 13.7, 131_072: 220, 1_048_576: 14_119},
+    (4, "ring", "striped"): {8_192: 2.04, 16_384: 5.46, 32_768: 16.5, 131_072: 222, 1_048_576: 14_223},
+    (4, "ring", "zigzag"): {8_192: 2.29, 16_384: 5.50, 32_768: 16.7, 131_072: 221, 1_048_576: 14_323},
 }
-"""Milliseconds on two H100, forward and backward, 32 query heads and 8 key heads (docs/scaling.md)."""
+"""Milliseconds on so many H100, forward and backward, 32 query heads and 8 key heads (docs/scaling.md)."""
 
 
-def predicted(schedule: str, tokens: int) -> float:
+def predicted(devices: int, schedule: str, tokens: int) -> float:
     """Milliseconds by the model where these were measured."""
-    found = cost(schedule, tokens, 2, HEADS // 4, LINKS["NVLink"])
+    found = cost(schedule, tokens, devices, HEADS // 4, LINKS["NVLink"])
     assert found is not None
     return 1e3 * (found.total + START)
 
 
 def check() -> str:
     """The model against the measurement."""
-    lines = ["| Schedule | Tokens | Model, ms | Measured, ms | Model / measured |", "|---|---|---|---|---|"]
-    for (schedule, order), times in MEASURED.items():
+    lines = [
+        "| Devices | Schedule | Tokens | Model, ms | Measured, ms | Model / measured |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (devices, schedule, order), times in MEASURED.items():
         for tokens, measured in times.items():
-            model = predicted(schedule, tokens)
-            lines.append(f"| {schedule} {order} | {tokens:,} | {model:.3g} | {measured} | {model / measured:.2f} |")
+            model = predicted(devices, schedule, tokens)
+            cells = (devices, f"{schedule} {order}", f"{tokens:,}", rounded(model), rounded(measured))
+            lines.append(f"| {' | '.join(map(str, cells))} | {model / measured:.2f} |")
     return "\n".join(lines)
+
+
+def rounded(milliseconds: float) -> str:
+    """To three digits, or to a whole number."""
+    return f"{milliseconds:,.0f}" if milliseconds > 1000 else f"{milliseconds:.3g}"
 
 
 def table(link: str, ratio: int) -> str:
