@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_flash._attention import Padded, Shared, attention, attention_varlen
 from jax_flash._call import checks, dtypes
-from jax_flash._call.options import Options
+from jax_flash._call.options import UNLIMITED, Options
 from jax_flash._call.signature import with_signature
 from jax_flash._context import choice as _context
 from jax_flash._context.choice import place_of
@@ -328,7 +328,16 @@ def _schedule(place: _context.Place, shapes: Sequence[jax.ShapeDtypeStruct], opt
 
 def _record(options: Mapping[str, Any]) -> Options:
     """What a schedule depends on of the options of a call."""
-    return Options(causal=False, scale=1.0, dropout_rate=float(options.get("dropout_rate", 0.0)))
+    window = options.get("window")  # checked already; its sides may be arrays, or their shapes
+    sides = window if isinstance(window, (tuple, list)) else (window, window)
+    left, right = (int(x) if isinstance(x, (int, np.integer)) else UNLIMITED for x in sides)
+    return Options(
+        causal=options.get("causal", False),
+        scale=1.0,
+        dropout_rate=float(options.get("dropout_rate", 0.0)),
+        window_left=left,
+        window_right=right,
+    )
 
 
 def _sizes(place: _context.Place, shapes: Sequence[jax.ShapeDtypeStruct]) -> _context.Sizes:
@@ -342,9 +351,13 @@ def _of_context(
     options: Mapping[str, Any],
     platform: str,
 ) -> tuple[str, ...]:
-    sizes, batch = _sizes(place, shapes), math.prod(shapes[0].shape[:-3])
-    found = _context.travels(schedule, place.devices, sizes, shapes[0].dtype.itemsize, batch)
-    order = place.context.order
+    sizes, batch, order = _sizes(place, shapes), math.prod(shapes[0].shape[:-3]), place.context.order
+    offset = options.get("q_offset", 0)
+    shifted = "cu_q_lengths" in options or not (isinstance(offset, (int, np.integer)) and offset == 0)
+    in_reach = _context.shards_in_reach(
+        order, place.devices, sizes.q_length, sizes.kv_length, _record(options), shifted
+    )
+    found = _context.travels(schedule, place.devices, sizes, shapes[0].dtype.itemsize, batch, in_reach)
     lines = [
         f"schedule {schedule!r} over {place.devices} devices along {place.context.axis!r}, order {order!r}",
         f"{_context.TRAVELLING[schedule]}: {_bytes(found['forward'])} sent by each device in the forward pass, "

@@ -455,6 +455,29 @@ def test_branches_of_platforms_have_the_same_types(monkeypatch: pytest.MonkeyPat
     assert len(compared) >= 2
 
 
+@pytest.mark.parametrize("left", [0, 5, 16, 20, 50])
+def test_a_window_ends_the_ring(left: int) -> None:
+    """In contiguous order K and V go no farther than it reaches, and dK and dV come home at once."""
+    hops = min(3, -(-left // 16))
+    case = Case(f"spread_reach_{left}", 64, 64, 4, 2, 8, window=(left, 0), sinks=True, bias="nts")
+    grid = spread.mesh({"seq": 4})
+    problem = cases.problem(case, "float32")
+    problem.check("cpu", Spread(CPU, problem, ContextParallel("seq", "ring"), grid).run(bound=bool(left % 2)))
+
+    x = jax.ShapeDtypeStruct((2, 64, 4, 8), np.float32, sharding=NamedSharding(grid, ROWS))
+
+    def loss(*inputs: Any) -> Any:
+        of_context = ContextParallel("seq", "ring")
+        return jnp.sin(jax_flash.attention(*inputs, causal=True, window=left, context=of_context)).sum()
+
+    with jax.set_mesh(grid):
+        program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile()
+        found = jax_flash.explain(x, x, x, causal=True, window=left, context=ContextParallel("seq", "ring"))
+    # K and V in each pass; dK and dV. XLA makes one of the first hops of both passes, if they have the same direction.
+    assert count(program, "collective-permute") == 2 * (3 * hops - (0 < hops < 3))
+    assert not hops or f"{2 * 2 * 16 * 4 * 8 * 4 * hops / 1e3:.3g} kB sent by each device in the forward" in str(found)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_layers_in_a_scan(schedule: str) -> None:
     """With remat, and arguments that are donated."""

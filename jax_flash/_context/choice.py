@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 
 from jax_flash._call import checks
-from jax_flash._call.options import Options
+from jax_flash._call.options import UNLIMITED, Options
 from jax_flash._context.orders import ORDERS, Order, multiple
 
 Schedule = Literal["all_gather", "ring", "ulysses", "auto"]
@@ -173,13 +173,31 @@ def relocates(schedule: str, order: str) -> bool:
     return (schedule == "all_gather" and order == "striped") or (schedule == "ring" and order != "contiguous")
 
 
-def travels(schedule: str, devices: int, sizes: Sizes, itemsize: int, batch: int) -> dict[str, float]:
+def shards_in_reach(order: str, devices: int, q_length: int, kv_length: int, options: Options, shifted: bool) -> int:
+    """Of how many devices a device of a ring needs the keys: its own and the nearest before it.
+
+    Of all; but in contiguous order, if no row keeps a later key, of those that the window reaches. ``shifted``: rows
+    and keys are not compared by their places in the arrays, as with q_offset and in packed sequences.
+    """
+    left = options.window_left
+    backwards = options.causal or options.window_right == 0
+    if order != "contiguous" or not backwards or left == UNLIMITED or q_length != kv_length or shifted:
+        return devices
+    return min(devices, 1 + math.ceil(left * devices / kv_length))
+
+
+def travels(
+    schedule: str, devices: int, sizes: Sizes, itemsize: int, batch: int, in_reach: int | None = None
+) -> dict[str, float]:
     """Bytes that each device sends in the forward and the backward pass of a call on whose mesh nothing else is split.
 
-    docs/scaling.md derives them.
+    docs/scaling.md derives them. ``in_reach``: see `shards_in_reach`.
     """
     share = (devices - 1) / devices
     keys = batch * sizes.kv_length * sizes.kv_heads * sizes.head_dims
+    if schedule == "ring" and in_reach is not None and in_reach < devices:
+        # Each dK and dV goes home at once.
+        share = (in_reach - 1) / devices
     if schedule == "all_gather":  # gathered K and V; their gradients are scattered in float32
         return {"forward": keys * share * itemsize, "backward": keys * share * max(itemsize, 4)}
     if schedule == "ring":  # a shard n - 1 times; then again, with dK and dV in float32

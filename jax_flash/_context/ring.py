@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash._call.options import Options, positions_matter, with_ranges
-from jax_flash._context import squares
+from jax_flash._context import choice, squares
 from jax_flash._context.call import Arrays, Call, axis_of, by_intervals, of_keys_alone, wide
 from jax_flash._context.orders import Shard
 from jax_flash._implementations import varying
@@ -69,12 +69,13 @@ def _forward(
 ) -> tuple[jax.Array, jax.Array]:
     visiting, staying = _visiting(key, value, operands)
     state = None
-    for step in range(call.devices):
+    steps = _shards_in_reach(call, operands)
+    for step in range(steps):
         # Sent before the kernel that hides it, and after the one before that, so that only two shards are in memory.
         if state is not None:
             (visiting, index), state = _after((visiting, call.index), state)
             call = _at(call, index)  # so that no square of a later step is copied earlier
-        following = _sent(call, visiting) if step + 1 < call.devices else visiting
+        following = _sent(call, visiting) if step + 1 < steps else visiting
         state = _with_step(call, step, state, query, visiting, staying)
         visiting = following
     assert state is not None
@@ -132,7 +133,8 @@ def _evaluated(*args: jax.Array, static: _Static) -> tuple[jax.Array, jax.Array]
     visiting, staying = _visiting(key, value, operands)
     travelling: Arrays = {name: moved[name] for name in _INPUTS[1:] if name in moved}
     totals = jnp.zeros_like(out, wide(query)), jnp.zeros_like(lse)
-    for step in range(call.devices):
+    steps = _shards_in_reach(call, operands)
+    for step in range(steps):
         options, of_step = of_source(call, step, query, staying | visiting[2])
         tangents = {name: moved[name] for name in ("query",) if name in moved} | travelling
         tangents |= _moved_operands(call, step, operands, of_step, moved)
@@ -141,7 +143,7 @@ def _evaluated(*args: jax.Array, static: _Static) -> tuple[jax.Array, jax.Array]
             options = dataclasses.replace(options, partial_keys=True)
             terms = _primitive.tangent(*varying.vary_alike(arrays), options=options, implementation=call.named)
             totals = totals[0] + terms[0].astype(wide(query)), totals[1] + terms[1]
-        if step + 1 < call.devices:
+        if step + 1 < steps:
             visiting, travelling = _sent(call, (visiting, travelling))
     return totals[0].astype(out.dtype), totals[1]
 
@@ -153,7 +155,8 @@ def _gradients(
 
     The first step is that of the device's own keys. Then K and V go around backwards, and dK and dV with them; the
     last hop brings these home. All others are hidden by a kernel, and begin when the kernel before that has ended: so
-    two shards of K and V are in memory at most, the device's own apart.
+    two shards of K and V are in memory at most, the device's own apart. Where a window reaches only some devices, all
+    go forwards, as far as it does.
     """
     query, key, value, operands, out, lse = fixed
     visiting, staying = _visiting(key, value, operands)
@@ -169,12 +172,15 @@ def _gradients(
         sums["bias"] = derivatives.rows_gradient(rows, lse, row_sums, dlse)
     home: Arrays = {}
     leaving: Arrays = {}  # dK and dV of the keys that were here, which travel while the next kernel runs
-    for step in (0, *range(call.devices - 1, 0, -1)):
+    in_reach = _shards_in_reach(call, operands)
+    hop = 1 if in_reach < call.devices else -1
+    steps = (0, *range(1, in_reach)[::hop])
+    for step in steps:
         if step != 0:
             (visiting, index), (sums, home, leaving) = _after((visiting, call.index), (sums, home, leaving))
             call = _at(call, index)
-        travelling = _sent(call, leaving, back=True)
-        following = _sent(call, visiting, back=True) if step != 1 and call.devices > 1 else visiting
+        travelling = _sent(call, leaving, hop)
+        following = _sent(call, visiting, hop) if step != steps[-1] else visiting
         arrays = (query, *visiting[:2], out, lse)
         found = _gradients_of_step(call, step, arrays, staying | visiting[2], dout, dlse, wanted, operands)
         of_keys: Arrays = {name: found.pop(name) for name in _INPUTS[1:] if name in found}
@@ -184,7 +190,7 @@ def _gradients(
         else:
             leaving = {name: x + travelling[name] if name in travelling else x for name, x in of_keys.items()}
         visiting = following
-    arrived = _sent(call, leaving, back=True)
+    arrived = _sent(call, leaving, -steps[-1])
     return sums | {name: x + arrived[name] if name in arrived else x for name, x in home.items()}
 
 
@@ -328,9 +334,16 @@ def _names_in_step(call: Call, step: int, old: str, operands: Arrays, of_step: A
     return [name for name, x in of_step.items() if x is operands[old]]
 
 
-def _sent(call: Call, tree: Tree, *, back: bool = False) -> Tree:
-    """What the device before has sent: after each step a device has the shard of the one before; or of the next."""
-    around = [(i, (i + (-1 if back else 1)) % call.devices) for i in range(call.devices)]
+def _shards_in_reach(call: Call, operands: Arrays) -> int:
+    shifted = call.limits is not None or not {"q_offset", "window_bounds"}.isdisjoint(operands)
+    return choice.shards_in_reach(
+        call.rows.order, call.devices, call.rows.total, call.keys.total, call.options, shifted
+    )
+
+
+def _sent(call: Call, tree: Tree, hop: int = 1) -> Tree:
+    """What the device ``hop`` before has sent: by 1, after each step a device has the shard of the one before."""
+    around = [(i, (i + hop) % call.devices) for i in range(call.devices)]
     sent: Tree = jax.tree.map(lambda x: jax.lax.ppermute(x, call.axis, around), tree)
     return sent
 
