@@ -81,7 +81,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _default_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests marked gpu run on the first CUDA device; all others on the CPU, even if there is a GPU.
+    """Tests marked gpu run on the first CUDA device, or on a mesh of several; all others on the CPU, even if there is a
+    GPU.
 
     Plain JAX on a GPU uses TF32 for float32 products unless configured otherwise.
     """

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import spread
-from cases import Case, PackedCase, Target
+from cases import CPU, CUDA, Case, PackedCase, Target
 from jax.sharding import NamedSharding, PartitionSpec
 from spread import Spread
 
@@ -26,8 +26,9 @@ from jax_flash.context import ContextParallel
 SCHEDULES = ("all_gather", "ring", "ulysses")
 ORDERS = ("contiguous", "zigzag", "striped")
 WAYS = [(schedule, order) for schedule in SCHEDULES for order in ORDERS]
-CPU = next(target for target in cases.TARGETS if target.platform == "cpu" and target.kernel)
-CUDA = next(target for target in cases.TARGETS if target.platform == "cuda" and target.kernel)
+KERNELS = {target.platform: target for target in (CPU, CUDA)}
+# Some options become functions, which no kernel for CPUs takes.
+ANY = {platform: dataclasses.replace(target, implementation=None) for platform, target in KERNELS.items()}
 
 CASES = (
     Case("spread_plain", 16, 16, 4, 4, 8),
@@ -50,15 +51,9 @@ PACKED = (
 )  # fmt: skip
 
 
-def any_of(platform: str) -> Target:
-    """Where some options become functions, which no kernel for CPUs takes in packed sequences."""
-    return dataclasses.replace(CUDA if platform == "cuda" else CPU, implementation=None)
-
-
 def target_of(case: Case | PackedCase, schedule: str, order: str, platform: str) -> Target:
     becomes_function = (schedule == "ring" and isinstance(case, PackedCase)) or order != "contiguous"
-    kernel = CUDA if platform == "cuda" else CPU
-    return any_of(platform) if case.alibi is not None and becomes_function else kernel
+    return (ANY if case.alibi is not None and becomes_function else KERNELS)[platform]
 
 
 def serves(case: Case | PackedCase, schedule: str) -> bool:
@@ -133,10 +128,11 @@ def test_meshes_with_other_axes(case: Case, schedule: str, order: str, kind: str
     """Batch and heads are split, too: the same dropout, the same gradients of what devices share."""
     problem = cases.problem(case, "float32")
     of_context = ContextParallel("seq", schedule, order, "data", "heads")
-    target, sizes = CPU, {"data": 2, "seq": 2, "heads": 2}
+    sizes = {"data": 2, "seq": 2, "heads": 2}
     if platform == "cuda":  # four GPUs: batch or heads
-        target, sizes = CUDA, sizes | {"data" if kind == "Auto" else "heads": 1}
-    problem.check(platform, Spread(target, problem, of_context, spread.mesh(sizes, kind, platform)).run(bound=False))
+        sizes["data" if kind == "Auto" else "heads"] = 1
+    grid = spread.mesh(sizes, kind, platform)
+    problem.check(platform, Spread(KERNELS[platform], problem, of_context, grid).run(bound=False))
 
 
 @pytest.mark.parametrize(
@@ -282,8 +278,8 @@ def test_drawn_cases(seed: int, platform: str) -> None:
         schedule = "all_gather"
     grid = spread.mesh({"seq": devices}, platform=platform)
     of_context = ContextParallel("seq", schedule, order)
-    got = Spread(any_of(platform), problem, of_context, grid).run(bound=bool(seed % 2))
-    drawing.check(CUDA if platform == "cuda" else CPU, problem, got)
+    got = Spread(ANY[platform], problem, of_context, grid).run(bound=bool(seed % 2))
+    drawing.check(KERNELS[platform], problem, got)
 
 
 @dataclasses.dataclass

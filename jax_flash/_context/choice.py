@@ -195,12 +195,10 @@ def travels(
     """
     share = (devices - 1) / devices
     keys = batch * sizes.kv_length * sizes.kv_heads * sizes.head_dims
-    if schedule == "ring" and in_reach is not None and in_reach < devices:
-        # Each dK and dV goes home at once.
-        share = (in_reach - 1) / devices
     if schedule == "all_gather":  # gathered K and V; their gradients are scattered in float32
         return {"forward": keys * share * itemsize, "backward": keys * share * max(itemsize, 4)}
-    if schedule == "ring":  # a shard n - 1 times; then again, with dK and dV in float32
+    if schedule == "ring":  # a shard to all others, or to those in reach; then again, with dK and dV in float32
+        share = ((in_reach or devices) - 1) / devices
         return {"forward": keys * share * itemsize, "backward": keys * share * (itemsize + max(itemsize, 4))}
     repeated = keys / sizes.kv_heads * math.lcm(sizes.kv_heads, devices)
     rows = batch * sizes.q_length * sizes.q_heads * sizes.head_dims

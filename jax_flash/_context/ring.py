@@ -335,7 +335,7 @@ def _names_in_step(call: Call, step: int, old: str, operands: Arrays, of_step: A
 
 
 def _shards_in_reach(call: Call, operands: Arrays) -> int:
-    shifted = call.limits is not None or not {"q_offset", "window_bounds"}.isdisjoint(operands)
+    shifted = call.limits is not None or "q_offset" in operands
     return choice.shards_in_reach(
         call.rows.order, call.devices, call.rows.total, call.keys.total, call.options, shifted
     )

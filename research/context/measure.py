@@ -26,7 +26,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 import jax_flash  # noqa: E402
-from jax_flash._tools.bench import race  # noqa: E402
+from jax_flash._tools.bench import race, seed_rows  # noqa: E402
 from jax_flash._tools.bench.race import Entry  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -74,9 +74,10 @@ def draw(length: int, sharding: Any) -> list[jax.Array]:
     return list(drawn())
 
 
-def program_of(attend: Attend, gradients: bool, arrays: Sequence[jax.Array], sharding: Any) -> tuple[Any, Any]:
-    """A compiled forward, or forward and backward, of what `draw` returns, on the mesh of the sharding, and its
-    arguments."""
+def compiled(
+    attend: Attend, gradients: bool, arrays: Sequence[jax.Array], sharding: Any
+) -> tuple[jax.stages.Compiled, Entry]:
+    """Forward, or forward and backward, of what `draw` returns, on the mesh of the sharding."""
     mesh = getattr(sharding, "mesh", None)
 
     def both(query: Any, key: Any, value: Any, dout: Any) -> Any:
@@ -85,23 +86,16 @@ def program_of(attend: Attend, gradients: bool, arrays: Sequence[jax.Array], sha
 
     arguments = tuple(arrays if gradients else arrays[:3])
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
-        return jax.jit(both if gradients else attend).lower(*arguments).compile(), arguments
+        program = jax.jit(both if gradients else attend).lower(*arguments).compile()
+    return program, Entry(lambda: program(*arguments), jax.block_until_ready)
 
 
 def entry_of(attend: Attend, gradients: bool, arrays: Sequence[jax.Array], sharding: Any) -> Entry:
-    run, arguments = program_of(attend, gradients, arrays, sharding)
-    return Entry(lambda: run(*arguments), jax.block_until_ready)
+    return compiled(attend, gradients, arrays, sharding)[1]
 
 
 def entry(attend: Attend, length: int, gradients: bool, sharding: Any) -> Entry:
     return entry_of(attend, gradients, draw(length, sharding), sharding)
-
-
-def peak_memory(program: jax.stages.Compiled) -> int:
-    """Bytes of arguments, results and temporary arrays on one device, as XLA has planned them."""
-    plan = program.memory_analysis()
-    assert plan is not None
-    return int(plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes)
 
 
 def flash_attn_jax_ring(mesh: jax.sharding.Mesh) -> Attend:
@@ -184,9 +178,9 @@ class Cell:
 
     def entry(self, name: str, attend: Attend, sharding: Any = None) -> Entry:
         arrays = draw(self.length, sharding) if sharding else self.drawn()
-        program, arguments = program_of(attend, self.gradients, arrays, sharding or arrays[0].sharding)
-        self.memory[name] = peak_memory(program)
-        return Entry(lambda: program(*arguments), jax.block_until_ready)
+        program, entry = compiled(attend, self.gradients, arrays, sharding or arrays[0].sharding)
+        self.memory[name] = seed_rows.peak_of(program)
+        return entry
 
     def makers(self) -> dict[str, Callable[[], Entry]]:
         """The sends alone first, which start the communicators."""

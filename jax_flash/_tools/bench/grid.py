@@ -18,7 +18,7 @@ import numpy as np
 
 from jax_flash._native import registration, tuned
 from jax_flash._tools import doctor
-from jax_flash._tools.bench import compare, flex, race, seeds, small
+from jax_flash._tools.bench import compare, flex, race, seed_rows, seeds, small
 from jax_flash._tools.bench import ladder as _ladder
 from jax_flash._tools.bench import peers as _peers
 from jax_flash._tools.bench import tune as _tune
@@ -501,9 +501,7 @@ def _memory(_: argparse.Namespace) -> bool:
 
 def peak_bytes(attend: race.Attend, cell: Cell) -> int:
     """Peak bytes of forward and backward in one program, by XLA's analysis."""
-    found = jax.jit(functools.partial(both, attend, cell.causal)).lower(*_shapes(cell)).compile().memory_analysis()
-    assert found is not None  # available on CPU and GPU
-    return found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+    return seed_rows.peak_of(seed_rows.compile_both(attend, cell))
 
 
 def temporary_bytes(cell: Cell, pass_: str) -> int:
