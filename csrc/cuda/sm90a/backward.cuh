@@ -39,9 +39,18 @@ constexpr int dq_pieces = has_dalibi_slopes || sums_heads ? KSlabs::slabs : 1;
 // registers to P and dS, with wrong dK and dV (tests/test_kernels.py looks for it).
 constexpr bool keys_in_registers = adds_dq && tiles_of_keys == 1 && KSlabs::columns + VSlabs::columns <= 128;
 
+// Whether dQ goes through shared memory, from where TMA adds it. Instructions that add registers stand in the way of
+// all other accesses to shared memory, 1,000 cycles a tile at head_dim 128; at 64 there are half as many, and the
+// detour takes as long. Sums of gradients leave no registers for it, values of diagonals no shared memory.
+constexpr bool adds_in_bulk = adds_dq && KSlabs::slabs > 1 && !sums_gradients && !has_diagonal_value;
+static_assert(!adds_in_bulk || dq_pieces == 1, "dQ is added in one piece");
+
+// lse is read while the scores are under way where dQ's additions do not stand in the way, and registers suffice.
+using LseOf = Select<adds_in_bulk && !has_mask, OfRowsEarly, OfRows>::type;
+
 // Whether the scores of one warpgroup are started behind dV of the other. Left alone the two fall into a better order
-// in plain calls (8% at head_dim 128), but beside a block mask into a worse one.
-constexpr bool in_turns = has_mask_blocks && computing == 2;
+// in plain calls, but beside a block mask into a worse one.
+constexpr bool in_turns = has_mask_blocks && computing == 2 && !adds_in_bulk;
 constexpr int turn_barrier = one_computing + computing;
 
 constexpr int loading_warp = loading_registers(KSlabs::columns + VSlabs::columns <= 128);  // registers
@@ -51,7 +60,8 @@ struct SharedStorage {
   char v[VSlabs::bytes];
   char q[stages][QSlabs::bytes];
   char dout[stages][OutSlabs::bytes];
-  char ds[adds_dq ? 2 : 1][Slabs<block_kv, block_q>::bytes];  // dS^T
+  char ds[adds_dq ? 2 : 1][Slabs<block_kv, block_q>::bytes];                     // dS^T
+  float dq[adds_in_bulk ? 4 * computing : 1][adds_in_bulk ? 16 * head_dim : 4];  // of 16 rows, a warp's
   float lse_log2[stages][block_q];
   float deltas[stages][block_q];
   Told told[skips_tiles ? stages : 1];
@@ -218,9 +228,7 @@ struct Backward {
     Slabs<block_kv, block_q>::put(shared_address(shared.ds[i % 2]), key_row(j), ds, lane);
     stores_ready();
   }
-  // dQ of the tile of rows that came i-th, added to global memory at once: on an H200 that did best at head_dim 64 and
-  // 128 (docs/ledger/hopper-backward.md has what was tried). No other product may be under way, or the registers are
-  // wanting.
+  // dQ of the tile of rows that came i-th. No other product may be under way, or the registers are wanting.
   __device__ __forceinline__ void sum_dq(const Walk& at, int i) const {
     const u64 ds = by_columns(shared_address(shared.ds[i % 2]), 0);
     barrier_wait(shared_address(&shared.ds_full[i % 2]), i / 2 % 2);
@@ -237,7 +245,11 @@ struct Backward {
       wgmma_wait<0>();
       hold(dq);
       if (lane == 0 && piece + 1 == dq_pieces) barrier_arrive(shared_address(&shared.ds_empty[i % 2]));
-      add_dq(block, dq, weights.dq_factor, at, warp * 16, piece * kBoxColumns, lane);
+      if constexpr (adds_in_bulk) {
+        add_dq_in_bulk(block, dq, weights.dq_factor, at, warp * 16, shared.dq[group * 4 + warp], lane);
+      } else {
+        add_dq(block, dq, weights.dq_factor, at, warp * 16, piece * kBoxColumns, lane);
+      }
     }
   }
 
@@ -261,6 +273,7 @@ struct Backward {
 #pragma unroll
     for (int j = 0; j < tiles; ++j) {
       const Diagonals diagonals = weights.of_diagonals(at, j * row_of_tiles);
+      const LseOf lse(shared.lse_log2[stage], lane);
       if (j > 0 || dp_with_s) {
         wgmma_wait<1>();  // S^T, but not dP^T, or dK of the tile before
         if (dv_last && j > 0) hold(p_operand[j - 1]);
@@ -268,7 +281,7 @@ struct Backward {
         wgmma_wait<0>();
       }
       hold(s[j]);
-      weights.weigh(s[j], derivatives, at, is_full(at, j), OfRows{shared.lse_log2[stage]}, diagonals, j * row_of_tiles);
+      weights.weigh(s[j], derivatives, at, is_full(at, j), lse, diagonals, j * row_of_tiles);
       if (j > 0) take_back(ds_operand[j - 1]);
       if (j > 0 || !dp_with_s) start_dp(dp[j], stage, j);
       round_kept(p_operand[j], s[j]);
@@ -341,6 +354,7 @@ struct Backward {
       at = weights.move<true>(at, block);
     }
     if (adds_dq && (i - 1) % computing == group) sum_dq(before, i - 1);
+    if (adds_in_bulk && lane == 0) bulk_wait<0>();
 #pragma unroll
     for (int j = 0; j < tiles_of_keys; ++j) {
       hold(dk[j]);

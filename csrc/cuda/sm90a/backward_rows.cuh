@@ -157,6 +157,7 @@ struct Statistics {
 struct OfRows {
   const float* from;
 
+  __device__ __forceinline__ explicit OfRows(const float* from, int = 0) : from(from) {}
   __device__ __forceinline__ float2 operator()(int column) const {
     return *reinterpret_cast<const float2*>(&from[column]);
   }
@@ -193,6 +194,32 @@ JAX_FLASH_DEVICE void add_dq(const Block& block, FragmentC (&dq)[n], float facto
 #pragma unroll
     for (float& x : dq[i].x) x *= factor;
     add_four(to + i * 128, dq[i], valid && (head_dim == KSlabs::columns || column + i * 8 < head_dim));
+  }
+}
+
+// The same for all columns, by way of `sums` in shared memory, from where TMA adds them. It reads there until it is
+// waited for: before the next ones are put there, and at the end of the block.
+template <int n>
+JAX_FLASH_DEVICE void add_dq_in_bulk(const Block& block, FragmentC (&dq)[n], float factor, const Walk& at, int row,
+                                     float* sums, int lane) {
+  const Place& place = block.place;
+  row += at.tile * block_q;
+  const u32 from = shared_address(sums);
+  if (lane == 0) bulk_wait_read<0>();
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < head_dim / 8; ++i) {
+    u32 words[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) words[e] = __float_as_uint(dq[i].x[e] * factor);
+    store_shared(from + (i * 32 + lane) * 16, uint4{words[0], words[1], words[2], words[3]});
+  }
+  stores_ready();
+  __syncwarp();
+  if (lane == 0 && row < place.extent.q.length) {
+    const int row_tile = first_dq_tile(block.problem, place.batch, place.sequence) + row / 16;
+    add_bulk(dq_fragment(block.problem, place.batch, at.head, row_tile, 0), from, 16 * head_dim * sizeof(float));
+    bulk_commit();
   }
 }
 
