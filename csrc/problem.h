@@ -110,6 +110,10 @@ struct Problem {
   float scale;
   void* group_sums;  // float [B, K, group_splits or 1, S, H + V]; null where group_splits is 1
 
+  // Hopper's backward: a block zeroes sums of dQ for the one that comes dq_ahead later, up to block dq_last
+  // (cuda/sm90a/dq_sums.cuh).
+  int dq_ahead, dq_last;
+
   void* dlse;  // [B, N, T]; backward on CPUs only, where the kernels make delta of it and of out
 
   BlockStrides mask_blocks_strides;

@@ -1,16 +1,19 @@
 """deterministic_backward=True: the same bits every time, and the same gradients as without."""
 
 import dataclasses
+import functools
 import os
 from typing import Any
 
 import cases
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import Case, Target
 
 import jax_flash
+from jax_flash import flex
 
 REPEATS = int(os.environ.get("JAX_FLASH_TEST_REPEATS", "5"))
 """How often a backward pass is run again, to be compared bit by bit."""
@@ -67,6 +70,51 @@ def test_the_same_bits_of_many_blocks(head_dim: int, kv_heads: int, causal: bool
     """More than a GPU runs at a time; of one key head, shares of its query heads that are added up."""
     case = Case("many_blocks", 1024, 1024, q_heads=16, kv_heads=kv_heads, head_dim=head_dim, causal=causal)
     assert count_differences(cases.CUDA, cases.problem(case, dtype)) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("option", ["plain", "causal", "block_mask", "segments", "sequences"])
+@pytest.mark.parametrize("kv_heads", [16, 4])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_sums_of_many_blocks(head_dim: int, kv_heads: int, option: str) -> None:
+    """Hopper's blocks zero sums of dquery for blocks to come: of calls in which there are such, by atomic additions and
+    in one order, several times."""
+    batch, length = 8, 700
+    draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = (16, kv_heads, kv_heads, 16)
+    *inputs, dout = (draw(key, (batch, length, n, head_dim)) for key, n in zip(keys, heads, strict=True))
+    options: dict[str, Any] = {}
+    if option == "causal":
+        options["causal"] = True
+    elif option == "block_mask":
+        kept = jnp.asarray(np.random.default_rng(0).random((4, length)) < 0.5)
+        options["block_mask"] = flex.create_block_mask(
+            lambda b, h, q, kv: kept[h % 4, q // 128 * 128] | (q // 128 == kv // 128), None, 16, length, length
+        )
+    elif option == "segments":
+        options["q_segment_ids"] = options["kv_segment_ids"] = jnp.broadcast_to(
+            jnp.arange(length) // 150, (batch, length)
+        )
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, deterministic: bool) -> jax.Array:
+        if option != "sequences":
+            return jax_flash.attention(query, key, value, deterministic_backward=deterministic, **options)
+        ends = jnp.arange(0, batch * length + 1, 350, dtype=jnp.int32)
+        rows = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
+        return jax_flash.attention_varlen(*rows, ends, ends, deterministic_backward=deterministic).reshape(query.shape)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradients(deterministic: bool, dout: jax.Array, *inputs: jax.Array) -> Any:
+        _, pullback = jax.vjp(lambda *inputs: attend(*inputs, deterministic), *inputs)
+        return pullback(dout)
+
+    arguments = jax.device_put((dout, *inputs), jax.devices("cuda")[0])
+    want = gradients(True, *arguments)
+    for _ in range(REPEATS):
+        for x, y in zip(gradients(False, *arguments), want, strict=True):
+            error = jnp.linalg.norm((x - y).astype(jnp.float32)) / jnp.linalg.norm(y.astype(jnp.float32))
+            assert error < 1e-3  # some of the last bits; a sum that was zeroed too late is wrong by far more
 
 
 SHARED = (

@@ -122,6 +122,17 @@ CASES: dict[str, dict[str, Any]] = {
     # Long stretches of tiles without pairs, which a warp that only loads skips several groups of 32 at a time.
     "gap-of-keys": {"q_length": 40, "kv_length": 26000, "options": ["segments", "gap", "separate_dq"]},
     "gap-of-rows": {"q_length": 14000, "kv_length": 60, "options": ["segments", "gap"]},
+    # So many blocks that one zeroes sums of dQ for another, and heads whose blocks are several.
+    "zeroed-ahead": {"q_length": 40, "kv_length": 250, "q_heads": 16, "kv_heads": 16, "batch": 8},
+    "zeroed-ahead-128": {
+        "q_length": 40,
+        "kv_length": 200,
+        "q_heads": 16,
+        "kv_heads": 8,
+        "batch": 4,
+        "head_dim": 128,
+        "options": ["lengths"],
+    },
     "arrays-64": {"options": ["arrays", "q_offset"], "batch": 4, **ODD},
     "arrays-separate_dq": {"head_dim": 128, "options": ["arrays", "separate_dq", "causal"], "batch": 3, **ODD},
     "arrays-256": {

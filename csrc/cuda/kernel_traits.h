@@ -20,6 +20,7 @@ struct KernelTraits {
   int block_rows = 0;     // rows of query or, in backward, of key of an item of work
   int shared_bytes = 0;   // dynamic shared memory
   int convert_warps = 0;  // per block of jax_flash_convert_dq; 0 if there is no such kernel
+  int zero_threads = 0;   // per block of jax_flash_zero_dq; 0 if there is no such kernel
 
   // Persistent kernels: blocks per multiprocessor, which walk over the items of work; 0: a block for each item.
   int persistent = 0;

@@ -155,6 +155,10 @@ template <typename T>
 T __ldg(const T* from) {
   return *from;
 }
+template <typename T>
+T __ldcg(const T* from) {
+  return *from;
+}
 #define EMULATOR_FLOAT(name) \
   inline float name(float x) { return __builtin_##name(x); }
 EMULATOR_FLOAT(expf)

@@ -33,6 +33,7 @@ struct Emulated {
   void (*of_maps)(const Problem&, const TensorMaps&);
   void (*of_problem)(const Problem&);
   void (*of_scaling)(const Scaling&);
+  bool in_order = false;  // whether blocks wait for those that start before them
 };
 
 }  // namespace
@@ -65,7 +66,7 @@ void Driver::launch(CuKernel kernel, unsigned blocks, unsigned threads, unsigned
     emulated.of_maps(problem, *static_cast<const TensorMaps*>(arguments[1]));
   };
   for (unsigned i = 0; i < blocks; ++i) {
-    const unsigned block = the_seed % 2 ? blocks - 1 - i : i;
+    const unsigned block = the_seed % 2 && !emulated.in_order ? blocks - 1 - i : i;
     const std::string error = emulator::run_block(block, blocks, threads, shared_bytes, the_seed, body);
     if (!error.empty()) throw std::runtime_error(error);
   }
@@ -123,6 +124,9 @@ Loaded kernels_of(const Variant& variant, int) {
     }
     if (variant.pass == Pass::backward && !variant.options.separate_dq) {
       file << "extern \"C\" void emulated_convert_dq(const Problem& problem) { jax_flash_convert_dq(problem); }\n";
+      if (has_maps) {
+        file << "extern \"C\" void emulated_zero_dq(const Problem& problem) { jax_flash_zero_dq(problem); }\n";
+      }
     }
     if (const char* beside = float32_entry(variant)) {
       file << "extern \"C\" void emulated_float32(const Problem& problem) { " << beside << "(problem); }\n";
@@ -153,8 +157,10 @@ Loaded kernels_of(const Variant& variant, int) {
     return loaded;
   }
   loaded.main = has_maps ? kernel("emulated_main", nullptr) : kernel(nullptr, "emulated_main");
+  reinterpret_cast<Emulated*>(loaded.main)->in_order = loaded.traits.zero_threads > 0;
   if (loaded.traits.combine_warps) loaded.combine = kernel(nullptr, "emulated_combine");
   if (loaded.traits.splits_groups) loaded.sum_splits = kernel(nullptr, "emulated_sum_splits");
+  if (loaded.traits.zero_threads) loaded.zero_dq = kernel(nullptr, "emulated_zero_dq");
   if (loaded.traits.convert_warps) loaded.convert_dq = kernel(nullptr, "emulated_convert_dq");
   if (variant.pass == Pass::backward && variant.options.has_dalibi_slopes) {
     loaded.sum_slopes = kernel(nullptr, "emulated_sum_slopes");

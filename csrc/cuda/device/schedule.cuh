@@ -11,6 +11,8 @@ struct Work {
   int batch;
 };
 
+constexpr int row_bytes = (head_dim + value_head_dim) * sizeof(Element);  // of two arrays
+
 // Whether the hardware hands out blocks as others end, or as many as fit at once walk over the items of work.
 enum class Grid { block_an_item, persistent };
 
@@ -31,12 +33,10 @@ enum class Grid { block_an_item, persistent };
 // 256).
 template <Grid grid = Grid::block_an_item>
 JAX_FLASH_DEVICE Work work_of(int index, int blocks, int heads, int batch, int length) {
-  constexpr int l2_rows = (32 << 20) / ((head_dim + value_head_dim) * sizeof(Element));  // rows of two arrays
   int block = index % blocks;
   int head = index / blocks;
   const int all = heads * batch;
-  int group = at_least(1, at_most(all, l2_rows / length));
-  if (!option_causal) group = at_most(group, ceil_div(2 * 132, blocks));
+  int group = heads_of_group(option_causal, row_bytes, all, blocks, length);
   if (grid == Grid::persistent) group = ceil_div(all, 2 * ceil_div(all, 2 * group));
   const int grouped = option_causal ? 0 : all - group;  // the first head in a group
   if ((option_causal || has_mask_blocks) && head >= grouped) {

@@ -204,6 +204,7 @@ Loaded load(const Variant& variant) {
   CuLibrary library = driver.load(cubin);
   loaded.main = driver.kernel(library, loaded.name);
   if (loaded.traits.convert_warps) loaded.convert_dq = driver.kernel(library, "jax_flash_convert_dq");
+  if (loaded.traits.zero_threads) loaded.zero_dq = driver.kernel(library, "jax_flash_zero_dq");
   if (variant.pass == Pass::backward && variant.options.has_dalibi_slopes) {
     loaded.sum_slopes = driver.kernel(library, "jax_flash_sum_slopes");
   }
@@ -419,6 +420,7 @@ Loaded kernels_of(const Variant& variant, int device) {
   if (!ready.count({loaded.main, device})) {
     const Driver& driver = Driver::get();
     driver.ready(loaded.main, device, loaded.traits.shared_bytes + loaded.traits.cluster_bytes);
+    if (loaded.zero_dq) driver.ready(loaded.zero_dq, device, 0);
     if (loaded.convert_dq) driver.ready(loaded.convert_dq, device, 0);
     if (loaded.sum_slopes) driver.ready(loaded.sum_slopes, device, 0);
     if (loaded.sum_splits) driver.ready(loaded.sum_splits, device, 0);

@@ -53,6 +53,7 @@ struct Loaded {
   const std::string* cubin;  // lives as long as the process
   const char* name;          // of main
   CuKernel main;
+  CuKernel zero_dq;     // backward of the families that zero a part of dQ's sums in blocks before only
   CuKernel convert_dq;  // backward with atomic additions only
   CuKernel sum_slopes;  // backward with a gradient of alibi_slopes only
   CuKernel sum_splits;  // backward of the families that split groups of query heads only

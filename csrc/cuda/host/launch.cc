@@ -389,13 +389,21 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
                                 " elements for sums of dq and of the gradient of slopes, got " +
                                 std::to_string(scratch_elements));
   }
-  if (zeros) driver.zero(problem.scratch, zeros, on);
+  const bool common = !found.dq.main;  // kernels that add dQ add these too
+  problem.group_splits = found.main.sum_splits ? shares_of_groups(problem, common, scratch_elements) : 1;
+  if (found.main.zero_dq) {
+    const ZeroedBefore before = zeroed_before(problem, found.main.traits.block_rows);
+    problem.dq_ahead = before.ahead;
+    problem.dq_last = before.last;
+    const void* const arguments[] = {&problem};
+    driver.launch(found.main.zero_dq, grid(before.parts), found.main.traits.zero_threads, 0, on, arguments);
+  } else if (zeros) {
+    driver.zero(problem.scratch, zeros, on);
+  }
   for (int i = 0; i < problem.options.dcaptured; ++i) {
     if (problem.dcaptured_elements[i]) driver.zero(problem.dcaptured[i], problem.dcaptured_elements[i], on);
   }
   if (problem.dbias && !found.bias.main) driver.zero(problem.dbias, bias_elements(problem), on);
-  const bool common = !found.dq.main;  // kernels that add dQ add these too
-  problem.group_splits = found.main.sum_splits ? shares_of_groups(problem, common, scratch_elements) : 1;
   if (problem.group_splits > 1) {
     problem.group_sums = common || sums_fit_dq(problem, problem.group_splits)
                              ? problem.dq.data

@@ -32,6 +32,13 @@ int64_t bias_elements(const Problem& p);
 
 // The elements of the accumulator of dQ, and of the slopes' sums that follow it.
 int64_t dq_scratch(const Problem& p);
+// Which sums of dQ the blocks of Hopper's backward zero (Problem::dq_ahead), and those of how many of them are zero
+// before.
+struct ZeroedBefore {
+  int ahead, last;
+  int64_t parts;
+};
+ZeroedBefore zeroed_before(const Problem& p, int block_keys);
 int64_t slope_scratch(const Problem& p);
 
 // Elements of float in Problem::group_sums, and whether these fit in dq, which is still unused then.

@@ -75,6 +75,7 @@ extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
     .block_rows = block_kv,
     .shared_bytes = sizeof(SharedStorage),
     .convert_warps = adds_dq ? convert_warps : 0,
+    .zero_threads = adds_dq ? zero_threads : 0,
     .q_box_rows = block_q,
     .k_box_rows = block_kv,
     .v_box_rows = block_kv,
@@ -368,12 +369,15 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   extern __shared__ __align__(1024) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   const Block block(problem);
-  if (packed && block.place.first_key >= block.place.extent.kv.stored) return;
-  if (computed_in_float32(problem, block.place.batch, block.place.kv_head)) return;
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
+  if ((packed && block.place.first_key >= block.place.extent.kv.stored) ||
+      computed_in_float32(problem, block.place.batch, block.place.kv_head)) {
+    if (adds_dq && warp >= 1 && warp <= zeroing_warps) DqSums{problem}.zero_ahead(warp - 1, lane);
+    return;
+  }
   if (threadIdx.x == 0) {
-    barrier_init(shared_address(&shared.keys_full), loads_by_list ? 2 * arrivals_of_keys : 1);
+    barrier_init(shared_address(&shared.keys_full), (loads_by_list ? 2 * arrivals_of_keys : 1) + adds_dq);
     for (int i = 0; i < stages; ++i) {
       barrier_init(shared_address(&shared.full[i]), 1 + 32);
       barrier_init(shared_address(&shared.empty[i]), 4 * computing * arrivals_of_a_warp);
@@ -389,7 +393,19 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   if (warp < 4) {
     warpgroup_reg_dealloc<loading_warp>();
     if (warp < key_loaders && !block.idle()) load_keys(block, shared, maps, warp, lane);
-    if (warp == 0 && !block.idle()) load(block, shared, maps, lane);
+    if (warp == 0) {
+      if (!block.idle()) load(block, shared, maps, lane);
+    } else if (adds_dq && warp <= zeroing_warps) {
+      const DqSums sums{problem};
+      if (warp == 1) {
+        // With the keys, without which nothing is added.
+        sums.wait_for_zeros(lane);
+        if (lane == 0) barrier_arrive(shared_address(&shared.keys_full));
+      }
+      // Behind the first rows, in whose way the stores would be.
+      if (!block.idle()) barrier_wait(shared_address(&shared.full[0]), 0);
+      sums.zero_ahead(warp - 1, lane);
+    }
   } else {
     warpgroup_reg_alloc<computing_registers(loading_warp)>();
     const int group = warp / 4 - 1;

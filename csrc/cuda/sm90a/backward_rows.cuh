@@ -4,6 +4,7 @@
 
 #include "cuda/device/score_columns.cuh"
 #include "cuda/device/tile_walk.cuh"
+#include "cuda/sm90a/dq_sums.cuh"
 #include "cuda/sm90a/listed_rows.cuh"
 #include "cuda/sm90a/pipeline.cuh"
 #include "cuda/sm90a/slabs.cuh"
@@ -15,8 +16,6 @@ constexpr int threads = 32 * warps;
 constexpr int computing = warps / 4 - 1;  // warpgroups; one more loads the rows
 constexpr int computing_threads = warpgroup * computing;
 static_assert(warps % 4 == 0 && block_q == 64, "64 rows fit the accumulators beside dK and dV");
-constexpr bool adds_dq = !option_separate_dq;  // else it is computed by a pass of its own
-constexpr int convert_warps = 4;               // of jax_flash_convert_dq, a block
 
 using KSlabs = Slabs<block_kv, head_dim>;
 using VSlabs = Slabs<block_kv, value_head_dim>;
@@ -172,13 +171,6 @@ struct OfRowsEarly {
   }
   __device__ __forceinline__ float2 operator()(int column) const { return of_lane[column / 8]; }
 };
-
-// Where dQ is summed up: for every 16 rows, for every 8 columns, the accumulators as the lanes hold them, four a lane,
-// so that one instruction of a warp adds 512 contiguous bytes. `row_tile` counts in the batch entry.
-JAX_FLASH_DEVICE float* dq_fragment(const Problem& problem, int batch, int head, int row_tile, int column_tile) {
-  const i64 tile = (static_cast<i64>(batch) * problem.q_heads + head) * dq_tiles(problem) + row_tile;
-  return static_cast<float*>(problem.scratch) + (tile * (head_dim / 8) + column_tile) * 128;
-}
 
 // Adds dS K times `factor` for 16 rows, from `row` of a tile on, and for columns `column` and on.
 template <int n>
@@ -394,34 +386,6 @@ JAX_FLASH_DEVICE void round_kept(Operand64& operand, const Scores64& p) {
     round_to(operand, kept);
   } else {
     round_to(operand, p);
-  }
-}
-
-// dq = the sum in scratch. One warp turns 16 rows of one head.
-extern "C" __global__ void __launch_bounds__(32 * convert_warps)
-    jax_flash_convert_dq(const __grid_constant__ Problem problem) {
-  const int tiles = dq_tiles(problem);
-  const i64 item = static_cast<i64>(blockIdx.x) * convert_warps + threadIdx.x / 32;
-  if (item >= static_cast<i64>(problem.batch) * problem.q_heads * tiles) return;
-  const int lane = threadIdx.x % 32;
-  const int tile = static_cast<int>(item % tiles);
-  const int head = static_cast<int>(item / tiles % problem.q_heads);
-  const int batch = static_cast<int>(item / tiles / problem.q_heads);
-  if (computed_in_float32(problem, batch, head / (problem.q_heads / problem.kv_heads))) return;
-  int row_tile = tile;
-  const Extent extent = extent_of(problem, batch, sequence_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
-  const float* from = dq_fragment(problem, batch, head, tile, 0) + lane * 4;
-  FragmentC dq[head_dim / 8];
-#pragma unroll
-  for (int n = 0; n < head_dim / 8; ++n) {
-    const float4 x = *reinterpret_cast<const float4*>(from + n * 128);
-    dq[n] = {x.x, x.y, x.z, x.w};
-  }
-  Result* to = result_of(problem.dq, batch, head, extent.q.first);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = row_tile * 16 + lane / 4 + 8 * half;
-    store_row<head_dim>(dq, half, 1.f, to + row * problem.dq.row_stride, row < extent.q.stored, lane);
   }
 }
 

@@ -134,12 +134,12 @@ LADDERS: dict[tuple[str, str], tuple[Step, ...]] = {
             Undo("sm90a/forward.cu", "wgmma_wait<1>();\n    end_scores", "wgmma_wait<0>();\n    end_scores"),)),
         _ORDER,
         Step("persistent blocks", (
-            Undo("sm90a/forward.cu", ".persistent = 1,", ".persistent = 0,"),
-            Undo("sm90a/forward.cu", "place_of<order>", "place_of<Grid::block_an_item>"))),
+            Undo("sm90a/forward_producer.cuh", ".persistent = 1,", ".persistent = 0,"),
+            Undo("sm90a/forward_producer.cuh", "place_of<order>", "place_of<Grid::block_an_item>"))),
         Step("products of the warpgroups in turn", (
-            Undo("sm90a/forward.cu", "in_turns = consumers > 1;", "in_turns = false;"),)),
+            Undo("sm90a/forward_producer.cuh", "in_turns = consumers > 1;", "in_turns = false;"),)),
         Step("out rescaled only when a maximum grows (256)", (
-            Undo("sm90a/forward.cu", "lazy = tile_value_head_dim > 128;", "lazy = false;"),)),
+            Undo("sm90a/forward_producer.cuh", "lazy = tile_value_head_dim > 128;", "lazy = false;"),)),
         Step("the table's rows", rows={}),
     ),
     ("sm90a", "backward"): (

@@ -9,6 +9,8 @@ inline float reciprocal_approx(float x) { return 1.f / x; }
 inline float half_to_float(unsigned short x) { return emulator::half_to_float(x); }
 inline unsigned short float_to_half(float x) { return emulator::float_to_half(x); }
 
+inline int load_acquire(const int* from) { return *from; }
+
 inline void add_pair(float* to, float x, float y) {
   atomicAdd(to, x);
   atomicAdd(to + 1, y);

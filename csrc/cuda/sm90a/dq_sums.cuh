@@ -1,0 +1,116 @@
+// The accumulator of dQ, in float: where it lies, and who zeroes it and makes dQ of it.
+//
+// As a kernel of its own, zeroing waits for memory, a twelfth of a short backward. So block i of the backward zeroes,
+// beside its products, the part of the accumulator that block i + dq_ahead stands for; jax_flash_zero_dq, before it,
+// only what is left. A part is as much of the rows of a key head's query heads as it is one of the head's blocks.
+// Blocks start in the order of their index, so those that a block waits for have started before it, and so long before
+// it that it seldom has to wait. A counter for each head tells how many of its parts are zero. Under causal, where the
+// blocks of many heads are interleaved (schedule.cuh), it gained nothing: all is zeroed before.
+#pragma once
+
+#include "cuda/device/backward_block.cuh"
+#include "cuda/sm90a/stores.cuh"
+
+namespace jax_flash {
+
+constexpr bool adds_dq = !option_separate_dq;  // else it is computed by a pass of its own
+constexpr int zeroing_warps = 3;               // of a block of the backward
+constexpr int zero_threads = 256;              // of jax_flash_zero_dq, a block for each part
+constexpr int convert_warps = 4;               // of jax_flash_convert_dq, a block
+
+// Where dQ is summed up: for every 16 rows, for every 8 columns, the accumulators as the lanes hold them, four a lane,
+// so that one instruction of a warp adds 512 contiguous bytes. `row_tile` counts in the batch entry.
+JAX_FLASH_DEVICE float* dq_fragment(const Problem& problem, int batch, int head, int row_tile, int column_tile) {
+  const i64 tile = (static_cast<i64>(batch) * problem.q_heads + head) * dq_tiles(problem) + row_tile;
+  return static_cast<float*>(problem.scratch) + (tile * (head_dim / 8) + column_tile) * 128;
+}
+
+struct DqSums {
+  const Problem& problem;
+
+  __device__ __forceinline__ int blocks() const { return blocks_of(problem, problem.kv_length, block_kv); }
+  __device__ __forceinline__ int shares() const { return problem.kv_heads * group_splits(problem); }
+  // How many parts of a head are zero; `head` in the order of the blocks.
+  __device__ __forceinline__ int* counter(int head) const {
+    const i64 heads = static_cast<i64>(problem.batch) * problem.q_heads;
+    return reinterpret_cast<int*>(static_cast<float*>(problem.scratch) + dq_sums(heads, dq_tiles(problem), head_dim)) +
+           head;
+  }
+
+  __device__ __forceinline__ void zero_part(int item, int thread, int threads) const {
+    const Work work = work_of(item, blocks(), shares(), problem.batch, problem.q_length);
+    const int heads = heads_of_share(problem), tiles = heads * dq_tiles(problem);
+    const int each = tiles / blocks(), more = tiles % blocks();  // the first blocks take one more
+    const int first = each * work.block + at_most(work.block, more);
+    float4* const to = reinterpret_cast<float4*>(dq_fragment(problem, work.batch, work.head * heads, first, 0));
+    float4* const end = to + static_cast<i64>(each + (work.block < more)) * (kDqRows * head_dim / 4);
+    for (float4* at = to + thread; at < end; at += threads) *at = {0.f, 0.f, 0.f, 0.f};
+  }
+
+  // By warps [0, zeroing_warps) of a block.
+  __device__ __forceinline__ void zero_ahead(int warp, int lane) const {
+    const int item = blockIdx.x + problem.dq_ahead;
+    if (option_causal || item >= problem.dq_last) return;
+    zero_part(item, warp * 32 + lane, zeroing_warps * 32);
+    __syncwarp();
+    if (lane == 0) {
+      __threadfence();
+      atomicAdd(counter(item / blocks()), 1);
+    }
+  }
+  // By a warp, before the first addition of the block.
+  __device__ __forceinline__ void wait_for_zeros(int lane) const {
+    if constexpr (option_causal) return;
+    const int item = blockIdx.x, within = item % blocks(), head = item / blocks();
+    const int parts = at_most(item - within + blocks(), problem.dq_last) - at_least(item - within, problem.dq_ahead);
+    if (parts > 0 && lane == 0) {
+      while (load_acquire(counter(head)) < parts * zeroing_warps) {
+      }
+    }
+    __syncwarp();
+  }
+};
+
+// The parts that no block of the backward zeroes, the counters, and the sums of slopes behind them.
+extern "C" __global__ void __launch_bounds__(zero_threads) jax_flash_zero_dq(const __grid_constant__ Problem problem) {
+  if constexpr (!adds_dq) return;
+  const DqSums sums{problem};
+  const int item = blockIdx.x, ahead = at_most(problem.dq_ahead, problem.dq_last);
+  sums.zero_part(item < ahead ? item : item - ahead + problem.dq_last, threadIdx.x, zero_threads);
+  const i64 heads = static_cast<i64>(problem.batch) * problem.q_heads;
+  const i64 slopes = has_dalibi_slopes ? heads * blocks_of(problem, problem.kv_length, kSlopeKeys) : 0;
+  int* behind = sums.counter(0);
+  for (i64 i = static_cast<i64>(item) * zero_threads + threadIdx.x; i < heads + slopes; i += gridDim.x * zero_threads) {
+    behind[i] = 0;
+  }
+}
+
+// dq = the sum in scratch. One warp turns 16 rows of one head.
+extern "C" __global__ void __launch_bounds__(32 * convert_warps)
+    jax_flash_convert_dq(const __grid_constant__ Problem problem) {
+  const int tiles = dq_tiles(problem);
+  const i64 item = static_cast<i64>(blockIdx.x) * convert_warps + threadIdx.x / 32;
+  if (item >= static_cast<i64>(problem.batch) * problem.q_heads * tiles) return;
+  const int lane = threadIdx.x % 32;
+  const int tile = static_cast<int>(item % tiles);
+  const int head = static_cast<int>(item / tiles % problem.q_heads);
+  const int batch = static_cast<int>(item / tiles / problem.q_heads);
+  if (computed_in_float32(problem, batch, head / (problem.q_heads / problem.kv_heads))) return;
+  int row_tile = tile;
+  const Extent extent = extent_of(problem, batch, sequence_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
+  const float* from = dq_fragment(problem, batch, head, tile, 0) + lane * 4;
+  FragmentC dq[head_dim / 8];
+#pragma unroll
+  for (int n = 0; n < head_dim / 8; ++n) {
+    const float4 x = *reinterpret_cast<const float4*>(from + n * 128);
+    dq[n] = {x.x, x.y, x.z, x.w};
+  }
+  Result* to = result_of(problem.dq, batch, head, extent.q.first);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = row_tile * 16 + lane / 4 + 8 * half;
+    store_row<head_dim>(dq, half, 1.f, to + row * problem.dq.row_stride, row < extent.q.stored, lane);
+  }
+}
+
+}  // namespace jax_flash
