@@ -490,7 +490,7 @@ FUNCTION_GATE: dict[str, tuple[int, int, dict[str, Any], dict[str, int]]] = {
     "blocks-alibi-90-128": (90, 128, {"mask": "window", "has_alibi_slopes": True, **BLOCKS}, {"forward": 0}),
     "intervals-80-64": (80, 64, INTERVALS, {"forward": 0, "backward": 0}),
     "intervals-80-128": (80, 128, INTERVALS, {"forward": 136, "backward": 272, "forward_split_kv": 0}),
-    "intervals-90-128": (90, 128, INTERVALS, {"forward": 8, "backward": 32}),
+    "intervals-90-128": (90, 128, INTERVALS, {"forward": 8, "backward": 48}),
     "graphormer-80-64": (80, 64, {"score": "graphormer"}, {"forward": 48, "backward": 104}),
     "graphormer-90-64": (90, 64, {"score": "graphormer"}, {"forward": 0, "backward": 0}),
     "relative-80-64": (80, 64, {"score": "relative"}, {"forward": 0, "backward": 240}),
@@ -505,7 +505,7 @@ FUNCTION_GATE: dict[str, tuple[int, int, dict[str, Any], dict[str, int]]] = {
 }
 """Bytes of spill stores plus loads with functions and intervals, by compute capability, head_dim and pass, with NVRTC
 12.9. What spills at head_dim 128 on sm_80 does so beside the pairs of a partial tile; what intervals spill on sm_90 is
-in the warp that loads, which has few registers."""
+in the warp that loads, which has few registers, but for 16 bytes where the next query head begins."""
 
 
 @pytest.mark.parametrize(
