@@ -129,7 +129,7 @@ CASES: dict[str, dict[str, Any]] = {
         "kv_length": 200,
         "q_heads": 16,
         "kv_heads": 8,
-        "batch": 4,
+        "batch": 8,
         "head_dim": 128,
         "options": ["lengths"],
     },

@@ -391,10 +391,11 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
   }
   const bool common = !found.dq.main;  // kernels that add dQ add these too
   problem.group_splits = found.main.sum_splits ? shares_of_groups(problem, common, scratch_elements) : 1;
-  if (found.main.zero_dq) {
-    const ZeroedBefore before = zeroed_before(problem, found.main.traits.block_rows);
-    problem.dq_ahead = before.ahead;
-    problem.dq_last = before.last;
+  ZeroedBefore before{};
+  if (found.main.zero_dq) before = zeroed_before(problem, found.main.traits.block_rows);
+  problem.dq_ahead = before.ahead;
+  problem.dq_last = before.last;
+  if (before.parts) {
     const void* const arguments[] = {&problem};
     driver.launch(found.main.zero_dq, grid(before.parts), found.main.traits.zero_threads, 0, on, arguments);
   } else if (zeros) {

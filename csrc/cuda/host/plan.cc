@@ -80,17 +80,18 @@ int64_t dq_scratch(const Problem& p) {
 ZeroedBefore zeroed_before(const Problem& p, int block_keys) {
   const int64_t heads = int64_t{p.batch} * p.kv_heads * p.group_splits;
   const int64_t blocks = blocks_of(p, p.kv_length, block_keys), items = heads * blocks;
-  // More than an int counts are refused by who launches them.
-  if (p.options.causal || items > std::numeric_limits<int>::max()) return {0, 0, items};
   // All parts of a head must be zero before the first of its blocks adds. Zeroing takes some time, in which some more
   // blocks start.
   constexpr int64_t kSpare = 64;
-  const int64_t ahead = std::min(blocks + kSpare, items);
+  const int64_t ahead = blocks + kSpare;
+  // Under causal it gains nothing; too many blocks for an int are refused by who launches them.
+  if (p.options.causal || ahead >= items || items > std::numeric_limits<int>::max()) return {};
   // Under a block mask the blocks of the last heads are interleaved: `ahead` would have to be as many as all of these.
   const int group = heads_of_group(false, 2 * (p.head_dim + p.value_head_dim), static_cast<int>(heads),
                                    static_cast<int>(blocks), p.q_length);
   const int64_t last = p.options.has_mask_blocks ? (heads - group) * blocks : items;
-  return {static_cast<int>(ahead), static_cast<int>(last), std::min(ahead, last) + items - last};
+  if (ahead >= last) return {};
+  return {static_cast<int>(ahead), static_cast<int>(last), ahead + items - last};
 }
 
 int64_t slope_scratch(const Problem& p) {

@@ -32,8 +32,8 @@ int64_t bias_elements(const Problem& p);
 
 // The elements of the accumulator of dQ, and of the slopes' sums that follow it.
 int64_t dq_scratch(const Problem& p);
-// Which sums of dQ the blocks of Hopper's backward zero (Problem::dq_ahead), and those of how many of them are zero
-// before.
+// Which sums of dQ the blocks of Hopper's backward zero (Problem::dq_ahead), and those of how many blocks a kernel
+// zeroes before; all 0: of all, and it needs no kernel.
 struct ZeroedBefore {
   int ahead, last;
   int64_t parts;

@@ -4,9 +4,9 @@
 // every query head of its group, block_q at a time. With
 //   S^T = K Q^T,  P^T = exp(scale S^T - lse),  dP^T = V dO^T,  dS^T = P^T * (dP^T - delta)
 // it accumulates dV += P^T dO and dK += dS^T Q in registers; dQ += dS K is added to a float accumulator in global
-// memory, which jax_flash_convert_dq turns into the result afterwards. Keys run along the rows of the accumulators, so
-// that P^T and dS^T are operands in registers of the next product; only dS passes through shared memory, for dQ, of
-// which a warpgroup computes its share of the columns over all keys of the block.
+// memory (dq_sums.cuh), which jax_flash_convert_dq turns into the result afterwards. Keys run along the rows of the
+// accumulators, so that P^T and dS^T are operands in registers of the next product; only dS passes through shared
+// memory, for dQ.
 //
 // One warp of one more warpgroup loads the rows by TMA, a ring of `stages` tiles ahead. dQ of a tile of rows, which
 // takes dS of both warpgroups, is the work of one of them, by turns, behind its own products of the tile after: so

@@ -156,7 +156,7 @@ struct Statistics {
 struct OfRows {
   const float* from;
 
-  __device__ __forceinline__ explicit OfRows(const float* from, int = 0) : from(from) {}
+  __device__ __forceinline__ explicit OfRows(const float* from, int lane = 0) : from(from) {}
   __device__ __forceinline__ float2 operator()(int column) const {
     return *reinterpret_cast<const float2*>(&from[column]);
   }

@@ -5,7 +5,7 @@
 // only what is left. A part is as much of the rows of a key head's query heads as it is one of the head's blocks.
 // Blocks start in the order of their index, so those that a block waits for have started before it, and so long before
 // it that it seldom has to wait. A counter for each head tells how many of its parts are zero. Under causal, where the
-// blocks of many heads are interleaved (schedule.cuh), it gained nothing: all is zeroed before.
+// blocks of many heads are interleaved (schedule.cuh), it gained nothing: all is zeroed before, as in short calls.
 #pragma once
 
 #include "cuda/device/backward_block.cuh"
@@ -52,6 +52,7 @@ struct DqSums {
     const int item = blockIdx.x + problem.dq_ahead;
     if (option_causal || item >= problem.dq_last) return;
     zero_part(item, warp * 32 + lane, zeroing_warps * 32);
+    global_stores_ready();
     __syncwarp();
     if (lane == 0) {
       __threadfence();
@@ -66,6 +67,7 @@ struct DqSums {
     if (parts > 0 && lane == 0) {
       while (load_acquire(counter(head)) < parts * zeroing_warps) {
       }
+      global_stores_ready();
     }
     __syncwarp();
   }
@@ -75,7 +77,7 @@ struct DqSums {
 extern "C" __global__ void __launch_bounds__(zero_threads) jax_flash_zero_dq(const __grid_constant__ Problem problem) {
   if constexpr (!adds_dq) return;
   const DqSums sums{problem};
-  const int item = blockIdx.x, ahead = at_most(problem.dq_ahead, problem.dq_last);
+  const int item = blockIdx.x, ahead = problem.dq_ahead;
   sums.zero_part(item < ahead ? item : item - ahead + problem.dq_last, threadIdx.x, zero_threads);
   const i64 heads = static_cast<i64>(problem.batch) * problem.q_heads;
   const i64 slopes = has_dalibi_slopes ? heads * blocks_of(problem, problem.kv_length, kSlopeKeys) : 0;

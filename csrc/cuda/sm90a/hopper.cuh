@@ -59,6 +59,8 @@ JAX_FLASH_DEVICE void warpgroup_reg_alloc() {
 // Makes this thread's stores to shared memory visible to wgmma and TMA that start after the next barrier; and what
 // copy_async() has brought, after a wait for it, to its own wgmma.
 JAX_FLASH_DEVICE void stores_ready() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// The same of stores to global memory, and additions by TMA.
+JAX_FLASH_DEVICE void global_stores_ready() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 JAX_FLASH_DEVICE void prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

@@ -32,6 +32,7 @@ void warpgroup_reg_alloc(EMULATOR_SITE) {
 }
 
 inline void stores_ready(EMULATOR_SITE) { emulator::proxy_fence(site); }
+inline void global_stores_ready() {}
 
 inline void prefetch_map(const TensorMap*) {}
 inline void copy_box(u32 to, const TensorMap* map, u32 barrier, int column, int row, int head, int batch,
