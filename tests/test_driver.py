@@ -165,13 +165,13 @@ COMPILERS = (
 
 
 def usable(command: str, folder: pathlib.Path) -> list[str]:
-    """The compiler's path and its flags, if it is here with its C++ library."""
+    """The compiler's path and its flags, if it is here with a C++ library that supports it, which warns if not."""
     name, *flags = command.split()
     compiler = tool(name)
     (folder / "probe.cc").write_text("#include <thread>\nint main() { std::thread([] {}).join(); }\n")
-    probe = [compiler, *flags, folder / "probe.cc", "-o", folder / "probe"]
+    probe = [compiler, *flags, "-Werror", folder / "probe.cc", "-o", folder / "probe"]
     if subprocess.run(probe, capture_output=True, check=False).returncode != 0:
-        pytest.skip(f"{command} has no standard library here")
+        pytest.skip(f"{command} has no standard library that supports it here")
     return [compiler, *flags]
 
 
