@@ -38,9 +38,7 @@ static __device__ __forceinline__ unsigned short float_to_half(float x) {
 // From global memory, ordered before what this thread and those that it meets afterwards read there.
 static __device__ __forceinline__ int load_acquire(const int* from) {
   int x;
-#if __CUDA_ARCH__ >= 700
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
-#endif
   return x;
 }
 

@@ -16,6 +16,21 @@ JAX_FLASH_DEVICE int first_dq_tile(const Problem& problem, int batch, int sequen
   return problem.cu_q_lengths[first + sequence] / 16 + sequence;
 }
 
+// What a warp of jax_flash_convert_dq turns: a tile of 16 rows of a head. Whether it is one, and not computed in
+// float32.
+struct DqTile {
+  int batch, head;
+  int tile;  // in the batch entry
+};
+JAX_FLASH_DEVICE bool find_dq_tile(const Problem& problem, i64 item, DqTile& found) {
+  const int tiles = dq_tiles(problem);
+  if (item >= static_cast<i64>(problem.batch) * problem.q_heads * tiles) return false;
+  found.tile = static_cast<int>(item % tiles);
+  found.head = static_cast<int>(item / tiles % problem.q_heads);
+  found.batch = static_cast<int>(item / tiles / problem.q_heads);
+  return !computed_in_float32(problem, found.batch, found.head / (problem.q_heads / problem.kv_heads));
+}
+
 // Where the gradients of slopes are summed up, behind what dQ takes of the scratch: a sum for every 16 keys of a batch
 // entry and every query head, packed sequences each beginning with a sum of its own.
 JAX_FLASH_DEVICE float* slope_sums(const Problem& problem, int batch, int head) {

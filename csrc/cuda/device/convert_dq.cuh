@@ -8,14 +8,10 @@ namespace jax_flash {
 // dq = scale * (the sum in scratch). One warp turns 16 rows of one head.
 extern "C" __global__ void __launch_bounds__(32 * convert_warps)
     jax_flash_convert_dq(const __grid_constant__ Problem problem) {
-  const int tiles = dq_tiles(problem);
-  const i64 item = static_cast<i64>(blockIdx.x) * convert_warps + threadIdx.x / 32;
-  if (item >= static_cast<i64>(problem.batch) * problem.q_heads * tiles) return;
+  DqTile of;
+  if (!find_dq_tile(problem, static_cast<i64>(blockIdx.x) * convert_warps + threadIdx.x / 32, of)) return;
   const int lane = Lanes::of(threadIdx.x);
-  const int tile = static_cast<int>(item % tiles);
-  const int head = static_cast<int>(item / tiles % problem.q_heads);
-  const int batch = static_cast<int>(item / tiles / problem.q_heads);
-  if (computed_in_float32(problem, batch, head / (problem.q_heads / problem.kv_heads))) return;
+  const auto [batch, head, tile] = of;
   int row_tile = tile;
   const Extent extent = extent_of(problem, batch, sequence_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
   const Descale descale = descale_of(problem, batch, head / (problem.q_heads / problem.kv_heads));

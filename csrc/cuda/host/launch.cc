@@ -395,8 +395,8 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
   if (found.main.zero_dq) before = zeroed_before(problem, found.main.traits.block_rows);
   problem.dq_ahead = before.ahead;
   problem.dq_last = before.last;
+  const void* const arguments[] = {&problem};
   if (before.parts) {
-    const void* const arguments[] = {&problem};
     driver.launch(found.main.zero_dq, grid(before.parts), found.main.traits.zero_threads, 0, on, arguments);
   } else if (zeros) {
     driver.zero(problem.scratch, zeros, on);
@@ -412,7 +412,6 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
     if (common) driver.zero(problem.group_sums, sums_of_splits(problem, 1), on);
   }
   run(launch_of(device, found.main, problem, problem.kv_length, int64_t{problem.kv_heads} * problem.group_splits), on);
-  const void* const arguments[] = {&problem};
   if (problem.group_splits > 1) {
     const int64_t fours = sums_of_splits(problem, 1) / 4;
     driver.launch(found.main.sum_splits, grid(ceil_div(fours, 32 * kSplitWarps)), 32 * kSplitWarps, 0, on, arguments);
