@@ -28,7 +28,7 @@ JAX_FLASH_BOTH Length blocks_of(bool packed, const int& sequences, const Length&
 }
 
 // The float accumulator of dQ, for `heads` of all batch entries, in whole tiles of kDqRows rows and 32 columns; and
-// with a counter for each head behind it (cuda/sm90a/dq_sums.cuh).
+// with two counters for each head behind it (cuda/sm90a/dq_sums.cuh).
 constexpr int kDqRows = 16;
 template <typename Heads, typename Tiles>
 JAX_FLASH_BOTH auto dq_sums(Heads heads, Tiles tiles, int head_dim) {
@@ -36,13 +36,14 @@ JAX_FLASH_BOTH auto dq_sums(Heads heads, Tiles tiles, int head_dim) {
 }
 template <typename Heads, typename Tiles>
 JAX_FLASH_BOTH auto dq_elements(Heads heads, Tiles tiles, int head_dim) {
-  return dq_sums(heads, tiles, head_dim) + heads;
+  return dq_sums(heads, tiles, head_dim) + 2 * heads;
 }
 
-// Of how many heads the blocks are interleaved in the order of a grid (device/schedule.cuh). `row_bytes`: of a row of
-// the two arrays that a block reads `length` rows of.
-JAX_FLASH_BOTH int heads_of_group(bool causal, int row_bytes, int heads, int blocks, int length) {
-  int group = (32 << 20) / row_bytes / length;
+// Of how many heads the blocks are interleaved in the order of a grid (device/schedule.cuh): so many that `length` rows
+// of each, of `row_bytes`, take at most group_bytes.
+constexpr int kGroupBytes = 32 << 20;
+JAX_FLASH_BOTH int heads_of_group(bool causal, int group_bytes, int row_bytes, int heads, int blocks, int length) {
+  int group = group_bytes / row_bytes / length;
   if (!causal && group > ceil_div(2 * 132, blocks)) group = ceil_div(2 * 132, blocks);
   return group > heads ? heads : group < 1 ? 1 : group;
 }

@@ -16,11 +16,12 @@ constexpr int kFloat32Tile = 64;   // rows, and keys
 constexpr int kSingleTileKeys = 64;  // at most, of jax_flash_forward_single_tile
 
 struct KernelTraits {
-  int threads = 0;        // per block; forward_single_tile: at most
-  int block_rows = 0;     // rows of query or, in backward, of key of an item of work
-  int shared_bytes = 0;   // dynamic shared memory
-  int convert_warps = 0;  // per block of jax_flash_convert_dq; 0 if there is no such kernel
-  int zero_threads = 0;   // per block of jax_flash_zero_dq; 0 if there is no such kernel
+  int threads = 0;         // per block; forward_single_tile: at most
+  int block_rows = 0;      // rows of query or, in backward, of key of an item of work
+  int shared_bytes = 0;    // dynamic shared memory
+  int convert_warps = 0;   // per block of jax_flash_convert_dq; 0 if there is no such kernel
+  int zero_threads = 0;    // per block of jax_flash_zero_dq; 0 if there is no such kernel
+  int converts_ahead = 0;  // 1 if jax_flash_convert_dq waits itself for the backward (programmatic launch)
 
   // Persistent kernels: blocks per multiprocessor, which walk over the items of work; 0: a block for each item.
   int persistent = 0;

@@ -142,6 +142,8 @@ inline unsigned atomicOr(unsigned* to, unsigned x) {
   return before;
 }
 inline void __threadfence() {}
+// Blocks run one after the other, so what a block looks for is there at once or never.
+inline void __nanosleep(unsigned, EMULATOR_SITE) { emulator::fail("a wait for what no block before has done", site); }
 
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }

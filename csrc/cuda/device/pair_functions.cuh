@@ -191,6 +191,11 @@ struct PairFunctions<false> {
   __device__ __forceinline__ void add_of_table(const Problem&, int, float) const {}
 };
 
+struct BlockKinds {
+  bool any_pairs;  // whether a block is not empty
+  bool all_pairs;  // whether all are full
+};
+
 // The blocks of a block mask that tiles of `size` rows or keys meet; the other side's rows [begin, end) and query heads
 // are the block's.
 template <int size, bool present>
@@ -209,25 +214,27 @@ struct BlockTiles {
     last = at_least(at_most(end, of_keys ? extent.q.length : extent.kv.length) - 1, begin) / own;
   }
 
-  // Whether `matches` holds for the kind of any block.
-  template <typename Matches>
-  __device__ __forceinline__ bool any(int tile, const Matches& matches) const {
+  // What the blocks are that a tile meets, of any head.
+  __device__ __forceinline__ BlockKinds kinds(int tile) const {
     const int other = of_keys ? mask_block_keys : mask_block_rows;
     const int length = of_keys ? extent.kv.length : extent.q.length;
     const int begin = tile * size / other;
     // Mostly a tile lies in one block.
     const int end = other % size == 0 ? begin : at_least(at_most((tile + 1) * size, length) - 1, tile * size) / other;
     const int planes = problem.mask_blocks_strides.head ? heads.count : 1;
+    BlockKinds found{false, true};
     for (int head = heads.first; head < heads.first + planes; ++head) {
       for (int i = first; i <= last; ++i) {
         for (int j = begin; j <= end; ++j) {
           const int kind =
               of_keys ? kind_of_block(problem, extent, head, i, j) : kind_of_block(problem, extent, head, j, i);
-          if (matches(kind)) return true;
+          found.any_pairs |= kind != empty_block;
+          found.all_pairs &= kind == full_block;
+          if (found.any_pairs && !found.all_pairs) return found;
         }
       }
     }
-    return false;
+    return found;
   }
   // For a head, of the one block in which a tile lies and which for some head is not full.
   __device__ __forceinline__ int kind_if_not_full(int head, int tile) const {
@@ -236,19 +243,12 @@ struct BlockTiles {
     return of_keys ? kind_of_block(problem, extent, head, first, block)
                    : kind_of_block(problem, extent, head, block, first);
   }
-  __device__ __forceinline__ bool has_blocks(int tile) const {
-    return any(tile, [](int kind) { return kind != empty_block; });
-  }
-  __device__ __forceinline__ bool is_whole(int tile) const {
-    return !any(tile, [](int kind) { return kind != full_block; });
-  }
 };
 template <int size>
 struct BlockTiles<size, false> {
   __device__ __forceinline__ BlockTiles(const Problem&, const Extent&, const Heads&, bool, int, int) {}
   __device__ __forceinline__ int kind_if_not_full(int, int) const { return full_block; }
-  __device__ __forceinline__ bool has_blocks(int) const { return true; }
-  __device__ __forceinline__ bool is_whole(int) const { return true; }
+  __device__ __forceinline__ BlockKinds kinds(int) const { return {true, true}; }
 };
 
 }  // namespace jax_flash

@@ -12,6 +12,11 @@ struct Work {
 };
 
 constexpr int row_bytes = (head_dim + value_head_dim) * sizeof(Element);  // of two arrays
+// What the rows of a group of heads may take of L2, and what a row takes.
+struct RowsInL2 {
+  int group_bytes = kGroupBytes;
+  int row_bytes = jax_flash::row_bytes;
+};
 
 // Whether the hardware hands out blocks as others end, or as many as fit at once walk over the items of work.
 enum class Grid { block_an_item, persistent };
@@ -20,7 +25,7 @@ enum class Grid { block_an_item, persistent };
 // they share what they read in L2. Under causal they are not: the longest, `block` 0 here, have to go first, or the
 // last of them leaves the GPU idle. So groups of heads are taken one after the other, and in a group the longest blocks
 // of all its heads first. A group is as many heads as fit in a part of L2 with the rows that each reads (`length`
-// rows of two arrays). Of 4, 8, 16, 32 MB and no limit, 32 did best on an H200 (60 MB of L2): at head_dim 128 forward
+// `rows`). Of 4, 8, 16, 32 MB and no limit, 32 did best on an H200 (60 MB of L2): at head_dim 128 forward
 // 356 TFLOP/s at S 4096, against 325, 328, 352 and 357, and at S 1024 271 against 255, 258, 267 and 269; without groups
 // but a head after the other 324 and 252, without a limit the backward at head_dim 256 and S 1024 fell from 166 to 141.
 //
@@ -32,11 +37,11 @@ enum class Grid { block_an_item, persistent };
 // last one longest first. Counted in tiles, 95 to 99.8% of what the blocks could do (S 1024 to 16384, head_dim 64 to
 // 256).
 template <Grid grid = Grid::block_an_item>
-JAX_FLASH_DEVICE Work work_of(int index, int blocks, int heads, int batch, int length) {
+JAX_FLASH_DEVICE Work work_of(int index, int blocks, int heads, int batch, int length, const RowsInL2& rows = {}) {
   int block = index % blocks;
   int head = index / blocks;
   const int all = heads * batch;
-  int group = heads_of_group(option_causal, row_bytes, all, blocks, length);
+  int group = heads_of_group(option_causal, rows.group_bytes, rows.row_bytes, all, blocks, length);
   if (grid == Grid::persistent) group = ceil_div(all, 2 * ceil_div(all, 2 * group));
   const int grouped = option_causal ? 0 : all - group;  // the first head in a group
   if ((option_causal || has_mask_blocks) && head >= grouped) {

@@ -73,7 +73,7 @@ struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_b
       look_at(tile);
       return this->uniform >> tile % 32 & 1;
     } else {
-      return all_pairs(tile);
+      return may_have_all_pairs(tile);
     }
   }
 
@@ -122,10 +122,12 @@ struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_b
  private:
   // Of a tile in the range.
   __device__ __forceinline__ bool has_pairs(int tile) const {
-    return segments.visits(tile) && this->meets(tile) && this->has_blocks(tile);
+    return may_have_pairs(tile) && this->kinds(tile).any_pairs;
   }
-  __device__ __forceinline__ bool all_pairs(int tile) const {
-    return segments.uniform(tile) && this->covers(tile) && this->is_whole(tile);
+  // But for the block mask.
+  __device__ __forceinline__ bool may_have_pairs(int tile) const { return segments.visits(tile) && this->meets(tile); }
+  __device__ __forceinline__ bool may_have_all_pairs(int tile) const {
+    return segments.uniform(tile) && this->covers(tile);
   }
   // Whether a tile has pairs in the group of 32 of `tile`, or in the groups behind it that are looked at at once,
   // upwards (1) or downwards (-1). A warp that loads has registers for what is read of the intervals of one group.
@@ -147,9 +149,10 @@ struct TileWalk : IntervalTiles<size, in_intervals>, BlockTiles<size, has_mask_b
     this->group = tile / 32;
     const int own = this->group * 32 + static_cast<int>(threadIdx.x) % 32;
     const bool in_range = own >= range.begin && own < range.end;
-    const bool some = in_range && has_pairs(own);
-    this->with_pairs = __ballot_sync(0xffffffffu, some);
-    this->uniform = __ballot_sync(0xffffffffu, some && all_pairs(own));
+    BlockKinds kinds{false, false};
+    if (in_range && may_have_pairs(own)) kinds = this->kinds(own);
+    this->with_pairs = __ballot_sync(0xffffffffu, kinds.any_pairs);
+    this->uniform = __ballot_sync(0xffffffffu, kinds.all_pairs && may_have_all_pairs(own));
   }
 };
 

@@ -426,7 +426,9 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
   }
   if (warps) {
     const int64_t items = int64_t{problem.batch} * problem.q_heads * blocks_of(problem, problem.q_length, 16);
-    driver.launch(found.main.convert_dq, grid(ceil_div(items, warps)), 32 * warps, 0, on, arguments);
+    // It may start ahead of the backward's end, but not of a kernel between, which reads sums where dq will be.
+    const bool ahead = found.main.traits.converts_ahead && problem.group_splits == 1;
+    enqueue(ahead, found.main.convert_dq, grid(ceil_div(items, warps)), 32 * warps, 0, on, arguments);
   }
   // Behind all that writes results of the heads that are computed here.
   if (found.main.float32) run(float32_launch(device, found.main, found.main.float32, problem), on);

@@ -87,7 +87,7 @@ ZeroedBefore zeroed_before(const Problem& p, int block_keys) {
   // Under causal it gains nothing; too many blocks for an int are refused by who launches them.
   if (p.options.causal || ahead >= items || items > std::numeric_limits<int>::max()) return {};
   // Under a block mask the blocks of the last heads are interleaved: `ahead` would have to be as many as all of these.
-  const int group = heads_of_group(false, 2 * (p.head_dim + p.value_head_dim), static_cast<int>(heads),
+  const int group = heads_of_group(false, kGroupBytes, 2 * (p.head_dim + p.value_head_dim), static_cast<int>(heads),
                                    static_cast<int>(blocks), p.q_length);
   const int64_t last = p.options.has_mask_blocks ? (heads - group) * blocks : items;
   if (ahead >= last) return {};

@@ -67,7 +67,7 @@ struct SharedStorage {
   Told told[skips_tiles ? stages : 1];
   DiagonalStorage diagonals[4 * computing];
   TableStorage tables;
-  u64 keys_full, full[stages], empty[stages], ds_full[2], ds_empty[2];
+  u64 keys_full, full[stages], empty[stages], ds_full[2], ds_empty[2], dq_added;
 };
 
 extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
@@ -76,6 +76,7 @@ extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
     .shared_bytes = sizeof(SharedStorage),
     .convert_warps = adds_dq ? convert_warps : 0,
     .zero_threads = adds_dq ? zero_threads : 0,
+    .converts_ahead = adds_dq,
     .q_box_rows = block_q,
     .k_box_rows = block_kv,
     .v_box_rows = block_kv,
@@ -114,7 +115,6 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
   }
   for (Walk next; at.head <= block.last_head; at = next) {
     const int stage = ring.stage;
-    next = search.after(at);
     const u32 full = shared_address(&shared.full[stage]);
     barrier_wait(shared_address(&shared.empty[stage]), ring.parity);
     if (lane == 0) {
@@ -122,12 +122,13 @@ JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const Tens
       const int row = place.extent.q.first + at.tile * block_q;
       QSlabs::copy(shared_address(shared.q[stage]), &maps.q, full, row, at.head, place.batch);
       OutSlabs::copy(shared_address(shared.dout[stage]), &maps.dout, full, row, at.head, place.batch);
-      if constexpr (skips_tiles) shared.told[stage] = Told::of(at);
     }
-    // Read behind the copies, which need not wait for them.
+    // Read and searched behind the copies, which need not wait for them.
     const Statistics statistics(block, at, ds_factor, lane);
     Statistics::put(shared.lse_log2[stage], statistics.lse_log2, lane);
     Statistics::put(shared.deltas[stage], statistics.deltas, lane);
+    next = search.after(at);
+    if (skips_tiles && lane == 0) shared.told[stage] = Told::of(at);
     barrier_arrive(full);
     ring.advance();
   }
@@ -368,12 +369,14 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     jax_flash_backward(const __grid_constant__ Problem problem, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
+  let_the_next_kernel_begin();
   const Block block(problem);
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
   if ((packed && block.place.first_key >= block.place.extent.kv.stored) ||
       computed_in_float32(problem, block.place.batch, block.place.kv_head)) {
     if (adds_dq && warp >= 1 && warp <= zeroing_warps) DqSums{problem}.zero_ahead(warp - 1, lane);
+    if (adds_dq && threadIdx.x == 0) DqSums{problem}.end_additions(block.place);
     return;
   }
   if (threadIdx.x == 0) {
@@ -386,6 +389,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       barrier_init(shared_address(&shared.ds_full[i]), 4 * computing);
       barrier_init(shared_address(&shared.ds_empty[i]), 4);  // warps of the one that summed
     }
+    barrier_init(shared_address(&shared.dq_added), 4 * computing);
     barriers_ready();
   }
   __syncthreads();
@@ -405,6 +409,11 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       // Behind the first rows, in whose way the stores would be.
       if (!block.idle()) barrier_wait(shared_address(&shared.full[0]), 0);
       sums.zero_ahead(warp - 1, lane);
+      if (warp == 1) {
+        // In the place of a warp that adds, which would wait for its sums to be visible before it stores dK and dV.
+        barrier_wait(shared_address(&shared.dq_added), 0);
+        if (lane == 0) sums.end_additions(block.place);
+      }
     }
   } else {
     warpgroup_reg_alloc<computing_registers(loading_warp)>();
@@ -417,6 +426,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
                       warp % 4, lane,   {block, descale, of_tables, shared.diagonals[warp - 4], first_key, lane},
                       {}};
     backward.run();
+    if constexpr (adds_dq) {
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(&shared.dq_added));
+    }
 #pragma unroll
     for (int j = 0; j < tiles_of_keys; ++j) {
       store_dk(block, backward.dk[j], first_key + j * row_of_tiles, lane);

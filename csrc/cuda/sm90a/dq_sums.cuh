@@ -6,9 +6,13 @@
 // Blocks start in the order of their index, so those that a block waits for have started before it, and so long before
 // it that it seldom has to wait. A counter for each head tells how many of its parts are zero. Under causal, where the
 // blocks of many heads are interleaved (schedule.cuh), it gained nothing: all is zeroed before, as in short calls.
+//
+// Another counter tells how many blocks have added all that they had to a head. jax_flash_convert_dq waits for these,
+// rather than for the end of the backward, and so begins on multiprocessors that the last blocks leave idle.
 #pragma once
 
 #include "cuda/device/backward_block.cuh"
+#include "cuda/device/programmatic_launch.cuh"
 #include "cuda/sm90a/stores.cuh"
 
 namespace jax_flash {
@@ -30,15 +34,19 @@ struct DqSums {
 
   __device__ __forceinline__ int blocks() const { return blocks_of(problem, problem.kv_length, block_kv); }
   __device__ __forceinline__ int shares() const { return problem.kv_heads * group_splits(problem); }
+  __device__ __forceinline__ i64 heads() const { return static_cast<i64>(problem.batch) * problem.q_heads; }
   // How many parts of a head are zero; `head` in the order of the blocks.
-  __device__ __forceinline__ int* counter(int head) const {
-    const i64 heads = static_cast<i64>(problem.batch) * problem.q_heads;
-    return reinterpret_cast<int*>(static_cast<float*>(problem.scratch) + dq_sums(heads, dq_tiles(problem), head_dim)) +
-           head;
+  __device__ __forceinline__ int* zeroed(int head) const {
+    float* const sums = static_cast<float*>(problem.scratch);
+    return reinterpret_cast<int*>(sums + dq_sums(heads(), dq_tiles(problem), head_dim)) + head;
+  }
+  // How many blocks have added to the heads of a share.
+  __device__ __forceinline__ int* added(int batch, int share) const {
+    return zeroed(static_cast<int>(heads()) + batch * shares() + share);
   }
 
   __device__ __forceinline__ void zero_part(int item, int thread, int threads) const {
-    const Work work = work_of(item, blocks(), shares(), problem.batch, problem.q_length);
+    const Work work = work_of_keys(problem, item);
     const int heads = heads_of_share(problem), tiles = heads * dq_tiles(problem);
     const int each = tiles / blocks(), more = tiles % blocks();  // the first blocks take one more
     const int first = each * work.block + at_most(work.block, more);
@@ -56,7 +64,7 @@ struct DqSums {
     __syncwarp();
     if (lane == 0) {
       __threadfence();
-      atomicAdd(counter(item / blocks()), 1);
+      atomicAdd(zeroed(item / blocks()), 1);
     }
   }
   // By a warp, before the first addition of the block.
@@ -65,9 +73,22 @@ struct DqSums {
     const int item = blockIdx.x, within = item % blocks(), head = item / blocks();
     const int parts = at_most(item - within + blocks(), problem.dq_last) - at_least(item - within, problem.dq_ahead);
     if (parts > 0 && lane == 0) {
-      while (load_acquire(counter(head)) < parts * zeroing_warps) {
-      }
+      while (load_acquire(zeroed(head)) < parts * zeroing_warps) __nanosleep(20);
       global_stores_ready();
+    }
+    __syncwarp();
+  }
+
+  // By a thread, of a block that adds no more.
+  __device__ __forceinline__ void end_additions(const Place& place) const {
+    __threadfence();
+    atomicAdd(added(place.batch, place.share), 1);
+  }
+  // By a warp, for the sums of a head.
+  __device__ __forceinline__ void wait_for_additions(int batch, int head, int lane) const {
+    const int* const counter = added(batch, head / heads_of_share(problem));
+    if (lane == 0) {
+      while (load_acquire(counter) < blocks()) __nanosleep(1000);
     }
     __syncwarp();
   }
@@ -79,20 +100,16 @@ extern "C" __global__ void __launch_bounds__(zero_threads) jax_flash_zero_dq(con
   const DqSums sums{problem};
   const int item = blockIdx.x, ahead = problem.dq_ahead;
   sums.zero_part(item < ahead ? item : item - ahead + problem.dq_last, threadIdx.x, zero_threads);
-  const i64 heads = static_cast<i64>(problem.batch) * problem.q_heads;
-  const i64 slopes = has_dalibi_slopes ? heads * blocks_of(problem, problem.kv_length, kSlopeKeys) : 0;
-  int* behind = sums.counter(0);
-  for (i64 i = static_cast<i64>(item) * zero_threads + threadIdx.x; i < heads + slopes; i += gridDim.x * zero_threads) {
+  const i64 slopes = has_dalibi_slopes ? sums.heads() * blocks_of(problem, problem.kv_length, kSlopeKeys) : 0;
+  const i64 end = 2 * sums.heads() + slopes;
+  int* behind = sums.zeroed(0);
+  for (i64 i = static_cast<i64>(item) * zero_threads + threadIdx.x; i < end; i += gridDim.x * zero_threads) {
     behind[i] = 0;
   }
 }
 
-// dq = the sum in scratch. One warp turns 16 rows of one head.
-extern "C" __global__ void __launch_bounds__(32 * convert_warps)
-    jax_flash_convert_dq(const __grid_constant__ Problem problem) {
-  DqTile of;
-  if (!find_dq_tile(problem, static_cast<i64>(blockIdx.x) * convert_warps + threadIdx.x / 32, of)) return;
-  const int lane = threadIdx.x % 32;
+// dq = the sum in scratch, of 16 rows of one head, by a warp.
+JAX_FLASH_DEVICE void convert_dq(const Problem& problem, const DqTile& of, int lane) {
   const auto [batch, head, tile] = of;
   int row_tile = tile;
   const Extent extent = extent_of(problem, batch, sequence_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
@@ -109,6 +126,18 @@ extern "C" __global__ void __launch_bounds__(32 * convert_warps)
     const int row = row_tile * 16 + lane / 4 + 8 * half;
     store_row<head_dim>(dq, half, 1.f, to + row * problem.dq.row_stride, row < extent.q.stored, lane);
   }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * convert_warps)
+    jax_flash_convert_dq(const __grid_constant__ Problem problem) {
+  const int lane = threadIdx.x % 32;
+  DqTile of;
+  if (find_dq_tile(problem, static_cast<i64>(blockIdx.x) * convert_warps + threadIdx.x / 32, of)) {
+    DqSums{problem}.wait_for_additions(of.batch, of.head, lane);
+    convert_dq(problem, of, lane);
+  }
+  // Nor does the grid end before the backward has written dK and dV. (A block that waits takes the place of others.)
+  if (blockIdx.x == gridDim.x - 1) wait_for_the_kernel_before();
 }
 
 }  // namespace jax_flash
