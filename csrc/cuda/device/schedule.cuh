@@ -24,10 +24,11 @@ enum class Grid { block_an_item, persistent };
 // Blocks start in the order of their index. Without causal all are alike, and those of one head stand together, so that
 // they share what they read in L2. Under causal they are not: the longest, `block` 0 here, have to go first, or the
 // last of them leaves the GPU idle. So groups of heads are taken one after the other, and in a group the longest blocks
-// of all its heads first. A group is as many heads as fit in a part of L2 with the rows that each reads (`length`
-// `rows`). Of 4, 8, 16, 32 MB and no limit, 32 did best on an H200 (60 MB of L2): at head_dim 128 forward
-// 356 TFLOP/s at S 4096, against 325, 328, 352 and 357, and at S 1024 271 against 255, 258, 267 and 269; without groups
-// but a head after the other 324 and 252, without a limit the backward at head_dim 256 and S 1024 fell from 166 to 141.
+// of all its heads first. A group is as many heads as fit in a part of L2 with the `length` rows that each reads; a
+// backward that adds dQ has its own part (backward_block.cuh). Of 4, 8, 16, 32 MB and no limit, 32 did best on an H200
+// (60 MB of L2): at head_dim 128 forward 356 TFLOP/s at S 4096, against 325, 328, 352 and 357, and at S 1024 271
+// against 255, 258, 267 and 269; without groups but a head after the other 324 and 252, without a limit the backward at
+// head_dim 256 and S 1024 fell from 166 to 141.
 //
 // A block mask may be like causal or not. Of its heads only the last make a group, of some two blocks a multiprocessor:
 // a group of all made the backward of blocks kept at random 25% slower.
