@@ -42,10 +42,19 @@ JAX_FLASH_BOTH auto dq_elements(Heads heads, Tiles tiles, int head_dim) {
 // Of how many heads the blocks are interleaved in the order of a grid (device/schedule.cuh): so many that `length` rows
 // of each, of `row_bytes`, take at most group_bytes.
 constexpr int kGroupBytes = 32 << 20;
+constexpr int kLastBlocks = 2 * 132;  // of the last group, two a multiprocessor
+constexpr int kLastHeads = 8;         // of the last group under causal, unless all groups have more
+// What a backward of Hopper's that adds dQ under causal takes for its groups (device/backward_block.cuh).
+constexpr int kGroupBytesOfSums = kGroupBytes / 4;
 JAX_FLASH_BOTH int heads_of_group(bool causal, int group_bytes, int row_bytes, int heads, int blocks, int length) {
   int group = group_bytes / row_bytes / length;
-  if (!causal && group > ceil_div(2 * 132, blocks)) group = ceil_div(2 * 132, blocks);
+  if (!causal && group > ceil_div(kLastBlocks, blocks)) group = ceil_div(kLastBlocks, blocks);
   return group > heads ? heads : group < 1 ? 1 : group;
+}
+// Under causal, the first head of the last group, whose longest block must not begin when all others end.
+JAX_FLASH_BOTH int last_group(int group, int heads, int blocks) {
+  const int wanted = ceil_div(kLastBlocks, blocks), more = wanted < kLastHeads ? wanted : kLastHeads;
+  return more < heads ? (heads - more) / group * group : 0;
 }
 
 // After it, one sum of the slopes' gradient for so many keys of a batch entry and a query head.

@@ -110,9 +110,9 @@ struct Problem {
   float scale;
   void* group_sums;  // float [B, K, group_splits or 1, S, H + V]; null where group_splits is 1
 
-  // Hopper's backward: a block zeroes sums of dQ for the one that comes dq_ahead later, up to block dq_last
-  // (cuda/sm90a/dq_sums.cuh).
-  int dq_ahead, dq_last;
+  // Hopper's backward: a block zeroes that part of the sums of dQ which comes dq_ahead after the one of its number;
+  // with 0 none (cuda/sm90a/dq_sums.cuh).
+  int dq_ahead;
 
   void* dlse;  // [B, N, T]; backward on CPUs only, where the kernels make delta of it and of out
 

@@ -124,6 +124,15 @@ CASES: dict[str, dict[str, Any]] = {
     "gap-of-rows": {"q_length": 14000, "kv_length": 60, "options": ["segments", "gap"]},
     # So many blocks that one zeroes sums of dQ for another, and heads whose blocks are several.
     "zeroed-ahead": {"q_length": 40, "kv_length": 250, "q_heads": 16, "kv_heads": 16, "batch": 8},
+    "zeroed-ahead-causal": {
+        "q_length": 512,
+        "kv_length": 520,
+        "q_heads": 16,
+        "kv_heads": 16,
+        "batch": 2,
+        "head_dim": 128,
+        "options": ["causal"],
+    },
     "zeroed-ahead-128": {
         "q_length": 40,
         "kv_length": 200,

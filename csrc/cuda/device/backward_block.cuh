@@ -127,6 +127,7 @@ struct Place {
   int batch, sequence, kv_head;
   int first_key;
   int share;  // kv_head * group_splits + the share of the group
+  int order;  // of the share of the batch entry, in the order of the grid
 };
 JAX_FLASH_DEVICE int heads_of_share(const Problem& problem) {
   return problem.q_heads / (problem.kv_heads * group_splits(problem));
@@ -135,7 +136,7 @@ JAX_FLASH_DEVICE int heads_of_share(const Problem& problem) {
 // What it did not hold made Hopper's backward of 1024 rows 1.2 times as long. There a fourth of the group did best.
 constexpr RowsInL2 rows_in_l2 = option_separate_dq || !option_causal
                                     ? RowsInL2{}
-                                    : RowsInL2{one_warp_loads ? kGroupBytes / 4 : kGroupBytes,
+                                    : RowsInL2{one_warp_loads ? kGroupBytesOfSums : kGroupBytes,
                                                row_bytes + static_cast<int>(head_dim * sizeof(float))};
 JAX_FLASH_DEVICE Work work_of_keys(const Problem& problem, int item) {
   return work_of(item, blocks_of(problem, problem.kv_length, block_kv), problem.kv_heads * group_splits(problem),
@@ -152,7 +153,8 @@ JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
           sequence,
           work.head / splits,
           key_block * block_kv,
-          work.head};
+          work.head,
+          work.order};
 }
 
 // Where the share of a group leaves its sums of dK for a key, and behind these of dV. Beside an accumulator of dQ there

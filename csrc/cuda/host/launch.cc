@@ -391,13 +391,10 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
   }
   const bool common = !found.dq.main;  // kernels that add dQ add these too
   problem.group_splits = found.main.sum_splits ? shares_of_groups(problem, common, scratch_elements) : 1;
-  ZeroedBefore before{};
-  if (found.main.zero_dq) before = zeroed_before(problem, found.main.traits.block_rows);
-  problem.dq_ahead = before.ahead;
-  problem.dq_last = before.last;
+  problem.dq_ahead = found.main.zero_dq ? zeroed_before(problem, found.main.traits.block_rows) : 0;
   const void* const arguments[] = {&problem};
-  if (before.parts) {
-    driver.launch(found.main.zero_dq, grid(before.parts), found.main.traits.zero_threads, 0, on, arguments);
+  if (problem.dq_ahead) {
+    driver.launch(found.main.zero_dq, grid(problem.dq_ahead), found.main.traits.zero_threads, 0, on, arguments);
   } else if (zeros) {
     driver.zero(problem.scratch, zeros, on);
   }

@@ -77,21 +77,25 @@ int64_t dq_scratch(const Problem& p) {
   return dq_elements(int64_t{p.batch} * p.q_heads, blocks_of(p, p.q_length, kDqRows), p.head_dim);
 }
 
-ZeroedBefore zeroed_before(const Problem& p, int block_keys) {
-  const int64_t heads = int64_t{p.batch} * p.kv_heads * p.group_splits;
-  const int64_t blocks = blocks_of(p, p.kv_length, block_keys), items = heads * blocks;
-  // All parts of a head must be zero before the first of its blocks adds. Zeroing takes some time, in which some more
-  // blocks start.
+int zeroed_before(const Problem& p, int block_keys) {
+  const int64_t all = int64_t{p.batch} * p.kv_heads * p.group_splits;
+  const int64_t blocks = blocks_of(p, p.kv_length, block_keys);
+  // Too many blocks for an int are refused by who launches them.
+  if (all * blocks > std::numeric_limits<int>::max()) return 0;
+  // All parts of the heads whose blocks are interleaved must be zero before the first of these adds. Zeroing takes some
+  // time, in which some more blocks start.
   constexpr int64_t kSpare = 64;
-  const int64_t ahead = blocks + kSpare;
-  // Under causal it gains nothing; too many blocks for an int are refused by who launches them.
-  if (p.options.causal || ahead >= items || items > std::numeric_limits<int>::max()) return {};
-  // Under a block mask the blocks of the last heads are interleaved: `ahead` would have to be as many as all of these.
-  const int group = heads_of_group(false, kGroupBytes, 2 * (p.head_dim + p.value_head_dim), static_cast<int>(heads),
-                                   static_cast<int>(blocks), p.q_length);
-  const int64_t last = p.options.has_mask_blocks ? (heads - group) * blocks : items;
-  if (ahead >= last) return {};
-  return {static_cast<int>(ahead), static_cast<int>(last), ahead + items - last};
+  const int heads = static_cast<int>(all), each = static_cast<int>(blocks), row = 2 * (p.head_dim + p.value_head_dim);
+  int64_t interleaved = 1;
+  if (p.options.causal) {
+    const int bytes = row + static_cast<int>(sizeof(float)) * p.head_dim;
+    const int group = heads_of_group(true, kGroupBytesOfSums, bytes, heads, each, p.q_length);
+    interleaved = std::max(group, heads - last_group(group, heads, each));
+  } else if (p.options.has_mask_blocks) {
+    interleaved = heads_of_group(false, kGroupBytes, row, heads, each, p.q_length);
+  }
+  const int64_t ahead = interleaved * blocks + kSpare;
+  return ahead < all * blocks ? static_cast<int>(ahead) : 0;
 }
 
 int64_t slope_scratch(const Problem& p) {

@@ -32,13 +32,8 @@ int64_t bias_elements(const Problem& p);
 
 // The elements of the accumulator of dQ, and of the slopes' sums that follow it.
 int64_t dq_scratch(const Problem& p);
-// Which sums of dQ the blocks of Hopper's backward zero (Problem::dq_ahead), and those of how many blocks a kernel
-// zeroes before; all 0: of all, and it needs no kernel.
-struct ZeroedBefore {
-  int ahead, last;
-  int64_t parts;
-};
-ZeroedBefore zeroed_before(const Problem& p, int block_keys);
+// Problem::dq_ahead: how many parts of dQ's sums a kernel zeroes before Hopper's backward; 0: all, and it needs none.
+int zeroed_before(const Problem& p, int block_keys);
 int64_t slope_scratch(const Problem& p);
 
 // Elements of float in Problem::group_sums, and whether these fit in dq, which is still unused then.

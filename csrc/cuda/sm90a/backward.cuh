@@ -403,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       const DqSums sums{problem};
       if (warp == 1) {
         // With the keys, without which nothing is added.
-        sums.wait_for_zeros(lane);
+        sums.wait_for_zeros(block.place, lane);
         if (lane == 0) barrier_arrive(shared_address(&shared.keys_full));
       }
       // Behind the first rows, in whose way the stores would be.

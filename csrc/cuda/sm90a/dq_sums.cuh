@@ -1,11 +1,11 @@
 // The accumulator of dQ, in float: where it lies, and who zeroes it and makes dQ of it.
 //
 // As a kernel of its own, zeroing waits for memory, a twelfth of a short backward. So block i of the backward zeroes,
-// beside its products, the part of the accumulator that block i + dq_ahead stands for; jax_flash_zero_dq, before it,
-// only what is left. A part is as much of the rows of a key head's query heads as it is one of the head's blocks.
-// Blocks start in the order of their index, so those that a block waits for have started before it, and so long before
-// it that it seldom has to wait. A counter for each head tells how many of its parts are zero. Under causal, where the
-// blocks of many heads are interleaved (schedule.cuh), it gained nothing: all is zeroed before, as in short calls.
+// beside its products, part i + dq_ahead of the accumulator; jax_flash_zero_dq, before it, those up to dq_ahead. Each
+// head has as many parts as blocks, all of one before those of the next, whether or not the blocks of heads are
+// interleaved (schedule.cuh). Blocks start in the order of their index, so those that a block waits for have started
+// before it, and so long before it that it seldom has to wait. A counter for each head tells how many of its parts are
+// zero. Of short calls all is zeroed before.
 //
 // Another counter tells how many blocks have added all that they had to a head. jax_flash_convert_dq waits for these,
 // rather than for the end of the backward, and so begins on multiprocessors that the last blocks leave idle.
@@ -35,18 +35,19 @@ struct DqSums {
   __device__ __forceinline__ int blocks() const { return blocks_of(problem, problem.kv_length, block_kv); }
   __device__ __forceinline__ int shares() const { return problem.kv_heads * group_splits(problem); }
   __device__ __forceinline__ i64 heads() const { return static_cast<i64>(problem.batch) * problem.q_heads; }
-  // How many parts of a head are zero; `head` in the order of the blocks.
-  __device__ __forceinline__ int* zeroed(int head) const {
+  __device__ __forceinline__ i64 parts() const { return static_cast<i64>(blocks()) * shares() * problem.batch; }
+  // How many parts of a head are zero; `order` is that of the grid.
+  __device__ __forceinline__ int* zeroed(int order) const {
     float* const sums = static_cast<float*>(problem.scratch);
-    return reinterpret_cast<int*>(sums + dq_sums(heads(), dq_tiles(problem), head_dim)) + head;
+    return reinterpret_cast<int*>(sums + dq_sums(heads(), dq_tiles(problem), head_dim)) + order;
   }
   // How many blocks have added to the heads of a share.
   __device__ __forceinline__ int* added(int batch, int share) const {
     return zeroed(static_cast<int>(heads()) + batch * shares() + share);
   }
 
-  __device__ __forceinline__ void zero_part(int item, int thread, int threads) const {
-    const Work work = work_of_keys(problem, item);
+  __device__ __forceinline__ void zero_part(int part, int thread, int threads) const {
+    const Work work = work_at(part % blocks(), part / blocks(), shares(), problem.batch);
     const int heads = heads_of_share(problem), tiles = heads * dq_tiles(problem);
     const int each = tiles / blocks(), more = tiles % blocks();  // the first blocks take one more
     const int first = each * work.block + at_most(work.block, more);
@@ -57,23 +58,21 @@ struct DqSums {
 
   // By warps [0, zeroing_warps) of a block.
   __device__ __forceinline__ void zero_ahead(int warp, int lane) const {
-    const int item = blockIdx.x + problem.dq_ahead;
-    if (option_causal || item >= problem.dq_last) return;
-    zero_part(item, warp * 32 + lane, zeroing_warps * 32);
+    const int part = blockIdx.x + problem.dq_ahead;
+    if (problem.dq_ahead == 0 || part >= parts()) return;
+    zero_part(part, warp * 32 + lane, zeroing_warps * 32);
     global_stores_ready();
     __syncwarp();
     if (lane == 0) {
       __threadfence();
-      atomicAdd(zeroed(item / blocks()), 1);
+      atomicAdd(zeroed(part / blocks()), 1);
     }
   }
   // By a warp, before the first addition of the block.
-  __device__ __forceinline__ void wait_for_zeros(int lane) const {
-    if constexpr (option_causal) return;
-    const int item = blockIdx.x, within = item % blocks(), head = item / blocks();
-    const int parts = at_most(item - within + blocks(), problem.dq_last) - at_least(item - within, problem.dq_ahead);
-    if (parts > 0 && lane == 0) {
-      while (load_acquire(zeroed(head)) < parts * zeroing_warps) __nanosleep(20);
+  __device__ __forceinline__ void wait_for_zeros(const Place& place, int lane) const {
+    const int parts = at_most((place.order + 1) * blocks() - problem.dq_ahead, blocks());
+    if (parts > 0 && problem.dq_ahead > 0 && lane == 0) {
+      while (load_acquire(zeroed(place.order)) < parts * zeroing_warps) __nanosleep(20);
       global_stores_ready();
     }
     __syncwarp();
@@ -94,12 +93,12 @@ struct DqSums {
   }
 };
 
-// The parts that no block of the backward zeroes, the counters, and the sums of slopes behind them.
+// The first parts, the counters, and the sums of slopes behind them.
 extern "C" __global__ void __launch_bounds__(zero_threads) jax_flash_zero_dq(const __grid_constant__ Problem problem) {
   if constexpr (!adds_dq) return;
   const DqSums sums{problem};
-  const int item = blockIdx.x, ahead = problem.dq_ahead;
-  sums.zero_part(item < ahead ? item : item - ahead + problem.dq_last, threadIdx.x, zero_threads);
+  const int item = blockIdx.x;
+  sums.zero_part(item, threadIdx.x, zero_threads);
   const i64 slopes = has_dalibi_slopes ? sums.heads() * blocks_of(problem, problem.kv_length, kSlopeKeys) : 0;
   const i64 end = 2 * sums.heads() + slopes;
   int* behind = sums.zeroed(0);
