@@ -159,6 +159,8 @@ UNNOTICED = {
     "fence of products in start_dk": "that of dV or of the next scores comes before",
     "wait in skip": "the turns keep the warpgroups together",
     "numbered barrier in wait_for_keys": "each warpgroup zeroes for itself what lies beyond the end",
+    "wait in jax_flash_backward (": "one keeps stores out of the way of loads; the other is for a kernel that starts "
+    "before this one ends, and here none does",
     "wait for products in take_back": "the registers of operands are given away on a GPU alone",
 }
 """Waits whose absence no order detects, and why."""
