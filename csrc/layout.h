@@ -44,8 +44,10 @@ JAX_FLASH_BOTH auto dq_elements(Heads heads, Tiles tiles, int head_dim) {
 constexpr int kGroupBytes = 32 << 20;
 constexpr int kLastBlocks = 2 * 132;  // of the last group, two a multiprocessor
 constexpr int kLastHeads = 8;         // of the last group under causal, unless all groups have more
-// What a backward of Hopper's that adds dQ under causal takes for its groups (device/backward_block.cuh).
+// What a backward of Hopper's that adds dQ under causal takes for its groups (device/backward_block.cuh), and what a
+// row takes with its sums, of those that do so on any GPU.
 constexpr int kGroupBytesOfSums = kGroupBytes / 4;
+JAX_FLASH_BOTH int row_bytes_with_sums(int row_bytes, int head_dim) { return row_bytes + 4 * head_dim; }
 JAX_FLASH_BOTH int heads_of_group(bool causal, int group_bytes, int row_bytes, int heads, int blocks, int length) {
   int group = group_bytes / row_bytes / length;
   if (!causal && group > ceil_div(kLastBlocks, blocks)) group = ceil_div(kLastBlocks, blocks);

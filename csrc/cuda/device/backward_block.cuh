@@ -134,10 +134,10 @@ JAX_FLASH_DEVICE int heads_of_share(const Problem& problem) {
 }
 // Under causal the blocks of a group of heads add dQ at the same time, and L2 has to hold its sums beside the rows.
 // What it did not hold made Hopper's backward of 1024 rows 1.2 times as long. There a fourth of the group did best.
-constexpr RowsInL2 rows_in_l2 = option_separate_dq || !option_causal
-                                    ? RowsInL2{}
-                                    : RowsInL2{one_warp_loads ? kGroupBytesOfSums : kGroupBytes,
-                                               row_bytes + static_cast<int>(head_dim * sizeof(float))};
+constexpr RowsInL2 rows_in_l2 =
+    option_separate_dq || !option_causal
+        ? RowsInL2{}
+        : RowsInL2{one_warp_loads ? kGroupBytesOfSums : kGroupBytes, row_bytes_with_sums(row_bytes, head_dim)};
 JAX_FLASH_DEVICE Work work_of_keys(const Problem& problem, int item) {
   return work_of(item, blocks_of(problem, problem.kv_length, block_kv), problem.kv_heads * group_splits(problem),
                  problem.batch, problem.q_length, rows_in_l2);

@@ -88,7 +88,7 @@ int zeroed_before(const Problem& p, int block_keys) {
   const int heads = static_cast<int>(all), each = static_cast<int>(blocks), row = 2 * (p.head_dim + p.value_head_dim);
   int64_t interleaved = 1;
   if (p.options.causal) {
-    const int bytes = row + static_cast<int>(sizeof(float)) * p.head_dim;
+    const int bytes = row_bytes_with_sums(row, p.head_dim);
     const int group = heads_of_group(true, kGroupBytesOfSums, bytes, heads, each, p.q_length);
     interleaved = std::max(group, heads - last_group(group, heads, each));
   } else if (p.options.has_mask_blocks) {

@@ -97,12 +97,11 @@ struct DqSums {
 extern "C" __global__ void __launch_bounds__(zero_threads) jax_flash_zero_dq(const __grid_constant__ Problem problem) {
   if constexpr (!adds_dq) return;
   const DqSums sums{problem};
-  const int item = blockIdx.x;
-  sums.zero_part(item, threadIdx.x, zero_threads);
+  sums.zero_part(blockIdx.x, threadIdx.x, zero_threads);
   const i64 slopes = has_dalibi_slopes ? sums.heads() * blocks_of(problem, problem.kv_length, kSlopeKeys) : 0;
   const i64 end = 2 * sums.heads() + slopes;
   int* behind = sums.zeroed(0);
-  for (i64 i = static_cast<i64>(item) * zero_threads + threadIdx.x; i < end; i += gridDim.x * zero_threads) {
+  for (i64 i = static_cast<i64>(blockIdx.x) * zero_threads + threadIdx.x; i < end; i += gridDim.x * zero_threads) {
     behind[i] = 0;
   }
 }
