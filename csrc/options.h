@@ -40,6 +40,9 @@
   /* dQ has a pass of its own, and the gradient of a bias that blocks share: every sum has one order. */             \
   /* false allows that where it costs nothing */                                                                     \
   CONSTANT(bool, separate_dq)                                                                                        \
+  /* with separate_dq: scratch has an accumulator of dQ too, and kernels that can add to it in one order, that */    \
+  /* of their blocks, need no pass of its own */                                                                     \
+  CONSTANT(bool, ordered_dq)                                                                                         \
   /* the originals of float16 arrays are bfloat16 rather than float32: see descale */                                \
   CONSTANT(bool, original_bfloat16)                                                                                  \
   /* gradients of captured arrays are sums in digits, whose order changes nothing: see kSumDigits */                 \

@@ -274,10 +274,10 @@ FLOAT32_TOLERANCE = 1e-5
 """Of the heads that are computed in float32."""
 
 OPTIONS = (
-    "causal", "window", "arrays", "q_offset", "lengths", "short_rows", "short_keys", "segments", "gap", "intervals",
-    "hidden_keys", "parted_keys", "listed_keys", "sequences", "mask", "bias", "bias_of_keys", "shared_bias", "alibi",
-    "softcap", "sinks", "dropout", "descale", "in_float32", "originals_in_bfloat16", "huge_query", "huge_key",
-    "huge_value", "huge_dout", "separate_dq",
+    "causal", "window", "window_left", "arrays", "q_offset", "lengths", "short_rows", "short_keys", "segments",
+    "gap", "intervals", "hidden_keys", "parted_keys", "listed_keys", "sequences", "mask", "bias", "bias_of_keys",
+    "shared_bias", "alibi", "softcap", "sinks", "dropout", "descale", "in_float32", "originals_in_bfloat16",
+    "huge_query", "huge_key", "huge_value", "huge_dout", "separate_dq", "ordered_dq",
 )  # fmt: skip
 
 
@@ -346,8 +346,9 @@ class Problem:
                 of[name] = self.arrays[name][0]
             rows &= np.arange(q_length) < of["cu_q_lengths"][-1]
             self.numbers["sequences"] = sequences
-        if "separate_dq" in options:
+        if "separate_dq" in options or "ordered_dq" in options:
             self.numbers["separate_dq"] = True
+            self.numbers["ordered_dq"] = "ordered_dq" in options
         if "causal" in options:
             self.numbers["causal"] = of["causal"] = True
         if "window" in options:
@@ -355,6 +356,9 @@ class Problem:
             self.numbers["window_left"] = of["window"][0]
             if of["window"][1] is not None:
                 self.numbers["window_right"] = of["window"][1]
+        if "window_left" in options:
+            of["window"] = (kv_length // 3, None)
+            self.numbers["window_left"] = of["window"][0]
         if "arrays" in options:
             # Only keys before the row, sides that cross, no limits, and keys after the row.
             far, near = kv_length // 3, -(kv_length // 16)

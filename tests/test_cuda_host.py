@@ -454,6 +454,23 @@ def backwards_of_any_scratch() -> None:
         assert ("jax_flash_sum_splits" in less) == (main["group_splits"] > 1)
         assert "jax_flash_backward_dq" in less
 
+    # To an accumulator in one order, behind which the shares have a sum each. Other kernels have a pass for dQ.
+    call = dataclasses.replace(call, options={"separate_dq": True, "ordered_dq": True})
+    wanted = call.wanted("backward")
+    ordered = launched(call.with_scratch(wanted))
+    main = ordered["jax_flash_backward"]
+    assert main["group_splits"] == splits
+    sums = splits * 1024 * 2 * 2 * 128
+    assert main["group_sums"] == main["scratch"] + 4 * (wanted - sums)
+    assert {"jax_flash_sum_splits", "jax_flash_convert_dq"} < ordered.keys()
+    assert "jax_flash_backward_dq" not in ordered
+    os.environ["JAX_FLASH_CUDA_FAMILY"] = "sm80"
+    call = dataclasses.replace(call, head_dim=64)  # no kernels are found for it yet
+    other = launched(call.with_scratch(call.wanted("backward")))
+    assert "jax_flash_backward_dq" in other
+    assert "jax_flash_convert_dq" not in other
+    del os.environ["JAX_FLASH_CUDA_FAMILY"]
+
     # By additions to an accumulator, which a call can't do without.
     call = dataclasses.replace(call, options={})
     wanted = call.wanted("backward")

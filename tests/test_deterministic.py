@@ -56,7 +56,7 @@ def count_differences(target: Target, problem: cases.Problem) -> int:
 
 @pytest.mark.parametrize(("target", "dtype"), cases.targets_and_dtypes(lambda target: target.kernel))
 def test_the_same_bits_every_time(target: Target, dtype: str) -> None:
-    """Many blocks add to the same rows of dquery, were it not for its own pass."""
+    """Many blocks add to the same rows of dquery, were it not for its own pass, or their order."""
     problem = cases.problem(dataclasses.replace(CASE, q_length=300, kv_length=1500), dtype)
     assert count_differences(target, problem) == 0
 
@@ -70,6 +70,28 @@ def test_the_same_bits_of_many_blocks(head_dim: int, kv_heads: int, causal: bool
     """More than a GPU runs at a time; of one key head, shares of its query heads that are added up."""
     case = Case("many_blocks", 1024, 1024, q_heads=16, kv_heads=kv_heads, head_dim=head_dim, causal=causal)
     assert count_differences(cases.CUDA, cases.problem(case, dtype)) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"q_length": 3000, "kv_length": 500, "window": (300, 100), "q_offset": -2000},
+        {"q_length": 500, "kv_length": 3000, "window": (400, None), "q_offset": 2300},
+        {"q_length": 2000, "kv_length": 2000, "window": (511, None), "causal": True},
+        {"q_length": 2000, "kv_length": 1900, "window": (None, 70)},
+        {"q_length": 1500, "kv_length": 2000, "causal": True, "q_lengths": (900, 77), "kv_lengths": (50, 2000)},
+    ],
+    ids=["window", "left", "causal", "right", "lengths"],
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_same_bits_of_bands(head_dim: int, options: dict[str, Any]) -> None:
+    """Hopper's blocks add dquery in order, of which each has to know how many come before it to a tile of rows."""
+    case = Case("bands", leading=(2,), q_heads=4, kv_heads=4, head_dim=head_dim, **options)
+    problem = cases.problem(case, "bfloat16")
+    attend = cases.call(cases.CUDA, problem, deterministic_backward=True)
+    problem.check(cases.CUDA.platform, cases.differentiate(attend, problem))
+    assert count_differences(cases.CUDA, problem) == 0
 
 
 @pytest.mark.gpu

@@ -64,6 +64,49 @@ CASES: dict[str, dict[str, Any]] = {
         **ODD,
         **GROUPS,
     },
+    # dQ is added in the order of the blocks. The emulator notices who adds out of turn.
+    "ordered_dq-64": {"options": ["ordered_dq", "causal", "q_offset", "lengths"], "batch": 3, **ODD},
+    "ordered_dq-128": {"head_dim": 128, "options": ["ordered_dq", "mask", "sinks"], "dtype": "float16", **ODD},
+    "ordered_dq-narrow": {"head_dim": 40, "value_head_dim": 80, "options": ["ordered_dq", "causal"], **ODD},
+    "ordered_dq-96": {"head_dim": 96, "options": ["ordered_dq", "window"], **ODD},
+    "full-96": {"head_dim": 96, **ODD},
+    "ordered_dq-window": {
+        "head_dim": 128,
+        "options": ["ordered_dq", "window", "q_offset", "short_keys"],
+        **ODD,
+        **GROUPS,
+    },
+    "ordered_dq-arrays": {"options": ["ordered_dq", "arrays", "q_offset", "softcap"], "batch": 4, **ODD},
+    "ordered_dq-left": {"options": ["ordered_dq", "window_left", "short_rows"], "q_length": 500, "kv_length": 400},
+    "ordered_dq-sequences": {"options": ["ordered_dq", "sequences", "causal"], "q_length": 500, "kv_length": 700},
+    "ordered_dq-listed-keys": {"options": ["ordered_dq", "listed_keys"], "batch": 2, "q_length": 197, "kv_length": 733},
+    "ordered_dq-descale": {
+        "head_dim": 128,
+        "dtype": "float16",
+        "options": ["ordered_dq", "descale", "in_float32", "causal"],
+        "batch": 2,
+        **ODD,
+        **GROUPS,
+    },
+    "ordered_dq-split": {
+        "head_dim": 128,
+        "options": ["ordered_dq", "causal"],
+        "q_length": 260,
+        "kv_length": 170,
+        "q_heads": 8,
+        "kv_heads": 1,
+    },
+    "ordered_dq-zeroed-ahead": {
+        "options": ["ordered_dq"],
+        "q_length": 90,
+        "kv_length": 250,
+        "q_heads": 45,
+        "kv_heads": 45,
+        "batch": 4,
+    },
+    # Of other kinds it has a pass of its own.
+    "ordered_dq-segments": {"options": ["ordered_dq", "segments"], **ODD},
+    "ordered_dq-alibi": {"head_dim": 128, "options": ["ordered_dq", "alibi"], **ODD},
     "slopes-256": {"head_dim": 256, "options": ["alibi", "bias_of_keys", "q_offset"], **ODD},
     "split-64": {"options": ["causal", "alibi"], "q_length": 260, "kv_length": 170, "q_heads": 8, "kv_heads": 1},
     "split-separate_dq": {
@@ -184,6 +227,7 @@ ALWAYS = (
     "causal-64",
     "descale-128",
     "separate_dq-alibi",
+    "ordered_dq-64",
     "segments-alibi",
     "intervals-128",
     "hidden-keys-128",
@@ -349,7 +393,7 @@ def test_items_from_a_counter(emulator: ctypes.CDLL, name: str) -> None:
 
 KERNELS: dict[str, list[tuple[int, list[str]]]] = {
     "forward": [(64, [])],
-    "backward": [(64, []), (64, ["separate_dq"]), (256, [])],
+    "backward": [(64, []), (64, ["separate_dq"]), (64, ["ordered_dq"]), (256, [])],
 }
 """Head dims and options that between them take all kernels of a pass."""
 

@@ -171,6 +171,7 @@ HOPPER_OPTIONS = [
     (256, ["plain", "causal", "descale", "bias", "mask", "dropout", "segments"]),
     (64, ["separate_dq"]),
     (128, ["separate_dq"]),
+    *((head_dim, ["ordered_dq", "ordered_dq-causal", "ordered_dq-packed"]) for head_dim in (64, 128)),
     *((head_dim, ["plain"]) for head_dim in (40, 96, 192)),
 ]
 """By head_dim; the options at 128 are those of OPTION_GATE. Beyond 128 dQ always has a pass of its own."""
@@ -181,14 +182,18 @@ def hopper(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Mapping[
     """Kernels of sm90a, each with the name of its option."""
     flags = {"plain": {}, "causal": {"causal": True}, "descale": {"has_descale": True}}
     flags["scale"] = {"has_traced_scale": True, "causal": True}
-    on = flags | {"separate_dq": {"separate_dq": True}} | ON | GROUPED
+    ordered = {"separate_dq": True, "ordered_dq": True}
+    flags["separate_dq"] = {"separate_dq": True}
+    flags["ordered_dq"], flags["ordered_dq-causal"] = ordered, ordered | {"causal": True}
+    packed = {"has_cu_q_lengths": True, "has_cu_kv_lengths": True, "causal": True}
+    on = flags | {"ordered_dq-packed": ordered | packed} | ON | GROUPED
     folder = tmp_path_factory.mktemp("hopper")
     found = []
     for head_dim, names in HOPPER_OPTIONS:
         rows = compiled(90, folder, dtypes=["float16"], head_dims=[head_dim], options=[on[name] for name in names])
         split = head_dim > 128 or names == ["separate_dq"]
         # The forward has blocks of two sizes there.
-        sizes = dict.fromkeys(("plain", "causal", "descale", "scale", "separate_dq"), 2) if head_dim <= 64 else {}
+        sizes = dict.fromkeys(flags, 2) if head_dim <= 64 else {}
         forward = [name for name in names for _ in range(sizes.get(name, 1))]
         found += zip([*forward, *names * (2 if split else 1)], rows, strict=True)
     return found

@@ -7,6 +7,7 @@ from typing import Any
 import cases
 import jax
 import jax.numpy as jnp
+import numpy as np
 import oracle
 import pytest
 from cases import REFERENCE, Target
@@ -170,12 +171,38 @@ def test_kernels_of_gpus(family: str, head_dim: int) -> None:
     assert accumulator <= backward <= accumulator + statistics + 1024
 
 
+IN_ORDER: dict[str, Any] = {"deterministic_backward": True}
+
+
 @pytest.mark.parametrize(
-    ("capability", "forced", "head_dim", "separate"),
-    [(90, "", 256, True), (90, "", 136, True), (90, "", 128, False), (90, "sm80", 256, False), (80, "", 256, False)],
+    ("capability", "forced", "head_dim", "options", "separate", "ordered"),
+    [
+        (90, "", 256, {}, True, False),
+        (90, "", 136, {}, True, False),
+        (90, "", 128, {}, False, False),
+        (90, "sm80", 256, {}, False, False),
+        (80, "", 256, {}, False, False),
+        (90, "", 256, IN_ORDER, True, False),
+        (90, "", 128, IN_ORDER, True, True),
+        (90, "", 128, IN_ORDER | {"window": 16}, True, True),
+        (90, "", 128, IN_ORDER | {"kv_heads": 1}, True, True),
+        (90, "", 128, IN_ORDER | {"kv_heads": 1, "causal": True}, True, False),
+        (90, "", 128, IN_ORDER | {"length": 512}, True, False),
+        (90, "", 64, IN_ORDER | {"length": 512}, True, True),
+        (90, "", 128, IN_ORDER | {"kv_start": np.zeros(600, np.int32)}, True, False),
+        (90, "", 128, IN_ORDER | {"precision": "highest"}, True, False),
+        (90, "sm80", 128, IN_ORDER, True, False),
+        (80, "", 64, IN_ORDER, True, False),
+    ],
 )
 def test_no_accumulator_for_a_pass_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capability: int, forced: str, head_dim: int, separate: bool
+    monkeypatch: pytest.MonkeyPatch,
+    capability: int,
+    forced: str,
+    head_dim: int,
+    options: dict[str, Any],
+    separate: bool,
+    ordered: bool,
 ) -> None:
     """A call that is lowered for this machine's GPU requests the memory that its kernels use."""
     if forced:
@@ -186,16 +213,20 @@ def test_no_accumulator_for_a_pass_of_its_own(
     monkeypatch.setattr(choice, "separate_dq", choice.separate_dq.__wrapped__)
     monkeypatch.setattr(choice, "_cuda_unavailable", lambda: None)
     monkeypatch.setattr(choice, "has_old_gpu", lambda: False)
-    x = shape(1, 64, 2, head_dim, dtype=jnp.float16)
+    dtype = jnp.float32 if "precision" in options else jnp.float16
+    options = dict(options)
+    length, kv_heads = options.pop("length", 600), options.pop("kv_heads", 2)
+    x, y = (shape(1, length, heads, head_dim, dtype=dtype) for heads in (2, kv_heads))
 
     def gradients(*inputs: Any) -> Any:
-        return jax.vjp(attention, *inputs)[1](inputs[0])
+        return jax.vjp(lambda *inputs: attention(*inputs, **options), *inputs)[1](inputs[0])
 
-    lowered = jax.jit(gradients).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    lowered = jax.jit(gradients).trace(x, y, y).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = (line for line in lowered.splitlines() if "@jax_flash_backward" in line)
     results = call.rsplit("->", 1)[1]
-    assert results.count("tensor<") == (3 if separate else 4), call
+    assert results.count("tensor<") == (3 if separate and not ordered else 4), call
     assert f"separate_dq = {str(separate).lower()}" in call, call
+    assert f"ordered_dq = {str(ordered).lower()}" in call, call
 
 
 @pytest.mark.parametrize("target", cases.targets(lambda target: target.implementation != "reference"))

@@ -344,18 +344,23 @@ NB_MODULE(_core, m) {
 
   m.def("largest_head_dim", &cuda::largest_head_dim, nb::kw_only(), nb::arg("arch"), nb::arg("highest_precision"));
 
-  m.def(
-      "lists_keys",
-      [](int arch, const std::string& pass, const std::string& dtype, const nb::dict& options, int batch, int q_length,
-         int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim, const nb::dict& shapes) {
-        Scratch described(pass, "cuda", dtype, options, q_length, kv_length, q_heads, kv_heads, head_dim,
-                          value_head_dim, shapes, {});
-        described.problem.batch = batch;
-        return cuda::lists_keys(arch, described.pass, described.problem);
-      },
-      nb::kw_only(), nb::arg("arch"), nb::arg("pass_"), nb::arg("dtype"), nb::arg("options"), nb::arg("batch"),
-      nb::arg("q_length"), nb::arg("kv_length"), nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
-      nb::arg("value_head_dim"), nb::arg("shapes"));
+  auto ask = [&m](const char* name, bool (*answer)(int, Pass, const Problem&)) {
+    m.def(
+        name,
+        [answer](int arch, const std::string& pass, const std::string& dtype, const nb::dict& options, int batch,
+                 int q_length, int kv_length, int q_heads, int kv_heads, int head_dim, int value_head_dim,
+                 const nb::dict& shapes) {
+          Scratch described(pass, "cuda", dtype, options, q_length, kv_length, q_heads, kv_heads, head_dim,
+                            value_head_dim, shapes, {});
+          described.problem.batch = batch;
+          return answer(arch, described.pass, described.problem);
+        },
+        nb::kw_only(), nb::arg("arch"), nb::arg("pass_"), nb::arg("dtype"), nb::arg("options"), nb::arg("batch"),
+        nb::arg("q_length"), nb::arg("kv_length"), nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
+        nb::arg("value_head_dim"), nb::arg("shapes"));
+  };
+  ask("lists_keys", cuda::lists_keys);
+  ask("orders_dq", [](int arch, Pass, const Problem& problem) { return cuda::orders_dq(arch, problem); });
 
   m.def("separate_dq", &cuda::separate_dq, nb::kw_only(), nb::arg("arch"), nb::arg("largest_head_dim"));
 

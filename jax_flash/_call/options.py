@@ -33,6 +33,7 @@ class Options:
     scale: float  # finite and > 0; 1 with traced_scale
     highest_precision: bool = False  # of float32 products; False for other dtypes
     separate_dq: bool = False  # on GPUs dquery has a pass of its own, and gradients are summed in a fixed order
+    ordered_dq: bool = False  # with separate_dq: dquery is summed in a fixed order instead; set where it is lowered
     original_bfloat16: bool = False  # the originals passed with descale are bfloat16, else float32
     exact_sums: bool = False  # gradients of captured arrays are sums in digits: set where they are lowered
     partial_keys: bool = False  # backward and tangent: out and lse are those of more keys than these

@@ -176,10 +176,21 @@ def separate_dq(largest_head_dim: int) -> bool:
     )
 
 
+def orders_dq(arch: int | None, sizes: Mapping[str, Any]) -> bool:
+    """Whether the kernels of a backward should sum dquery in a fixed order without a pass of its own, on the GPU it is
+    lowered for or on every CUDA device here."""
+    return all_serve(arch, lambda each: _core.orders_dq(arch=each, **sizes))
+
+
 def lists_keys(arch: int | None, sizes: Mapping[str, Any]) -> bool:
     """Whether the kernels of a call take lists of keys, on the GPU it is lowered for or on every CUDA device here."""
+    return all_serve(arch, lambda each: _core.lists_keys(arch=each, **sizes))
+
+
+def all_serve(arch: int | None, serves: Callable[[int], bool]) -> bool:
+    """Whether kernels of this compute capability, or of every CUDA device here, do something."""
     found = [arch] if arch else [x["compute_capability"] for x in registration.cuda_status()["devices"] if x["family"]]
-    return bool(found) and all(_core.lists_keys(arch=each, **sizes) for each in found)
+    return bool(found) and all(map(serves, found))
 
 
 @functools.cache

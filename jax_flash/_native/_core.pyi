@@ -150,6 +150,23 @@ def separate_dq(*, arch: int, largest_head_dim: int) -> bool:
     """Whether dquery has a pass of its own on a compute capability such as 90 even if the option of this name is
     False."""
 
+def orders_dq(
+    *,
+    arch: int,
+    pass_: str,
+    dtype: str,
+    options: Mapping[str, Any],
+    batch: int,
+    q_length: int,
+    kv_length: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_head_dim: int,
+    shapes: Mapping[str, Sequence[int]],
+) -> bool:
+    """Whether a backward should sum dquery in one order rather than in a pass of its own: see Options.ordered_dq."""
+
 def cuda_launches() -> tuple[int, int, int]:
     """How many calls this process has launched on GPUs, how many of these went into a CUDA graph, and how many of those
     XLA recorded instead of captured."""

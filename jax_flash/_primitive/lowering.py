@@ -153,6 +153,9 @@ def _custom_call(
     platform = target.platform
     shapes = tuple(x.shape for x in results)
     attributes = _attributes(pass_, platform, params, *args)
+    if platform == "cuda" and pass_ == "backward" and params.options.separate_dq and not target.portable:
+        arch = None if (found := ahead.current()) is None else found.arch
+        attributes["ordered_dq"] = choice.orders_dq(arch, _sizes(pass_, params, attributes, *args))
     if platform == "cuda" and (found := ahead.current()) is not None:
         found.calls.append(_described(pass_, attributes, *args))
     if platform == "cuda" and pass_ == "backward":

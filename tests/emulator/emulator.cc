@@ -40,6 +40,29 @@ namespace {
 alignas(1024) char engine_memory[kSharedBytes];  // as wgmma and TMA see it
 constexpr size_t kStackBytes = 1 << 20;
 
+void show_stores();
+
+// An addition from shared memory, which is read some time before what was read is added.
+struct Bulk {
+  float* to;
+  unsigned from;
+  std::vector<float> values;
+
+  void read() {
+    show_stores();
+    std::memcpy(values.data(), engine_memory + from, 4 * values.size());
+  }
+  void add() const {
+    for (size_t i = 0; i < values.size(); ++i) to[i] += values[i];
+  }
+};
+struct Thread;
+struct BulkGroup {
+  Thread* owner;
+  std::vector<Bulk> bulks;
+  bool read;
+};
+
 struct Accumulators {
   std::vector<float> values;
   int pending = 0;  // products under way
@@ -61,8 +84,8 @@ struct Thread {
   std::deque<uint64_t> groups;                  // the number of the last product of each committed group
   std::map<float*, Accumulators> accumulators;  // of products under way
 
-  uint64_t bulks_committed = 0, bulk_groups_done = 0;
-  std::vector<std::function<void()>> open_bulks;
+  uint64_t bulks_committed = 0, bulk_groups_read = 0, bulk_groups_done = 0;
+  std::vector<Bulk> open_bulks;
 
   std::vector<std::function<void()>> open_chunks;           // cp.async
   std::vector<std::pair<unsigned, unsigned>> chunk_places;  // of all since the last group or arrival
@@ -120,7 +143,7 @@ struct Block {
   std::array<NamedBarrier, 16> named;
   std::deque<std::function<void()>> copies;
   std::vector<std::pair<unsigned, unsigned>> unfenced;  // chunks that have come behind an arrival
-  std::deque<std::pair<Thread*, std::vector<std::function<void()>>>> bulk_groups;
+  std::deque<BulkGroup> bulk_groups;
   jmp_buf scheduler;
   Thread* running = nullptr;
   unsigned shared_bytes = 0;
@@ -303,7 +326,7 @@ std::vector<Choice> choices(bool of_copies, bool of_products) {
     for (int i = 0; i < static_cast<int>(block_.copies.size()); ++i) all.push_back({i, -1, -1});
     std::vector<Thread*> seen;
     for (int i = 0; i < static_cast<int>(block_.bulk_groups.size()); ++i) {
-      Thread* owner = block_.bulk_groups[i].first;
+      Thread* owner = block_.bulk_groups[i].owner;
       if (std::find(seen.begin(), seen.end(), owner) == seen.end()) all.push_back({-1, -1, i});
       seen.push_back(owner);
     }
@@ -323,10 +346,16 @@ void finish(const Choice& choice) {
     block_.copies.erase(block_.copies.begin() + choice.copy);
     copy();
   } else if (choice.bulk >= 0) {
-    const auto group = std::move(block_.bulk_groups[choice.bulk]);
-    block_.bulk_groups.erase(block_.bulk_groups.begin() + choice.bulk);
-    for (const auto& add : group.second) add();
-    ++group.first->bulk_groups_done;
+    BulkGroup& group = block_.bulk_groups[choice.bulk];
+    if (!group.read) {
+      for (Bulk& bulk : group.bulks) bulk.read();
+      group.read = true;
+      ++group.owner->bulk_groups_read;
+    } else {
+      for (const Bulk& bulk : group.bulks) bulk.add();
+      ++group.owner->bulk_groups_done;
+      block_.bulk_groups.erase(block_.bulk_groups.begin() + choice.bulk);
+    }
   } else {
     finish_product(choice.warp / 4, choice.warp % 4);
   }
@@ -611,20 +640,19 @@ void add_bulk(float* to, unsigned from, unsigned bytes, const Site& site) {
   if (reinterpret_cast<uintptr_t>(to) % 16 || from % 16 || bytes % 16 || from + bytes > block_.shared_bytes) {
     stop("a bulk addition of " + std::to_string(bytes) + " bytes at " + std::to_string(from) + ", " + place(site));
   }
-  self().open_bulks.push_back([=] {
-    show_stores();
-    for (unsigned i = 0; i < bytes / 4; ++i) {
-      float x;
-      std::memcpy(&x, engine_memory + from + 4 * i, 4);
-      to[i] += x;
-    }
-  });
+  self().open_bulks.push_back({to, from, std::vector<float>(bytes / 4)});
 }
 void bulk_commit() {
   Thread& me = self();
   ++me.bulks_committed;
-  block_.bulk_groups.push_back({&me, std::move(me.open_bulks)});
+  block_.bulk_groups.push_back({&me, std::move(me.open_bulks), false});
   me.open_bulks.clear();
+}
+void bulk_wait_read(unsigned pending, const Site& site) {
+  if (omitted("wait for reads of bulk additions", site)) return;
+  Thread& me = self();
+  wait("its bulk additions' reads", site,
+       [&me, pending] { return me.bulk_groups_read + pending >= me.bulks_committed; });
 }
 void bulk_wait(unsigned pending, const Site& site) {
   if (omitted("wait for bulk additions", site)) return;

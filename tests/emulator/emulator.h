@@ -40,6 +40,7 @@ void copy_box(unsigned to, const void* map, unsigned barrier, int column, int ro
               const Site& site);
 void add_bulk(float* to, unsigned from, unsigned bytes, const Site& site);
 void bulk_commit();
+void bulk_wait_read(unsigned pending, const Site& site);
 void bulk_wait(unsigned pending, const Site& site);
 
 // cp.async: `bytes` into shared memory, or zeros where `from` is null; there once the thread has waited for its group,

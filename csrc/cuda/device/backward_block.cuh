@@ -35,7 +35,7 @@ JAX_FLASH_DEVICE bool find_dq_tile(const Problem& problem, i64 item, DqTile& fou
 // entry and every query head, packed sequences each beginning with a sum of its own.
 JAX_FLASH_DEVICE float* slope_sums(const Problem& problem, int batch, int head) {
   const i64 heads = static_cast<i64>(problem.batch) * problem.q_heads;
-  const i64 dq = option_separate_dq ? 0 : dq_elements(heads, dq_tiles(problem), head_dim);
+  const i64 dq = option_separate_dq ? 0 : dq_elements(heads, dq_tiles(problem), head_dim, option_ordered_dq);
   const i64 sums = blocks_of(problem, problem.kv_length, kSlopeKeys);
   return static_cast<float*>(problem.scratch) + dq + (static_cast<i64>(batch) * problem.q_heads + head) * sums;
 }
@@ -139,8 +139,9 @@ constexpr RowsInL2 rows_in_l2 =
         ? RowsInL2{}
         : RowsInL2{one_warp_loads ? kGroupBytesOfSums : kGroupBytes, row_bytes_with_sums(row_bytes, head_dim)};
 JAX_FLASH_DEVICE Work work_of_keys(const Problem& problem, int item) {
-  return work_of(item, blocks_of(problem, problem.kv_length, block_kv), problem.kv_heads * group_splits(problem),
-                 problem.batch, problem.q_length, rows_in_l2);
+  const int blocks = blocks_of(problem, problem.kv_length, block_kv), heads = problem.kv_heads * group_splits(problem);
+  constexpr Grid grid = option_ordered_dq ? Grid::ordered : Grid::block_an_item;
+  return work_of<grid>(item, blocks, heads, problem.batch, problem.q_length, rows_in_l2);
 }
 JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
   // Under causal the first keys are kept by the most rows, and go first.
@@ -159,7 +160,7 @@ JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
 
 // Where the share of a group leaves its sums of dK for a key, and behind these of dV. Beside an accumulator of dQ there
 // is space for one sum, to which all shares of a group add; otherwise each has its own, and their order is always one.
-constexpr bool common_sums = !option_separate_dq;
+constexpr bool common_sums = !option_separate_dq && !option_ordered_dq;
 using ShareSum = Select<common_sums, CommonSum, float>::type;
 JAX_FLASH_DEVICE int sums_of_group(const Problem& problem) { return common_sums ? 1 : problem.group_splits; }
 JAX_FLASH_DEVICE ShareSum* share_sums(const Problem& problem, int batch, int share, int key) {

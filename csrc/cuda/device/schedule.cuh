@@ -1,7 +1,7 @@
 // Which block of which head a thread block takes, in a flat grid.
 #pragma once
 
-#include "cuda/device/extent.cuh"
+#include "cuda/device/mask.cuh"
 
 namespace jax_flash {
 
@@ -27,7 +27,8 @@ struct RowsInL2 {
 };
 
 // Whether the hardware hands out blocks as others end, or as many as fit at once walk over the items of work.
-enum class Grid { block_an_item, persistent };
+// `ordered`: the first, where blocks of a head add to the same sums one after the other.
+enum class Grid { block_an_item, persistent, ordered };
 
 // Blocks start in the order of their index. Without causal all are alike, and those of one head stand together, so that
 // they share what they read in L2. Under causal they are not: the longest, `block` 0 here, have to go first, or the
@@ -49,21 +50,27 @@ enum class Grid { block_an_item, persistent };
 // blocks the longer items of every round; so the number of groups is even, and every other one goes the other way, the
 // last one longest first. Counted in tiles, 95 to 99.8% of what the blocks could do (S 1024 to 16384, head_dim 64 to
 // 256).
+//
+// Blocks of an ordered grid walk over their rows upwards, each behind the one before it: so those stand first that
+// begin with the last rows, where something bounds the keys of a row to the right. And heads are interleaved even where
+// all blocks are alike, so that some time lies between blocks of the same head.
 template <Grid grid = Grid::block_an_item>
 JAX_FLASH_DEVICE Work work_of(int index, int blocks, int heads, int batch, int length, const RowsInL2& rows = {}) {
   int block = index % blocks;
   int head = index / blocks;
   const int all = heads * batch;
   int group = heads_of_group(option_causal, rows.group_bytes, rows.row_bytes, all, blocks, length);
+  if (grid == Grid::ordered && !option_causal) group = ordered_group(all, length);
   if (grid == Grid::persistent) group = ceil_div(all, 2 * ceil_div(all, 2 * group));
-  const int grouped = option_causal ? 0 : all - group;  // the first head in a group
+  const int grouped = option_causal || grid == Grid::ordered ? 0 : all - group;  // the first head in a group
   // The first head of the last group.
   const int last = option_causal && grid == Grid::block_an_item ? last_group(group, all, blocks) : all;
-  if ((option_causal || has_mask_blocks) && head >= grouped) {
+  if ((option_causal || has_mask_blocks || grid == Grid::ordered) && head >= grouped) {
     const int first = head >= last ? last : head - (head - grouped) % group;
     const int members = head >= last ? all - last : at_most(group, all - first);
     const int within = index - first * blocks;
     block = within / members;
+    if (grid == Grid::ordered && bounded_right) block = blocks - 1 - block;
     if (grid == Grid::persistent && (ceil_div(all, group) - 1 - first / group) % 2 != 0) block = blocks - 1 - block;
     head = first + within % members;
   }

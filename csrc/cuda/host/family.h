@@ -17,6 +17,7 @@ struct Family {
   const char* suffix;     // of NVRTC's target: "a" allows instructions of this architecture only
   bool float16_only;      // its matrix instructions take float16 only: bfloat16 is passed as float16 with descale
   int separate_dq_above;  // head_dim above which dQ always has a pass of its own
+  bool orders_dq;         // its backward that adds dQ can do so in one order
   int lean_without_dq;    // head_dim up to which the backward without dQ has too few registers for some operands
   int short_blocks;       // head_dim up to which a forward without options has blocks of kShortRows too; 0: none
 };
@@ -25,10 +26,10 @@ constexpr int kAll = std::numeric_limits<int>::max();
 inline constexpr Family kFamilies[] = {
     // Above head_dim 128 a block of Hopper's backward has only 64 keys, and would add to dQ too often. Up to 128 its
     // schedule is made for a pass with dQ: without dQ some options find too few registers.
-    {"sm90a", 90, 90, "sm80", "a", false, 128, 128, 64},
-    {"sm80", 80, kAll, "", "", false, kAll, 0, 0},
-    {"sm75", 75, kAll, "", "", true, kAll, 0, 0},
-    {"sm70", 70, kAll, "", "", true, 0, 0, 0},  // always, since it has no other way to sum dQ
+    {"sm90a", 90, 90, "sm80", "a", false, 128, true, 128, 64},
+    {"sm80", 80, kAll, "", "", false, kAll, false, 0, 0},
+    {"sm75", 75, kAll, "", "", true, kAll, false, 0, 0},
+    {"sm70", 70, kAll, "", "", true, 0, false, 0, 0},  // always, since it has no other way to sum dQ
 };
 const Family& family_named(const std::string& name);
 
@@ -43,6 +44,8 @@ const Family& served_family(int arch);
 // The family whose kernel serves a pass: this one, or its fallback.
 const Family& pass_family(const Family& family, int arch, int limbs, Pass pass, int head_dim, Calls calls = Calls::all);
 
+// Whether blocks add dQ in the order of their keys, as with Options::ordered_dq they may.
+bool orders_dq(const Family& family, const Options& options, int largest_head_dim);
 // Whether dQ has a pass of its own.
 bool separate_dq(const Family& family, const Options& options, int largest_head_dim);
 

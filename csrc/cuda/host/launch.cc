@@ -389,7 +389,7 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
                                 " elements for sums of dq and of the gradient of slopes, got " +
                                 std::to_string(scratch_elements));
   }
-  const bool common = !found.dq.main;  // kernels that add dQ add these too
+  const bool common = !found.dq.main && !problem.options.ordered_dq;  // kernels that add dQ add these too
   problem.group_splits = found.main.sum_splits ? shares_of_groups(problem, common, scratch_elements) : 1;
   problem.dq_ahead = found.main.zero_dq ? zeroed_before(problem, found.main.traits.block_rows) : 0;
   const void* const arguments[] = {&problem};

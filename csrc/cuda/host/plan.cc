@@ -74,7 +74,8 @@ int64_t bias_elements(const Problem& p) {
 }
 
 int64_t dq_scratch(const Problem& p) {
-  return dq_elements(int64_t{p.batch} * p.q_heads, blocks_of(p, p.q_length, kDqRows), p.head_dim);
+  const int64_t heads = int64_t{p.batch} * p.q_heads;
+  return dq_elements(heads, blocks_of(p, p.q_length, kDqRows), p.head_dim, p.options.ordered_dq);
 }
 
 int zeroed_before(const Problem& p, int block_keys) {
@@ -87,7 +88,9 @@ int zeroed_before(const Problem& p, int block_keys) {
   constexpr int64_t kSpare = 64;
   const int heads = static_cast<int>(all), each = static_cast<int>(blocks), row = 2 * (p.head_dim + p.value_head_dim);
   int64_t interleaved = 1;
-  if (p.options.causal) {
+  if (p.options.ordered_dq && !p.options.causal) {
+    interleaved = ordered_group(heads, p.q_length);
+  } else if (p.options.causal) {
     const int bytes = row_bytes_with_sums(row, p.head_dim);
     const int group = heads_of_group(true, kGroupBytesOfSums, bytes, heads, each, p.q_length);
     interleaved = std::max(group, heads - last_group(group, heads, each));
@@ -102,8 +105,14 @@ int64_t slope_scratch(const Problem& p) {
   return p.options.has_dalibi_slopes ? int64_t{p.batch} * p.q_heads * blocks_of(p, p.kv_length, kSlopeKeys) : 0;
 }
 
-// Whether the call needs an accumulator of dQ.
-bool accumulates_dq(const Problem& p) { return !(p.options.separate_dq || p.options.highest_precision); }
+// Whether the call needs an accumulator of dQ, and whether what is added beside it may be so in any order.
+bool accumulates_dq(const Problem& p) {
+  return p.options.ordered_dq || !(p.options.separate_dq || p.options.highest_precision);
+}
+bool has_common_sums(const Problem& p) { return accumulates_dq(p) && !p.options.ordered_dq; }
+
+// Of the scratch of a backward, what begins as zeros.
+int64_t zeroed_scratch(const Problem& p) { return (accumulates_dq(p) ? dq_scratch(p) : 0) + slope_scratch(p); }
 
 // Elements of float in Problem::group_sums.
 int64_t sums_of_splits(const Problem& p, int splits) {
@@ -121,7 +130,7 @@ constexpr int64_t kUnlimitedScratch = std::numeric_limits<int64_t>::max();
 constexpr int64_t kSumSteps = 8;
 
 // The number of shares that a group is split into. `common`: all shares add to one sum, as passes with an accumulator
-// of dQ do. `scratch_elements`: the size of the call's whole scratch.
+// of dQ do unless every sum has one order. `scratch_elements`: the size of the call's whole scratch.
 int shares_of_groups(const Problem& p, bool common, int64_t scratch_elements) {
   const int64_t group = p.q_heads / p.kv_heads;
   const int largest = std::max(p.head_dim, p.value_head_dim);
@@ -141,9 +150,10 @@ int shares_of_groups(const Problem& p, bool common, int64_t scratch_elements) {
   };
   auto fits = [&](int splits) {
     if (common) return sums_fit_dq(p, 1);
-    // The sums may take the place of the accumulator after the sums of slopes, but no more than that.
-    const int64_t slopes = slope_scratch(p), wanted = whole_fours(slopes) + sums_of_splits(p, splits);
-    return sums_fit_dq(p, splits) || (wanted <= slopes + dq_scratch(p) && wanted <= scratch_elements);
+    // The sums may take as much as an accumulator, but no more than that.
+    const int64_t sums = sums_of_splits(p, splits);
+    return sums_fit_dq(p, splits) ||
+           (sums <= dq_scratch(p) && whole_fours(zeroed_scratch(p)) + sums <= scratch_elements);
   };
   int64_t best = 1;
   for (int64_t splits = 2; splits <= group && blocks * best < enough; ++splits) {
@@ -191,12 +201,12 @@ int64_t forward_scratch(DType, const Problem& p) {
 }
 
 int64_t backward_scratch(DType, const Problem& p) {
-  const int64_t zeros = (accumulates_dq(p) ? dq_scratch(p) : 0) + slope_scratch(p);
-  if (accumulates_dq(p)) return zeros;  // sums of shares lie in dq, or there are none
+  const int64_t zeros = zeroed_scratch(p);
+  if (has_common_sums(p)) return zeros;  // those lie in dq, or there are none
   const int splits = shares_of_groups(p, false, kUnlimitedScratch);
   return splits == 1 || sums_fit_dq(p, splits) ? zeros : whole_fours(zeros) + sums_of_splits(p, splits);
 }
 
-int group_splits(const Problem& p) { return shares_of_groups(p, accumulates_dq(p), kUnlimitedScratch); }
+int group_splits(const Problem& p) { return shares_of_groups(p, has_common_sums(p), kUnlimitedScratch); }
 
 }  // namespace jax_flash::cuda

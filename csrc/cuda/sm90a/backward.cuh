@@ -42,11 +42,18 @@ constexpr bool keys_in_registers = adds_dq && tiles_of_keys == 1 && KSlabs::colu
 // Whether dQ goes through shared memory, from where TMA adds it. Instructions that add registers stand in the way of
 // all other accesses to shared memory, 1,000 cycles a tile at head_dim 128; at 64 there are half as many, and the
 // detour takes as long. Sums of gradients leave no registers for it, values of diagonals no shared memory.
-constexpr bool adds_in_bulk = adds_dq && KSlabs::slabs > 1 && !sums_gradients && !has_diagonal_value;
+constexpr bool adds_in_bulk =
+    adds_dq && (option_ordered_dq || KSlabs::slabs > 1) && !sums_gradients && !has_diagonal_value;
 static_assert(!adds_in_bulk || dq_pieces == 1, "dQ is added in one piece");
 
+// Whether warps that load nothing add dQ, one for each warpgroup: they wait for the block's turn.
+constexpr bool adds_by_turns = option_ordered_dq;
+static_assert(!adds_by_turns || (adds_in_bulk && !skips_tiles && computing == 2), "each block knows who comes before");
+constexpr int first_adding_warp = 2;
+
 // lse is read while the scores are under way where dQ's additions do not stand in the way, and registers suffice.
-using LseOf = Select<adds_in_bulk && !has_mask, OfRowsEarly, OfRows>::type;
+constexpr bool reads_lse_early = adds_in_bulk && KSlabs::slabs > 1 && !has_mask;
+using LseOf = Select<reads_lse_early, OfRowsEarly, OfRows>::type;
 
 // Whether the scores of one warpgroup are started behind dV of the other. Left alone the two fall into a better order
 // in plain calls, but beside a block mask into a worse one.
@@ -68,6 +75,8 @@ struct SharedStorage {
   DiagonalStorage diagonals[4 * computing];
   TableStorage tables;
   u64 keys_full, full[stages], empty[stages], ds_full[2], ds_empty[2], dq_added;
+  Turn turns[adds_by_turns ? computing : 1];
+  u64 dq_full[adds_by_turns ? computing : 1], dq_empty[adds_by_turns ? computing : 1];
 };
 
 extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
@@ -247,7 +256,12 @@ struct Backward {
       wgmma_wait<0>();
       hold(dq);
       if (lane == 0 && piece + 1 == dq_pieces) barrier_arrive(shared_address(&shared.ds_empty[i % 2]));
-      if constexpr (adds_in_bulk) {
+      if constexpr (adds_by_turns) {
+        barrier_wait(shared_address(&shared.dq_empty[group]), (i / 2 + 1) % 2);
+        put_dq(dq, weights.dq_factor, shared.dq[group * 4 + warp], lane);
+        if (warp == 0 && lane == 0) shared.turns[group] = Turn::of(block, at);
+        if (lane == 0) barrier_arrive(shared_address(&shared.dq_full[group]));
+      } else if constexpr (adds_in_bulk) {
         add_dq_in_bulk(block, dq, weights.dq_factor, at, warp * 16, shared.dq[group * 4 + warp], lane);
       } else {
         add_dq(block, dq, weights.dq_factor, at, warp * 16, piece * kBoxColumns, lane);
@@ -356,7 +370,7 @@ struct Backward {
       at = weights.move<true>(at, block);
     }
     if (adds_dq && (i - 1) % computing == group) sum_dq(before, i - 1);
-    if (adds_in_bulk && lane == 0) bulk_wait<0>();
+    if (adds_in_bulk && !adds_by_turns && lane == 0) bulk_wait<0>();
 #pragma unroll
     for (int j = 0; j < tiles_of_keys; ++j) {
       hold(dk[j]);
@@ -389,7 +403,11 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       barrier_init(shared_address(&shared.ds_full[i]), 4 * computing);
       barrier_init(shared_address(&shared.ds_empty[i]), 4);  // warps of the one that summed
     }
-    barrier_init(shared_address(&shared.dq_added), 4 * computing);
+    barrier_init(shared_address(&shared.dq_added), adds_by_turns ? computing : 4 * computing);
+    for (int i = 0; adds_by_turns && i < computing; ++i) {
+      barrier_init(shared_address(&shared.dq_full[i]), 4);
+      barrier_init(shared_address(&shared.dq_empty[i]), 1);
+    }
     barriers_ready();
   }
   __syncthreads();
@@ -409,6 +427,13 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       // Behind the first rows, in whose way the stores would be.
       if (!block.idle()) barrier_wait(shared_address(&shared.full[0]), 0);
       sums.zero_ahead(warp - 1, lane);
+      const int group = warp - first_adding_warp;
+      if (adds_by_turns && group >= 0 && lane == 0) {
+        const int all = block.idle() ? 0 : (block.range.end - block.range.begin) * heads_of_share(problem);
+        add_dq_by_turns(problem, shared.turns[group], shared.dq[group * 4], shared_address(&shared.dq_full[group]),
+                        shared_address(&shared.dq_empty[group]), (all + computing - 1 - group) / computing);
+        barrier_arrive(shared_address(&shared.dq_added));
+      }
       if (warp == 1) {
         // In the place of a warp that adds, which would wait for its sums to be visible before it stores dK and dV.
         barrier_wait(shared_address(&shared.dq_added), 0);
@@ -426,7 +451,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
                       warp % 4, lane,   {block, descale, of_tables, shared.diagonals[warp - 4], first_key, lane},
                       {}};
     backward.run();
-    if constexpr (adds_dq) {
+    if constexpr (adds_dq && !adds_by_turns) {
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&shared.dq_added));
     }

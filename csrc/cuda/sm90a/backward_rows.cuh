@@ -189,6 +189,20 @@ JAX_FLASH_DEVICE void add_dq(const Block& block, FragmentC (&dq)[n], float facto
   }
 }
 
+// All columns of 16 rows of dQ, as dq_fragment() has them, into shared memory.
+template <int n>
+JAX_FLASH_DEVICE void put_dq(const FragmentC (&dq)[n], float factor, float* sums, int lane) {
+#pragma unroll
+  for (int i = 0; i < head_dim / 8; ++i) {
+    u32 words[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) words[e] = __float_as_uint(dq[i].x[e] * factor);
+    store_shared(shared_address(sums) + (i * 32 + lane) * 16, uint4{words[0], words[1], words[2], words[3]});
+  }
+  stores_ready();
+  __syncwarp();
+}
+
 // The same for all columns, by way of `sums` in shared memory, from where TMA adds them. It reads there until it is
 // waited for: before the next ones are put there, and at the end of the block.
 template <int n>
@@ -196,22 +210,56 @@ JAX_FLASH_DEVICE void add_dq_in_bulk(const Block& block, FragmentC (&dq)[n], flo
                                      float* sums, int lane) {
   const Place& place = block.place;
   row += at.tile * block_q;
-  const u32 from = shared_address(sums);
   if (lane == 0) bulk_wait_read<0>();
   __syncwarp();
-#pragma unroll
-  for (int i = 0; i < head_dim / 8; ++i) {
-    u32 words[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) words[e] = __float_as_uint(dq[i].x[e] * factor);
-    store_shared(from + (i * 32 + lane) * 16, uint4{words[0], words[1], words[2], words[3]});
-  }
-  stores_ready();
-  __syncwarp();
+  put_dq(dq, factor, sums, lane);
   if (lane == 0 && row < place.extent.q.length) {
-    const int row_tile = first_dq_tile(block.problem, place.batch, place.sequence) + row / 16;
-    add_bulk(dq_fragment(block.problem, place.batch, at.head, row_tile, 0), from, 16 * head_dim * sizeof(float));
+    const int row_tile = first_dq_tile(block.problem, place.batch, place.sequence) + row / kDqRows;
+    float* const to = dq_fragment(block.problem, place.batch, at.head, row_tile, 0);
+    add_bulk(to, shared_address(sums), kDqRows * head_dim * sizeof(float));
     bulk_commit();
+  }
+}
+
+// Where blocks add dQ in order: what is added of a tile of rows, and how many blocks come before. These are, of the
+// batch entry or sequence, those between this one and the last or first one whose keys the tile may keep. Rows of the
+// tile beyond the end count: row_tiles_of() has them too.
+struct Turn {
+  int tile;  // of dq_tile()
+  int bytes;
+  int before;
+
+  static __device__ __forceinline__ Turn of(const Block& block, const Walk& at) {
+    const Place& place = block.place;
+    const int row = at.tile * block_q, rows = at_most(block_q, place.extent.q.length - row);
+    const int first = first_dq_tile(block.problem, place.batch, place.sequence) + row / kDqRows;
+    const int mine = place.first_key / block_kv;
+    int before = bounded_left ? mine - at_least(0, row + block.band.low) / block_kv : mine;
+    if constexpr (bounded_right) {
+      before = at_most(row + block_q - 1 + block.band.high, place.extent.kv.length - 1) / block_kv - mine;
+    }
+    return {static_cast<int>(dq_tile(block.problem, place.batch, at.head, first)),
+            ceil_div(rows, kDqRows) * kDqRows * head_dim * static_cast<int>(sizeof(float)), before};
+  }
+};
+
+// By a thread: adds what a warpgroup puts into shared memory `times` times, each when it is the block's turn.
+JAX_FLASH_DEVICE void add_dq_by_turns(const Problem& problem, const Turn& told, const float* from, u32 full, u32 empty,
+                                      int times) {
+  for (int i = 0; i < times; ++i) {
+    barrier_wait(full, i % 2);
+    const Turn turn = told;
+    int* const counter = DqSums{problem}.turn(turn.tile);
+    while (load_acquire(counter) < turn.before) continue;
+    JAX_FLASH_ASSERT(load_acquire(counter) == turn.before, "a block that adds dQ out of turn");
+    global_stores_ready();
+    add_bulk(dq_sums_of(problem, turn.tile), shared_address(from), turn.bytes);
+    bulk_commit();
+    bulk_wait_read<0>();
+    barrier_arrive(empty);
+    bulk_wait<0>();
+    __threadfence();
+    atomicAdd(counter, 1);
   }
 }
 

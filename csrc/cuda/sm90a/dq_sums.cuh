@@ -7,6 +7,9 @@
 // before it, and so long before it that it seldom has to wait. A counter for each head tells how many of its parts are
 // zero. Of short calls all is zeroed before.
 //
+// With option_ordered_dq the blocks that add to a tile of rows do so by turns, the one that started first before the
+// others, and a counter for each tile tells how many have. (FlashAttention-3 and -4 do the same.)
+//
 // Another counter tells how many blocks have added all that they had to a head. jax_flash_convert_dq waits for these,
 // rather than for the end of the backward, and so begins on multiprocessors that the last blocks leave idle.
 #pragma once
@@ -24,9 +27,14 @@ constexpr int convert_warps = 4;               // of jax_flash_convert_dq, a blo
 
 // Where dQ is summed up: for every 16 rows, for every 8 columns, the accumulators as the lanes hold them, four a lane,
 // so that one instruction of a warp adds 512 contiguous bytes. `row_tile` counts in the batch entry.
+JAX_FLASH_DEVICE i64 dq_tile(const Problem& problem, int batch, int head, int row_tile) {
+  return (static_cast<i64>(batch) * problem.q_heads + head) * dq_tiles(problem) + row_tile;
+}
+JAX_FLASH_DEVICE float* dq_sums_of(const Problem& problem, i64 tile) {
+  return static_cast<float*>(problem.scratch) + tile * (head_dim / 8 * 128);
+}
 JAX_FLASH_DEVICE float* dq_fragment(const Problem& problem, int batch, int head, int row_tile, int column_tile) {
-  const i64 tile = (static_cast<i64>(batch) * problem.q_heads + head) * dq_tiles(problem) + row_tile;
-  return static_cast<float*>(problem.scratch) + (tile * (head_dim / 8) + column_tile) * 128;
+  return dq_sums_of(problem, dq_tile(problem, batch, head, row_tile)) + column_tile * 128;
 }
 
 struct DqSums {
@@ -78,6 +86,9 @@ struct DqSums {
     __syncwarp();
   }
 
+  // How many blocks have added to the tile of block_q rows that begins with this tile of kDqRows.
+  __device__ __forceinline__ int* turn(i64 tile) const { return zeroed(0) + 2 * heads() + tile; }
+
   // By a thread, of a block that adds no more.
   __device__ __forceinline__ void end_additions(const Place& place) const {
     __threadfence();
@@ -99,7 +110,8 @@ extern "C" __global__ void __launch_bounds__(zero_threads) jax_flash_zero_dq(con
   const DqSums sums{problem};
   sums.zero_part(blockIdx.x, threadIdx.x, zero_threads);
   const i64 slopes = has_dalibi_slopes ? sums.heads() * blocks_of(problem, problem.kv_length, kSlopeKeys) : 0;
-  const i64 end = 2 * sums.heads() + slopes;
+  const i64 turns = option_ordered_dq ? sums.heads() * dq_tiles(problem) : 0;
+  const i64 end = 2 * sums.heads() + turns + slopes;
   int* behind = sums.zeroed(0);
   for (i64 i = static_cast<i64>(blockIdx.x) * zero_threads + threadIdx.x; i < end; i += gridDim.x * zero_threads) {
     behind[i] = 0;

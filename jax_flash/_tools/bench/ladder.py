@@ -95,7 +95,13 @@ _FULL = Step(
 )  # fmt: skip
 _ORDER = Step(
     "causal blocks longest first, by groups of heads",
-    (Undo("device/schedule.cuh", "if ((option_causal || has_mask_blocks) && head >= grouped) {", "if (false) {"),),
+    (
+        Undo(
+            "device/schedule.cuh",
+            "if ((option_causal || has_mask_blocks || grid == Grid::ordered) && head >= grouped) {",
+            "if (false) {",
+        ),
+    ),
 )
 
 LADDERS: dict[tuple[str, str], tuple[Step, ...]] = {

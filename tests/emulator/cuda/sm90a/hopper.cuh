@@ -44,7 +44,7 @@ inline void add_bulk(float* to, u32 from, u32 bytes, EMULATOR_SITE) { emulator::
 inline void bulk_commit() { emulator::bulk_commit(); }
 template <int pending>
 void bulk_wait_read(EMULATOR_SITE) {
-  emulator::bulk_wait(pending, site);
+  emulator::bulk_wait_read(pending, site);
 }
 template <int pending>
 void bulk_wait(EMULATOR_SITE) {
