@@ -3,11 +3,13 @@
 Used by the lowering of the primitives, which knows the platform, and by `explain`.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
@@ -179,7 +181,20 @@ def separate_dq(largest_head_dim: int) -> bool:
 def orders_dq(arch: int | None, sizes: Mapping[str, Any]) -> bool:
     """Whether the kernels of a backward should sum dquery in a fixed order without a pass of its own, on the GPU it is
     lowered for or on every CUDA device here."""
-    return all_serve(arch, lambda each: _core.orders_dq(arch=each, **sizes))
+    return not _in_passes.get() and all_serve(arch, lambda each: _core.orders_dq(arch=each, **sizes))
+
+
+_in_passes: contextvars.ContextVar[bool] = contextvars.ContextVar("jax_flash_in_passes", default=False)
+
+
+@contextlib.contextmanager
+def in_passes() -> Iterator[None]:
+    """Backwards lowered within sum dquery in a fixed order by a pass of its own alone: so it can be timed."""
+    token = _in_passes.set(True)
+    try:
+        yield
+    finally:
+        _in_passes.reset(token)
 
 
 def lists_keys(arch: int | None, sizes: Mapping[str, Any]) -> bool:

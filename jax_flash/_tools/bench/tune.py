@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from jax_flash._implementations.choice import in_passes
 from jax_flash._native import _core, tuned
 from jax_flash._native.tuned import TunedRow, row_name, tile_row
 from jax_flash._tools import accuracy, doctor
@@ -174,10 +175,11 @@ def _search(gpu: jax.Device, device: Mapping[str, Any], pass_: str, head_dim: in
         if not candidate.fault:
             candidate.fault = wrong(place(candidate.row), gpu)
     racing = [x for x in known if not x.fault]
-    _time(racing, place, pass_, head_dim, 2)
-    racing = [x for x in sorted(racing, key=lambda x: x.rate, reverse=True)[:KEPT] if not x.fault]
-    racing += [known[0]] if known[0] not in racing and not known[0].fault else []
-    _time(racing, place, pass_, head_dim, rounds)
+    with in_passes():
+        _time(racing, place, pass_, head_dim, 2)
+        racing = [x for x in sorted(racing, key=lambda x: x.rate, reverse=True)[:KEPT] if not x.fault]
+        racing += [known[0]] if known[0] not in racing and not known[0].fault else []
+        _time(racing, place, pass_, head_dim, rounds)
     _print(family, pass_, head_dim, known)
     if known[0].fault:
         return None
@@ -203,7 +205,8 @@ def wrong(row: TunedRow, gpu: jax.Device) -> str:
         )
         arrays, plain, exact = _oracle(problem)
         try:
-            results = _program(problem)({name: jax.device_put(x, gpu) for name, x in arrays.items()})
+            with in_passes():
+                results = _program(problem)({name: jax.device_put(x, gpu) for name, x in arrays.items()})
             worst = accuracy.worst(accuracy.compare(results, plain, exact))
         except Exception as error:  # e.g. a kernel that can't be launched
             return doctor.first_line(error)[:60]
