@@ -231,6 +231,11 @@ inline bool is_plain(const Options& options) {
   return plain && !options.functions;
 }
 
+// Whether tiles in the middle of a range may have no pair: device/tile_walk.cuh.
+inline bool skips_tiles(const Options& o) {
+  return o.has_q_segment_ids || o.has_kv_intervals || o.has_q_intervals || o.has_mask_blocks;
+}
+
 // The narrowest kind of calls that one belongs to.
 inline Calls calls_of(const Options& options) {
   if (is_plain(options)) return Calls::plain;

@@ -1,7 +1,7 @@
 """The compiled library: csrc/ffi/module.cc."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 FFI_API_VERSION: tuple[int, int]
 """Version of the XLA FFI headers that the library was built with: (major, minor)."""
@@ -128,44 +128,36 @@ def configure_cuda(
 def largest_head_dim(*, arch: int, highest_precision: bool) -> int:
     """The largest head_dim with kernels for a compute capability such as 70."""
 
-def lists_keys(
-    *,
-    arch: int,
-    pass_: str,
-    dtype: str,
-    options: Mapping[str, Any],
-    batch: int,
-    q_length: int,
-    kv_length: int,
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    value_head_dim: int,
-    shapes: Mapping[str, Sequence[int]],
-) -> bool:
-    """Whether the kernels of a main pass take keys as a list of rows, those that are kept first, in place of the mask
-    that this call has."""
+class _Question(Protocol):
+    """What is asked of a call, which is described by its sizes, and of a compute capability such as 90."""
+
+    def __call__(
+        self,
+        *,
+        arch: int,
+        pass_: str,
+        dtype: str,
+        options: Mapping[str, Any],
+        batch: int,
+        q_length: int,
+        kv_length: int,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        value_head_dim: int,
+        shapes: Mapping[str, Sequence[int]],
+    ) -> bool: ...
+
+lists_keys: _Question
+"""Whether the kernels of a main pass take keys as a list of rows, those that are kept first, in place of the mask that
+this call has."""
+
+orders_dq: _Question
+"""Whether a backward should sum dquery in one order rather than in a pass of its own: see Options.ordered_dq."""
 
 def separate_dq(*, arch: int, largest_head_dim: int) -> bool:
     """Whether dquery has a pass of its own on a compute capability such as 90 even if the option of this name is
     False."""
-
-def orders_dq(
-    *,
-    arch: int,
-    pass_: str,
-    dtype: str,
-    options: Mapping[str, Any],
-    batch: int,
-    q_length: int,
-    kv_length: int,
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    value_head_dim: int,
-    shapes: Mapping[str, Sequence[int]],
-) -> bool:
-    """Whether a backward should sum dquery in one order rather than in a pass of its own: see Options.ordered_dq."""
 
 def cuda_launches() -> tuple[int, int, int]:
     """How many calls this process has launched on GPUs, how many of these went into a CUDA graph, and how many of those

@@ -87,9 +87,8 @@ def _with_keys_listed(
     if not may_list:
         return params, args
     if not scaled:
-        arch = None if (found := ahead.current()) is None else found.arch
         attributes = _attributes(pass_, target.platform, params, *args)
-        if not choice.lists_keys(arch, _sizes(pass_, params, attributes, *args)):
+        if not choice.lists_keys(_arch(), _sizes(pass_, params, attributes, *args)):
             return params, args
     return _having(kept_first(operands, query.shape[0], key.shape[1]), pass_, params, args)
 
@@ -107,6 +106,12 @@ def _having(
 ) -> tuple[Params, tuple[jax.Array, ...]]:
     params = params.with_operands(operands)
     return params, (*args[: len(ARGUMENTS[pass_])], *(operands[name] for name in params.names))
+
+
+def _arch() -> int | None:
+    """The compute capability that calls are lowered ahead for; None: those of this process."""
+    found = ahead.current()
+    return None if found is None else found.arch
 
 
 def _is_old() -> bool:
@@ -154,8 +159,7 @@ def _custom_call(
     shapes = tuple(x.shape for x in results)
     attributes = _attributes(pass_, platform, params, *args)
     if platform == "cuda" and pass_ == "backward" and params.options.separate_dq and not target.portable:
-        arch = None if (found := ahead.current()) is None else found.arch
-        attributes["ordered_dq"] = choice.orders_dq(arch, _sizes(pass_, params, attributes, *args))
+        attributes["ordered_dq"] = choice.orders_dq(_arch(), _sizes(pass_, params, attributes, *args))
     if platform == "cuda" and (found := ahead.current()) is not None:
         found.calls.append(_described(pass_, attributes, *args))
     if platform == "cuda" and pass_ == "backward":

@@ -46,10 +46,9 @@ const Family& pass_family(const Family& family, int arch, int limbs, Pass pass, 
 
 bool orders_dq(const Family& family, const Options& o, int largest_head_dim) {
   // A block has to know which blocks before it add to a tile. And sums of other gradients have no order.
-  const bool may_skip = o.has_q_segment_ids || o.has_kv_intervals || o.has_q_intervals || o.has_mask_blocks;
   const bool sums_others = o.has_dbias || o.has_dalibi_slopes;
   return o.ordered_dq && family.orders_dq && !o.highest_precision && largest_head_dim <= family.separate_dq_above &&
-         !(may_skip || sums_others || o.functions);
+         !(skips_tiles(o) || sums_others || o.functions);
 }
 
 bool separate_dq(const Family& family, const Options& options, int largest_head_dim) {

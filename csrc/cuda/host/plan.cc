@@ -196,8 +196,7 @@ int64_t forward_scratch(DType, const Problem& p) {
   // were the last, and a call beside a send took up to twice as long.
   const Options& o = p.options;
   const double pairs = double(p.batch) * p.q_heads * p.q_length * p.kv_length / (o.causal ? 2 : 1);
-  return o.has_q_segment_ids || o.has_kv_intervals || o.has_q_intervals || o.has_mask_blocks || o.has_cu_q_lengths ||
-         2 * pairs * (p.head_dim + p.value_head_dim) > kLongCall;
+  return skips_tiles(o) || o.has_cu_q_lengths || 2 * pairs * (p.head_dim + p.value_head_dim) > kLongCall;
 }
 
 int64_t backward_scratch(DType, const Problem& p) {

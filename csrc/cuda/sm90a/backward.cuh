@@ -429,9 +429,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       sums.zero_ahead(warp - 1, lane);
       const int group = warp - first_adding_warp;
       if (adds_by_turns && group >= 0 && lane == 0) {
-        const int all = block.idle() ? 0 : (block.range.end - block.range.begin) * heads_of_share(problem);
+        const int all = (block.range.end - block.range.begin) * heads_of_share(problem);
         add_dq_by_turns(problem, shared.turns[group], shared.dq[group * 4], shared_address(&shared.dq_full[group]),
-                        shared_address(&shared.dq_empty[group]), (all + computing - 1 - group) / computing);
+                        shared_address(&shared.dq_empty[group]), ceil_div(all - group, computing));
         barrier_arrive(shared_address(&shared.dq_added));
       }
       if (warp == 1) {
