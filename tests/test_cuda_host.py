@@ -471,17 +471,23 @@ def backwards_of_any_scratch() -> None:
     assert "jax_flash_convert_dq" not in other
     del os.environ["JAX_FLASH_CUDA_FAMILY"]
 
-    # By additions to an accumulator, which a call can't do without.
+    # By additions to an accumulator, which a call can't do without, and behind which there is one sum of all shares.
     call = dataclasses.replace(call, options={})
-    wanted = call.wanted("backward")
+    wanted, sums = call.wanted("backward"), 1024 * 2 * 2 * 64
+    accumulator = wanted - sums
     good(xla, xla.run(backward, "backward", call.with_scratch(wanted + 1000)))
-    zeros, *_, last = xla.launches()
-    assert (zeros["kernel"], zeros["count"], last["kernel"]) == ("memset", wanted, "jax_flash_convert_dq")
-    for elements in (wanted - 1, None):
+    zeros, of_shares, main, *last = xla.launches()
+    assert [x["count"] for x in (zeros, of_shares)] == [accumulator, sums]
+    assert main["group_splits"] > 1
+    assert main["group_sums"] == main["scratch"] + 4 * accumulator
+    assert [x["kernel"] for x in last] == ["jax_flash_convert_dq", "jax_flash_sum_splits"]
+    good(xla, xla.run(backward, "backward", call.with_scratch(wanted - 1)))
+    assert [x["kernel"] for x in xla.launches()] == ["memset", "jax_flash_backward", "jax_flash_convert_dq"]
+    for elements in (accumulator - 1, None):
         assert xla.run(backward, "backward", call.with_scratch(elements)) == recording.OUR_ERROR
         assert xla.message == (
-            f"jax_flash: scratch must have at least {wanted} elements for sums of dq and of the gradient of slopes, "
-            f"got {elements or 0}"
+            f"jax_flash: scratch must have at least {accumulator} elements for sums of dq and of the gradient of "
+            f"slopes, got {elements or 0}"
         )
         assert xla.launches() == []
 

@@ -158,9 +158,8 @@ JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
           work.order};
 }
 
-// Where the share of a group leaves its sums of dK for a key, and behind these of dV. Beside an accumulator of dQ there
-// is space for one sum, to which all shares of a group add; otherwise, or if dQ is added in order, each has its own,
-// and their order is always one.
+// Where the share of a group leaves its sums of dK for a key, and behind these of dV. Where dQ is added in any order,
+// all shares of a group add to one sum; otherwise each has its own, and their order is always one.
 constexpr bool common_sums = !option_separate_dq && !option_ordered_dq;
 using ShareSum = Select<common_sums, CommonSum, float>::type;
 JAX_FLASH_DEVICE int sums_of_group(const Problem& problem) { return common_sums ? 1 : problem.group_splits; }

@@ -6,7 +6,7 @@
 
 namespace jax_flash {
 
-// Four columns of a key a thread. There are few keys where groups are split, so an int counts them.
+// Four columns of a key a thread. Groups are split only where an int counts them.
 extern "C" __global__ void __launch_bounds__(32 * kSplitWarps)
     jax_flash_sum_splits(const __grid_constant__ Problem problem) {
   constexpr int columns = head_dim + value_head_dim;

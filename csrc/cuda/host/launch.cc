@@ -402,17 +402,19 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
     if (problem.dcaptured_elements[i]) driver.zero(problem.dcaptured[i], problem.dcaptured_elements[i], on);
   }
   if (problem.dbias && !found.bias.main) driver.zero(problem.dbias, bias_elements(problem), on);
-  if (problem.group_splits > 1) {
-    problem.group_sums = common || sums_fit_dq(problem, problem.group_splits)
-                             ? problem.dq.data
-                             : static_cast<float*>(problem.scratch) + whole_fours(zeros);
+  const bool splits = problem.group_splits > 1;
+  // Sums that are common are not in dq: what is added to it is converted before the last of them is there.
+  const bool sums_in_dq = splits && !common && sums_fit_dq(problem, problem.group_splits);
+  if (splits) {
+    problem.group_sums = sums_in_dq ? problem.dq.data : static_cast<float*>(problem.scratch) + whole_fours(zeros);
     if (common) driver.zero(problem.group_sums, sums_of_splits(problem, 1), on);
   }
-  run(launch_of(device, found.main, problem, problem.kv_length, int64_t{problem.kv_heads} * problem.group_splits), on);
-  if (problem.group_splits > 1) {
+  auto sum_shares = [&] {
     const int64_t fours = sums_of_splits(problem, 1) / 4;
     driver.launch(found.main.sum_splits, grid(ceil_div(fours, 32 * kSplitWarps)), 32 * kSplitWarps, 0, on, arguments);
-  }
+  };
+  run(launch_of(device, found.main, problem, problem.kv_length, int64_t{problem.kv_heads} * problem.group_splits), on);
+  if (sums_in_dq) sum_shares();
   if (found.dq.main) run(launch_of(device, found.dq, problem, problem.q_length, problem.q_heads), on);
   if (found.bias.main) {
     const KernelTraits& traits = found.bias.traits;
@@ -424,9 +426,10 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
   if (warps) {
     const int64_t items = int64_t{problem.batch} * problem.q_heads * blocks_of(problem, problem.q_length, 16);
     // It may start ahead of the backward's end, but not of a kernel between, which reads sums where dq will be.
-    const bool ahead = found.main.traits.converts_ahead && problem.group_splits == 1;
+    const bool ahead = found.main.traits.converts_ahead && !sums_in_dq;
     enqueue(ahead, found.main.convert_dq, grid(ceil_div(items, warps)), 32 * warps, 0, on, arguments);
   }
+  if (splits && !sums_in_dq) sum_shares();
   // Behind all that writes results of the heads that are computed here.
   if (found.main.float32) run(float32_launch(device, found.main, found.main.float32, problem), on);
   const Loaded& of_bias = found.bias.main ? found.bias : found.main;

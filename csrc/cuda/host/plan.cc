@@ -129,6 +129,22 @@ constexpr int64_t kUnlimitedScratch = std::numeric_limits<int64_t>::max();
 // The cost of summing shares, in tiles of rows: 128 KB a block that are written and read back, and a launch.
 constexpr int64_t kSumSteps = 8;
 
+// The most heads of a group that a block should walk over. Under causal blocks start and end at different times: so L2
+// would have to hold the rows of all heads at once, and the longest of few blocks end late. Of groups of more than 4
+// heads a backward took up to 1.5 times as long for either, at any length; and 4 heads are too many of long rows.
+int64_t heads_together(const Problem& p, int64_t blocks, int64_t keys, int64_t enough) {
+  const Options& o = p.options;
+  const int64_t group = p.q_heads / p.kv_heads, length = p.q_length / o.sequences;
+  constexpr int kUnlimited = std::numeric_limits<int>::max();
+  const bool all_rows = o.window_left == kUnlimited && !o.has_window_bounds && !skips_tiles(o);
+  if (!o.causal || !all_rows || length < 64 * kSumSteps) return group;
+  // Of blocks of 128 keys; larger ones read rows more seldom.
+  const int row_bytes = row_bytes_with_sums(2 * (p.head_dim + p.value_head_dim), p.head_dim);
+  const int64_t bytes = length * row_bytes * 128 / keys;
+  if (group <= 4 && group * bytes <= (blocks < enough ? 1 : 2) * kGroupBytesOfSums) return group;
+  return bytes > kGroupBytesOfSums ? 1 : 2;
+}
+
 // The number of shares that a group is split into. `common`: all shares add to one sum, as passes with an accumulator
 // of dQ do unless every sum has one order. `scratch_elements`: the size of the call's whole scratch.
 int shares_of_groups(const Problem& p, bool common, int64_t scratch_elements) {
@@ -149,17 +165,18 @@ int shares_of_groups(const Problem& p, bool common, int64_t scratch_elements) {
     return loop + (splits > 1 ? kSumSteps : 0);
   };
   auto fits = [&](int splits) {
-    if (common) return sums_fit_dq(p, 1);
     // The sums may take as much as an accumulator, but no more than that.
-    const int64_t sums = sums_of_splits(p, splits);
-    return sums_fit_dq(p, splits) ||
+    const int64_t sums = sums_of_splits(p, common ? 1 : splits);
+    if (sums_of_splits(p, 1) / 4 > std::numeric_limits<int>::max()) return false;  // jax_flash_sum_splits counts them
+    return (!common && sums_fit_dq(p, splits)) ||
            (sums <= dq_scratch(p) && whole_fours(zeroed_scratch(p)) + sums <= scratch_elements);
   };
+  const int64_t heads = common ? heads_together(p, blocks, keys, enough) : group;
   int64_t best = 1;
-  for (int64_t splits = 2; splits <= group && blocks * best < enough; ++splits) {
+  for (int64_t splits = 2; splits <= group && (blocks * best < enough || group > heads * best); ++splits) {
     if (group % splits != 0) continue;
     if (!fits(static_cast<int>(splits))) break;
-    if (10 * steps(splits) <= 9 * steps(best)) best = splits;
+    if (group > heads * best || 10 * steps(splits) <= 9 * steps(best)) best = splits;
   }
   return static_cast<int>(best);
 }
@@ -201,9 +218,10 @@ int64_t forward_scratch(DType, const Problem& p) {
 
 int64_t backward_scratch(DType, const Problem& p) {
   const int64_t zeros = zeroed_scratch(p);
-  if (has_common_sums(p)) return zeros;  // those lie in dq, or there are none
-  const int splits = shares_of_groups(p, false, kUnlimitedScratch);
-  return splits == 1 || sums_fit_dq(p, splits) ? zeros : whole_fours(zeros) + sums_of_splits(p, splits);
+  const bool common = has_common_sums(p);
+  const int splits = shares_of_groups(p, common, kUnlimitedScratch);
+  if (splits == 1 || (!common && sums_fit_dq(p, splits))) return zeros;
+  return whole_fours(zeros) + sums_of_splits(p, common ? 1 : splits);
 }
 
 int group_splits(const Problem& p) { return shares_of_groups(p, has_common_sums(p), kUnlimitedScratch); }

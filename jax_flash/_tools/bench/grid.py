@@ -53,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     grid_.add_argument("--family", metavar="F", help="run the kernels of this family, as JAX_FLASH_CUDA_FAMILY does")
     grid_.add_argument("--pass", dest="passes", action="append", choices=list(PASSES), help="one pass alone")
     grid_.add_argument("--head-dim", dest="head_dims", action="append", type=int, choices=HEAD_DIMS, help="this alone")
-    grid_.add_argument("--length", dest="lengths", action="append", type=int, choices=LENGTHS, help="this alone")
+    grid_.add_argument(
+        "--length", dest="lengths", action="append", type=int, choices=(512, *LENGTHS), help="this alone"
+    )
     grid_.add_argument(
         "--peers",
         type=_names,
