@@ -6,13 +6,13 @@
 
 namespace jax_flash {
 
-// Four columns of a key a thread. Groups are split only where an int counts them.
+// Four columns of a key a thread.
 extern "C" __global__ void __launch_bounds__(32 * kSplitWarps)
     jax_flash_sum_splits(const __grid_constant__ Problem problem) {
   constexpr int columns = head_dim + value_head_dim;
-  const int item = static_cast<int>(blockIdx.x) * (32 * kSplitWarps) + static_cast<int>(threadIdx.x);
-  const int row = item / (columns / 4), column = item % (columns / 4) * 4;
-  const int key = row % problem.kv_length, of = row / problem.kv_length;
+  const i64 item = static_cast<i64>(blockIdx.x) * (32 * kSplitWarps) + threadIdx.x, row = item / (columns / 4);
+  const int column = static_cast<int>(item % (columns / 4)) * 4;
+  const int key = static_cast<int>(row % problem.kv_length), of = static_cast<int>(row / problem.kv_length);
   const int head = of % problem.kv_heads, batch = of / problem.kv_heads;
   if (batch >= problem.batch || computed_in_float32(problem, batch, head)) return;
   const ShareSum* from = share_sums(problem, batch, head * problem.group_splits, key) + column;

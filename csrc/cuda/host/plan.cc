@@ -167,7 +167,6 @@ int shares_of_groups(const Problem& p, bool common, int64_t scratch_elements) {
   auto fits = [&](int splits) {
     // The sums may take as much as an accumulator, but no more than that.
     const int64_t sums = sums_of_splits(p, common ? 1 : splits);
-    if (sums_of_splits(p, 1) / 4 > std::numeric_limits<int>::max()) return false;  // jax_flash_sum_splits counts them
     return (!common && sums_fit_dq(p, splits)) ||
            (sums <= dq_scratch(p) && whole_fours(zeroed_scratch(p)) + sums <= scratch_elements);
   };
