@@ -108,11 +108,14 @@ struct Problem {
   // That of the options, for kernels without a register for what a conversion gives. Here, since before `batch` it
   // moves all that follows, and a forward of sm_75 spills.
   float scale;
-  void* group_sums;  // float [B, K, group_splits or 1, S, H + V]; null where group_splits is 1
+  void* group_sums;  // float [B, K, group_splits or 1, S, H + V]; null where group_splits is 1 and `halved` 0
 
   // Hopper's backward: a block zeroes that part of the sums of dQ which comes dq_ahead after the one of its number;
   // with 0 none (cuda/sm90a/dq_sums.cuh).
   int dq_ahead;
+  // There: 1 if two blocks share the rows of what is one block otherwise, and meet in group_sums, float
+  // [blocks, block_kv, H + V] in the order of the registers; else 0.
+  int halved;
 
   void* dlse;  // [B, N, T]; backward on CPUs only, where the kernels make delta of it and of out
 

@@ -19,6 +19,7 @@ stores that MMAs see before their fence."""
 
 GROUPS = {"q_heads": 4, "kv_heads": 2}
 ODD = {"q_length": 197, "kv_length": 333}
+HALVES = {"q_length": 530, "kv_length": 333, **GROUPS, "kv_heads": 4}
 IN_FLOAT32: dict[str, dict[str, Any]] = {
     name: {"q_length": 133, "kv_length": 190, "dtype": "float16", **GROUPS, **case}
     | {"options": ["descale", "in_float32", *case["options"]]}
@@ -104,6 +105,12 @@ CASES: dict[str, dict[str, Any]] = {
         "kv_heads": 45,
         "batch": 4,
     },
+    # Few blocks, of whose rows each takes half.
+    "halves-64": {"options": ["causal", "lengths"], "batch": 2, **HALVES},
+    "halves-128": {"head_dim": 128, "options": ["q_offset", "window", "softcap"], "dtype": "float16", **HALVES},
+    "halves-narrow": {"head_dim": 40, "value_head_dim": 80, "options": ["mask"], **HALVES},
+    "halves-ordered_dq": {"head_dim": 128, "options": ["ordered_dq", "causal"], **HALVES},
+    "halves-zeroed-ahead": {"options": [], "q_length": 520, "kv_length": 40, "q_heads": 66, "kv_heads": 66},
     # Of other kinds it has a pass of its own.
     "ordered_dq-segments": {"options": ["ordered_dq", "segments"], **ODD},
     "ordered_dq-alibi": {"head_dim": 128, "options": ["ordered_dq", "alibi"], **ODD},

@@ -40,6 +40,7 @@ struct KernelTraits {
       1;  // forward_split_kv: the most blocks of a cluster, one for each slice of the keys; a power of two
   int cluster_bytes = 0;  // dynamic shared memory that a block of a cluster has in addition to shared_bytes
   int splits_groups = 0;  // backward: 1 if the cubin has jax_flash_sum_splits
+  int halves_rows = 0;    // backward: 1 if two blocks may share the rows of one (Problem::halved)
 };
 
 }  // namespace jax_flash

@@ -6,13 +6,14 @@
 
 namespace jax_flash {
 
-// Four columns of a key a thread.
+// Four columns of a key a thread. Sums that 32 bits do not count would take 64 GB, and their calls more than GPUs have.
 extern "C" __global__ void __launch_bounds__(32 * kSplitWarps)
     jax_flash_sum_splits(const __grid_constant__ Problem problem) {
   constexpr int columns = head_dim + value_head_dim;
-  const i64 item = static_cast<i64>(blockIdx.x) * (32 * kSplitWarps) + threadIdx.x, row = item / (columns / 4);
+  const u32 item = blockIdx.x * (32 * kSplitWarps) + threadIdx.x, row = item / (columns / 4);
   const int column = static_cast<int>(item % (columns / 4)) * 4;
-  const int key = static_cast<int>(row % problem.kv_length), of = static_cast<int>(row / problem.kv_length);
+  const u32 keys = static_cast<u32>(problem.kv_length);
+  const int key = static_cast<int>(row % keys), of = static_cast<int>(row / keys);
   const int head = of % problem.kv_heads, batch = of / problem.kv_heads;
   if (batch >= problem.batch || computed_in_float32(problem, batch, head)) return;
   const ShareSum* from = share_sums(problem, batch, head * problem.group_splits, key) + column;

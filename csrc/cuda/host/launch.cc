@@ -383,7 +383,7 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
 
   Problem problem = heads_as_rows(of_call);
   const int warps = found.main.traits.convert_warps;
-  const int64_t zeros = (warps ? dq_scratch(problem) : 0) + slope_scratch(problem);
+  int64_t zeros = (warps ? dq_scratch(problem) : 0) + slope_scratch(problem);
   if (scratch_elements < zeros) {
     throw std::invalid_argument("scratch must have at least " + std::to_string(zeros) +
                                 " elements for sums of dq and of the gradient of slopes, got " +
@@ -391,6 +391,16 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
   }
   const bool common = !found.dq.main && !problem.options.ordered_dq;  // kernels that add dQ add these too
   problem.group_splits = found.main.sum_splits ? shares_of_groups(problem, common, scratch_elements) : 1;
+  const KernelTraits& traits = found.main.traits;
+  const int block_keys = traits.block_rows;
+  if (traits.halves_rows && halves_rows(problem, problem.group_splits, block_keys)) {
+    const int64_t behind = zeros + blocks_of_keys(problem, block_keys);
+    problem.halved = whole_fours(behind) + sums_of_halves(problem, block_keys) <= scratch_elements;
+    if (problem.halved) {
+      zeros = behind;
+      problem.group_sums = static_cast<float*>(problem.scratch) + whole_fours(zeros);
+    }
+  }
   problem.dq_ahead = found.main.zero_dq ? zeroed_before(problem, found.main.traits.block_rows) : 0;
   const void* const arguments[] = {&problem};
   if (problem.dq_ahead) {
@@ -413,7 +423,10 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
     const int64_t fours = sums_of_splits(problem, 1) / 4;
     driver.launch(found.main.sum_splits, grid(ceil_div(fours, 32 * kSplitWarps)), 32 * kSplitWarps, 0, on, arguments);
   };
-  run(launch_of(device, found.main, problem, problem.kv_length, int64_t{problem.kv_heads} * problem.group_splits), on);
+  Launch main =
+      launch_of(device, found.main, problem, problem.kv_length, int64_t{problem.kv_heads} * problem.group_splits);
+  main.blocks <<= problem.halved;
+  run(main, on);
   if (sums_in_dq) sum_shares();
   if (found.dq.main) run(launch_of(device, found.dq, problem, problem.q_length, problem.q_heads), on);
   if (found.bias.main) {

@@ -145,15 +145,33 @@ int64_t heads_together(const Problem& p, int64_t blocks, int64_t keys, int64_t e
   return bytes > kGroupBytesOfSums ? 1 : 2;
 }
 
+// The block_kv of Hopper's blocks in calls without options; tile rows with fewer keys have more blocks than are counted
+// by it.
+int keys_of_block(const Problem& p) {
+  const int largest = std::max(p.head_dim, p.value_head_dim);
+  return largest <= 64 ? 256 : largest <= 128 ? 128 : 64;
+}
+
+int64_t blocks_of_keys(const Problem& p, int block_keys) {
+  return int64_t{blocks_of(p, p.kv_length, block_keys)} * p.kv_heads * p.batch;
+}
+// Where all blocks fit on half of the GPU at once.
+bool halves_rows(const Problem& p, int splits, int block_keys) {
+  const Options& o = p.options;
+  const int64_t rows = int64_t{p.q_length} * (p.q_heads / p.kv_heads);
+  if (splits > 1 || o.has_cu_q_lengths || skips_tiles(o) || rows < 64 * kSumSteps) return false;
+  return 2 * blocks_of_keys(p, block_keys) <= kMultiprocessors;
+}
+int64_t sums_of_halves(const Problem& p, int block_keys) {
+  return blocks_of_keys(p, block_keys) * block_keys * (round_up(p.head_dim, 64) + round_up(p.value_head_dim, 64));
+}
+
 // The number of shares that a group is split into. `common`: all shares add to one sum, as passes with an accumulator
 // of dQ do unless every sum has one order. `scratch_elements`: the size of the call's whole scratch.
 int shares_of_groups(const Problem& p, bool common, int64_t scratch_elements) {
   const int64_t group = p.q_heads / p.kv_heads;
-  const int largest = std::max(p.head_dim, p.value_head_dim);
-  // The block_kv of Hopper's blocks in calls without options; tile rows with fewer keys have more blocks than are
-  // counted here.
-  const int keys = largest <= 64 ? 256 : largest <= 128 ? 128 : 64;
-  const int64_t blocks = blocks_of(p, p.kv_length, keys) * p.kv_heads * p.batch;
+  const int keys = keys_of_block(p);
+  const int64_t blocks = blocks_of_keys(p, keys);
   const int64_t tiles =
       ceil_div(p.q_length, int64_t{64} * p.options.sequences);  // of query rows, for each query head of a block
   // Under causal the longest block is twice as long as the average one, and should end with the others.
@@ -219,7 +237,12 @@ int64_t backward_scratch(DType, const Problem& p) {
   const int64_t zeros = zeroed_scratch(p);
   const bool common = has_common_sums(p);
   const int splits = shares_of_groups(p, common, kUnlimitedScratch);
-  if (splits == 1 || (!common && sums_fit_dq(p, splits))) return zeros;
+  const int keys = keys_of_block(p);
+  if (accumulates_dq(p) && halves_rows(p, splits, keys)) {
+    return whole_fours(zeros + blocks_of_keys(p, keys)) + sums_of_halves(p, keys);
+  }
+  if (splits == 1) return zeros;
+  if (!common && sums_fit_dq(p, splits)) return zeros;
   return whole_fours(zeros) + sums_of_splits(p, common ? 1 : splits);
 }
 

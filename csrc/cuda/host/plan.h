@@ -40,6 +40,12 @@ int64_t slope_scratch(const Problem& p);
 int64_t sums_of_splits(const Problem& p, int splits);
 bool sums_fit_dq(const Problem& p, int splits);
 
+// Of blocks of `block_keys` keys, which own the keys of a share of `splits` of each group: how many there are, whether
+// two of Hopper's share the rows of one (Problem::halved), and the elements of float in which they meet.
+int64_t blocks_of_keys(const Problem& p, int block_keys);
+bool halves_rows(const Problem& p, int splits, int block_keys);
+int64_t sums_of_halves(const Problem& p, int block_keys);
+
 // The number of shares that the query heads of a key head are split into. `common`: all shares add to one sum, as
 // passes with an accumulator of dQ do. `scratch_elements`: the size of the call's whole scratch.
 int shares_of_groups(const Problem& p, bool common, int64_t scratch_elements);

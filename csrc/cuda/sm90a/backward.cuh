@@ -77,6 +77,7 @@ struct SharedStorage {
   u64 keys_full, full[stages], empty[stages], ds_full[2], ds_empty[2], dq_added;
   Turn turns[adds_by_turns ? computing : 1];
   u64 dq_full[adds_by_turns ? computing : 1], dq_empty[adds_by_turns ? computing : 1];
+  int came_second;  // of two blocks that share rows
 };
 
 extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
@@ -91,6 +92,7 @@ extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
     .v_box_rows = block_kv,
     .dout_box_rows = block_q,
     .splits_groups = splits_groups,
+    .halves_rows = halves_rows,
 };
 
 // By key_loaders warps: the keys of the block.
@@ -377,6 +379,45 @@ struct Backward {
       hold(dv[j]);
     }
   }
+
+  // Where two blocks that share rows meet: the first to come leaves its sums, the second adds them to its own (of two
+  // addends it is no matter which is first) and has results to store.
+  __device__ __forceinline__ bool add_other_half(int thread) {
+    constexpr int sums_there = 2;
+    constexpr int fragments = tiles_of_keys * (KSlabs::columns + VSlabs::columns) / 8;
+    const int item = item_of(block.problem);
+    int* const met = DqSums{block.problem}.met(item);
+    if (thread == 0) shared.came_second = atomicAdd(met, 1) % sums_there;
+    named_sync(all_computing, computing_threads);
+    const bool second = shared.came_second != 0;
+    if (second && thread == 0) {
+      while (load_acquire(met) < 2 + sums_there) continue;
+    }
+    if (second) named_sync(all_computing, computing_threads);
+    float4* at = static_cast<float4*>(block.problem.group_sums) + item * (fragments * computing_threads) + thread;
+    const auto meet = [&](FragmentC& c) {
+      if (second) {
+        const float4 other = *at;
+        c = {c.x[0] + other.x, c.x[1] + other.y, c.x[2] + other.z, c.x[3] + other.w};
+      } else {
+        *at = {c.x[0], c.x[1], c.x[2], c.x[3]};
+      }
+      at += computing_threads;
+    };
+#pragma unroll
+    for (int j = 0; j < tiles_of_keys; ++j) {
+#pragma unroll
+      for (FragmentC& c : dk[j]) meet(c);
+#pragma unroll
+      for (FragmentC& c : dv[j]) meet(c);
+    }
+    if (!second) {
+      __threadfence();
+      named_sync(all_computing, computing_threads);
+      if (thread == 0) atomicAdd(met, sums_there);
+    }
+    return second;
+  }
 };
 
 extern "C" __global__ void __launch_bounds__(threads, min_blocks)
@@ -455,6 +496,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&shared.dq_added));
     }
+    if (is_half(problem) && !backward.add_other_half(threadIdx.x - warpgroup)) return;
 #pragma unroll
     for (int j = 0; j < tiles_of_keys; ++j) {
       store_dk(block, backward.dk[j], first_key + j * row_of_tiles, lane);

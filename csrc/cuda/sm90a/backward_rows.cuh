@@ -62,6 +62,15 @@ struct Told {
   }
 };
 
+// Whether two blocks may share the rows of one where there are few blocks: those that add nothing for themselves but
+// dQ.
+constexpr bool halves_rows = adds_dq && !packed && !skips_tiles && !sums_gradients && !loads_by_list;
+JAX_FLASH_DEVICE bool is_half(const Problem& problem) { return halves_rows && problem.halved != 0; }
+// The item of work of a block (schedule.cuh).
+JAX_FLASH_DEVICE int item_of(const Problem& problem) {
+  return static_cast<int>(halves_rows ? blockIdx.x >> problem.halved : blockIdx.x);
+}
+
 // What the warps of a block all know.
 struct Block {
   const Problem& problem;
@@ -71,8 +80,11 @@ struct Block {
   int first_head, last_head;
 
   __device__ __forceinline__ explicit Block(const Problem& problem)
-      : problem(problem), place(place_of(problem, blockIdx.x)), band(band_of(problem, place.extent)) {
+      : problem(problem), place(place_of(problem, item_of(problem))), band(band_of(problem, place.extent)) {
     range = row_tiles_of<block_q>(band, place.extent, place.first_key, block_kv);
+    if (is_half(problem) && range.begin < range.end) {
+      (blockIdx.x % 2 == 0 ? range.end : range.begin) = (range.begin + range.end) / 2;
+    }
     const int group = heads_of_share(problem);
     first_head = place.share * group;
     last_head = first_head + group - 1;
@@ -105,6 +117,7 @@ struct Search {
         tiles(walk_of_rows<block_q, block_kv>(block.problem, block.place.extent, block.band,
                                               {block.first_head, heads_of_share(block.problem)},
                                               block.place.first_key)) {
+    if constexpr (halves_rows) tiles.range = block.range;
     tiles.trim_begin();
   }
   __device__ __forceinline__ Walk first() const {

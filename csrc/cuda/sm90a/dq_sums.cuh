@@ -10,8 +10,8 @@
 // With option_ordered_dq the blocks that add to a tile of rows do so by turns, the one that started first before the
 // others, and a counter for each tile tells how many have. (FlashAttention-3 and -4 do the same.)
 //
-// Another counter tells how many blocks have added all that they had to a head. jax_flash_convert_dq waits for these,
-// rather than for the end of the backward, and so begins on multiprocessors that the last blocks leave idle.
+// Another counter tells how many halves of blocks have added all that they had to a head. jax_flash_convert_dq waits
+// for these, rather than for the end of the backward, and so begins on multiprocessors that the last blocks leave idle.
 #pragma once
 
 #include "cuda/device/backward_block.cuh"
@@ -88,6 +88,9 @@ struct DqSums {
 
   // How many blocks have added to the tile of block_q rows that begins with this tile of kDqRows.
   __device__ __forceinline__ int* turn(i64 tile) const { return zeroed(0) + 2 * heads() + tile; }
+  // What the two blocks that share rows have done of meeting.
+  __device__ __forceinline__ int* met(int item) const { return turn(turns()) + item; }
+  __device__ __forceinline__ i64 turns() const { return option_ordered_dq ? heads() * dq_tiles(problem) : 0; }
 
   // By a thread, of a block that adds no more.
   __device__ __forceinline__ void end_additions(const Place& place) const {
@@ -98,20 +101,19 @@ struct DqSums {
   __device__ __forceinline__ void wait_for_additions(int batch, int head, int lane) const {
     const int* const counter = added(batch, head / heads_of_share(problem));
     if (lane == 0) {
-      while (load_acquire(counter) < blocks()) __nanosleep(1000);
+      while (load_acquire(counter) < blocks() << problem.halved) __nanosleep(1000);
     }
     __syncwarp();
   }
 };
 
-// The first parts, the counters, and the sums of slopes behind them.
+// The first parts, the counters, and what is behind them.
 extern "C" __global__ void __launch_bounds__(zero_threads) jax_flash_zero_dq(const __grid_constant__ Problem problem) {
   if constexpr (!adds_dq) return;
   const DqSums sums{problem};
   sums.zero_part(blockIdx.x, threadIdx.x, zero_threads);
   const i64 slopes = has_dalibi_slopes ? sums.heads() * blocks_of(problem, problem.kv_length, kSlopeKeys) : 0;
-  const i64 turns = option_ordered_dq ? sums.heads() * dq_tiles(problem) : 0;
-  const i64 end = 2 * sums.heads() + turns + slopes;
+  const i64 end = 2 * sums.heads() + sums.turns() + slopes + problem.halved * sums.parts();
   int* behind = sums.zeroed(0);
   for (i64 i = static_cast<i64>(blockIdx.x) * zero_threads + threadIdx.x; i < end; i += gridDim.x * zero_threads) {
     behind[i] = 0;
