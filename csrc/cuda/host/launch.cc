@@ -391,9 +391,8 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
   }
   const bool common = !found.dq.main && !problem.options.ordered_dq;  // kernels that add dQ add these too
   problem.group_splits = found.main.sum_splits ? shares_of_groups(problem, common, scratch_elements) : 1;
-  const KernelTraits& traits = found.main.traits;
-  const int block_keys = traits.block_rows;
-  if (traits.halves_rows && halves_rows(problem, problem.group_splits, block_keys)) {
+  const int block_keys = found.main.traits.block_rows;
+  if (found.main.traits.halves_rows && halves_rows(problem, problem.group_splits, block_keys)) {
     const int64_t behind = zeros + blocks_of_keys(problem, block_keys);
     problem.halved = whole_fours(behind) + sums_of_halves(problem, block_keys) <= scratch_elements;
     if (problem.halved) {
@@ -401,7 +400,7 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
       problem.group_sums = static_cast<float*>(problem.scratch) + whole_fours(zeros);
     }
   }
-  problem.dq_ahead = found.main.zero_dq ? zeroed_before(problem, found.main.traits.block_rows) : 0;
+  problem.dq_ahead = found.main.zero_dq ? zeroed_before(problem, block_keys) : 0;
   const void* const arguments[] = {&problem};
   if (problem.dq_ahead) {
     driver.launch(found.main.zero_dq, grid(problem.dq_ahead), found.main.traits.zero_threads, 0, on, arguments);

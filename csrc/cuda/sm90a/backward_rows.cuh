@@ -62,8 +62,8 @@ struct Told {
   }
 };
 
-// Whether two blocks may share the rows of one where there are few blocks: those that add nothing for themselves but
-// dQ.
+// Whether two blocks may share the rows of one where there are few blocks: if rows have no other sums than dQ, and all
+// in the range are visited.
 constexpr bool halves_rows = adds_dq && !packed && !skips_tiles && !sums_gradients && !loads_by_list;
 JAX_FLASH_DEVICE bool is_half(const Problem& problem) { return halves_rows && problem.halved != 0; }
 // The item of work of a block (schedule.cuh).

@@ -10,8 +10,8 @@
 // With option_ordered_dq the blocks that add to a tile of rows do so by turns, the one that started first before the
 // others, and a counter for each tile tells how many have. (FlashAttention-3 and -4 do the same.)
 //
-// Another counter tells how many halves of blocks have added all that they had to a head. jax_flash_convert_dq waits
-// for these, rather than for the end of the backward, and so begins on multiprocessors that the last blocks leave idle.
+// Another counter tells how many blocks have added all that they had to a head. jax_flash_convert_dq waits for these,
+// rather than for the end of the backward, and so begins on multiprocessors that the last blocks leave idle.
 #pragma once
 
 #include "cuda/device/backward_block.cuh"
@@ -88,7 +88,7 @@ struct DqSums {
 
   // How many blocks have added to the tile of block_q rows that begins with this tile of kDqRows.
   __device__ __forceinline__ int* turn(i64 tile) const { return zeroed(0) + 2 * heads() + tile; }
-  // What the two blocks that share rows have done of meeting.
+  // Where the two blocks that share rows count how far they are with meeting (backward.cuh).
   __device__ __forceinline__ int* met(int item) const { return turn(turns()) + item; }
   __device__ __forceinline__ i64 turns() const { return option_ordered_dq ? heads() * dq_tiles(problem) : 0; }
 
