@@ -62,9 +62,9 @@ struct Told {
   }
 };
 
-// Whether two blocks may share the rows of one where there are few blocks: if rows have no other sums than dQ, and all
-// in the range are visited.
-constexpr bool halves_rows = adds_dq && !packed && !skips_tiles && !sums_gradients && !loads_by_list;
+// Whether two blocks may share the rows of one where there are few blocks: if rows have no other sums than dQ, all in
+// the range are visited, and no function takes the registers for where they begin and end.
+constexpr bool halves_rows = adds_dq && !packed && !skips_tiles && !sums_gradients && !loads_by_list && !has_functions;
 JAX_FLASH_DEVICE bool is_half(const Problem& problem) { return halves_rows && problem.halved != 0; }
 // The item of work of a block (schedule.cuh).
 JAX_FLASH_DEVICE int item_of(const Problem& problem) {
