@@ -499,7 +499,7 @@ FUNCTION_GATE: dict[str, tuple[int, int, dict[str, Any], dict[str, int]]] = {
     "graphormer-80-64": (80, 64, {"score": "graphormer"}, {"forward": 48, "backward": 104}),
     "graphormer-90-64": (90, 64, {"score": "graphormer"}, {"forward": 0, "backward": 0}),
     "relative-80-64": (80, 64, {"score": "relative"}, {"forward": 0, "backward": 240}),
-    "relative-90-128": (90, 128, {"score": "relative"}, {"forward": 0, "backward": 32}),
+    "relative-90-128": (90, 128, {"score": "relative"}, {"forward": 0, "backward": 0}),
     "buckets-80-128": (80, 128, {"score": "buckets"}, {"forward": 16, "backward": 120}),
     "buckets-90-128": (90, 128, {"score": "buckets"}, {"forward": 0, "backward": 0}),
     "alibi-80-64": (80, 64, {"score": "alibi"}, {"backward": 0}),

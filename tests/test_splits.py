@@ -41,6 +41,7 @@ def test_cases_are_split(case: Case | PackedCase) -> None:
         ((4096, 4096), (32, 1), False, 4),  # 32 blocks of 128 keys
         ((4096, 4096), (32, 1), True, 16),
         ((1024, 1024), (32, 8), False, 2),
+        ((1024, 1024), (32, 16), False, 1),  # two rounds of halves take as long as one
         ((1024, 1024), (32, 1), False, 16),
         ((4096, 4096), (32, 8), False, 1),  # there are blocks enough
         ((4096, 4096), (32, 32), False, 1),  # a head each

@@ -1,7 +1,7 @@
 """The compiled library: csrc/ffi/module.cc."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 
 FFI_API_VERSION: tuple[int, int]
 """Version of the XLA FFI headers that the library was built with: (major, minor)."""
@@ -18,29 +18,27 @@ FLOAT16_FAMILIES: tuple[str, ...]
 CPU_OPERATIONS: list[str]
 """The names of the operations that programs of functions for CPU kernels are made of."""
 
+class _Call(TypedDict):
+    """What a call is described by. ``shapes`` are those of the operands that may be broadcast, by name."""
+
+    pass_: str
+    dtype: str
+    options: Mapping[str, Any]
+    batch: int
+    q_length: int
+    kv_length: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    shapes: Mapping[str, Sequence[int]]
+
 def handlers(*, records: bool) -> dict[str, dict[str, Any]]:
     """Platform -> custom call target -> handler, as ``jax.ffi.register_ffi_target`` takes it; with ``records`` those
     too by which XLA records kernels into CUDA graphs."""
 
-def scratch(
-    *,
-    pass_: str,
-    platform: str,
-    dtype: str,
-    options: Mapping[str, Any],
-    batch: int,
-    q_length: int,
-    kv_length: int,
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    value_head_dim: int,
-    shapes: Mapping[str, Sequence[int]],
-    dcaptured_elements: Sequence[int] = ...,
-) -> int:
+def scratch(*, platform: str, dcaptured_elements: Sequence[int] = ..., **call: Unpack[_Call]) -> int:
     """Elements of float32 (float64 for float64 inputs) that a "forward" or "backward" call wants as an extra result.
-
-    ``shapes`` are those of the operands that may be broadcast, by name.
 
     A function of its arguments and JAX_FLASH_SPLIT_KV alone. The handlers take more, and on GPUs also less or no such
     result: then they split keys and query heads less. The error "scratch must have at least" names the indispensable
@@ -48,21 +46,7 @@ def scratch(
     gradient of slopes.
     """
 
-def begin_to_load(
-    *,
-    pass_: str,
-    dtype: str,
-    options: Mapping[str, Any],
-    batch: int,
-    q_length: int,
-    kv_length: int,
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    value_head_dim: int,
-    shapes: Mapping[str, Sequence[int]],
-    scratch: int,
-) -> None:
+def begin_to_load(*, scratch: int, **call: Unpack[_Call]) -> None:
     """Begins to load the CUDA kernels of a call that has ``scratch`` elements of it, for every GPU here, on threads of
     their own. Errors are raised when the call runs."""
 
@@ -131,22 +115,7 @@ def largest_head_dim(*, arch: int, highest_precision: bool) -> int:
 class _Question(Protocol):
     """What is asked of a call, which is described by its sizes, and of a compute capability such as 90."""
 
-    def __call__(
-        self,
-        *,
-        arch: int,
-        pass_: str,
-        dtype: str,
-        options: Mapping[str, Any],
-        batch: int,
-        q_length: int,
-        kv_length: int,
-        q_heads: int,
-        kv_heads: int,
-        head_dim: int,
-        value_head_dim: int,
-        shapes: Mapping[str, Sequence[int]],
-    ) -> bool: ...
+    def __call__(self, *, arch: int, **call: Unpack[_Call]) -> bool: ...
 
 lists_keys: _Question
 """Whether the kernels of a main pass take keys as a list of rows, those that are kept first, in place of the mask that

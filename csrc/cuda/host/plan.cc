@@ -241,8 +241,7 @@ int64_t backward_scratch(DType, const Problem& p) {
   if (accumulates_dq(p) && halves_rows(p, splits, keys)) {
     return whole_fours(zeros + blocks_of_keys(p, keys)) + sums_of_halves(p, keys);
   }
-  if (splits == 1) return zeros;
-  if (!common && sums_fit_dq(p, splits)) return zeros;
+  if (splits == 1 || (!common && sums_fit_dq(p, splits))) return zeros;
   return whole_fours(zeros) + sums_of_splits(p, common ? 1 : splits);
 }
 
