@@ -27,11 +27,13 @@ struct KernelTraits {
   int persistent = 0;
   // Persistent kernels: 1 if blocks take their items from a counter, Problem::scratch, where that is not null.
   int counts_items = 0;
-  // Rows that a TMA load reads, at most 256; 0: no such map. With any, TensorMaps is the second parameter.
+  // Rows that a TMA load reads or a store writes, at most 256; 0: no such map. With any, TensorMaps is the second
+  // parameter.
   int q_box_rows = 0;
   int k_box_rows = 0;
   int v_box_rows = 0;
   int dout_box_rows = 0;
+  int dk_dv_box_rows = 0;
   int combine_warps = 0;  // per block of jax_flash_combine; 0 if there is no such kernel
   int block_keys = 0;     // backward_bias: keys of an item of work, which is a tile of the result there
   int starts_ahead =

@@ -42,19 +42,9 @@ constexpr size_t kStackBytes = 1 << 20;
 
 void show_stores();
 
-// An addition from shared memory, which is read some time before what was read is added.
+// An addition or a store from shared memory, which is read some time before what was read is added or written.
 struct Bulk {
-  float* to;
-  unsigned from;
-  std::vector<float> values;
-
-  void read() {
-    show_stores();
-    std::memcpy(values.data(), engine_memory + from, 4 * values.size());
-  }
-  void add() const {
-    for (size_t i = 0; i < values.size(); ++i) to[i] += values[i];
-  }
+  std::function<void()> read, write;
 };
 struct Thread;
 struct BulkGroup {
@@ -352,7 +342,7 @@ void finish(const Choice& choice) {
       group.read = true;
       ++group.owner->bulk_groups_read;
     } else {
-      for (const Bulk& bulk : group.bulks) bulk.add();
+      for (const Bulk& bulk : group.bulks) bulk.write();
       ++group.owner->bulk_groups_done;
       block_.bulk_groups.erase(block_.bulk_groups.begin() + choice.bulk);
     }
@@ -377,7 +367,7 @@ void thread_main() {
   Thread& me = self();
   if (!me.accumulators.empty()) stop("ends with products under way, " + place(me.site));
   if (me.bulk_groups_done != me.bulks_committed || !me.open_bulks.empty()) {
-    stop("ends with bulk additions under way");
+    stop("ends with bulk copies under way");
   }
   me.done = true;
   leave();
@@ -602,6 +592,19 @@ void barrier_wait(unsigned barrier, unsigned parity, const Site& site) {
        [&b, parity] { return b.phase % 2 != parity; });
 }
 
+namespace {
+// A row of a box, and how many bytes of it are in the array.
+std::pair<char*, int64_t> line_of(const Map& m, int64_t column, int64_t row, int64_t head, int64_t batch) {
+  const int64_t at[4] = {column, row, head, batch};
+  bool inside = at[0] >= 0;
+  char* line = static_cast<char*>(m.data) + 2 * at[0];
+  for (int d = 1; d < 4; ++d) {
+    inside = inside && at[d] >= 0 && at[d] < static_cast<int64_t>(m.sizes[d]);
+    line += at[d] * static_cast<int64_t>(m.strides[d - 1]);
+  }
+  return {line, inside ? 2 * std::clamp<int64_t>(static_cast<int64_t>(m.sizes[0]) - at[0], 0, 64) : 0};
+}
+}  // namespace
 void copy_box(unsigned to, const void* map, unsigned barrier, int column, int row, int head, int batch,
               const Site& site) {
   Map m;
@@ -613,16 +616,9 @@ void copy_box(unsigned to, const void* map, unsigned barrier, int column, int ro
   known_barrier(barrier, site);
   block_.copies.push_back([=] {
     for (unsigned i = 0; i < rows; ++i) {
-      const int64_t at[4] = {column, row + static_cast<int64_t>(i), head, batch};
-      bool inside = at[0] >= 0;
-      const char* from = static_cast<const char*>(m.data) + 2 * at[0];
-      for (int d = 1; d < 4; ++d) {
-        inside = inside && at[d] >= 0 && at[d] < static_cast<int64_t>(m.sizes[d]);
-        from += at[d] * static_cast<int64_t>(m.strides[d - 1]);
-      }
-      const int64_t there = inside ? std::clamp<int64_t>(static_cast<int64_t>(m.sizes[0]) - at[0], 0, 64) : 0;
+      const auto [from, bytes] = line_of(m, column, row + static_cast<int64_t>(i), head, batch);
       char line[128] = {};  // zeros where the array is not
-      std::memcpy(line, from, 2 * there);
+      std::memcpy(line, from, bytes);
       for (unsigned chunk = 0; chunk < 8; ++chunk) {
         unsigned address = to + i * 128 + chunk * 16;
         address ^= (address >> 7 & 7) << 4;
@@ -636,11 +632,55 @@ void copy_box(unsigned to, const void* map, unsigned barrier, int column, int ro
   });
 }
 
-void add_bulk(float* to, unsigned from, unsigned bytes, const Site& site) {
+namespace {
+// `write` gets the bytes that have been read.
+void start_bulk(const void* to, unsigned from, unsigned bytes, const std::function<void(const char*)>& write,
+                const Site& site) {
   if (reinterpret_cast<uintptr_t>(to) % 16 || from % 16 || bytes % 16 || from + bytes > block_.shared_bytes) {
-    stop("a bulk addition of " + std::to_string(bytes) + " bytes at " + std::to_string(from) + ", " + place(site));
+    stop("a bulk copy of " + std::to_string(bytes) + " bytes at " + std::to_string(from) + ", " + place(site));
   }
-  self().open_bulks.push_back({to, from, std::vector<float>(bytes / 4)});
+  const auto there = std::make_shared<std::vector<char>>(bytes);
+  const auto read = [=] {
+    show_stores();
+    std::memcpy(there->data(), engine_memory + from, bytes);
+  };
+  self().open_bulks.push_back({read, [=] { write(there->data()); }});
+}
+}  // namespace
+void add_bulk(float* to, unsigned from, unsigned bytes, const Site& site) {
+  const auto write = [=](const char* read) {
+    for (unsigned i = 0; i < bytes / 4; ++i) to[i] += reinterpret_cast<const float*>(read)[i];
+  };
+  start_bulk(to, from, bytes, write, site);
+}
+void store_bulk(void* to, unsigned from, unsigned bytes, const Site& site) {
+  start_bulk(to, from, bytes, [=](const char* read) { std::memcpy(to, read, bytes); }, site);
+}
+void store_box(const void* map, unsigned from, int column, int row, int head, int batch, const Site& site) {
+  Map m;
+  std::memcpy(&m, map, sizeof(m));
+  if (m.mark != Map::kMark) stop("no tensor map, " + place(site));
+  const unsigned rows = m.box[1];
+  if (from % 1024 || from + rows * 128 > block_.shared_bytes) {
+    stop("a store from " + std::to_string(from) + ", " + place(site));
+  }
+  const auto lines = std::make_shared<std::vector<char>>(rows * 128);
+  const auto read = [=] {
+    show_stores();
+    for (unsigned chunk = 0; chunk < rows * 8; ++chunk) {
+      unsigned address = from + chunk * 16;
+      address ^= (address >> 7 & 7) << 4;
+      std::memcpy(lines->data() + chunk * 16, engine_memory + address, 16);
+    }
+  };
+  const auto write = [=] {
+    for (unsigned i = 0; i < rows; ++i) {
+      if (const auto [to, bytes] = line_of(m, column, row + static_cast<int64_t>(i), head, batch); bytes > 0) {
+        std::memcpy(to, lines->data() + i * 128, bytes);
+      }
+    }
+  };
+  self().open_bulks.push_back({read, write});
 }
 void bulk_commit() {
   Thread& me = self();
@@ -649,15 +689,14 @@ void bulk_commit() {
   me.open_bulks.clear();
 }
 void bulk_wait_read(unsigned pending, const Site& site) {
-  if (omitted("wait for reads of bulk additions", site)) return;
+  if (omitted("wait for reads of bulk copies", site)) return;
   Thread& me = self();
-  wait("its bulk additions' reads", site,
-       [&me, pending] { return me.bulk_groups_read + pending >= me.bulks_committed; });
+  wait("its bulk copies' reads", site, [&me, pending] { return me.bulk_groups_read + pending >= me.bulks_committed; });
 }
 void bulk_wait(unsigned pending, const Site& site) {
-  if (omitted("wait for bulk additions", site)) return;
+  if (omitted("wait for bulk copies", site)) return;
   Thread& me = self();
-  wait("its bulk additions", site, [&me, pending] { return me.bulk_groups_done + pending >= me.bulks_committed; });
+  wait("its bulk copies", site, [&me, pending] { return me.bulk_groups_done + pending >= me.bulks_committed; });
 }
 
 void copy_chunk(unsigned to, const void* from, unsigned bytes, const Site& site) {

@@ -39,6 +39,8 @@ void barrier_wait(unsigned barrier, unsigned parity, const Site& site);
 void copy_box(unsigned to, const void* map, unsigned barrier, int column, int row, int head, int batch,
               const Site& site);
 void add_bulk(float* to, unsigned from, unsigned bytes, const Site& site);
+void store_bulk(void* to, unsigned from, unsigned bytes, const Site& site);
+void store_box(const void* map, unsigned from, int column, int row, int head, int batch, const Site& site);
 void bulk_commit();
 void bulk_wait_read(unsigned pending, const Site& site);
 void bulk_wait(unsigned pending, const Site& site);

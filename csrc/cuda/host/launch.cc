@@ -169,7 +169,9 @@ TensorMaps tensor_maps(const KernelTraits& traits, const Problem& p) {
   return {tensor_map(p.q, "query", traits.q_box_rows, p, p.q_length, p.q_heads, p.head_dim),
           tensor_map(p.k, "key", traits.k_box_rows, p, p.kv_length, p.kv_heads, p.head_dim),
           tensor_map(p.v, "value", traits.v_box_rows, p, p.kv_length, p.kv_heads, p.value_head_dim),
-          tensor_map(p.dout, "dout", traits.dout_box_rows, p, p.q_length, p.q_heads, p.value_head_dim)};
+          tensor_map(p.dout, "dout", traits.dout_box_rows, p, p.q_length, p.q_heads, p.value_head_dim),
+          tensor_map(p.dk, "dk", traits.dk_dv_box_rows, p, p.kv_length, p.kv_heads, p.head_dim),
+          tensor_map(p.dv, "dv", traits.dk_dv_box_rows, p, p.kv_length, p.kv_heads, p.value_head_dim)};
 }
 
 // Up to 1024 keys a second launch costs what slices save (plan_split_kv); a cluster saves it. Of 32 heads on 8 key
@@ -234,7 +236,8 @@ Launch launch_of(int device, const Loaded& loaded, const Problem& problem, int l
   const int64_t items = blocks_of(problem, length, traits.block_rows) * heads * problem.batch;
   int64_t blocks = items;
   grid(items);  // they are counted in an int
-  if (traits.persistent) blocks = std::min(items, int64_t{traits.persistent} * multiprocessors_of(device));
+  if (traits.persistent && !problem.halved)
+    blocks = std::min(items, int64_t{traits.persistent} * multiprocessors_of(device));
   const bool has_maps = traits.q_box_rows || traits.k_box_rows || traits.v_box_rows || traits.dout_box_rows;
   const unsigned threads = traits.threads, shared_bytes = traits.shared_bytes;
   Launch launch{loaded, loaded.main,  problem, tensor_maps(traits, problem), has_maps, grid(blocks), threads,

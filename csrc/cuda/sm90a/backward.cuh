@@ -17,68 +17,10 @@
 // the exponentials of the second tile run beside dK of the first.
 #pragma once
 
-#include "cuda/sm90a/backward_rows.cuh"
+#include "cuda/sm90a/backward_loads.cuh"
 #include "cuda/sm90a/stores.cuh"
 
 namespace jax_flash {
-
-constexpr int row_of_tiles = 64 * computing;            // keys: a tile of each warpgroup
-constexpr int tiles_of_keys = block_kv / row_of_tiles;  // of a warpgroup
-static_assert(block_kv % row_of_tiles == 0 && tiles_of_keys <= 2, "one or two tiles of keys a warpgroup");
-static_assert(tiles_of_keys == 1 || !(keeps_derivatives || skips_tiles || sums_gradients || adds_captured),
-              "more options than there are registers for");
-// Whether captured numbers of a head have a gradient and nothing else takes as many registers: without what this leads
-// to, ptxas orders no product behind another one (its C7512) at head_dim 128.
-constexpr bool sums_heads =
-    captured_of_heads > 0 && captured_of_keys == 0 && captured_of_rows == 0 && !keeps_derivatives && KSlabs::slabs > 1;
-// In how many pieces dQ is computed, a slab of columns each: these gradients take the registers of more.
-constexpr int dq_pieces = has_dalibi_slopes || sums_heads ? KSlabs::slabs : 1;
-
-// K and V stay in registers as operands where these suffice: they need not be read again for each tile of rows then.
-// Not without dQ: there ptxas (12.9 and 13) took them for dead behind their last use in the loop and gave their
-// registers to P and dS, with wrong dK and dV (tests/test_kernels.py looks for it).
-constexpr bool keys_in_registers = adds_dq && tiles_of_keys == 1 && KSlabs::columns + VSlabs::columns <= 128;
-
-// Whether dQ goes through shared memory, from where TMA adds it. Instructions that add registers stand in the way of
-// all other accesses to shared memory, 1,000 cycles a tile at head_dim 128; at 64 there are half as many, and the
-// detour takes as long. Sums of gradients leave no registers for it, values of diagonals no shared memory.
-constexpr bool adds_in_bulk =
-    adds_dq && (option_ordered_dq || KSlabs::slabs > 1) && !sums_gradients && !has_diagonal_value;
-static_assert(!adds_in_bulk || dq_pieces == 1, "dQ is added in one piece");
-
-// Whether warps that load nothing add dQ, one for each warpgroup: they wait for the block's turn.
-constexpr bool adds_by_turns = option_ordered_dq;
-static_assert(!adds_by_turns || (adds_in_bulk && !skips_tiles && computing == 2), "each block knows who comes before");
-constexpr int first_adding_warp = 2;
-
-// lse is read while the scores are under way where dQ's additions do not stand in the way, and registers suffice.
-constexpr bool reads_lse_early = adds_in_bulk && KSlabs::slabs > 1 && !has_mask;
-using LseOf = Select<reads_lse_early, OfRowsEarly, OfRows>::type;
-
-// Whether the scores of one warpgroup are started behind dV of the other. Left alone the two fall into a better order
-// in plain calls, but beside a block mask into a worse one.
-constexpr bool in_turns = has_mask_blocks && computing == 2 && !adds_in_bulk;
-constexpr int turn_barrier = one_computing + computing;
-
-constexpr int loading_warp = loading_registers(KSlabs::columns + VSlabs::columns <= 128);  // registers
-
-struct SharedStorage {
-  char k[KSlabs::bytes];
-  char v[VSlabs::bytes];
-  char q[stages][QSlabs::bytes];
-  char dout[stages][OutSlabs::bytes];
-  char ds[adds_dq ? 2 : 1][Slabs<block_kv, block_q>::bytes];                     // dS^T
-  float dq[adds_in_bulk ? 4 * computing : 1][adds_in_bulk ? 16 * head_dim : 4];  // of 16 rows, a warp's
-  float lse_log2[stages][block_q];
-  float deltas[stages][block_q];
-  Told told[skips_tiles ? stages : 1];
-  DiagonalStorage diagonals[4 * computing];
-  TableStorage tables;
-  u64 keys_full, full[stages], empty[stages], ds_full[2], ds_empty[2], dq_added;
-  Turn turns[adds_by_turns ? computing : 1];
-  u64 dq_full[adds_by_turns ? computing : 1], dq_empty[adds_by_turns ? computing : 1];
-  int came_second;  // of two blocks that share rows
-};
 
 extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
     .threads = threads,
@@ -87,63 +29,20 @@ extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
     .convert_warps = adds_dq ? convert_warps : 0,
     .zero_threads = adds_dq ? zero_threads : 0,
     .converts_ahead = adds_dq,
+    .persistent = stays,
     .q_box_rows = block_q,
     .k_box_rows = block_kv,
     .v_box_rows = block_kv,
     .dout_box_rows = block_q,
+    .dk_dv_box_rows = stores_in_bulk ? 16 : 0,
     .splits_groups = splits_groups,
     .halves_rows = halves_rows,
 };
 
-// By key_loaders warps: the keys of the block.
-JAX_FLASH_DEVICE void load_keys(const Block& block, SharedStorage& shared, const TensorMaps& maps, int warp, int lane) {
-  const Place& place = block.place;
-  if constexpr (loads_by_list) {
-    using Rows = ListedRows<block_kv>;
-    const Rows rows(Rows::Read(block.problem, place.extent, place.first_key, warp, lane));
-    rows.load<KSlabs>(shared.k, block.problem.k, &maps.k, shared.keys_full, place.batch, place.kv_head, warp, lane);
-    rows.load<VSlabs>(shared.v, block.problem.v, &maps.v, shared.keys_full, place.batch, place.kv_head, warp, lane);
-  } else if (lane == 0) {
-    const u32 full = shared_address(&shared.keys_full);
-    barrier_expect(full, KSlabs::bytes + VSlabs::bytes);
-    const int key = place.extent.kv.first + place.first_key;
-    KSlabs::copy(shared_address(shared.k), &maps.k, full, key, place.kv_head, place.batch);
-    VSlabs::copy(shared_address(shared.v), &maps.v, full, key, place.kv_head, place.batch);
-  }
-}
-
-// By one warp: the rows that it walks over.
-JAX_FLASH_DEVICE void load(const Block& block, SharedStorage& shared, const TensorMaps& maps, int lane) {
-  const Place& place = block.place;
-  const Descale descale = descale_of(block.problem, place.batch, place.kv_head);
-  const float ds_factor = descale.ds * probability_unit;
-  Ring<stages> ring{0, 1};
-  const Search search(block);
-  Walk at = search.first();
-  if (skips_tiles && at.head > block.last_head) {
-    if (lane == 0) shared.told[0] = Told::nothing();
-    arrive_without_rows(shared.full[0], lane);
-  }
-  for (Walk next; at.head <= block.last_head; at = next) {
-    const int stage = ring.stage;
-    const u32 full = shared_address(&shared.full[stage]);
-    barrier_wait(shared_address(&shared.empty[stage]), ring.parity);
-    if (lane == 0) {
-      barrier_expect(full, QSlabs::bytes + OutSlabs::bytes);
-      const int row = place.extent.q.first + at.tile * block_q;
-      QSlabs::copy(shared_address(shared.q[stage]), &maps.q, full, row, at.head, place.batch);
-      OutSlabs::copy(shared_address(shared.dout[stage]), &maps.dout, full, row, at.head, place.batch);
-    }
-    // Read and searched behind the copies, which need not wait for them.
-    const Statistics statistics(block, at, ds_factor, lane);
-    Statistics::put(shared.lse_log2[stage], statistics.lse_log2, lane);
-    Statistics::put(shared.deltas[stage], statistics.deltas, lane);
-    next = search.after(at);
-    if (skips_tiles && lane == 0) shared.told[stage] = Told::of(at);
-    barrier_arrive(full);
-    ring.advance();
-  }
-}
+// dK and dV of a thread.
+struct KeySums {
+  FragmentC dk[tiles_of_keys][KSlabs::columns / 8], dv[tiles_of_keys][VSlabs::columns / 8];
+};
 
 struct Backward {
   const Block& block;
@@ -152,8 +51,9 @@ struct Backward {
   int warp;   // in the warpgroup
   int lane;
   Weights weights;
+  Phases phases;
   Walk before;  // the tile of rows before
-  FragmentC dk[tiles_of_keys][KSlabs::columns / 8], dv[tiles_of_keys][VSlabs::columns / 8];
+  Select<stays, KeySums&, KeySums>::type sums;
   u32 k_operand[keys_in_registers ? KSlabs::columns / 16 : 1][4];
   u32 v_operand[keys_in_registers ? VSlabs::columns / 16 : 1][4];
 
@@ -161,8 +61,8 @@ struct Backward {
 
   // What is beyond the end of keys or rows may be anything, and no weight of 0 would take it away.
   template <int k, int v>
-  __device__ __forceinline__ void wait_for_keys(u32 (&k_operand)[k][4], u32 (&v_operand)[v][4]) const {
-    jax_flash::wait_for_keys(shared.keys_full, 0);
+  __device__ __forceinline__ void wait_for_keys(u32 (&k_operand)[k][4], u32 (&v_operand)[v][4], u32 parity) const {
+    jax_flash::wait_for_keys(shared.keys_full, parity);
     const int valid = block.place.extent.kv.length - block.place.first_key;
     if (ragged_keys && valid < block_kv) {
       KSlabs::zero_rows(shared_address(shared.k), valid, warp * 32 + lane);
@@ -176,7 +76,7 @@ struct Backward {
     }
   }
   __device__ __forceinline__ void wait_for_rows(Walk& at, const Ring<stages>& ring) const {
-    barrier_wait(shared_address(&shared.full[ring.stage]), ring.parity);
+    barrier_wait(shared_address(&shared.full[ring.stage]), phases.full(ring));
     if constexpr (skips_tiles) at = shared.told[ring.stage].walk(at.head);
     const int valid = block.place.extent.q.length - at.tile * block_q;
     if (ragged_rows && valid < block_q) {
@@ -220,12 +120,12 @@ struct Backward {
   }
   __device__ __forceinline__ void start_dv(const Operand64& p, int stage, int j) {
     wgmma_fence();
-    multiply_rows<OutSlabs>(dv[j], p, shared_address(shared.dout[stage]));
+    multiply_rows<OutSlabs>(sums.dv[j], p, shared_address(shared.dout[stage]));
     wgmma_commit();
   }
   __device__ __forceinline__ void start_dk(const Operand64& ds, int stage, int j) {
     wgmma_fence();
-    multiply_rows<QSlabs>(dk[j], ds, shared_address(shared.q[stage]));
+    multiply_rows<QSlabs>(sums.dk[j], ds, shared_address(shared.q[stage]));
     wgmma_commit();
   }
 
@@ -237,14 +137,14 @@ struct Backward {
 
   // dS of the tile of rows that comes `i`-th lies in one of two buffers; the warp's part, of its tile j of keys.
   __device__ __forceinline__ void put_ds(const Operand64& ds, int i, int j) const {
-    if (j == 0) barrier_wait(shared_address(&shared.ds_empty[i % 2]), (i / 2 + 1) % 2);
+    if (j == 0) barrier_wait(shared_address(&shared.ds_empty[i % 2]), phases.ds(i) ^ 1);
     Slabs<block_kv, block_q>::put(shared_address(shared.ds[i % 2]), key_row(j), ds, lane);
     stores_ready();
   }
   // dQ of the tile of rows that came i-th. No other product may be under way, or the registers are wanting.
   __device__ __forceinline__ void sum_dq(const Walk& at, int i) const {
     const u64 ds = by_columns(shared_address(shared.ds[i % 2]), 0);
-    barrier_wait(shared_address(&shared.ds_full[i % 2]), i / 2 % 2);
+    barrier_wait(shared_address(&shared.ds_full[i % 2]), phases.ds(i));
 #pragma unroll
     for (int piece = 0; piece < dq_pieces; ++piece) {
       FragmentC dq[KSlabs::columns / 8 / dq_pieces];
@@ -349,21 +249,21 @@ struct Backward {
     return tiles_of_keys == 1 ? block.is_full(at) : rows_of(j).is_full(at.tile);
   }
 
-  __device__ __forceinline__ void run() {
+  // `next`: the phases behind this item.
+  __device__ __forceinline__ void run(Phases& next) {
 #pragma unroll
     for (int j = 0; j < tiles_of_keys; ++j) {
 #pragma unroll
-      for (FragmentC& c : dk[j]) c = {};
+      for (FragmentC& c : sums.dk[j]) c = {};
 #pragma unroll
-      for (FragmentC& c : dv[j]) c = {};
+      for (FragmentC& c : sums.dv[j]) c = {};
     }
     if (block.idle()) return;
-    if (in_turns && group == computing - 1) named_arrive(turn_barrier, computing_threads);
-    wait_for_keys(k_operand, v_operand);
-    Ring<stages> ring{0, 0};
-    if constexpr (skips_tiles) barrier_wait(shared_address(&shared.full[0]), 0);
+    if (in_turns && phases.none() && group == computing - 1) named_arrive(turn_barrier, computing_threads);
+    wait_for_keys(k_operand, v_operand, phases.keys());
+    Ring<stages> ring;
     int i = 0;
-    for (Walk at = block.first(shared.told[0]); at.head <= block.last_head; ++i, ring.advance()) {
+    for (Walk at{block.first_head, block.range.begin}; at.head <= block.last_head; ++i, ring.advance()) {
       if (tiles_of_keys == 2 && option_causal && at.tile < rows_of(1).begin) {
         step<1>(at, ring, i);
       } else {
@@ -372,70 +272,71 @@ struct Backward {
       at = weights.move<true>(at, block);
     }
     if (adds_dq && (i - 1) % computing == group) sum_dq(before, i - 1);
-    if (adds_in_bulk && !adds_by_turns && lane == 0) bulk_wait<0>();
+    if constexpr (stays) {
+      __syncwarp();
+      if (arrives(lane)) barrier_arrive(shared_address(&shared.keys_empty));
+      next.advance(ring, i);
+    }
 #pragma unroll
     for (int j = 0; j < tiles_of_keys; ++j) {
-      hold(dk[j]);
-      hold(dv[j]);
+      hold(sums.dk[j]);
+      hold(sums.dv[j]);
     }
-  }
-
-  // Where two blocks that share rows meet: the first to come leaves its sums, the second adds them to its own (of two
-  // addends it is no matter which is first) and has results to store.
-  __device__ __forceinline__ bool add_other_half(int thread) {
-    constexpr int sums_there = 2;
-    constexpr int fragments = tiles_of_keys * (KSlabs::columns + VSlabs::columns) / 8;
-    const int item = item_of(block.problem);
-    int* const met = DqSums{block.problem}.met(item);
-    if (thread == 0) shared.came_second = atomicAdd(met, 1) % sums_there;
-    named_sync(all_computing, computing_threads);
-    const bool second = shared.came_second != 0;
-    if (second && thread == 0) {
-      while (load_acquire(met) < 2 + sums_there) continue;
-    }
-    if (second) named_sync(all_computing, computing_threads);
-    float4* at = static_cast<float4*>(block.problem.group_sums) + item * (fragments * computing_threads) + thread;
-    const auto meet = [&](FragmentC& c) {
-      if (second) {
-        const float4 other = *at;
-        c = {c.x[0] + other.x, c.x[1] + other.y, c.x[2] + other.z, c.x[3] + other.w};
-      } else {
-        *at = {c.x[0], c.x[1], c.x[2], c.x[3]};
-      }
-      at += computing_threads;
-    };
-#pragma unroll
-    for (int j = 0; j < tiles_of_keys; ++j) {
-#pragma unroll
-      for (FragmentC& c : dk[j]) meet(c);
-#pragma unroll
-      for (FragmentC& c : dv[j]) meet(c);
-    }
-    if (!second) {
-      __threadfence();
-      named_sync(all_computing, computing_threads);
-      if (thread == 0) atomicAdd(met, sums_there);
-    }
-    return second;
   }
 };
+
+// Where two blocks that share rows meet: the first to come leaves its sums, the second adds them to its own (of two
+// addends it is no matter which is first) and has results to store.
+JAX_FLASH_DEVICE bool add_other_half(const Problem& problem, SharedStorage& shared, int index, KeySums& sums,
+                                     int thread) {
+  constexpr int sums_there = 2;
+  constexpr int fragments = tiles_of_keys * (KSlabs::columns + VSlabs::columns) / 8;
+  const int item = item_of(problem, index);
+  int* const met = DqSums{problem}.met(item);
+  if (thread == 0) shared.came_second = atomicAdd(met, 1) % sums_there;
+  named_sync(all_computing, computing_threads);
+  const bool second = shared.came_second != 0;
+  if (second && thread == 0) {
+    while (load_acquire(met) < 2 + sums_there) continue;
+  }
+  if (second) named_sync(all_computing, computing_threads);
+  float4* at = static_cast<float4*>(problem.group_sums) + item * (fragments * computing_threads) + thread;
+  const auto meet = [&](FragmentC& c) {
+    if (second) {
+      const float4 other = *at;
+      c = {c.x[0] + other.x, c.x[1] + other.y, c.x[2] + other.z, c.x[3] + other.w};
+    } else {
+      *at = {c.x[0], c.x[1], c.x[2], c.x[3]};
+    }
+    at += computing_threads;
+  };
+#pragma unroll
+  for (int j = 0; j < tiles_of_keys; ++j) {
+#pragma unroll
+    for (FragmentC& c : sums.dk[j]) meet(c);
+#pragma unroll
+    for (FragmentC& c : sums.dv[j]) meet(c);
+  }
+  if (!second) {
+    __threadfence();
+    named_sync(all_computing, computing_threads);
+    if (thread == 0) atomicAdd(met, sums_there);
+  }
+  return second;
+}
 
 extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     jax_flash_backward(const __grid_constant__ Problem problem, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   let_the_next_kernel_begin();
-  const Block block(problem);
+  // Where no warp finds items.
+  const Block own(problem, blockIdx.x);
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
-  if ((packed && block.place.first_key >= block.place.extent.kv.stored) ||
-      computed_in_float32(problem, block.place.batch, block.place.kv_head)) {
-    if (adds_dq && warp >= 1 && warp <= zeroing_warps) DqSums{problem}.zero_ahead(warp - 1, lane);
-    if (adds_dq && threadIdx.x == 0) DqSums{problem}.end_additions(block.place);
-    return;
-  }
   if (threadIdx.x == 0) {
     barrier_init(shared_address(&shared.keys_full), (loads_by_list ? 2 * arrivals_of_keys : 1) + adds_dq);
+    barrier_init(shared_address(&shared.keys_empty), 4 * computing * arrivals_of_a_warp);
     for (int i = 0; i < stages; ++i) {
       barrier_init(shared_address(&shared.full[i]), 1 + 32);
       barrier_init(shared_address(&shared.empty[i]), 4 * computing * arrivals_of_a_warp);
@@ -443,64 +344,162 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     for (int i = 0; i < 2; ++i) {
       barrier_init(shared_address(&shared.ds_full[i]), 4 * computing);
       barrier_init(shared_address(&shared.ds_empty[i]), 4);  // warps of the one that summed
+      barrier_init(shared_address(&shared.dq_added[i]), adds_by_turns ? computing : 4 * computing);
+      barrier_init(shared_address(&shared.item_full[i]), 1);
+      const int others = stays ? 3 : 1;  // that load, wait for zeros and end additions
+      barrier_init(shared_address(&shared.item_empty[i]), (4 * computing + others) * arrivals_of_a_warp);
     }
-    barrier_init(shared_address(&shared.dq_added), adds_by_turns ? computing : 4 * computing);
+    for (int i = 0; i < tiles_ahead; ++i) {
+      barrier_init(shared_address(&shared.found_full[i]), 1);
+      barrier_init(shared_address(&shared.found_empty[i]), arrivals_of_a_warp);
+    }
+    barrier_init(shared_address(&shared.item_wanted), 1);
     for (int i = 0; adds_by_turns && i < computing; ++i) {
       barrier_init(shared_address(&shared.dq_full[i]), 4);
       barrier_init(shared_address(&shared.dq_empty[i]), 1);
     }
     barriers_ready();
   }
+  for (int i = threadIdx.x * 16; adds_dq && i < zero_bytes; i += threads * 16) {
+    store_shared(shared_address(shared.zeros) + i, uint4{0, 0, 0, 0});
+  }
+  stores_ready();
   __syncthreads();
 
   if (warp < 4) {
     warpgroup_reg_dealloc<loading_warp>();
-    if (warp < key_loaders && !block.idle()) load_keys(block, shared, maps, warp, lane);
+    const DqSums sums{problem};
+    if (loads_by_list) {
+      if (own.here && !own.idle()) load_keys(own, shared, maps, warp, lane);
+    }
+    const auto end_additions = [&](const Block& block, int n) {
+      sums.end_additions(block.place, shared.dq_added[slot_of(n)], phase_of(n), lane);
+    };
     if (warp == 0) {
-      if (!block.idle()) load(block, shared, maps, lane);
-    } else if (adds_dq && warp <= zeroing_warps) {
-      const DqSums sums{problem};
-      if (warp == 1) {
-        // With the keys, without which nothing is added.
-        sums.wait_for_zeros(block.place, lane);
-        if (lane == 0) barrier_arrive(shared_address(&shared.keys_full));
-      }
-      // Behind the first rows, in whose way the stores would be.
-      if (!block.idle()) barrier_wait(shared_address(&shared.full[0]), 0);
-      sums.zero_ahead(warp - 1, lane);
-      const int group = warp - first_adding_warp;
-      if (adds_by_turns && group >= 0 && lane == 0) {
-        const int all = (block.range.end - block.range.begin) * heads_of_share(problem);
-        add_dq_by_turns(problem, shared.turns[group], shared.dq[group * 4], shared_address(&shared.dq_full[group]),
-                        shared_address(&shared.dq_empty[group]), ceil_div(all - group, computing));
-        barrier_arrive(shared_address(&shared.dq_added));
-      }
-      if (warp == 1) {
-        // In the place of a warp that adds, which would wait for its sums to be visible before it stores dK and dV.
-        barrier_wait(shared_address(&shared.dq_added), 0);
-        if (lane == 0) sums.end_additions(block.place);
-      }
+      Loader loader{shared, maps, lane};
+      for_each_item(own, shared, lane, [&](const Block& block, int) {
+        loader.load(block);
+        return false;
+      });
+    } else if (hands_over && warp == finding_warp) {
+      Finder{problem, shared, lane}.run();
+    } else if (adds_dq && warp == 1) {
+      u32 keys = 0;
+      for_each_item(own, shared, lane, [&](const Block& block, int n) {
+        if (block.here && !block.idle()) {
+          // With the keys, without which nothing is added.
+          sums.wait_for_zeros(block.place, lane);
+          if (lane == 0) barrier_arrive(shared_address(&shared.keys_full));
+          // Zeros behind the first tiles, in whose way the stores would be.
+          barrier_wait(shared_address(&shared.keys_full), keys);
+          keys ^= 1;
+        }
+        if (!stays) {
+          if (lane == 0) sums.zero_ahead(block.index, shared_address(shared.zeros));
+          end_additions(block, n);
+        }
+        return false;
+      });
+    } else if (stays && warp == ending_warp) {
+      for_each_item(own, shared, lane, [&](const Block& block, int n) {
+        if (lane == 0) sums.zero_ahead(block.index, shared_address(shared.zeros));
+        end_additions(block, n);
+        return false;
+      });
+    } else if (adds_by_turns && lane == 0) {
+      const int adding = warp - first_adding_warp;
+      const int all = own.here ? (own.range.end - own.range.begin) * heads_of_share(problem) : 0;
+      add_dq_by_turns(problem, shared.turns[adding], shared.dq[adding * 4], shared_address(&shared.dq_full[adding]),
+                      shared_address(&shared.dq_empty[adding]), ceil_div(all - adding, computing));
+      barrier_arrive(shared_address(&shared.dq_added[0]));
     }
   } else {
     warpgroup_reg_alloc<computing_registers(loading_warp)>();
     const int group = warp / 4 - 1;
-    const Descale descale = descale_of(problem, block.place.batch, block.place.kv_head);
-    const int first_key = block.place.first_key + group * 64 + warp % 4 * 16;
     LocalTables local;
     const SumsOfTables of_tables = shared.tables.tables(local, threadIdx.x - warpgroup);
-    Backward backward{block,    shared, group,
-                      warp % 4, lane,   {block, descale, of_tables, shared.diagonals[warp - 4], first_key, lane},
-                      {}};
-    backward.run();
-    if constexpr (adds_dq && !adds_by_turns) {
-      __syncwarp();
-      if (lane == 0) barrier_arrive(shared_address(&shared.dq_added));
-    }
-    if (is_half(problem) && !backward.add_other_half(threadIdx.x - warpgroup)) return;
+    const auto first_key_of = [&](const Block& block) { return block.place.first_key + group * 64 + warp % 4 * 16; };
+    const auto store = [&](const Block& block, const KeySums& sums, float dropout_factor) {
 #pragma unroll
-    for (int j = 0; j < tiles_of_keys; ++j) {
-      store_dk(block, backward.dk[j], first_key + j * row_of_tiles, lane);
-      store_dv(block, backward.dv[j], backward.weights.scores.dropout.factor, first_key + j * row_of_tiles, lane);
+      for (int j = 0; j < tiles_of_keys; ++j) {
+        store_dk(block, sums.dk[j], first_key_of(block) + j * row_of_tiles, lane);
+        store_dv(block, sums.dv[j], dropout_factor, first_key_of(block) + j * row_of_tiles, lane);
+      }
+    };
+    const auto arrive_added = [&](int slot) {
+      if (!adds_dq || adds_by_turns) return;
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(&shared.dq_added[slot]));
+    };
+    KeySums sums;
+    if constexpr (!stays) {
+      Block block = own;
+      if (hands_over) {
+        barrier_wait(shared_address(&shared.item_full[0]), 0);
+        block.range.end = shared.items[0].range.end;  // the begin where there is no tile
+      }
+      if (!block.here) return arrive_added(0);
+      Phases phases;
+      const Descale descale = descale_of(problem, block.place.batch, block.place.kv_head);
+      Backward backward{
+          block,    shared, group,
+          warp % 4, lane,   {block, descale, of_tables, shared.diagonals[warp - 4], first_key_of(block), lane},
+          phases,   {},     sums};
+      backward.run(phases);
+      if (adds_in_bulk && !adds_by_turns && lane == 0) bulk_wait<0>();
+      arrive_added(0);
+      if (is_half(problem) && !add_other_half(problem, shared, block.index, backward.sums, threadIdx.x - warpgroup)) {
+        return;
+      }
+      store(block, backward.sums, backward.weights.scores.dropout.factor);
+    } else {
+      Phases phases;
+      float dropout_factor = 1;
+      int items = 0;
+      // The additions of an item are waited for when the next one begins.
+      const auto end_additions = [&] {
+        if (items == 0) return;
+        if (adds_in_bulk && lane == 0) bulk_wait<1>();  // not for results
+        arrive_added(slot_of(items - 1));
+      };
+      for_each_item(own, shared, lane, [&](const Block& block, int n) {
+        end_additions();
+        items = n + 1;
+        if (block.here) {
+          const Descale descale = descale_of(problem, block.place.batch, block.place.kv_head);
+          Backward backward{
+              block,    shared, group,
+              warp % 4, lane,   {block, descale, of_tables, shared.diagonals[warp - 4], first_key_of(block), lane},
+              phases,   {},     sums};
+          backward.run(phases);
+          dropout_factor = backward.weights.scores.dropout.factor;
+          if (is_half(problem)) return true;
+          // TMA would write the rows of the next sequence too.
+          const int first_key = first_key_of(block);
+          if (stores_in_bulk && problem.group_splits == 1 &&
+              !(packed && first_key + 16 > block.place.extent.kv.stored)) {
+            const u32 results = shared_address(shared.dq[warp - 4]);
+            if (lane == 0) bulk_wait_read<0>();
+            __syncwarp();
+            store_box_of_keys<head_dim>(block, &maps.dk, sums.dk[0], dk_factor(block), first_key, results, lane);
+            store_box_of_keys<value_head_dim>(block, &maps.dv, sums.dv[0], dv_factor(block, dropout_factor), first_key,
+                                              results + Slabs<16, head_dim>::bytes, lane);
+          } else {
+            store(block, sums, dropout_factor);
+          }
+        }
+        if (adds_in_bulk && lane == 0) bulk_commit();
+        return false;
+      });
+      if (is_half(problem) && adds_in_bulk && lane == 0) bulk_commit();
+      end_additions();
+      if (is_half(problem)) {
+        const Block block(problem, shared.items[0]);
+        if (add_other_half(problem, shared, block.index, sums, threadIdx.x - warpgroup)) {
+          store(block, sums, dropout_factor);
+        }
+      }
+      if (adds_in_bulk && lane == 0) bulk_wait<0>();
     }
   }
 }

@@ -64,30 +64,42 @@ struct Told {
 
 // Whether two blocks may share the rows of one where there are few blocks: if rows have no other sums than dQ, all in
 // the range are visited, and no function takes the registers for where they begin and end.
-constexpr bool halves_rows = adds_dq && !packed && !skips_tiles && !sums_gradients && !loads_by_list && !has_functions;
+constexpr bool halves_rows = adds_dq && !packed && !skips_tiles && !sums_gradients && !loads_by_list &&
+                             !has_functions && !(bounded_left && KSlabs::slabs == 1);
 JAX_FLASH_DEVICE bool is_half(const Problem& problem) { return halves_rows && problem.halved != 0; }
-// The item of work of a block (schedule.cuh).
-JAX_FLASH_DEVICE int item_of(const Problem& problem) {
-  return static_cast<int>(halves_rows ? blockIdx.x >> problem.halved : blockIdx.x);
+// The item of work (schedule.cuh) that comes `index`-th, of which each may come twice, once for each half of its rows.
+JAX_FLASH_DEVICE int item_of(const Problem& problem, int index) {
+  return halves_rows ? index >> problem.halved : index;
 }
 
-// What the warps of a block all know.
-struct Block {
-  const Problem& problem;
+// An item of work, as the warp that finds it publishes it to the others.
+struct Item {
+  int index;
   Place place;
   Band band;
   TileRange range;  // of rows, as far as the band goes
   int first_head, last_head;
+  bool here;  // whether its rows are computed by this kernel
+};
 
-  __device__ __forceinline__ explicit Block(const Problem& problem)
-      : problem(problem), place(place_of(problem, item_of(problem))), band(band_of(problem, place.extent)) {
+// What the warps of a block all know.
+struct Block : Item {
+  const Problem& problem;
+
+  __device__ __forceinline__ Block(const Problem& problem, const Item& item) : Item(item), problem(problem) {}
+  __device__ __forceinline__ Block(const Problem& problem, int index) : problem(problem) {
+    this->index = index;
+    place = place_of(problem, item_of(problem, index));
+    band = band_of(problem, place.extent);
     range = row_tiles_of<block_q>(band, place.extent, place.first_key, block_kv);
     if (is_half(problem) && range.begin < range.end) {
-      (blockIdx.x % 2 == 0 ? range.end : range.begin) = (range.begin + range.end) / 2;
+      (index % 2 == 0 ? range.end : range.begin) = (range.begin + range.end) / 2;
     }
     const int group = heads_of_share(problem);
     first_head = place.share * group;
     last_head = first_head + group - 1;
+    here = !(packed && place.first_key >= place.extent.kv.stored) &&
+           !computed_in_float32(problem, place.batch, place.kv_head);
   }
   __device__ __forceinline__ bool idle() const { return range.begin >= range.end; }
   __device__ __forceinline__ bool is_full(const Walk& at) const {
@@ -297,21 +309,48 @@ JAX_FLASH_DEVICE void store_keys(const Block& block, const Tensor& tensor, const
     }
   }
 }
+JAX_FLASH_DEVICE float dk_factor(const Block& block) {
+  const Descale descale = descale_of(block.problem, block.place.batch, block.place.kv_head);
+  return scale_of(block.problem, block.place.batch) * descale.query / descale.ds;
+}
+JAX_FLASH_DEVICE float dv_factor(const Block& block, float dropout_factor) {
+  const Descale descale = descale_of(block.problem, block.place.batch, block.place.kv_head);
+  return dropout_factor * descale.dout * probability_unit;
+}
 template <int n>
 JAX_FLASH_DEVICE void store_dk(const Block& block, const FragmentC (&dk)[n], int first_key, int lane) {
-  const Problem& problem = block.problem;
-  const Descale descale = descale_of(problem, block.place.batch, block.place.kv_head);
-  store_keys<head_dim>(block, problem.dk, dk, scale_of(problem, block.place.batch) * descale.query / descale.ds,
-                       first_key, 0, lane);
+  store_keys<head_dim>(block, block.problem.dk, dk, dk_factor(block), first_key, 0, lane);
 }
 template <int n>
 JAX_FLASH_DEVICE void store_dv(const Block& block, const FragmentC (&dv)[n], float dropout_factor, int first_key,
                                int lane) {
-  const Descale descale = descale_of(block.problem, block.place.batch, block.place.kv_head);
-  store_keys<value_head_dim>(block, block.problem.dv, dv, dropout_factor * descale.dout * probability_unit, first_key,
-                             head_dim, lane);
+  store_keys<value_head_dim>(block, block.problem.dv, dv, dv_factor(block, dropout_factor), first_key, head_dim, lane);
 }
 
+// Results of 16 keys of a warp by way of shared memory, from where TMA stores them; to be committed.
+template <int array_columns, int n>
+JAX_FLASH_DEVICE void store_box_of_keys(const Block& block, const TensorMap* map, const FragmentC (&c)[n], float factor,
+                                        int first_key, u32 sums, int lane) {
+  const Place& place = block.place;
+#pragma unroll
+  for (int slab = 0; slab < Slabs<16, array_columns>::slabs; ++slab) {
+    Operand64 rounded;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float* x = &c[slab * 8 + i / 2].x[i % 2 * 2];
+      rounded[i / 4][i % 4] = pack(x[0] * factor, x[1] * factor);
+    }
+    Slabs<16, kBoxColumns>::put(sums + slab * 2048, 0, rounded, lane);
+  }
+  stores_ready();
+  __syncwarp();
+  if (lane != 0) return;
+#pragma unroll
+  for (int slab = 0; slab < Slabs<16, array_columns>::slabs; ++slab) {
+    store_box(map, sums + slab * 2048, slab * kBoxColumns, place.extent.kv.first + first_key, place.kv_head,
+              place.batch);
+  }
+}
 // c += A Y, of 64 keys in A and a tile of rows Y.
 template <typename Y, int n>
 JAX_FLASH_DEVICE void multiply_rows(FragmentC (&c)[n], const Operand64& a, u32 y) {

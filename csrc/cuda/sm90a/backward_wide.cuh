@@ -242,9 +242,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     jax_flash_backward(const __grid_constant__ Problem problem, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
-  const Block block(problem);
-  if (packed && block.place.first_key >= block.place.extent.kv.stored) return;
-  if (computed_in_float32(problem, block.place.batch, block.place.kv_head)) return;
+  const Block block(problem, blockIdx.x);
+  if (!block.here) return;
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
   if (threadIdx.x == 0) {

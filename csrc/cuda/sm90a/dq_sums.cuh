@@ -21,17 +21,18 @@
 namespace jax_flash {
 
 constexpr bool adds_dq = !option_separate_dq;  // else it is computed by a pass of its own
-constexpr int zeroing_warps = 3;               // of a block of the backward
+constexpr int zero_bytes = 1024;               // in a block of the backward, that zeroes with them
 constexpr int zero_threads = 256;              // of jax_flash_zero_dq, a block for each part
 constexpr int convert_warps = 4;               // of jax_flash_convert_dq, a block
 
 // Where dQ is summed up: for every 16 rows, for every 8 columns, the accumulators as the lanes hold them, four a lane,
 // so that one instruction of a warp adds 512 contiguous bytes. `row_tile` counts in the batch entry.
+constexpr int dq_sums_of_tile = head_dim / 8 * 128;
 JAX_FLASH_DEVICE i64 dq_tile(const Problem& problem, int batch, int head, int row_tile) {
   return (static_cast<i64>(batch) * problem.q_heads + head) * dq_tiles(problem) + row_tile;
 }
 JAX_FLASH_DEVICE float* dq_sums_of(const Problem& problem, i64 tile) {
-  return static_cast<float*>(problem.scratch) + tile * (head_dim / 8 * 128);
+  return static_cast<float*>(problem.scratch) + tile * dq_sums_of_tile;
 }
 JAX_FLASH_DEVICE float* dq_fragment(const Problem& problem, int batch, int head, int row_tile, int column_tile) {
   return dq_sums_of(problem, dq_tile(problem, batch, head, row_tile)) + column_tile * 128;
@@ -54,37 +55,48 @@ struct DqSums {
     return zeroed(static_cast<int>(heads()) + batch * shares() + share);
   }
 
-  __device__ __forceinline__ void zero_part(int part, int thread, int threads) const {
+  // A part of the sums, in floats.
+  struct Part {
+    float* first;
+    i64 floats;
+  };
+  __device__ __forceinline__ Part part_of(int part) const {
     const Work work = work_at(part % blocks(), part / blocks(), shares(), problem.batch);
     const int heads = heads_of_share(problem), tiles = heads * dq_tiles(problem);
     const int each = tiles / blocks(), more = tiles % blocks();  // the first blocks take one more
     const int first = each * work.block + at_most(work.block, more);
-    float4* const to = reinterpret_cast<float4*>(dq_fragment(problem, work.batch, work.head * heads, first, 0));
-    float4* const end = to + static_cast<i64>(each + (work.block < more)) * (kDqRows * head_dim / 4);
-    for (float4* at = to + thread; at < end; at += threads) *at = {0.f, 0.f, 0.f, 0.f};
+    return {dq_fragment(problem, work.batch, work.head * heads, first, 0),
+            static_cast<i64>(each + (work.block < more)) * dq_sums_of_tile};
   }
 
-  // By warps [0, zeroing_warps) of a block.
-  __device__ __forceinline__ void zero_ahead(int warp, int lane) const {
-    const int part = blockIdx.x + problem.dq_ahead;
-    if (problem.dq_ahead == 0 || part >= parts()) return;
-    zero_part(part, warp * 32 + lane, zeroing_warps * 32);
-    global_stores_ready();
-    __syncwarp();
-    if (lane == 0) {
-      __threadfence();
-      atomicAdd(zeroed(part / blocks()), 1);
+  // By a thread, with the part that comes dq_ahead after this one; from zero_bytes zeros in shared memory.
+  __device__ __forceinline__ void zero_ahead(int index, u32 zeros) const {
+    const int ahead = index + problem.dq_ahead;
+    if (problem.dq_ahead == 0 || ahead >= parts()) return;
+    const Part part = part_of(ahead);
+    constexpr int at_once = zero_bytes / sizeof(float);
+#pragma unroll 1
+    for (i64 i = 0; i < part.floats; i += at_once) {
+      store_bulk(part.first + i, zeros, at_most<i64>(at_once, part.floats - i) * sizeof(float));
     }
+    bulk_commit();
+    bulk_wait<0>();
+    __threadfence();
+    atomicAdd(zeroed(ahead / blocks()), 1);
   }
   // By a warp, before the first addition of the block.
   __device__ __forceinline__ void wait_for_zeros(const Place& place, int lane) const {
     const int parts = at_most((place.order + 1) * blocks() - problem.dq_ahead, blocks());
     if (parts > 0 && problem.dq_ahead > 0 && lane == 0) {
-      while (load_acquire(zeroed(place.order)) < parts * zeroing_warps) __nanosleep(20);
+      while (load_acquire(zeroed(place.order)) < parts) __nanosleep(20);
       global_stores_ready();
     }
     __syncwarp();
   }
+
+  // How many items blocks that stay have taken; where no zeros are waited for, beside the first of each. No block
+  // zeroes parts of the first head, whose counter is free: those are zero before.
+  __device__ __forceinline__ int* taken() const { return zeroed(0); }
 
   // How many blocks have added to the tile of block_q rows that begins with this tile of kDqRows.
   __device__ __forceinline__ int* turn(i64 tile) const { return zeroed(0) + 2 * heads() + tile; }
@@ -92,10 +104,14 @@ struct DqSums {
   __device__ __forceinline__ int* met(int item) const { return turn(turns()) + item; }
   __device__ __forceinline__ i64 turns() const { return option_ordered_dq ? heads() * dq_tiles(problem) : 0; }
 
-  // By a thread, of a block that adds no more.
-  __device__ __forceinline__ void end_additions(const Place& place) const {
-    __threadfence();
-    atomicAdd(added(place.batch, place.share), 1);
+  // By a warp, in the place of one that adds, which would wait for its sums to be visible: behind this phase of a
+  // barrier the block adds no more.
+  __device__ __forceinline__ void end_additions(const Place& place, u64& all_added, u32 parity, int lane) const {
+    barrier_wait(shared_address(&all_added), parity);
+    if (lane == 0) {
+      __threadfence();
+      atomicAdd(added(place.batch, place.share), 1);
+    }
   }
   // By a warp, for the sums of a head.
   __device__ __forceinline__ void wait_for_additions(int batch, int head, int lane) const {
@@ -111,7 +127,10 @@ struct DqSums {
 extern "C" __global__ void __launch_bounds__(zero_threads) jax_flash_zero_dq(const __grid_constant__ Problem problem) {
   if constexpr (!adds_dq) return;
   const DqSums sums{problem};
-  sums.zero_part(blockIdx.x, threadIdx.x, zero_threads);
+  const DqSums::Part part = sums.part_of(blockIdx.x);
+  for (i64 i = threadIdx.x * 4; i < part.floats; i += zero_threads * 4) {
+    *reinterpret_cast<float4*>(part.first + i) = {0.f, 0.f, 0.f, 0.f};
+  }
   const i64 slopes = has_dalibi_slopes ? sums.heads() * blocks_of(problem, problem.kv_length, kSlopeKeys) : 0;
   const i64 end = 2 * sums.heads() + sums.turns() + slopes + problem.halved * sums.parts();
   int* behind = sums.zeroed(0);

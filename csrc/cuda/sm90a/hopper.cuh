@@ -75,12 +75,21 @@ JAX_FLASH_DEVICE void copy_box(u32 to, const TensorMap* map, u32 barrier, int co
       : "memory");
 }
 
-// Adds floats in shared memory to floats in global memory by TMA, both at multiples of 16 bytes. One thread starts such
-// copies, commits them as a group, and waits for its groups: till their shared memory has been read, or till they are
-// done.
+// Adds floats in shared memory to floats in global memory by TMA, or stores bytes there, both at multiples of 16 bytes;
+// or stores a box. A thread starts such copies, commits them as a group, and waits for its groups: till their shared
+// memory has been read, or till they are done.
 JAX_FLASH_DEVICE void add_bulk(float* to, u32 from, u32 bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
                "r"(bytes)
+               : "memory");
+}
+JAX_FLASH_DEVICE void store_bulk(void* to, u32 from, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
+}
+JAX_FLASH_DEVICE void store_box(const TensorMap* map, u32 from, int column, int row, int head, int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+               "r"(from), "r"(column), "r"(row), "r"(head), "r"(batch)
                : "memory");
 }
 JAX_FLASH_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }

@@ -157,7 +157,7 @@ LADDERS: dict[tuple[str, str], tuple[Step, ...]] = {
         _FULL,
         _ORDER,
         Step("K and V in registers (64)", (
-            Undo("sm90a/backward.cuh", "keys_in_registers = adds_dq &&", "keys_in_registers = false && adds_dq &&"),)),
+            Undo("sm90a/backward_loads.cuh", "keys_in_registers = adds_dq", "keys_in_registers = false && adds_dq"),)),
         Step("the table's rows", rows={}),
     ),
 }  # fmt: skip

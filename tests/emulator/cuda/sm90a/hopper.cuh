@@ -41,6 +41,10 @@ inline void copy_box(u32 to, const TensorMap* map, u32 barrier, int column, int 
 }
 
 inline void add_bulk(float* to, u32 from, u32 bytes, EMULATOR_SITE) { emulator::add_bulk(to, from, bytes, site); }
+inline void store_bulk(void* to, u32 from, u32 bytes, EMULATOR_SITE) { emulator::store_bulk(to, from, bytes, site); }
+inline void store_box(const TensorMap* map, u32 from, int column, int row, int head, int batch, EMULATOR_SITE) {
+  emulator::store_box(map, from, column, row, head, batch, site);
+}
 inline void bulk_commit() { emulator::bulk_commit(); }
 template <int pending>
 void bulk_wait_read(EMULATOR_SITE) {
