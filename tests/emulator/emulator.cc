@@ -199,9 +199,12 @@ size_t below(size_t n) { return std::uniform_int_distribution<size_t>(0, n - 1)(
 
 float bf16_to_float(uint16_t x) { return __builtin_bit_cast(float, static_cast<uint32_t>(x) << 16); }
 
+// Where 16 bytes lie in shared memory with the 128-byte swizzle.
+unsigned swizzled(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
+
 // Eight neighbours.
 std::array<float, 8> elements(unsigned address, bool bf16, const Site& site) {
-  address ^= (address >> 7 & 7) << 4;  // the 128-byte swizzle
+  address = swizzled(address);
   if (address + 16 > block_.shared_bytes) stop("a product reads at " + std::to_string(address) + ", " + place(site));
   std::array<uint16_t, 8> from;
   std::memcpy(&from, engine_memory + address, 16);
@@ -593,6 +596,12 @@ void barrier_wait(unsigned barrier, unsigned parity, const Site& site) {
 }
 
 namespace {
+Map map_at(const void* map, const Site& site) {
+  Map m;
+  std::memcpy(&m, map, sizeof(m));
+  if (m.mark != Map::kMark) stop("no tensor map, " + place(site));
+  return m;
+}
 // A row of a box, and how many bytes of it are in the array.
 std::pair<char*, int64_t> line_of(const Map& m, int64_t column, int64_t row, int64_t head, int64_t batch) {
   const int64_t at[4] = {column, row, head, batch};
@@ -607,9 +616,7 @@ std::pair<char*, int64_t> line_of(const Map& m, int64_t column, int64_t row, int
 }  // namespace
 void copy_box(unsigned to, const void* map, unsigned barrier, int column, int row, int head, int batch,
               const Site& site) {
-  Map m;
-  std::memcpy(&m, map, sizeof(m));
-  if (m.mark != Map::kMark) stop("no tensor map, " + place(site));
+  const Map m = map_at(map, site);
   const unsigned rows = m.box[1];
   if (to % 1024) stop("a copy to " + std::to_string(to) + ", no multiple of 1024, " + place(site));
   if (to + rows * 128 > block_.shared_bytes) stop("a copy beyond shared memory, " + place(site));
@@ -620,8 +627,7 @@ void copy_box(unsigned to, const void* map, unsigned barrier, int column, int ro
       char line[128] = {};  // zeros where the array is not
       std::memcpy(line, from, bytes);
       for (unsigned chunk = 0; chunk < 8; ++chunk) {
-        unsigned address = to + i * 128 + chunk * 16;
-        address ^= (address >> 7 & 7) << 4;
+        const unsigned address = swizzled(to + i * 128 + chunk * 16);
         std::memcpy(memory + address, line + 16 * chunk, 16);
         std::memcpy(engine_memory + address, line + 16 * chunk, 16);
       }
@@ -657,9 +663,7 @@ void store_bulk(void* to, unsigned from, unsigned bytes, const Site& site) {
   start_bulk(to, from, bytes, [=](const char* read) { std::memcpy(to, read, bytes); }, site);
 }
 void store_box(const void* map, unsigned from, int column, int row, int head, int batch, const Site& site) {
-  Map m;
-  std::memcpy(&m, map, sizeof(m));
-  if (m.mark != Map::kMark) stop("no tensor map, " + place(site));
+  const Map m = map_at(map, site);
   const unsigned rows = m.box[1];
   if (from % 1024 || from + rows * 128 > block_.shared_bytes) {
     stop("a store from " + std::to_string(from) + ", " + place(site));
@@ -668,9 +672,7 @@ void store_box(const void* map, unsigned from, int column, int row, int head, in
   const auto read = [=] {
     show_stores();
     for (unsigned chunk = 0; chunk < rows * 8; ++chunk) {
-      unsigned address = from + chunk * 16;
-      address ^= (address >> 7 & 7) << 4;
-      std::memcpy(lines->data() + chunk * 16, engine_memory + address, 16);
+      std::memcpy(lines->data() + chunk * 16, engine_memory + swizzled(from + chunk * 16), 16);
     }
   };
   const auto write = [=] {
