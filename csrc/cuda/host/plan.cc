@@ -163,7 +163,7 @@ bool halves_rows(const Problem& p, int splits, int block_keys) {
   return 2 * blocks_of_keys(p, block_keys) <= kMultiprocessors;
 }
 int64_t sums_of_halves(const Problem& p, int block_keys) {
-  return blocks_of_keys(p, block_keys) * block_keys * (round_up(p.head_dim, 64) + round_up(p.value_head_dim, 64));
+  return blocks_of_keys(p, block_keys) * block_keys * (round_up(p.head_dim, 8) + round_up(p.value_head_dim, 8));
 }
 
 // The number of shares that a group is split into. `common`: all shares add to one sum, as passes with an accumulator

@@ -290,7 +290,8 @@ struct Backward {
 JAX_FLASH_DEVICE bool add_other_half(const Problem& problem, SharedStorage& shared, int index, KeySums& sums,
                                      int thread) {
   constexpr int sums_there = 2;
-  constexpr int fragments = tiles_of_keys * (KSlabs::columns + VSlabs::columns) / 8;
+  constexpr int of_dk = ceil_div(head_dim, 8), of_dv = ceil_div(value_head_dim, 8);  // fragments that have results
+  constexpr int fragments = tiles_of_keys * (of_dk + of_dv);
   const int item = item_of(problem, index);
   int* const met = DqSums{problem}.met(item);
   if (thread == 0) shared.came_second = atomicAdd(met, 1) % sums_there;
@@ -313,9 +314,9 @@ JAX_FLASH_DEVICE bool add_other_half(const Problem& problem, SharedStorage& shar
 #pragma unroll
   for (int j = 0; j < tiles_of_keys; ++j) {
 #pragma unroll
-    for (FragmentC& c : sums.dk[j]) meet(c);
+    for (int n = 0; n < of_dk; ++n) meet(sums.dk[j][n]);
 #pragma unroll
-    for (FragmentC& c : sums.dv[j]) meet(c);
+    for (int n = 0; n < of_dv; ++n) meet(sums.dv[j][n]);
   }
   if (!second) {
     __threadfence();
@@ -372,7 +373,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     if (loads_by_list) {
       if (own.here && !own.idle()) load_keys(own, shared, maps, warp, lane);
     }
-    const auto end_additions = [&](const Block& block, int n) {
+    const auto zero_and_end_additions = [&](const Block& block, int n) {
+      if (lane == 0) sums.zero_ahead(block.index, shared_address(shared.zeros));
       sums.end_additions(block.place, shared.dq_added[slot_of(n)], phase_of(n), lane);
     };
     if (warp == 0) {
@@ -394,16 +396,12 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
           barrier_wait(shared_address(&shared.keys_full), keys);
           keys ^= 1;
         }
-        if (!stays) {
-          if (lane == 0) sums.zero_ahead(block.index, shared_address(shared.zeros));
-          end_additions(block, n);
-        }
+        if (!stays) zero_and_end_additions(block, n);
         return false;
       });
     } else if (stays && warp == ending_warp) {
       for_each_item(own, shared, lane, [&](const Block& block, int n) {
-        if (lane == 0) sums.zero_ahead(block.index, shared_address(shared.zeros));
-        end_additions(block, n);
+        zero_and_end_additions(block, n);
         return false;
       });
     } else if (adds_by_turns && lane == 0) {
@@ -432,6 +430,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       if (lane == 0) barrier_arrive(shared_address(&shared.dq_added[slot]));
     };
     KeySums sums;
+    // Both ways make their Backward in place: by one function for both ptxas spills 64 bytes more beside score
+    // functions.
     if constexpr (!stays) {
       Block block = own;
       if (hands_over) {
