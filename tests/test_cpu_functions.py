@@ -21,6 +21,7 @@ FLOATS = np.concatenate(
     [[0.0, -0.0, 1.0, -1.0, 0.5, 1.5, 2.5, -2.5, 1e-30, -1e-30, 3e38, -3e38, np.inf, -np.inf, np.nan, 2.0**31,
       -(2.0**31), 2.0**32, 88.7, 89.0, -87.0, -104.0, 1e-6, 65504.0, 70000.0], random.standard_normal(40) * 3]
 )  # fmt: skip
+SEVEN = random.integers(-(2**31), 2**31, 7).astype(np.int32)
 X, Y = (random.choice(INTEGERS, ROWS).astype(np.int64) for _ in range(2))
 F, G = (random.choice(FLOATS, ROWS).astype(np.float32) for _ in range(2))
 
@@ -59,6 +60,7 @@ CASES = [
     *((f"to_{to}", lambda x, y, to=to: x.astype(to), "int32") for to in ("uint8", "int16", "bool", "bfloat16")),
     ("to_float32", lambda x, y: x.astype("float32"), "uint32"),
     ("not", lambda x, y: ~x | (x == y), "bool"),
+    ("index", lambda x, y: jnp.asarray(SEVEN)[x], "int32"),
 ]
 
 
@@ -123,3 +125,83 @@ def test_every_operation_has_a_case() -> None:
             text = cpu.source(trace.Functions(traced))
         used.update(line.split()[0] for line in text.splitlines())
     assert cpu.operations() - used <= {"b", "h", "kv", "copy"}
+
+
+STORED = "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "bfloat16", "float32"
+KEYS = 83
+PERMUTED = random.permutation(KEYS).astype(np.int32)
+PLACES: dict[str, Callable[..., Any]] = {
+    "row": lambda table, rows, q, kv: table[q, kv],
+    "row backwards": lambda table, rows, q, kv: table[q, KEYS - 1 - kv],
+    "column": lambda table, rows, q, kv: table[kv, q],
+    "drawn rows": lambda table, rows, q, kv: table[rows[q], kv],
+    "drawn keys": lambda table, rows, q, kv: table[q, jnp.asarray(PERMUTED)[kv]],
+    "pairs of keys": lambda table, rows, q, kv: table[q, kv // 2],
+    "one row": lambda table, rows, q, kv: table[0, q + 0 * kv],
+}
+
+
+@pytest.mark.by_turns(2)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("rows", [5, 150])
+def test_elements_of_tables(place: str, rows: int) -> None:
+    """Of every dtype, where neighbouring pairs read neighbouring elements, along rows or keys, and where they do not; a
+    call of few rows has keys in its lanes."""
+    of_pair = PLACES[place]
+    size = max(rows, KEYS)
+    drawn = jnp.asarray(random.integers(0, size, rows), jnp.int32)
+    query, key = jnp.zeros((1, rows, 1, KEYS), jnp.float32), jnp.zeros((1, KEYS, 1, KEYS), jnp.float32)
+    value = jnp.eye(KEYS, dtype=jnp.float32)[None, :, None]
+    q, kv = np.indices((rows, KEYS))
+    for dtype in STORED:
+        numbers = random.standard_normal((size, size)) if "float" in dtype else random.integers(0, 4, (size, size))
+        table = jnp.asarray(numbers).astype(dtype)
+
+        def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any, table: jax.Array = table) -> Any:
+            return score + of_pair(table, drawn, q, kv).astype(jnp.float32)
+
+        got = jax_flash.attention(query, key, value, score_mod=score_mod, implementation="cpu")[0, :, 0]
+        want = jax.nn.softmax(of_pair(table, drawn, q, kv).astype(jnp.float32), axis=-1)
+        np.testing.assert_allclose(got, want, rtol=2e-5, err_msg=dtype)
+
+
+INDICES: dict[str, Callable[..., Any]] = {
+    "nothing": lambda h, q, kv: 3,
+    "head": lambda h, q, kv: h,
+    "row": lambda h, q, kv: q,
+    "key": lambda h, q, kv: kv,
+    "key backwards": lambda h, q, kv: KEYS - 1 - kv,
+    "head and key": lambda h, q, kv: h * KEYS + kv,
+    "distance": lambda h, q, kv: q - kv + KEYS,
+    "of no form": lambda h, q, kv: (q * kv + h) % KEYS,
+    "drawn": lambda h, q, kv: jnp.asarray(PERMUTED)[kv] + q,
+}
+
+
+@pytest.mark.parametrize("index", INDICES)
+def test_gradients_of_tables(index: str) -> None:
+    """Of a scalar, of elements that all pairs of a row, key or diagonal have in common, that neighbours have, and of
+    others; pairs that the mask drops have a derivative of NaN, and add nothing."""
+    rows, heads, of_pair, random = 100, 2, INDICES[index], np.random.default_rng(0)
+    shapes = (1, rows, heads, 8), (1, KEYS, heads, 8), (1, KEYS, heads, 8), (1, rows, heads, 8)
+    *inputs, dout = (jnp.asarray(random.standard_normal(shape)) for shape in shapes)
+    table, scale = jnp.asarray(random.standard_normal(300)), jnp.asarray(0.5)
+
+    def gradients(implementation: str, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        def loss(table: jax.Array, scale: jax.Array) -> jax.Array:
+            def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+                factor = jnp.where((q + kv) % 3 == 0, jnp.nan, 1.0 + 0.1 * (kv % 5).astype(dtype))
+                return score + (table[of_pair(h, q, kv)] + scale) * factor
+
+            out = jax_flash.attention(
+                *(x.astype(dtype) for x in inputs), score_mod=score_mod, mask_mod=lambda b, h, q, kv: (q + kv) % 3 != 0,
+                implementation=implementation,
+            )  # fmt: skip
+            return (out * dout.astype(dtype)).sum()
+
+        return jax.grad(loss, (0, 1))(table.astype(dtype), scale.astype(dtype))
+
+    wanted = gradients("reference", jnp.float64)
+    for found, want in zip(gradients("cpu", jnp.float32), wanted, strict=True):
+        assert np.abs(want).max() > 0.01
+        np.testing.assert_allclose(found, want, atol=3e-5)  # sums of up to 10,000 numbers of either sign

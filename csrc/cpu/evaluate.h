@@ -58,6 +58,12 @@ JAX_FLASH_INLINE U32 remainder(U32 x, U32 y) {
   return each(x, y, [](uint32_t a, uint32_t b) { return b == 0 ? a : a % b; });
 }
 
+// An index of one of `count` elements, as Python counts: negative ones from the end.
+JAX_FLASH_INLINE I32 clamped_index(I32 x, I32 count) {
+  x += pick(x < 0, count, I32{});
+  return pick(x < 0, I32{}, pick(x < count, x, count - 1));
+}
+
 JAX_FLASH_INLINE I32 integer_of(F32 x) {
   I32 fits = (x < 0x1p31f) & (x >= -0x1p31f);
   I32 found = __builtin_convertvector(pick(fits, x, F32{}), I32);
@@ -112,10 +118,15 @@ JAX_FLASH_INLINE void for_vectors(uint32_t* to, int lanes, int lines, Vector vec
   }
 }
 
-// Elements in memory, as a vector of what they are computed in.
+// Elements in memory, as a vector of what they are computed in; bytes in two steps, as g++ 12 takes them apart in one.
 template <typename Stored>
 JAX_FLASH_INLINE auto converted(const Native<Stored, kWidth<float>>& x) {
-  return bits_as<U32>(__builtin_convertvector(x, I32));
+  if constexpr (sizeof(Stored) == 1) {
+    using Wider = std::conditional_t<std::is_signed_v<Stored>, int16_t, uint16_t>;
+    return bits_as<U32>(__builtin_convertvector(__builtin_convertvector(x, Native<Wider, kWidth<float>>), I32));
+  } else {
+    return bits_as<U32>(__builtin_convertvector(x, I32));
+  }
 }
 template <>
 JAX_FLASH_INLINE auto converted<float>(const Native<float, kWidth<float>>& x) {
@@ -141,54 +152,131 @@ JAX_FLASH_INLINE V reversed(const V& x) {
   return shuffle(x, x, [](int i) { return kWidth<float> - 1 - i; });
 }
 
-// Neighbouring lanes mostly read neighbouring elements, in either order, or all read one. Where they do not, elements
-// are read one by one: vpgatherdd took up to 2.7 times as long on an EPYC with AVX-512.
+// Lines of a block whose lanes read rows of a table: half a vector of a row is read at once.
+constexpr int kLinesOfRows = kWidth<float> / 2;
+
+// Whether each lane is `step` more than the one before. Not by the difference of two lanes alone: where indices are
+// random, that branch would be, too.
+template <int step>
+JAX_FLASH_INLINE bool ascend_by(const I32& x) {
+  I32 wanted;
+  for (int i = 0; i < kWidth<float>; ++i) wanted[i] = i * step;
+  return all_of(IntVec<float>(x) == IntVec<float>(wanted + x[0]));
+}
+
+// The lanes of a, then those of b.
+template <typename V>
+JAX_FLASH_INLINE auto joined(const V& a, const V& b) {
+  constexpr int kLanes = sizeof(V) / sizeof(a[0]);
+  using Both = Native<std::remove_cvref_t<decltype(a[0])>, 2 * kLanes>;
+#if __has_builtin(__builtin_shufflevector)
+  return [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) -> Both {
+    return __builtin_shufflevector(a, b, i...);
+  }(std::make_integer_sequence<int, 2 * kLanes>{});
+#else  // g++ 11
+  Both both;
+  std::memcpy(&both, &a, sizeof(a));
+  std::memcpy(reinterpret_cast<char*>(&both) + sizeof(a), &b, sizeof(b));
+  return both;
+#endif
+}
+
+// Columns of each half become lanes: one interleaving of vectors i and i + kLinesOfRows / 2 for each bit of the index.
+JAX_FLASH_INLINE void transpose_halves(U32 (&x)[kLinesOfRows]) {
+  constexpr int H = kLinesOfRows;
+#pragma GCC unroll 4
+  for (int stage = 1; stage < H; stage *= 2) {
+    U32 y[H];
+#pragma GCC unroll 8
+    for (int i = 0; i < H / 2; ++i) {
+      y[2 * i] = shuffle(x[i], x[i + H / 2], [](int l) { return l % 2 * 2 * H + l / H * H + l % H / 2; });
+      y[2 * i + 1] = shuffle(x[i], x[i + H / 2], [](int l) { return l % 2 * 2 * H + l / H * H + H / 2 + l % H / 2; });
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < H; ++i) x[i] = y[i];
+  }
+}
+
+// Neighbouring lanes mostly read neighbouring elements, in either order, or where lanes are rows and lines keys, a row
+// of a table each, of which the lines read neighbouring elements. Where they do neither, elements are read one by one:
+// vpgatherdd took up to 2.7 times as long on an EPYC with AVX-512.
 template <typename Stored>
-JAX_FLASH_INLINE void load_elements(uint32_t* to, int lanes, int lines, const Operand& index, const void* array) {
-  constexpr int W = kWidth<float>;
+struct Loads {
+  static constexpr int W = kWidth<float>, H = kLinesOfRows;
   using Element = typename Bits<Stored>::type;
   using Elements = Native<Element, W>;
-  const Element* elements = static_cast<const Element*>(array);
-  I32 count;
-  for (int i = 0; i < W; ++i) count[i] = i;
-  if constexpr (std::is_same_v<Stored, Element>) {
-    // Lanes far apart are rows of a table of rows and keys: the lines of a lane are neighbours there, and the lanes of
-    // a line may all be in one set of the cache.
-    const I32 at = read<I32>(index, 0, 0);
-    if (lines > 1 && index.stride != 0 && std::abs(at[1] - at[0]) * sizeof(Element) > 64) {
-      for (int lane = 0; lane < lanes; ++lane) {
-        for (int line = 0; line < lines; ++line) {
-          const Element element = elements[static_cast<int32_t>(index.at[line * index.stride + lane])];
-          if constexpr (std::is_same_v<Stored, float>) {
-            to[line * lanes + lane] = __builtin_bit_cast(uint32_t, element);
-          } else {
-            to[line * lanes + lane] = static_cast<uint32_t>(element);
-          }
-        }
-      }
-      return;
-    }
-  }
-  for_vectors(to, lanes, lines, [&](int line, int lane) __attribute__((always_inline)) {
-    const I32 at = read<I32>(index, line, lane);
-    const int32_t step = at[1] - at[0];
-    Elements found;
-    const bool regular = all_of(IntVec<float>(at) == IntVec<float>(at[0] + step * count));
-    if (regular && step == 1) {
-      std::memcpy(&found, elements + at[0], sizeof(found));
-    } else if (regular && step == -1) {
-      std::memcpy(&found, elements + at[W - 1], sizeof(found));
-      found = reversed(found);
-    } else {
-      for (int i = 0; i < W; ++i) found[i] = elements[at[i]];
-    }
+
+  const Operand index;
+  const Element* elements;
+
+  static JAX_FLASH_INLINE U32 bits_of(const Elements& found) {
     if constexpr (std::is_same_v<Stored, Element>) {
       return converted<Element>(found);
     } else {
       return bits_as<U32>(widen(found, Stored{}));
     }
-  });
-}
+  }
+
+  // Whether the H lines from this one on read neighbouring elements.
+  JAX_FLASH_INLINE bool of_rows(int line, int lane) const {
+    const I32 first = read<I32>(index, line, lane);
+    for (int i = 1; i < H; ++i) {
+      if (!all_of(IntVec<float>(read<I32>(index, line + i, lane)) == IntVec<float>(first + i))) return false;
+    }
+    return true;
+  }
+  JAX_FLASH_INLINE void load_rows(uint32_t* to, int lanes, int line, int lane) const {
+    const uint32_t* at = index.at + line * index.stride + lane;
+    U32 x[H];
+#pragma GCC unroll 8
+    for (int i = 0; i < H; ++i) {
+      Native<Element, H> a, b;
+      std::memcpy(&a, elements + static_cast<int32_t>(at[i]), sizeof(a));
+      std::memcpy(&b, elements + static_cast<int32_t>(at[i + H]), sizeof(b));
+      x[i] = bits_of(joined(a, b));
+    }
+    transpose_halves(x);
+#pragma GCC unroll 8
+    for (int i = 0; i < H; ++i) put(to + i * lanes, x[i]);
+  }
+  JAX_FLASH_INLINE void load_lanes(uint32_t* to, int line, int lane) const {
+    const int32_t* at = reinterpret_cast<const int32_t*>(index.at) + line * index.stride + lane;
+    const I32 wanted = read<I32>(index, line, lane);
+    const bool ascends = ascend_by<1>(wanted);
+    if (ascends || ascend_by<-1>(wanted)) {
+      Elements found;
+      std::memcpy(&found, elements + at[ascends ? 0 : W - 1], sizeof(found));
+      put(to, bits_of(ascends ? found : reversed(found)));
+    } else if constexpr (std::is_same_v<Stored, Element>) {
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) {
+        if constexpr (std::is_same_v<Stored, float>) {
+          to[i] = __builtin_bit_cast(uint32_t, elements[at[i]]);
+        } else {
+          to[i] = static_cast<uint32_t>(elements[at[i]]);
+        }
+      }
+    } else {
+      Elements found;
+      for (int i = 0; i < W; ++i) found[i] = elements[at[i]];
+      put(to, bits_of(found));
+    }
+  }
+  static JAX_FLASH_INLINE void put(uint32_t* to, const U32& bits) { std::memcpy(to, &bits, sizeof(bits)); }
+
+  void load(uint32_t* to, int lanes, int lines) const {
+    for (int line = 0; line < lines; line += H) {
+      for (int lane = 0; lane < lanes; lane += W) {
+        uint32_t* block = to + line * lanes + lane;
+        if (line + H <= lines && of_rows(line, lane)) {
+          load_rows(block, lanes, line, lane);
+        } else {
+          for (int i = 0; i < H && line + i < lines; ++i) load_lanes(block + i * lanes, line + i, lane);
+        }
+      }
+    }
+  }
+};
 
 // What a step's arguments are for the pairs of a tile.
 struct TileOfPairs {
@@ -214,7 +302,7 @@ struct TileOfPairs {
   }
 };
 
-constexpr int kPairsTogether = 512;  // that are evaluated together, in whole lines: one at least
+constexpr int kPairsTogether = 1024;  // that are evaluated together, in whole lines: one at least
 
 // Runs steps in memory of the caller.
 class Evaluator {
@@ -237,7 +325,8 @@ class Evaluator {
   // body(line, lines) once the results of these lines are there: see result(). Scores are float, `stride` apart.
   template <typename Body>
   void run(const Steps& steps, const TileOfPairs& tile, const float* scores, ptrdiff_t stride, Body body) const {
-    const int together = std::max(1, kPairsTogether / tile.lanes);
+    int together = std::max(1, kPairsTogether / tile.lanes);
+    if (together > kLinesOfRows) together -= together % kLinesOfRows;
     for (Side side : {Side::lane, Side::line, Side::diagonal}) {
       for (const Step& step : steps.of[static_cast<int>(side)]) run_step(step, tile, side, 0, 1, nullptr, 0);
     }
@@ -250,10 +339,10 @@ class Evaluator {
     }
   }
 
-  // Of diagonals, from that of the last line and the first lane on.
+  // Of lanes, lines, or diagonals from that of the last line and the first lane on.
   template <typename V>
-  const V* result_of_diagonals(const Value& value) const {
-    return reinterpret_cast<const V*>(slot(Side::diagonal, value.slot));
+  const V* result(const Value& value) const {
+    return reinterpret_cast<const V*>(slot(value.side, value.slot));
   }
   int most_diagonals() const { return at(most_, Side::diagonal); }
   // Line `line` of those of the body.
@@ -331,7 +420,7 @@ class Evaluator {
     });
 #define JAX_FLASH_LIBRARY(name, function) JAX_FLASH_UNARY(name, F, F, each(x, [](float a) { return ::function(a); }))
 #define JAX_FLASH_LOAD(name, Stored) \
-  case Operation::name##_: return load_elements<Stored>(to, lanes, lines, args[0], element<Stored>(step, tile));
+  case Operation::name##_: return Loads<Stored>{args[0], element<Stored>(step, tile)}.load(to, lanes, lines);
         JAX_FLASH_CPU_LIBRARY(JAX_FLASH_LIBRARY)
         JAX_FLASH_CPU_OPERATIONS(JAX_FLASH_UNARY, JAX_FLASH_BINARY, JAX_FLASH_TERNARY)
         JAX_FLASH_CPU_LOADS(JAX_FLASH_LOAD)
@@ -355,8 +444,8 @@ class Evaluator {
   }
 
   template <typename Stored>
-  const void* element(const Step& step, const TileOfPairs& tile) const {
-    return static_cast<const Stored*>(captured_[step.number]) + tile.call * step.of_call;
+  const typename Bits<Stored>::type* element(const Step& step, const TileOfPairs& tile) const {
+    return static_cast<const typename Bits<Stored>::type*>(captured_[step.number]) + tile.call * step.of_call;
   }
 
   // Functions see scores in natural units.

@@ -88,7 +88,9 @@ class Planner {
     for (int i : text_.results) results.push_back(of_pairs(i));
     for (const LinesOfAddition& x : text_.additions) {
       results.push_back(of_pairs(x.derivative));
-      results.push_back(is_of_diagonal(x) ? place(x.index, Side::pair) : of_pairs(x.index));
+      const Side side = side_of_index(x);
+      results.push_back(side == Side::pair ? of_pairs(x.index)
+                                           : place(x.index, side == Side::line ? side : Side::pair));
       results.push_back(x.valid < 0 ? results.back() : of_pairs(x.valid));
     }
     const std::vector<Value> values = take_slots(results);
@@ -96,7 +98,7 @@ class Planner {
     for (size_t i = 0; i < text_.results.size(); ++i) steps_.results.push_back(values[*next++]);
     for (const LinesOfAddition& x : text_.additions) {
       const Value derivative = values[*next++], index = values[*next++], valid = values[*next++];
-      steps_.additions.push_back({x.gradient, x.of_call, derivative, index, valid, x.valid < 0, is_of_diagonal(x)});
+      steps_.additions.push_back({x.gradient, x.of_call, derivative, index, valid, x.valid < 0, side_of_index(x)});
     }
     return std::move(steps_);
   }
@@ -124,7 +126,7 @@ class Planner {
       default: return false;
     }
   }
-  bool is_of_diagonal(const LinesOfAddition& x) const { return x.valid < 0 && sides_[x.index] == Side::diagonal; }
+  Side side_of_index(const LinesOfAddition& x) const { return x.valid < 0 ? sides_[x.index] : Side::pair; }
   static Side side_of(int all, int of_lanes) {
     const int of_rows = kRows | kHead, lanes = of_lanes == kRows ? of_rows : kKeys;
     if ((all & ~lanes) == 0) return Side::lane;

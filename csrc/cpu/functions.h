@@ -53,8 +53,10 @@ struct Addition {
   int gradient;
   int64_t of_call;
   Value derivative, index, valid;
-  bool always;       // `valid` has no meaning
-  bool of_diagonal;  // all pairs of a diagonal have one index, a value of diagonals, and no `valid`
+  bool always;  // `valid` has no meaning
+  // What `index` is a value of. Where it is not one of pairs, all pairs of a lane, line or diagonal add to one element,
+  // and `valid` has no meaning.
+  Side side;
 };
 
 // A program for tiles whose lanes are rows, or keys.

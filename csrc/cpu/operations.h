@@ -44,6 +44,7 @@
   UNARY(sign_i, I, I, (x < 0) - (x > 0))                                                                        \
   BINARY(max_i, I, I, I, pick(x > y, x, y))                                                                     \
   BINARY(min_i, I, I, I, pick(x < y, x, y))                                                                     \
+  BINARY(index, I, I, I, clamped_index(x, y))                                                                   \
   BINARY(div_i, I, I, I, quotient(x, y))                                                                        \
   BINARY(rem_i, I, I, I, remainder(x, y))                                                                       \
   BINARY(max_u, U, U, U, pick(x > y, x, y))                                                                     \

@@ -31,6 +31,8 @@ class Blocks {
   }
 
   explicit operator bool() const { return kinds_; }
+  int rows() const { return rows_; }  // of a block
+  int keys() const { return keys_; }
   int64_t row_block(int64_t t) const { return t / rows_; }
   int64_t key_block(int64_t s) const { return s / keys_; }
   int kind(int64_t head, int64_t row_block, int64_t key_block) const {
@@ -88,7 +90,7 @@ class PairFunctions {
     evaluator_ = Evaluator(*functions_, most_lanes, most_lines, p_.captured);
     evaluator_.take(arena);
     kinds_ = arena.take<int32_t>(most_lanes);
-    of_diagonals_ = arena.take<double>(int64_t{functions_->most_additions()} * evaluator_.most_diagonals());
+    sums_ = arena.take<double>(int64_t{functions_->most_additions()} * evaluator_.most_diagonals());
   }
 
   void go_to(int64_t batch, int64_t sequence, int64_t q_offset) {
@@ -200,43 +202,45 @@ class PairFunctions {
                      double* sums) const {
     const TileOfPairs pairs = pairs_of(tile);
     const Steps& steps = steps_of(functions_->gradient, pairs);
-    const int diagonals = pairs.diagonals(), most_diagonals = evaluator_.most_diagonals();
-    std::fill_n(of_diagonals_, steps.additions.size() * most_diagonals, 0.);
+    const int most = evaluator_.most_diagonals();  // as many as lanes at least
+    std::fill_n(sums_, steps.additions.size() * most, 0.);
+    auto elements_of = [&](const Addition& addition) {
+      return sums + gradients_[addition.gradient] + call_ * addition.of_call;
+    };
     evaluator_.run(steps, pairs, scores, stride, [&](int first, int lines) {
-      double* of_diagonals = of_diagonals_;
+      double* sums_of_addition = sums_;
       for (const Addition& addition : steps.additions) {
-        double* to = sums + gradients_[addition.gradient] + call_ * addition.of_call;
+        double* to = elements_of(addition);
         for (int i = 0; i < lines; ++i) {
           const float* ds = dscores + (first + i) * stride;
           const float* derivative = evaluator_.result<float>(addition.derivative, pairs, i);
-          if (addition.of_diagonal) {
-            double* of_line = of_diagonals + tile.lines - 1 - (first + i);
-            for (int lane = 0; lane < tile.lanes; ++lane) {
-              of_line[lane] += ds[lane] == 0 ? 0. : static_cast<double>(ds[lane]) * derivative[lane];
-            }
-            continue;
-          }
-          const int32_t* index = evaluator_.result<int32_t>(addition.index, pairs, i);
-          const int32_t* valid = addition.always ? nullptr : evaluator_.result<int32_t>(addition.valid, pairs, i);
-          for (int lane = 0; lane < tile.lanes; ++lane) {
-            // What is dropped adds nothing, whatever the derivative is.
-            if (ds[lane] == 0 || (valid && !valid[lane])) continue;
-            to[index[lane]] += static_cast<double>(ds[lane]) * derivative[lane];
+          switch (addition.side) {
+            case Side::lane: add(ds, derivative, tile.lanes, sums_of_addition); break;
+            case Side::diagonal:
+              add(ds, derivative, tile.lanes, sums_of_addition + tile.lines - 1 - (first + i));
+              break;
+            case Side::line:
+              to[evaluator_.result<int32_t>(addition.index)[first + i]] += sum_of(ds, derivative, tile.lanes);
+              break;
+            case Side::pair:
+              add_pairs(ds, derivative, evaluator_.result<int32_t>(addition.index, pairs, i),
+                        addition.always ? nullptr : evaluator_.result<int32_t>(addition.valid, pairs, i), tile.lanes,
+                        to);
           }
         }
-        of_diagonals += most_diagonals;
+        sums_of_addition += most;
       }
     });
-    const double* of_diagonals = of_diagonals_;
+    const double* sums_of_addition = sums_;
     for (const Addition& addition : steps.additions) {
-      if (addition.of_diagonal) {
-        double* to = sums + gradients_[addition.gradient] + call_ * addition.of_call;
-        const int32_t* index = evaluator_.result_of_diagonals<int32_t>(addition.index);
-        for (int i = 0; i < diagonals; ++i) {
-          if (of_diagonals[i] != 0) to[index[i]] += of_diagonals[i];
-        }
+      const int count = addition.side == Side::lane       ? tile.lanes
+                        : addition.side == Side::diagonal ? pairs.diagonals()
+                                                          : 0;
+      const int32_t* index = evaluator_.result<int32_t>(addition.index);
+      for (int i = 0; i < count; ++i) {
+        if (sums_of_addition[i] != 0) elements_of(addition)[index[i]] += sums_of_addition[i];
       }
-      of_diagonals += most_diagonals;
+      sums_of_addition += most;
     }
   }
 
@@ -245,6 +249,43 @@ class PairFunctions {
     I32 found;
     std::memcpy(&found, from, sizeof(found));
     return found;
+  }
+
+  // What kWidth<double> pairs add; those that are dropped nothing, whatever the derivative is.
+  static JAX_FLASH_INLINE Vec<double> product(const float* ds, const float* derivative) {
+    using Doubles = Native<double, kWidth<double>>;
+    Native<float, kWidth<double>> of_scores, factors;
+    std::memcpy(&of_scores, ds, sizeof(of_scores));
+    std::memcpy(&factors, derivative, sizeof(factors));
+    const auto x = bits_as<Vec<double>>(__builtin_convertvector(of_scores, Doubles));
+    auto factor = bits_as<Vec<double>>(__builtin_convertvector(factors, Doubles));
+    put_where(x == 0., factor, 0.);
+    return x * factor;
+  }
+  static void add(const float* ds, const float* derivative, int lanes, double* to) {
+    for (int lane = 0; lane < lanes; lane += kWidth<double>) {
+      store(to + lane, load(to + lane) + product(ds + lane, derivative + lane));
+    }
+  }
+  static double sum_of(const float* ds, const float* derivative, int lanes) {
+    Vec<double> sums = 0;
+    for (int lane = 0; lane < lanes; lane += kWidth<double>) sums += product(ds + lane, derivative + lane);
+    return sum_of_lanes<double>(sums);
+  }
+  static void add_pairs(const float* ds, const float* derivative, const int32_t* index, const int32_t* valid, int lanes,
+                        double* to) {
+    constexpr int W = kWidth<float>;
+    for (int first = 0; first < lanes; first += W) {
+      if (!valid && ascend_by<1>(vector(index + first))) {
+        add(ds + first, derivative + first, W, to + index[first]);
+        continue;
+      }
+      for (int lane = first; lane < first + W; ++lane) {
+        // What is dropped adds nothing, whatever the derivative is.
+        if (ds[lane] == 0 || (valid && !valid[lane])) continue;
+        to[index[lane]] += static_cast<double>(ds[lane]) * derivative[lane];
+      }
+    }
   }
 
   TileOfPairs pairs_of(const Tile& tile) const {
@@ -271,14 +312,23 @@ class PairFunctions {
     };
     if (!any([](int kind) { return kind != kFullBlock; })) return false;
     const bool decides = functions_->partial_mask && any([](int kind) { return kind == kPartialBlock; });
-    auto block_of_key = [&](int i) { return blocks_.key_block(std::min(tile.first_key + i, end - 1)); };
-    auto block_of_row = [&](int i) { return blocks_.row_block(tile.rows[i]); };
+    auto place = [&](bool of_row, int i) { return of_row ? tile.rows[i] : std::min(tile.first_key + i, end - 1); };
     int64_t block = -1;
     auto decide_line = [&](int line, const int32_t* partial) {
-      const int64_t of_line = tile.rows_in_lanes ? block_of_key(line) : block_of_row(line);
-      for (int lane = 0; block != of_line && lane < tile.lanes; ++lane) {
-        kinds_[lane] = tile.rows_in_lanes ? blocks_.kind(tile.head, block_of_row(lane), of_line)
-                                          : blocks_.kind(tile.head, of_line, block_of_key(lane));
+      const int64_t at_line = place(!tile.rows_in_lanes, line);
+      const int64_t of_line = tile.rows_in_lanes ? blocks_.key_block(at_line) : blocks_.row_block(at_line);
+      const int64_t size = tile.rows_in_lanes ? blocks_.rows() : blocks_.keys();
+      // Where the block begins whose kind is known: lanes mostly share one, and a division for each takes long.
+      int64_t first = -size;
+      for (int lane = 0, kind = 0; block != of_line && lane < tile.lanes; ++lane) {
+        const int64_t at = place(tile.rows_in_lanes, lane);
+        if (at < first || at >= first + size) {
+          const int64_t of_lane = at / size;
+          first = of_lane * size;
+          kind = tile.rows_in_lanes ? blocks_.kind(tile.head, of_lane, of_line)
+                                    : blocks_.kind(tile.head, of_line, of_lane);
+        }
+        kinds_[lane] = kind;
       }
       block = of_line;
       for (int lane = 0; lane < tile.lanes; lane += kWidth<float>) {
@@ -310,8 +360,8 @@ class PairFunctions {
   Blocks blocks_;
   int64_t q_offset_ = 0;
   int32_t batch_ = 0, call_ = 0;
-  int32_t* kinds_ = nullptr;        // of the lanes
-  double* of_diagonals_ = nullptr;  // sums of each addition
+  int32_t* kinds_ = nullptr;  // of the lanes
+  double* sums_ = nullptr;    // of the lanes or diagonals of each addition
 };
 
 }  // namespace jax_flash::cpu::JAX_FLASH_ISA

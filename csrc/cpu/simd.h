@@ -72,11 +72,14 @@ JAX_FLASH_INLINE U16 narrow(F32 x, Half) { return bits_as<U16>(vcvt_f16_f32(bits
 #else
 JAX_FLASH_INLINE F32 widen(U16 x, Half) {
   U32 u = __builtin_convertvector(x, U32);
-  // Puts exponent and mantissa in place, then multiplies by 2^112 to correct the exponent's bias; right for subnormals
-  // too.
-  F32 magnitude = bits_as<F32>((u & 0x7fff) << 13) * 0x1p112f;
+  // Exponent and mantissa in place, the exponent's bias corrected. A subnormal is a normal number with its digits less
+  // 2^-14; a product with a subnormal float would be 0 in XLA's threads.
+  U32 normal = ((u & 0x7fff) << 13) + 0x38000000;
+  U32 small = bits_as<U32>(bits_as<F32>(normal + 0x800000) - 0x1p-14f);
+  U32 is_small = bits_as<U32>((u & 0x7c00) == 0);
   U32 is_special = bits_as<U32>((u & 0x7c00) == 0x7c00);
-  return bits_as<F32>(bits_as<U32>(magnitude) | (is_special & 0x7f800000) | ((u & 0x8000) << 16));
+  U32 magnitude = (is_small & small) | (~is_small & normal);
+  return bits_as<F32>(magnitude | (is_special & 0x7f800000) | ((u & 0x8000) << 16));
 }
 JAX_FLASH_INLINE U16 narrow(F32 x, Half) {
   U32 u = bits_as<U32>(x);

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -140,10 +141,11 @@ class _Writer:
         numbers: dict[int, int] = {}
         for i in of.needed(outputs):
             op = of.ops[i]
-            numbers[i] = self.operation(op, of, [numbers[j] for j in op.args])
+            numbers[i] = self.operation(op, of, numbers)
         return [numbers[i] for i in outputs]
 
-    def operation(self, op: Op, of: Program, args: list[int]) -> int:
+    def operation(self, op: Op, of: Program, numbers: dict[int, int]) -> int:
+        args = [numbers[i] for i in op.args]
         if op.name == "input":
             return self.line(op.params)
         if op.name == "constant":
@@ -153,6 +155,10 @@ class _Writer:
             at = self.flat_index(op.params, args)
             loaded = self.line(f"load_{op.dtype}", at, op.params, self.of_call(op.params))
             return self.truth(loaded) if kind == "b" else loaded
+        index = _index_of_count(of, op)
+        if index is not None:
+            x, count = index
+            return self.line("index", numbers[x], self.constant(count, "int32"))
         before = of.ops[op.args[-1]].dtype
         if op.name == "select_n":
             return self.line("select", *args)
@@ -209,6 +215,29 @@ class _Writer:
                 continue
             found = i if found is None else self.line("add_i", self.line("mul_i", found, self.constant(n, "int32")), i)
         return self.constant(0, "int32") if found is None else found
+
+
+def _index_of_count(of: Program, op: Op) -> tuple[int, int] | None:
+    """x and n, where the operation is the place in n elements of an index x as Python has them: negative ones count
+    from the end, and those outside are clamped."""
+
+    def args(i: int, name: str) -> tuple[int, ...] | None:
+        return of.ops[i].args if of.ops[i].name == name else None
+
+    def value(i: int) -> Any:
+        return of.ops[i].params if of.ops[i].name == "constant" else None
+
+    if op.name != "min" or op.dtype != "int32" or value(op.args[1]) is None:
+        return None
+    raised = args(op.args[0], "max")
+    chosen = args(raised[0], "select_n") if raised and value(raised[1]) == 0 else None
+    if chosen is None or len(chosen) != 3:
+        return None
+    which, x, moved = chosen
+    negative, summed, count = args(which, "lt"), args(moved, "add"), int(value(op.args[1])) + 1
+    if negative is None or negative[0] != x or value(negative[1]) != 0 or summed is None or summed[0] != x:
+        return None
+    return (x, count) if value(summed[1]) == count else None
 
 
 def _kind(dtype: str) -> str:

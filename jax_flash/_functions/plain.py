@@ -120,7 +120,7 @@ class Parts(NamedTuple):
     value: Callable[[Sequence[jax.Array], Sequence[jax.Array]], jax.Array]
 
 
-_LOADS = ("dynamic_slice", "gather")
+_LOADS = ("dynamic_slice", "gather", "slice")
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 
 
@@ -133,10 +133,12 @@ def split_loads(function: Function) -> Parts | None:
     loads = [
         x for x in jaxpr.eqns if x.primitive.name in _LOADS and x.invars[0] in captured and _size(x.outvars[0]) == 1
     ]
-    found = [x.outvars[0] for x in loads]
     rest = [x for x in jaxpr.eqns if x not in loads]
-    if any(x in captured for equation in rest for x in equation.invars) or any(x in captured for x in jaxpr.outvars):
+    used = [*(x for equation in rest for x in equation.invars), *jaxpr.outvars]
+    whole = [x for x in captured if x in used]
+    if any(_size(x) != 1 for x in whole):
         return None
+    found = [*(x.outvars[0] for x in loads), *whole]
     load = functools.partial(_run, jaxpr.replace(outvars=found))
     of_loads = jaxpr.replace(invars=[*found, *scalars], eqns=rest)
     value = functools.partial(_run, of_loads)
