@@ -30,12 +30,13 @@ __attribute__((noinline)) void BackwardItem<E>::apply_functions(int64_t t, int r
         T* score = weights_ + i * kKeys + lane;
         Vec<T> distance = abs(position - (iota<T>() + static_cast<T>(lane)));
         Capped found = changed(load(score), row, distance, lane);
-        store(score, found.score);
+        store(score, functions_.takes_scores() ? found.score * static_cast<T>(kLn2) : found.score);
         if (options_.has_cap) store(cap_derivatives_ + i * kKeys + lane, found.derivative);
       }
       if (functions_.has_gradient()) std::copy_n(weights_ + i * kKeys, lanes, scores_before_ + i * kKeys);
     }
-    functions_.apply(tile_of_functions(rows, lanes), weights_, kKeys, derivatives_, drops_ ? keep_ : nullptr, kKeys);
+    functions_.template apply<Unit::log2>(tile_of_functions(rows, lanes), weights_, kKeys, derivatives_,
+                                          drops_ ? keep_ : nullptr, kKeys);
     for (int i = 0; options_.masks_functions && i < rows; ++i) {
       typename Scores<E>::Row row = options_.row(batch_, head_, t + i);
       for (int lane = 0; lane < lanes; lane += kWidth<T>) {

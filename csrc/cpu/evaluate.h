@@ -11,9 +11,6 @@
 
 namespace jax_flash::cpu::JAX_FLASH_ISA {
 
-constexpr double kLog2E = 1.4426950408889634074;
-constexpr double kLn2 = 0.69314718055994530942;
-
 // Operations, on a vector of each argument
 
 using I32 = Native<int32_t, kWidth<float>>;
@@ -197,6 +194,21 @@ JAX_FLASH_INLINE void transpose_halves(U32 (&x)[kLinesOfRows]) {
   }
 }
 
+// Lanes of a table of two vectors.
+#if defined(__AVX512F__)
+JAX_FLASH_INLINE U32 look_up(const U32& index, const U32 (&table)[2]) {
+  return bits_as<U32>(_mm512_maskz_permutex2var_epi32(0xffff, bits_as<__m512i>(table[0]), bits_as<__m512i>(index),
+                                                      bits_as<__m512i>(table[1])));
+}
+#elif defined(__AVX2__)
+JAX_FLASH_INLINE U32 look_up(const U32& index, const U32 (&table)[2]) {
+  auto of = [&](const U32& x) {
+    return bits_as<U32>(_mm256_permutevar8x32_epi32(bits_as<__m256i>(x), bits_as<__m256i>(index)));
+  };
+  return pick(index < 8, of(table[0]), of(table[1]));
+}
+#endif
+
 // Neighbouring lanes mostly read neighbouring elements, in either order, or where lanes are rows and lines keys, a row
 // of a table each, of which the lines read neighbouring elements. Where they do neither, elements are read one by one:
 // vpgatherdd took up to 2.7 times as long on an EPYC with AVX-512.
@@ -264,7 +276,44 @@ struct Loads {
   }
   static JAX_FLASH_INLINE void put(uint32_t* to, const U32& bits) { std::memcpy(to, &bits, sizeof(bits)); }
 
+  // Reads all where they are few neighbouring elements, which two vectors hold.
+  bool look_up_all([[maybe_unused]] uint32_t* to, [[maybe_unused]] int lanes, [[maybe_unused]] int lines) const {
+#if defined(__AVX2__)
+    constexpr int kMost = 2 * W;
+    I32 low = read<I32>(index, 0, 0), high = low;
+    int32_t first = 0, last = 0;
+    for (int line = 0; line < lines; ++line) {
+      for (int lane = 0; lane < lanes; lane += W) {
+        const I32 x = read<I32>(index, line, lane);
+        low = x < low ? x : low;
+        high = x > high ? x : high;
+      }
+      if (line != 0 && line != lines - 1) continue;
+      first = low[0], last = high[0];
+      for (int i = 1; i < W; ++i) first = std::min(first, low[i]), last = std::max(last, high[i]);
+      if (last - first >= kMost) return false;
+    }
+    Element few[kMost]{};
+    std::copy(elements + first, elements + last + 1, few);
+    U32 table[2];
+    for (int i = 0; i < 2; ++i) {
+      Elements found;
+      std::memcpy(&found, few + i * W, sizeof(found));
+      table[i] = bits_of(found);
+    }
+    for (int line = 0; line < lines; ++line) {
+      for (int lane = 0; lane < lanes; lane += W) {
+        put(to + line * lanes + lane, look_up(bits_as<U32>(read<I32>(index, line, lane) - first), table));
+      }
+    }
+    return true;
+#else
+    return false;
+#endif
+  }
+
   void load(uint32_t* to, int lanes, int lines) const {
+    if (look_up_all(to, lanes, lines)) return;
     for (int line = 0; line < lines; line += H) {
       for (int lane = 0; lane < lanes; lane += W) {
         uint32_t* block = to + line * lanes + lane;
@@ -322,7 +371,27 @@ class Evaluator {
     for (int i = 0; i < kSides; ++i) memory_[i] = arena.template take<uint32_t>(int64_t{slots_[i]} * most_[i]);
   }
 
-  // body(line, lines) once the results of these lines are there: see result(). Scores are float, `stride` apart.
+  // The values of some lines of pairs.
+  class Lines {
+   public:
+    Lines(const Evaluator& evaluator, int lanes, const float* scores, ptrdiff_t stride)
+        : evaluator_(evaluator), lanes_(lanes), scores_(scores), stride_(stride) {}
+    // Of line i, counted from the first of these.
+    template <typename V>
+    const V* result(const Value& value, int i) const {
+      if (value.slot == kSlotOfScores) return reinterpret_cast<const V*>(scores_ + i * stride_);
+      return reinterpret_cast<const V*>(evaluator_.slot(Side::pair, value.slot) + i * lanes_);
+    }
+
+   private:
+    const Evaluator& evaluator_;
+    int lanes_;
+    const float* scores_;
+    ptrdiff_t stride_;
+  };
+
+  // body(line, lines, values) once the results of these lines are there. Scores are in natural units, as functions see
+  // them, and have lines `stride` apart.
   template <typename Body>
   void run(const Steps& steps, const TileOfPairs& tile, const float* scores, ptrdiff_t stride, Body body) const {
     int together = std::max(1, kPairsTogether / tile.lanes);
@@ -335,7 +404,7 @@ class Evaluator {
       for (const Step& step : steps.of[static_cast<int>(Side::pair)]) {
         run_step(step, tile, Side::pair, line, lines, scores + line * stride, stride);
       }
-      body(line, lines);
+      body(line, lines, Lines(*this, tile.lanes, scores + line * stride, stride));
     }
   }
 
@@ -345,11 +414,6 @@ class Evaluator {
     return reinterpret_cast<const V*>(slot(value.side, value.slot));
   }
   int most_diagonals() const { return at(most_, Side::diagonal); }
-  // Line `line` of those of the body.
-  template <typename V>
-  const V* result(const Value& value, const TileOfPairs& tile, int line) const {
-    return reinterpret_cast<const V*>(slot(Side::pair, value.slot) + line * tile.lanes);
-  }
 
  private:
   template <typename T>
@@ -373,6 +437,10 @@ class Evaluator {
     Operand args[3];
     for (int i = 0; i < 3; ++i) {
       const Side of = step.args[i].side;
+      if (step.args[i].slot == kSlotOfScores) {
+        args[i] = {reinterpret_cast<const uint32_t*>(scores), score_stride};
+        continue;
+      }
       args[i] = {slot(of, step.args[i].slot), of == Side::pair ? tile.lanes : 0};
       // The diagonal of a pair is one further for the next lane, and one back for the next line.
       if (of == Side::diagonal && side == Side::pair) args[i] = {args[i].at + tile.lines - 1 - line, -1};
@@ -382,7 +450,7 @@ class Evaluator {
     if (!loads && args[0].stride == lanes && args[1].stride == lanes && args[2].stride == lanes)
       lanes *= lines, lines = 1;
     switch (step.operation) {
-      case Operation::score: return load_scores(to, lanes, lines, scores, score_stride);
+      case Operation::score: return;  // no step: see kSlotOfScores
       case Operation::b: return fill(static_cast<uint32_t>(tile.batch));
       case Operation::call: return fill(static_cast<uint32_t>(tile.call));
       case Operation::constant: return fill(static_cast<uint32_t>(step.number));
@@ -448,15 +516,6 @@ class Evaluator {
     return static_cast<const typename Bits<Stored>::type*>(captured_[step.number]) + tile.call * step.of_call;
   }
 
-  // Functions see scores in natural units.
-  static void load_scores(uint32_t* to, int lanes, int lines, const float* scores, ptrdiff_t stride) {
-    for (int line = 0; line < lines; ++line) {
-      for (int lane = 0; lane < lanes; lane += kWidth<float>) {
-        store(reinterpret_cast<float*>(to) + line * lanes + lane,
-              load(scores + line * stride + lane) * static_cast<float>(kLn2));
-      }
-    }
-  }
   using F = F32;
   using I = I32;
   using U = U32;

@@ -120,6 +120,9 @@ class ForwardItem {
       load_queries();
       clear();
       for_each_block(split, keys_, [&](int64_t first, int count) { attend_block(first, count); });
+      if (functions_.takes_scores() && !decodes()) {
+        for (int i = 0; i < rows_; i += kWidth<T>) store(maximum_ + i, in_log2<T>(load(maximum_ + i)));
+      }
       if (plan_.splits == 1) {
         store_rows();
       } else {

@@ -12,7 +12,7 @@ inline void ForwardItem<E>::decode(int64_t first, int count) {
   int row = round_up(count, std::max(kWidth<T>, kDropoutKeys));  // of scores
   int64_t query_stride = int64_t{R} * k_stride_, score_stride = int64_t{R} * row;
   int64_t record_stride = record_size(), first_item = block_item_;
-  T scale = static_cast<T>(scale_ * kLog2E);
+  T scale = unit_of_products(scale_, options_, functions_);
   with_rows<R>(p_.k, p_.head_dim, k_stride_ * kElements<F>, reinterpret_cast<E*>(k_), first, count, all,
                [&](int head, int j, int keys, const Rows<const E>& k, Ahead ahead) __attribute__((always_inline)) {
                  score_decoding<R>(keys, k, Rows<const F>{queries_ + head * query_stride, k_stride_, 0}, scale,
@@ -98,6 +98,7 @@ inline void ForwardItem<E>::finish_decoding(int row, int64_t first, int count, T
       if (options_.has_slope) {
         score -= slopes_[row] * abs(static_cast<T>(t + sequence_.offset - first - j) - iota<T>());
       }
+      if (functions_.takes_scores()) score *= static_cast<T>(kLn2);
       store(scores + j, score);
     }
   }
@@ -105,7 +106,7 @@ inline void ForwardItem<E>::finish_decoding(int row, int64_t first, int count, T
     if (functions_) {
       const auto tile = tile_of_functions(row, round_up(count, kWidth<T>), first, 1, false);
       const bool drops = functions_.has_masks() && !functions_.decide(tile, keep_, 0).whole;
-      functions_.apply(tile, scores, 0, nullptr, drops ? keep_ : nullptr, 0);
+      functions_.template apply<Unit::log2>(tile, scores, 0, nullptr, drops ? keep_ : nullptr, 0);
       for (int j = 0; options_.masks_functions && j < count; j += kWidth<T>) {
         store(scores + j, options_.without_masked(load(scores + j), rows_of_options_[row], first + j));
       }

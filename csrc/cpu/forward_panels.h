@@ -28,7 +28,7 @@ inline void ForwardItem<E>::attend(int panel, int64_t block, int begin, int keys
   T* scores = scores_;
   // The scale is not multiplied into the queries: products of 16-bit numbers are exact in float, those of scaled ones
   // are not.
-  Vec<T> scale = static_cast<T>(scale_ * kLog2E);
+  Vec<T> scale = unit_of_products(scale_, options_, functions_);
   if constexpr (kTiled<F>) {
     next_k_.step();
     multiply_tiles<NV>(round_up(keys, kTileRows), depth_, k, k_stride_, queries, kPanel<T>, scores, kPanel<T>, false);
@@ -42,20 +42,30 @@ inline void ForwardItem<E>::attend(int panel, int64_t block, int begin, int keys
   if (options_.any()) apply_options<NV>(row, block + begin, keys);
   if constexpr (std::is_same_v<T, float>) {  // cpu.cc has refused functions of others
     if (functions_) {
-      functions_.apply(tile_of_functions(row, NV * kWidth<T>, block + begin, keys, true), scores, kPanel<T>, nullptr,
-                       keep, kPanel<T>);
+      if (options_.any() && functions_.takes_scores()) {
+        change_scores<NV>(0, keys, [&](int, int, Vec<T>& score) __attribute__((always_inline)) { score *= T(kLn2); });
+      }
+      functions_.template apply<Unit::natural>(tile_of_functions(row, NV * kWidth<T>, block + begin, keys, true),
+                                               scores, kPanel<T>, nullptr, keep, kPanel<T>);
       if (options_.masks_functions) drop_masked<NV>(row, block + begin, keys);
     }
   }
   if (options_.has_segments) compare_segments<NV>(row, kept, block + begin, keys);
   if (options_.has_intervals && !gathered_) test_intervals<NV>(row, kept, block + begin, keys);
   if (band_.limited()) mask<NV>(row, kept, block + begin, keys);
-  if (dropout_.active()) {
-    online_softmax<NV, T>(keys, scores, maximum_ + row, sum_ + row, decay_);
-    drop<NV>(row, begin, keys);
-    pair_weights<NV, F>(keys, scores);
+  auto weigh = [&](auto unit) __attribute__((always_inline)) {
+    if (dropout_.active()) {
+      online_softmax<NV, T, unit.value>(keys, scores, maximum_ + row, sum_ + row, decay_);
+      drop<NV>(row, begin, keys);
+      pair_weights<NV, F>(keys, scores);
+    } else {
+      online_softmax<NV, F, unit.value>(keys, scores, maximum_ + row, sum_ + row, decay_);
+    }
+  };
+  if (functions_.takes_scores()) {
+    weigh(std::integral_constant<Unit, Unit::natural>{});
   } else {
-    online_softmax<NV, F>(keys, scores, maximum_ + row, sum_ + row, decay_);
+    weigh(std::integral_constant<Unit, Unit::log2>{});
   }
   const T* decay = decay_;
   F* weights = reinterpret_cast<F*>(scores);

@@ -198,6 +198,10 @@ class Planner {
     for (int i = 0; i < count; ++i) {
       const auto& [line, side] = placed_[i];
       const int own = static_cast<int>(side);
+      if (line.operation == Operation::score) {
+        values[i] = {side, kSlotOfScores};
+        continue;
+      }
       int slot = steps_.slots[own];
       if (free[own].empty()) {
         ++steps_.slots[own];
@@ -211,7 +215,7 @@ class Planner {
       steps_.of[own].push_back(step);
       // Only now: no step writes what it reads.
       for (int j = 0; j < line.arguments; ++j) {
-        if (last[line.args[j]] != i) continue;
+        if (last[line.args[j]] != i || values[line.args[j]].slot == kSlotOfScores) continue;
         free[own].push_back(values[line.args[j]].slot);
         last[line.args[j]] = -1;
       }

@@ -34,6 +34,9 @@ enum class Operation : uint8_t {
 enum class Side : uint8_t { lane, line, pair, diagonal };
 constexpr int kSides = 4;
 
+// The slot of the scores, which steps read where they are.
+constexpr int kSlotOfScores = -1;
+
 struct Value {
   Side side = Side::lane;
   int slot = 0;

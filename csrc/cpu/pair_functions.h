@@ -4,19 +4,9 @@
 #include "evaluate.h"
 #include "pack.h"
 #include "ranges.h"
+#include "softmax.h"
 
 namespace jax_flash::cpu::JAX_FLASH_ISA {
-
-// From natural units to those of log2. A finite number stays finite: the lowest float, which is often used as a mask,
-// must not become -inf.
-template <typename T>
-JAX_FLASH_INLINE Vec<T> in_log2(const Vec<T>& x) {
-  constexpr T kLargest = std::numeric_limits<T>::max();
-  Vec<T> y = x * static_cast<T>(kLog2E);
-  put_where(y > kLargest && x <= kLargest, y, kLargest);
-  put_where(y < -kLargest && x >= -kLargest, y, -kLargest);
-  return y;
-}
 
 // Kinds of blocks in mask_blocks: no pair is kept; the partial mask decides; all pairs are kept.
 constexpr int kEmptyBlock = 0, kPartialBlock = 1, kFullBlock = 2;
@@ -79,6 +69,7 @@ class PairFunctions {
   explicit operator bool() const { return functions_; }
   // Whether the derivative of the score differs from 1, in a backward pass.
   bool has_derivative() const { return functions_ && functions_->score.results() > 1; }
+  bool takes_scores() const { return functions_ && functions_->score; }
   bool has_gradient() const { return functions_ && functions_->gradient; }
   // Of the gradients of captured arrays together.
   int64_t gradient_elements() const { return gradients_[p_.options.dcaptured]; }
@@ -130,9 +121,9 @@ class PairFunctions {
     const TileOfPairs pairs = pairs_of(tile);
     if (functions_->mask) {
       const Steps& steps = steps_of(functions_->mask, pairs);
-      evaluator_.run(steps, pairs, nullptr, 0, [&](int first, int lines) {
+      evaluator_.run(steps, pairs, nullptr, 0, [&](int first, int lines, const Evaluator::Lines& values) {
         for (int i = 0; i < lines; ++i) {
-          std::copy_n(evaluator_.result<int32_t>(steps.results[0], pairs, i), tile.lanes, keep + (first + i) * stride);
+          std::copy_n(values.result<int32_t>(steps.results[0], i), tile.lanes, keep + (first + i) * stride);
         }
       });
     }
@@ -160,24 +151,27 @@ class PairFunctions {
     return range;
   }
 
-  // Changes scores in units of log2, and writes what the gradients of earlier scores are to be multiplied by to
-  // `derivatives`, which may be null, of the same stride. A pair that is dropped has the score -inf and the factor 0;
-  // `keep` has lines `keep_stride` apart, and is null where all are kept.
+  // Changes scores, which are in natural units where takes_scores(), into those in units of `after`, and writes what
+  // the gradients of earlier scores are to be multiplied by to `derivatives`, which may be null, of the same stride. A
+  // pair that is dropped has the score -inf and the factor 0; `keep` has lines `keep_stride` apart, and is null where
+  // all are kept.
+  template <Unit after>
   void apply(const Tile& tile, float* scores, ptrdiff_t stride, float* derivatives, const int32_t* keep,
              ptrdiff_t keep_stride) const {
     constexpr int W = kWidth<float>;
     if (functions_->score) {
       const TileOfPairs pairs = pairs_of(tile);
       const Steps& steps = steps_of(functions_->score, pairs);
-      evaluator_.run(steps, pairs, scores, stride, [&](int first, int lines) {
+      evaluator_.run(steps, pairs, scores, stride, [&](int first, int lines, const Evaluator::Lines& values) {
         for (int i = 0; i < lines; ++i) {
-          const float* values = evaluator_.result<float>(steps.results[0], pairs, i);
-          for (int lane = 0; lane < tile.lanes; lane += W) {
-            store(scores + (first + i) * stride + lane, in_log2<float>(load(values + lane)));
+          if (derivatives && steps.results.size() > 1) {
+            std::copy_n(values.result<float>(steps.results[1], i), tile.lanes, derivatives + (first + i) * stride);
           }
-          if (!derivatives || steps.results.size() < 2) continue;
-          std::copy_n(evaluator_.result<float>(steps.results[1], pairs, i), tile.lanes,
-                      derivatives + (first + i) * stride);
+          const float* changed = values.result<float>(steps.results[0], i);
+          for (int lane = 0; lane < tile.lanes; lane += W) {
+            store(scores + (first + i) * stride + lane,
+                  after == Unit::log2 ? in_log2<float>(load(changed + lane)) : load(changed + lane));
+          }
         }
       });
     }
@@ -207,13 +201,13 @@ class PairFunctions {
     auto elements_of = [&](const Addition& addition) {
       return sums + gradients_[addition.gradient] + call_ * addition.of_call;
     };
-    evaluator_.run(steps, pairs, scores, stride, [&](int first, int lines) {
+    evaluator_.run(steps, pairs, scores, stride, [&](int first, int lines, const Evaluator::Lines& values) {
       double* sums_of_addition = sums_;
       for (const Addition& addition : steps.additions) {
         double* to = elements_of(addition);
         for (int i = 0; i < lines; ++i) {
           const float* ds = dscores + (first + i) * stride;
-          const float* derivative = evaluator_.result<float>(addition.derivative, pairs, i);
+          const float* derivative = values.result<float>(addition.derivative, i);
           switch (addition.side) {
             case Side::lane: add(ds, derivative, tile.lanes, sums_of_addition); break;
             case Side::diagonal:
@@ -223,9 +217,8 @@ class PairFunctions {
               to[evaluator_.result<int32_t>(addition.index)[first + i]] += sum_of(ds, derivative, tile.lanes);
               break;
             case Side::pair:
-              add_pairs(ds, derivative, evaluator_.result<int32_t>(addition.index, pairs, i),
-                        addition.always ? nullptr : evaluator_.result<int32_t>(addition.valid, pairs, i), tile.lanes,
-                        to);
+              add_pairs(ds, derivative, values.result<int32_t>(addition.index, i),
+                        addition.always ? nullptr : values.result<int32_t>(addition.valid, i), tile.lanes, to);
           }
         }
         sums_of_addition += most;
@@ -344,9 +337,9 @@ class PairFunctions {
       return true;
     }
     const Steps& steps = steps_of(functions_->partial_mask, pairs);
-    evaluator_.run(steps, pairs, nullptr, 0, [&](int first, int lines) {
+    evaluator_.run(steps, pairs, nullptr, 0, [&](int first, int lines, const Evaluator::Lines& values) {
       for (int i = 0; i < lines; ++i) {
-        decide_line(first + i, evaluator_.result<int32_t>(steps.results[0], pairs, i));
+        decide_line(first + i, values.result<int32_t>(steps.results[0], i));
       }
     });
     return true;

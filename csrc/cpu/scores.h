@@ -1,4 +1,5 @@
-// What the options do to the scores of a tile. Scores are in units of log2 throughout, so that exp2 makes weights.
+// What the options do to the scores of a tile. Scores are in units of log2, so that exp2 makes weights, but for score
+// functions.
 #pragma once
 
 #include <limits>
@@ -131,6 +132,12 @@ class Scores {
  private:
   T cap_, cap_rate_;
 };
+
+// What the products of queries and keys are multiplied by. Score functions take natural units.
+template <typename E>
+Compute<E> unit_of_products(double scale, const Scores<E>& scores, const PairFunctions& functions) {
+  return static_cast<Compute<E>>(functions.takes_scores() && !scores.any() ? scale : scale * kLog2E);
+}
 
 // Whether pairs are kept by the intervals of keys, and nothing asks which key one is: so that keys which all rows keep
 // may stand side by side.

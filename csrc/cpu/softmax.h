@@ -1,20 +1,43 @@
-// The online softmax of one panel of the forward tile, queries in the lanes, scores in units of log2.
+// The online softmax of one panel of the forward tile, queries in the lanes.
 #pragma once
+
+#include <limits>
 
 #include "gemm.h"
 
 namespace jax_flash::cpu::JAX_FLASH_ISA {
 
+constexpr double kLog2E = 1.4426950408889634074;
+constexpr double kLn2 = 0.69314718055994530942;
+
+// Of scores.
+enum class Unit { natural, log2 };
+
+// From natural units to those of log2. A finite number stays finite: the lowest float, which is often used as a mask,
+// must not become -inf.
+template <typename T>
+JAX_FLASH_INLINE Vec<T> in_log2(const Vec<T>& x) {
+  constexpr T kLargest = std::numeric_limits<T>::max();
+  Vec<T> y = x * static_cast<T>(kLog2E);
+  put_where(y > kLargest && x <= kLargest, y, kLargest);
+  put_where(y < -kLargest && x >= -kLargest, y, -kLargest);
+  return y;
+}
+
 template <typename T>
 constexpr T kInfinity = static_cast<T>(__builtin_inf());
 
-// Turns s[keys][kPanel] into exp2(s - max), and updates the running maximum and sum of the lanes. `decay` is the factor
-// for earlier sums and outputs. The weights overwrite the scores as factors F of the next product: pairs are laid out
-// as by pair_weights().
-template <int NV, typename F, typename T>
+// Turns s[keys][kPanel] into weights, exp2(s - max) where they are in units of log2, and updates the running maximum
+// and sum of the lanes. `decay` is the factor for earlier sums and outputs. The weights overwrite the scores as factors
+// F of the next product: pairs are laid out as by pair_weights().
+template <int NV, typename F, Unit unit, typename T>
 void online_softmax(int keys, T* s, T* maximum, T* sum, T* decay) {
   constexpr int W = kWidth<T>;
   constexpr int N = kPanel<T>;
+  auto power = [](const Vec<T>& x) __attribute__((always_inline)) {
+    if constexpr (unit == Unit::log2) return exp2(x);
+    return exp2(Vec<T>(x * static_cast<T>(kLog2E)));
+  };
   Vec<T> highest[NV], total[NV];
 #pragma GCC unroll 8
   for (int v = 0; v < NV; ++v) highest[v] = load(maximum + v * W);
@@ -28,12 +51,12 @@ void online_softmax(int keys, T* s, T* maximum, T* sum, T* decay) {
     store(maximum + v * W, highest[v]);
     // A lane that has kept no key yet: -inf - -inf would be NaN, -inf - 0 gives the weight 0.
     clear_where(highest[v] == -kInfinity<T>, highest[v]);
-    Vec<T> factor = exp2(before - highest[v]);
+    Vec<T> factor = power(before - highest[v]);
     store(decay + v * W, factor);
     total[v] = load(sum + v * W) * factor;
   }
   auto weigh = [&](int j, int v) __attribute__((always_inline)) {
-    Vec<T> weight = exp2(load(s + j * N + v * W) - highest[v]);
+    Vec<T> weight = power(load(s + j * N + v * W) - highest[v]);
     total[v] += weight;
     return weight;
   };
