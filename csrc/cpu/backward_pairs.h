@@ -105,7 +105,7 @@ inline void BackwardItem<E>::tile_of_pairs(int64_t t, int rows, int64_t next) {
 #endif
   if (later) {
     for_panels(make_scores);
-    T scale = unit_of_products(scale_, options_, functions_);
+    T scale = scale_of_products(scale_, options_, functions_);
     for (int i = 0; i < rows; ++i) {
       for (int lane = 0; lane < keys; lane += kWidth<T>) {
         T* score = weights_ + i * kKeys + lane;
@@ -157,7 +157,7 @@ template <typename E>
 template <Finish finish>
 inline void BackwardItem<E>::pair_tile(int rows, int first, int lanes) {
   constexpr int W = kWidth<T>;
-  Vec<T> scale = unit_of_products(scale_, options_, functions_);
+  Vec<T> scale = static_cast<T>(scale_ * kLog2E);
   for (int i = 0; i < rows; i += 2) {
     next_record_.template step<Access::read, 2>();
     ask_for_rows();

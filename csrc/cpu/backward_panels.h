@@ -212,7 +212,7 @@ template <int NV, Finish finish>
 JAX_FLASH_INLINE void BackwardItem<E>::scores_of_rows(int i, int lane) {
   const T* k = k_panels_ + static_cast<int64_t>(lane) * p_.head_dim;
   const T* v = v_panels_ + static_cast<int64_t>(lane) * p_.value_head_dim;
-  Vec<T> scale = unit_of_products(scale_, options_, functions_);
+  Vec<T> scale = scale_of_products(scale_, options_, functions_);
   T* weights = weights_ + i * kKeys + lane;
   T* dscores = dscores_ + i * kKeys + lane;
   auto weight = [&](int r, int vector, const Vec<T>& score) __attribute__((always_inline)) {

@@ -120,7 +120,7 @@ class ForwardItem {
       load_queries();
       clear();
       for_each_block(split, keys_, [&](int64_t first, int count) { attend_block(first, count); });
-      if (functions_.takes_scores() && !decodes()) {
+      if (functions_.takes_scores() && !decodes()) {  // panels have maxima in natural units
         for (int i = 0; i < rows_; i += kWidth<T>) store(maximum_ + i, in_log2<T>(load(maximum_ + i)));
       }
       if (plan_.splits == 1) {

@@ -12,7 +12,7 @@ inline void ForwardItem<E>::decode(int64_t first, int count) {
   int row = round_up(count, std::max(kWidth<T>, kDropoutKeys));  // of scores
   int64_t query_stride = int64_t{R} * k_stride_, score_stride = int64_t{R} * row;
   int64_t record_stride = record_size(), first_item = block_item_;
-  T scale = unit_of_products(scale_, options_, functions_);
+  T scale = scale_of_products(scale_, options_, functions_);
   with_rows<R>(p_.k, p_.head_dim, k_stride_ * kElements<F>, reinterpret_cast<E*>(k_), first, count, all,
                [&](int head, int j, int keys, const Rows<const E>& k, Ahead ahead) __attribute__((always_inline)) {
                  score_decoding<R>(keys, k, Rows<const F>{queries_ + head * query_stride, k_stride_, 0}, scale,

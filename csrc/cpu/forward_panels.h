@@ -28,7 +28,7 @@ inline void ForwardItem<E>::attend(int panel, int64_t block, int begin, int keys
   T* scores = scores_;
   // The scale is not multiplied into the queries: products of 16-bit numbers are exact in float, those of scaled ones
   // are not.
-  Vec<T> scale = unit_of_products(scale_, options_, functions_);
+  Vec<T> scale = scale_of_products(scale_, options_, functions_);
   if constexpr (kTiled<F>) {
     next_k_.step();
     multiply_tiles<NV>(round_up(keys, kTileRows), depth_, k, k_stride_, queries, kPanel<T>, scores, kPanel<T>, false);

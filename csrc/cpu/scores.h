@@ -135,7 +135,7 @@ class Scores {
 
 // What the products of queries and keys are multiplied by. Score functions take natural units.
 template <typename E>
-Compute<E> unit_of_products(double scale, const Scores<E>& scores, const PairFunctions& functions) {
+Compute<E> scale_of_products(double scale, const Scores<E>& scores, const PairFunctions& functions) {
   return static_cast<Compute<E>>(functions.takes_scores() && !scores.any() ? scale : scale * kLog2E);
 }
 

@@ -10,7 +10,7 @@ namespace jax_flash::cpu::JAX_FLASH_ISA {
 constexpr double kLog2E = 1.4426950408889634074;
 constexpr double kLn2 = 0.69314718055994530942;
 
-// Of scores.
+// Of scores. Score functions take and make natural ones; exp2 makes weights of those of log2.
 enum class Unit { natural, log2 };
 
 // From natural units to those of log2. A finite number stays finite: the lowest float, which is often used as a mask,
