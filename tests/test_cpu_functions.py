@@ -194,21 +194,21 @@ def test_gradients_of_tables(index: str, implementation: str) -> None:
     inputs = [jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes]
     table, scale = jnp.asarray(random.standard_normal(300)), jnp.asarray(0.5)
 
-    def gradients(implementation: str, dtype: Any, exact: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+    def gradients(implementation: str, dtype: Any, wide: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
         query, key, value, dout = (x.astype(dtype) for x in inputs)
 
         def loss(table: jax.Array, scale: jax.Array) -> jax.Array:
             def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-                factor = jnp.where((q + kv) % 3 == 0, jnp.nan, 1.0 + 0.1 * (kv % 5).astype(exact))
+                factor = jnp.where((q + kv) % 3 == 0, jnp.nan, 1.0 + 0.1 * (kv % 5).astype(wide))
                 return score + (table[of_pair(h, q, kv)] + scale) * factor
 
             out = jax_flash.attention(
                 query, key, value, score_mod=score_mod, mask_mod=lambda b, h, q, kv: (q + kv) % 3 != 0,
                 implementation=implementation, **options,
             )  # fmt: skip
-            return (out.astype(exact) * dout.astype(exact)).sum()
+            return (out.astype(wide) * dout.astype(wide)).sum()
 
-        return jax.grad(loss, (0, 1))(table.astype(exact), scale.astype(exact))
+        return jax.grad(loss, (0, 1))(table.astype(wide), scale.astype(wide))
 
     wanted = gradients("reference", jnp.float64, jnp.float64)
     for deterministic in (False, True):

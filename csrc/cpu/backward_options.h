@@ -35,8 +35,8 @@ __attribute__((noinline)) void BackwardItem<E>::apply_functions(int64_t t, int r
       }
       if (functions_.has_gradient()) std::copy_n(weights_ + i * kKeys, lanes, scores_before_ + i * kKeys);
     }
-    functions_.template apply<Unit::log2>(tile_of_functions(rows, lanes), weights_, kKeys, derivatives_,
-                                          drops_ ? keep_ : nullptr, kKeys);
+    functions_.apply<Unit::log2>(tile_of_functions(rows, lanes), weights_, kKeys, derivatives_,
+                                 drops_ ? keep_ : nullptr, kKeys);
     for (int i = 0; options_.masks_functions && i < rows; ++i) {
       typename Scores<E>::Row row = options_.row(batch_, head_, t + i);
       for (int lane = 0; lane < lanes; lane += kWidth<T>) {

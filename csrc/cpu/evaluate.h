@@ -194,18 +194,18 @@ JAX_FLASH_INLINE void transpose_halves(U32 (&x)[kLinesOfRows]) {
   }
 }
 
+#if defined(__AVX2__)
 // Lanes of a table of two vectors.
-#if defined(__AVX512F__)
 JAX_FLASH_INLINE U32 look_up(const U32& index, const U32 (&table)[2]) {
+#if defined(__AVX512F__)
   return bits_as<U32>(_mm512_maskz_permutex2var_epi32(0xffff, bits_as<__m512i>(table[0]), bits_as<__m512i>(index),
                                                       bits_as<__m512i>(table[1])));
-}
-#elif defined(__AVX2__)
-JAX_FLASH_INLINE U32 look_up(const U32& index, const U32 (&table)[2]) {
+#else
   auto of = [&](const U32& x) {
     return bits_as<U32>(_mm256_permutevar8x32_epi32(bits_as<__m256i>(x), bits_as<__m256i>(index)));
   };
   return pick(index < 8, of(table[0]), of(table[1]));
+#endif
 }
 #endif
 
@@ -276,9 +276,9 @@ struct Loads {
   }
   static JAX_FLASH_INLINE void put(uint32_t* to, const U32& bits) { std::memcpy(to, &bits, sizeof(bits)); }
 
-  // Reads all where they are few neighbouring elements, which two vectors hold.
-  bool look_up_all([[maybe_unused]] uint32_t* to, [[maybe_unused]] int lanes, [[maybe_unused]] int lines) const {
 #if defined(__AVX2__)
+  // Reads all where they are few neighbouring elements, which two vectors hold.
+  bool look_up_all(uint32_t* to, int lanes, int lines) const {
     constexpr int kMost = 2 * W;
     I32 low = read<I32>(index, 0, 0), high = low;
     int32_t first = 0, last = 0;
@@ -307,13 +307,13 @@ struct Loads {
       }
     }
     return true;
-#else
-    return false;
-#endif
   }
+#endif
 
   void load(uint32_t* to, int lanes, int lines) const {
+#if defined(__AVX2__)
     if (look_up_all(to, lanes, lines)) return;
+#endif
     for (int line = 0; line < lines; line += H) {
       for (int lane = 0; lane < lanes; lane += W) {
         uint32_t* block = to + line * lanes + lane;

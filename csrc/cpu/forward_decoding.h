@@ -106,7 +106,7 @@ inline void ForwardItem<E>::finish_decoding(int row, int64_t first, int count, T
     if (functions_) {
       const auto tile = tile_of_functions(row, round_up(count, kWidth<T>), first, 1, false);
       const bool drops = functions_.has_masks() && !functions_.decide(tile, keep_, 0).whole;
-      functions_.template apply<Unit::log2>(tile, scores, 0, nullptr, drops ? keep_ : nullptr, 0);
+      functions_.apply<Unit::log2>(tile, scores, 0, nullptr, drops ? keep_ : nullptr, 0);
       for (int j = 0; options_.masks_functions && j < count; j += kWidth<T>) {
         store(scores + j, options_.without_masked(load(scores + j), rows_of_options_[row], first + j));
       }

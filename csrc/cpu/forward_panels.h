@@ -45,8 +45,8 @@ inline void ForwardItem<E>::attend(int panel, int64_t block, int begin, int keys
       if (options_.any() && functions_.takes_scores()) {
         change_scores<NV>(0, keys, [&](int, int, Vec<T>& score) __attribute__((always_inline)) { score *= T(kLn2); });
       }
-      functions_.template apply<Unit::natural>(tile_of_functions(row, NV * kWidth<T>, block + begin, keys, true),
-                                               scores, kPanel<T>, nullptr, keep, kPanel<T>);
+      functions_.apply<Unit::natural>(tile_of_functions(row, NV * kWidth<T>, block + begin, keys, true), scores,
+                                      kPanel<T>, nullptr, keep, kPanel<T>);
       if (options_.masks_functions) drop_masked<NV>(row, block + begin, keys);
     }
   }
