@@ -80,7 +80,7 @@ class PairFunctions {
     if (!functions_) return;
     evaluator_ = Evaluator(*functions_, most_lanes, most_lines, p_.captured);
     evaluator_.take(arena);
-    kinds_ = arena.take<int32_t>(most_lanes);
+    kinds_ = arena.take<int32_t>(2 * int64_t{most_lanes});
     sums_ = arena.take<double>(int64_t{functions_->most_additions()} * evaluator_.most_diagonals());
   }
 
@@ -306,30 +306,39 @@ class PairFunctions {
     if (!any([](int kind) { return kind != kFullBlock; })) return false;
     const bool decides = functions_->partial_mask && any([](int kind) { return kind == kPartialBlock; });
     auto place = [&](bool of_row, int i) { return of_row ? tile.rows[i] : std::min(tile.first_key + i, end - 1); };
-    int64_t block = -1;
-    auto decide_line = [&](int line, const int32_t* partial) {
-      const int64_t at_line = place(!tile.rows_in_lanes, line);
-      const int64_t of_line = tile.rows_in_lanes ? blocks_.key_block(at_line) : blocks_.row_block(at_line);
-      const int64_t size = tile.rows_in_lanes ? blocks_.rows() : blocks_.keys();
-      // Where the block begins whose kind is known: lanes mostly share one, and a division for each takes long.
-      int64_t first = -size;
-      for (int lane = 0, kind = 0; block != of_line && lane < tile.lanes; ++lane) {
+    const int64_t of_lanes = tile.rows_in_lanes ? blocks_.rows() : blocks_.keys();
+    const int64_t of_lines = tile.rows_in_lanes ? blocks_.keys() : blocks_.rows();
+    // What the kinds of the lanes say, of lines of the block that begins at this line: whether a pair may be kept, and
+    // whether it is whatever the partial mask says. Lines and lanes mostly share blocks: a division for each takes
+    // long.
+    int32_t *const may_keep = kinds_, *const keeps = kinds_ + tile.lanes;
+    int64_t block_of_lines = -of_lines;
+    auto read_kinds = [&](int64_t line) {
+      const int64_t of_line = line / of_lines;
+      block_of_lines = of_line * of_lines;
+      int64_t block_of_lanes = -of_lanes;
+      for (int lane = 0, kind = 0; lane < tile.lanes; ++lane) {
         const int64_t at = place(tile.rows_in_lanes, lane);
-        if (at < first || at >= first + size) {
-          const int64_t of_lane = at / size;
-          first = of_lane * size;
+        if (at < block_of_lanes || at >= block_of_lanes + of_lanes) {
+          const int64_t of_lane = at / of_lanes;
+          block_of_lanes = of_lane * of_lanes;
           kind = tile.rows_in_lanes ? blocks_.kind(tile.head, of_lane, of_line)
                                     : blocks_.kind(tile.head, of_line, of_lane);
         }
-        kinds_[lane] = kind;
+        may_keep[lane] = kind == kEmptyBlock ? 0 : -1;
+        keeps[lane] = kind == kFullBlock ? -1 : 0;
       }
-      block = of_line;
+    };
+    const bool has_mask = static_cast<bool>(functions_->mask);
+    auto decide_line = [&](int line, const int32_t* partial) {
+      const int64_t at = place(!tile.rows_in_lanes, line);
+      if (at < block_of_lines || at >= block_of_lines + of_lines) read_kinds(at);
+      int32_t* const to = keep + line * stride;
       for (int lane = 0; lane < tile.lanes; lane += kWidth<float>) {
-        int32_t* to = keep + line * stride + lane;
-        I32 kind = vector(kinds_ + lane), kept = kind != kEmptyBlock;
-        if (partial) kept &= (kind == kFullBlock) | vector(partial + lane);
-        if (functions_->mask) kept &= vector(to);
-        std::memcpy(to, &kept, sizeof(kept));
+        I32 kept = vector(may_keep + lane);
+        if (partial) kept &= vector(keeps + lane) | vector(partial + lane);
+        if (has_mask) kept &= vector(to + lane);
+        std::memcpy(to + lane, &kept, sizeof(kept));
       }
     };
     if (!decides) {
@@ -353,7 +362,7 @@ class PairFunctions {
   Blocks blocks_;
   int64_t q_offset_ = 0;
   int32_t batch_ = 0, call_ = 0;
-  int32_t* kinds_ = nullptr;  // of the lanes
+  int32_t* kinds_ = nullptr;  // two numbers for each lane
   double* sums_ = nullptr;    // of the lanes or diagonals of each addition
 };
 
