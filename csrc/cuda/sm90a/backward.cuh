@@ -9,12 +9,9 @@
 // memory, for dQ.
 //
 // One warp of one more warpgroup loads the rows by TMA, a ring of `stages` tiles ahead. dQ of a tile of rows, which
-// takes dS of both warpgroups, is the work of one of them, by turns, behind its own products of the tile after: so
-// neither waits for the other's dS, one is at its exponentials while the tensor cores are the other's, and dS is read
-// once.
-//
-// Where registers suffice a warpgroup has two tiles of keys. Then dQ is added once for twice as many keys, and
-// the exponentials of the second tile run beside dK of the first.
+// takes dS of both warpgroups, is computed behind the products of the tile after, so that neither waits for the other's
+// dS. Of 64 rows it is the work of one warpgroup, by turns: one is at its exponentials while the tensor cores are the
+// other's. Tiles of 128 rows, of which each has 64, fit plain calls up to head_dim 64.
 #pragma once
 
 #include "cuda/sm90a/backward_loads.cuh"
@@ -41,7 +38,7 @@ extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
 
 // dK and dV of a thread.
 struct KeySums {
-  FragmentC dk[tiles_of_keys][KSlabs::columns / 8], dv[tiles_of_keys][VSlabs::columns / 8];
+  FragmentC dk[KSlabs::columns / 8], dv[VSlabs::columns / 8];
 };
 
 struct Backward {
@@ -57,7 +54,7 @@ struct Backward {
   u32 k_operand[keys_in_registers ? KSlabs::columns / 16 : 1][4];
   u32 v_operand[keys_in_registers ? VSlabs::columns / 16 : 1][4];
 
-  __device__ __forceinline__ int key_row(int j) const { return j * row_of_tiles + group * 64 + warp * 16; }
+  __device__ __forceinline__ int key_row() const { return group * 64 + warp * 16; }
 
   // What is beyond the end of keys or rows may be anything, and no weight of 0 would take it away.
   template <int k, int v>
@@ -71,8 +68,8 @@ struct Backward {
       named_sync(all_computing, computing_threads);
     }
     if constexpr (keys_in_registers) {
-      KSlabs::read(k_operand, shared_address(shared.k), key_row(0), lane);
-      VSlabs::read(v_operand, shared_address(shared.v), key_row(0), lane);
+      KSlabs::read(k_operand, shared_address(shared.k), key_row(), lane);
+      VSlabs::read(v_operand, shared_address(shared.v), key_row(), lane);
     }
   }
   __device__ __forceinline__ void wait_for_rows(Walk& at, const Ring<stages>& ring) const {
@@ -88,11 +85,11 @@ struct Backward {
     }
   }
 
-  // c = X Y^T, for tile j of the warpgroup's keys.
+  // c = X Y^T, for the warpgroup's keys.
   template <typename X, typename Y, int n>
-  __device__ __forceinline__ void start_scores(Scores64& c, const u32 (&operand)[n][4], const char* x, const char* y,
-                                               int j) const {
-    const u64 a = by_rows(shared_address(x) + (j * row_of_tiles + group * 64) * 128), b = by_rows(shared_address(y));
+  __device__ __forceinline__ void start_scores(Scores64& c, const u32 (&operand)[n][4], const char* x,
+                                               const char* y) const {
+    const u64 a = by_rows(shared_address(x) + group * 64 * 128), b = by_rows(shared_address(y));
     wgmma_fence();
 #pragma unroll
     for (int kk = 0; kk < X::steps; ++kk) {
@@ -105,45 +102,34 @@ struct Backward {
     wgmma_commit();
   }
 
-  __device__ __forceinline__ void start_s(Scores64& s, int stage, int j) const {
-    start_scores<KSlabs, QSlabs>(s, k_operand, shared.k, shared.q[stage], j);
+  __device__ __forceinline__ void start_s(Scores64& s, int stage) const {
+    start_scores<KSlabs, QSlabs>(s, k_operand, shared.k, shared.q[stage]);
   }
-  __device__ __forceinline__ void start_dp(Scores64& dp, int stage, int j) const {
-    start_scores<VSlabs, OutSlabs>(dp, v_operand, shared.v, shared.dout[stage], j);
+  __device__ __forceinline__ void start_dp(Scores64& dp, int stage) const {
+    start_scores<VSlabs, OutSlabs>(dp, v_operand, shared.v, shared.dout[stage]);
   }
-
-  // That a tile of keys has none.
-  __device__ __forceinline__ void put_no_ds(int i, int j) const {
-    constexpr Operand64 zeros = {};
-    Slabs<block_kv, block_q>::put(shared_address(shared.ds[i % 2]), key_row(j), zeros, lane);
-    stores_ready();
-  }
-  __device__ __forceinline__ void start_dv(const Operand64& p, int stage, int j) {
+  __device__ __forceinline__ void start_dv(const Operand64& p, int stage) {
     wgmma_fence();
-    multiply_rows<OutSlabs>(sums.dv[j], p, shared_address(shared.dout[stage]));
+    multiply_rows<OutSlabs>(sums.dv, p, shared_address(shared.dout[stage]));
     wgmma_commit();
   }
-  __device__ __forceinline__ void start_dk(const Operand64& ds, int stage, int j) {
+  __device__ __forceinline__ void start_dk(const Operand64& ds, int stage) {
     wgmma_fence();
-    multiply_rows<QSlabs>(sums.dk[j], ds, shared_address(shared.q[stage]));
+    multiply_rows<QSlabs>(sums.dk, ds, shared_address(shared.q[stage]));
     wgmma_commit();
   }
 
-  // The registers of what was an operand of dV or dK, for the next tile of keys.
-  __device__ __forceinline__ void take_back(Operand64& operand) const {
-    wgmma_wait<0>();
-    hold(operand);
-  }
-
-  // dS of the tile of rows that comes `i`-th lies in one of two buffers; the warp's part, of its tile j of keys.
-  __device__ __forceinline__ void put_ds(const Operand64& ds, int i, int j) const {
-    if (j == 0) barrier_wait(shared_address(&shared.ds_empty[i % 2]), phases.ds(i) ^ 1);
-    Slabs<block_kv, block_q>::put(shared_address(shared.ds[i % 2]), key_row(j), ds, lane);
+  // dS of the tile of rows that comes `i`-th lies in one of two buffers; the warp's part.
+  __device__ __forceinline__ void put_ds(const Operand64& ds, int i) const {
+    barrier_wait(shared_address(&shared.ds_empty[i % 2]), phases.ds(i) ^ 1);
+    DsSlabs::put(shared_address(shared.ds[i % 2]), key_row(), ds, lane);
     stores_ready();
   }
+  __device__ __forceinline__ bool sums_dq(int i) const { return adds_dq && (shares_dq || i % computing == group); }
   // dQ of the tile of rows that came i-th. No other product may be under way, or the registers are wanting.
   __device__ __forceinline__ void sum_dq(const Walk& at, int i) const {
-    const u64 ds = by_columns(shared_address(shared.ds[i % 2]), 0);
+    const int slab = shares_dq ? group : 0, row = slab * 64;
+    const u64 ds = by_columns(shared_address(shared.ds[i % 2]) + slab * DsSlabs::slab_bytes, 0);
     barrier_wait(shared_address(&shared.ds_full[i % 2]), phases.ds(i));
 #pragma unroll
     for (int piece = 0; piece < dq_pieces; ++piece) {
@@ -159,129 +145,94 @@ struct Backward {
       hold(dq);
       if (lane == 0 && piece + 1 == dq_pieces) barrier_arrive(shared_address(&shared.ds_empty[i % 2]));
       if constexpr (adds_by_turns) {
-        barrier_wait(shared_address(&shared.dq_empty[group]), (i / 2 + 1) % 2);
+        barrier_wait(shared_address(&shared.dq_empty[group]), ((shares_dq ? i : i / 2) + 1) % 2);
         put_dq(dq, weights.dq_factor, shared.dq[group * 4 + warp], lane);
-        if (warp == 0 && lane == 0) shared.turns[group] = Turn::of(block, at);
+        if (warp == 0 && lane == 0) shared.turns[group] = Turn::of(block, at, row);
         if (lane == 0) barrier_arrive(shared_address(&shared.dq_full[group]));
       } else if constexpr (adds_in_bulk) {
-        add_dq_in_bulk(block, dq, weights.dq_factor, at, warp * 16, shared.dq[group * 4 + warp], lane);
+        add_dq_in_bulk(block, dq, weights.dq_factor, at, row + warp * 16, shared.dq[group * 4 + warp], lane);
       } else {
-        add_dq(block, dq, weights.dq_factor, at, warp * 16, piece * kBoxColumns, lane);
+        add_dq(block, dq, weights.dq_factor, at, row + warp * 16, piece * kBoxColumns, lane);
       }
     }
   }
 
-  // One tile of rows, the i-th of all, and the first `tiles` of keys; and dQ of the tile of rows before, if this
-  // warpgroup `sums` it.
-  template <int tiles, bool sums>
+  // One tile of rows, the i-th of all; and dQ of the tile of rows before, if this warpgroup `sums` it.
+  template <bool sums>
   __device__ __forceinline__ void step(Walk& at, const Ring<stages>& ring, int i) {
     const int stage = ring.stage;
-    Scores64 s[tiles], dp[tiles];  // S^T and then P^T, dP^T and then dS^T
+    Scores64 s, dp;  // S^T and then P^T, dP^T and then dS^T
     Derivatives derivatives;
-    Operand64 p_operand[tiles], ds_operand[tiles];
-    // Of the first tile of keys dP^T is under way with S^T, but where derivatives are kept: the registers for both are
-    // wanting, as they are beside dK of the first tile.
+    Operand64 p_operand, ds_operand;
+    // dP^T is under way with S^T, but where derivatives are kept: the registers for both are wanting.
     constexpr bool dp_with_s = !keeps_derivatives;
-    // Without dQ ptxas finds too few registers for dV to come first.
-    constexpr bool dv_last = keeps_derivatives || sums_heads || (!adds_dq && tiles_of_keys > 1);
+    constexpr bool dv_last = keeps_derivatives || sums_heads || block_q > 64;
     wait_for_rows(at, ring);
     if constexpr (in_turns) named_sync(turn_barrier + group, computing_threads);
-    start_s(s[0], stage, 0);
-    if constexpr (dp_with_s) start_dp(dp[0], stage, 0);
-#pragma unroll
-    for (int j = 0; j < tiles; ++j) {
-      const Diagonals diagonals = weights.of_diagonals(at, j * row_of_tiles);
-      const LseOf lse(shared.lse_log2[stage], lane);
-      if (j > 0 || dp_with_s) {
-        wgmma_wait<1>();  // S^T, but not dP^T, or dK of the tile before
-        if (dv_last && j > 0) hold(p_operand[j - 1]);
-      } else {
-        wgmma_wait<0>();
-      }
-      hold(s[j]);
-      weights.weigh(s[j], derivatives, at, is_full(at, j), lse, diagonals, j * row_of_tiles);
-      if (j > 0) take_back(ds_operand[j - 1]);
-      if (j > 0 || !dp_with_s) start_dp(dp[j], stage, j);
-      round_kept(p_operand[j], s[j]);
-      wgmma_wait<0>();  // dP^T
-      hold(dp[j]);
-      if constexpr (!dv_last) start_dv(p_operand[j], stage, j);
-      if constexpr (in_turns) named_arrive(turn_barrier + (group + 1) % computing, computing_threads);
-      weights.derive(dp[j], s[j], derivatives, at, OfRows{shared.deltas[stage]});
-      round_to(ds_operand[j], dp[j]);
-      if constexpr (adds_dq) put_ds(ds_operand[j], i, j);
-      if (j + 1 < tiles) {
-        if constexpr (!dv_last) take_back(p_operand[j]);
-        start_s(s[j + 1], stage, j + 1);
-      }
-      if constexpr (dv_last) start_dv(p_operand[j], stage, j);
-      start_dk(ds_operand[j], stage, j);
-    }
-    if constexpr (adds_dq && tiles < tiles_of_keys) put_no_ds(i, tiles);
+    start_s(s, stage);
+    if constexpr (dp_with_s) start_dp(dp, stage);
+    const Diagonals diagonals = weights.of_diagonals(at);
+    const LseOf lse(shared.lse_log2[stage], lane);
+    wgmma_wait<dp_with_s ? 1 : 0>();  // S^T
+    hold(s);
+    weights.weigh(s, derivatives, at, block.is_full(at), lse, diagonals);
+    if constexpr (!dp_with_s) start_dp(dp, stage);
+    if constexpr (block_q == 64) round_kept(p_operand, s);
+    wgmma_wait<0>();  // dP^T
+    hold(dp);
+    if constexpr (!dv_last) start_dv(p_operand, stage);
+    if constexpr (in_turns) named_arrive(turn_barrier + (group + 1) % computing, computing_threads);
+    weights.derive(dp, s, derivatives, at, OfRows{shared.deltas[stage]});
+    // Of 128 rows there is no room for P^T twice beside dP^T.
+    if constexpr (block_q > 64) round_kept(p_operand, s);
+    round_to(ds_operand, dp);
+    if constexpr (adds_dq) put_ds(ds_operand, i);
+    if constexpr (dv_last) start_dv(p_operand, stage);
+    start_dk(ds_operand, stage);
     if constexpr (adds_dq) {
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&shared.ds_full[i % 2]));
     }
     wgmma_wait<0>();
-    hold(p_operand[tiles - 1]);
-    hold(ds_operand[tiles - 1]);
+    hold(p_operand);
+    hold(ds_operand);
     __syncwarp();  // all lanes have read lse_log2 and deltas
     if (arrives(lane)) barrier_arrive(shared_address(&shared.empty[stage]));
     if constexpr (sums) sum_dq(before, i - 1);
   }
-  // `sums` by turns.
-  template <int tiles>
+  // The same, with dQ as sums_dq() says.
   __device__ __forceinline__ void step(Walk& at, const Ring<stages>& ring, int i) {
-    if (adds_dq && i > 0 && (i - 1) % computing == group) {
-      step<tiles, true>(at, ring, i);
+    if (i > 0 && sums_dq(i - 1)) {
+      step<adds_dq>(at, ring, i);
     } else {
-      step<tiles, false>(at, ring, i);
+      step<false>(at, ring, i);
     }
     before = at;
-  }
-
-  // The tiles of rows that tile j of keys is kept by, of all warpgroups.
-  __device__ __forceinline__ TileRange rows_of(int j) const {
-    return row_tiles_of<block_q>(block.band, block.place.extent, block.place.first_key + j * row_of_tiles,
-                                 row_of_tiles);
-  }
-  __device__ __forceinline__ bool is_full(const Walk& at, int j) const {
-    return tiles_of_keys == 1 ? block.is_full(at) : rows_of(j).is_full(at.tile);
   }
 
   // `next`: the phases behind this item.
   __device__ __forceinline__ void run(Phases& next) {
 #pragma unroll
-    for (int j = 0; j < tiles_of_keys; ++j) {
+    for (FragmentC& c : sums.dk) c = {};
 #pragma unroll
-      for (FragmentC& c : sums.dk[j]) c = {};
-#pragma unroll
-      for (FragmentC& c : sums.dv[j]) c = {};
-    }
+    for (FragmentC& c : sums.dv) c = {};
     if (block.idle()) return;
     if (in_turns && phases.none() && group == computing - 1) named_arrive(turn_barrier, computing_threads);
     wait_for_keys(k_operand, v_operand, phases.keys());
     Ring<stages> ring;
     int i = 0;
     for (Walk at{block.first_head, block.range.begin}; at.head <= block.last_head; ++i, ring.advance()) {
-      if (tiles_of_keys == 2 && option_causal && at.tile < rows_of(1).begin) {
-        step<1>(at, ring, i);
-      } else {
-        step<tiles_of_keys>(at, ring, i);
-      }
+      step(at, ring, i);
       at = weights.move<true>(at, block);
     }
-    if (adds_dq && (i - 1) % computing == group) sum_dq(before, i - 1);
+    if (sums_dq(i - 1)) sum_dq(before, i - 1);
     if constexpr (stays) {
       __syncwarp();
       if (arrives(lane)) barrier_arrive(shared_address(&shared.keys_empty));
       next.advance(ring, i);
     }
-#pragma unroll
-    for (int j = 0; j < tiles_of_keys; ++j) {
-      hold(sums.dk[j]);
-      hold(sums.dv[j]);
-    }
+    hold(sums.dk);
+    hold(sums.dv);
   }
 };
 
@@ -291,7 +242,7 @@ JAX_FLASH_DEVICE bool add_other_half(const Problem& problem, SharedStorage& shar
                                      int thread) {
   constexpr int sums_there = 2;
   constexpr int of_dk = ceil_div(head_dim, 8), of_dv = ceil_div(value_head_dim, 8);  // fragments that have results
-  constexpr int fragments = tiles_of_keys * (of_dk + of_dv);
+  constexpr int fragments = of_dk + of_dv;
   const int item = item_of(problem, index);
   int* const met = DqSums{problem}.met(item);
   if (thread == 0) shared.came_second = atomicAdd(met, 1) % sums_there;
@@ -312,12 +263,9 @@ JAX_FLASH_DEVICE bool add_other_half(const Problem& problem, SharedStorage& shar
     at += computing_threads;
   };
 #pragma unroll
-  for (int j = 0; j < tiles_of_keys; ++j) {
+  for (int n = 0; n < of_dk; ++n) meet(sums.dk[n]);
 #pragma unroll
-    for (int n = 0; n < of_dk; ++n) meet(sums.dk[j][n]);
-#pragma unroll
-    for (int n = 0; n < of_dv; ++n) meet(sums.dv[j][n]);
-  }
+  for (int n = 0; n < of_dv; ++n) meet(sums.dv[n]);
   if (!second) {
     __threadfence();
     named_sync(all_computing, computing_threads);
@@ -344,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     }
     for (int i = 0; i < 2; ++i) {
       barrier_init(shared_address(&shared.ds_full[i]), 4 * computing);
-      barrier_init(shared_address(&shared.ds_empty[i]), 4);  // warps of the one that summed
+      barrier_init(shared_address(&shared.ds_empty[i]), shares_dq ? 4 * computing : 4);  // warps of those that summed
       barrier_init(shared_address(&shared.dq_added[i]), adds_by_turns ? computing : 4 * computing);
       barrier_init(shared_address(&shared.item_full[i]), 1);
       const int others = stays ? 3 : 1;  // that load, wait for zeros and end additions
@@ -408,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       const int adding = warp - first_adding_warp;
       const int all = own.here ? (own.range.end - own.range.begin) * heads_of_share(problem) : 0;
       add_dq_by_turns(problem, shared.turns[adding], shared.dq[adding * 4], shared_address(&shared.dq_full[adding]),
-                      shared_address(&shared.dq_empty[adding]), ceil_div(all - adding, computing));
+                      shared_address(&shared.dq_empty[adding]), shares_dq ? all : ceil_div(all - adding, computing));
       barrier_arrive(shared_address(&shared.dq_added[0]));
     }
   } else {
@@ -418,11 +366,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     const SumsOfTables of_tables = shared.tables.tables(local, threadIdx.x - warpgroup);
     const auto first_key_of = [&](const Block& block) { return block.place.first_key + group * 64 + warp % 4 * 16; };
     const auto store = [&](const Block& block, const KeySums& sums, float dropout_factor) {
-#pragma unroll
-      for (int j = 0; j < tiles_of_keys; ++j) {
-        store_dk(block, sums.dk[j], first_key_of(block) + j * row_of_tiles, lane);
-        store_dv(block, sums.dv[j], dropout_factor, first_key_of(block) + j * row_of_tiles, lane);
-      }
+      store_dk(block, sums.dk, first_key_of(block), lane);
+      store_dv(block, sums.dv, dropout_factor, first_key_of(block), lane);
     };
     const auto arrive_added = [&](int slot) {
       if (!adds_dq || adds_by_turns) return;
@@ -481,8 +426,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
             const u32 results = shared_address(shared.dq[warp - 4]);
             if (lane == 0) bulk_wait_read<0>();
             __syncwarp();
-            store_box_of_keys<head_dim>(block, &maps.dk, sums.dk[0], dk_factor(block), first_key, results, lane);
-            store_box_of_keys<value_head_dim>(block, &maps.dv, sums.dv[0], dv_factor(block, dropout_factor), first_key,
+            store_box_of_keys<head_dim>(block, &maps.dk, sums.dk, dk_factor(block), first_key, results, lane);
+            store_box_of_keys<value_head_dim>(block, &maps.dv, sums.dv, dv_factor(block, dropout_factor), first_key,
                                               results + Slabs<16, head_dim>::bytes, lane);
           } else {
             store(block, sums, dropout_factor);

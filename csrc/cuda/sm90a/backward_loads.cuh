@@ -6,10 +6,8 @@
 
 namespace jax_flash {
 
-constexpr int row_of_tiles = 64 * computing;            // keys: a tile of each warpgroup
-constexpr int tiles_of_keys = block_kv / row_of_tiles;  // of a warpgroup
-static_assert(block_kv % row_of_tiles == 0 && tiles_of_keys <= 2, "one or two tiles of keys a warpgroup");
-static_assert(tiles_of_keys == 1 || !(keeps_derivatives || skips_tiles || sums_gradients || adds_captured),
+static_assert(block_kv == 64 * computing, "a warpgroup has 64 keys");
+static_assert(block_q == 64 || !(keeps_derivatives || skips_tiles || sums_gradients || adds_captured),
               "more options than there are registers for");
 // Whether captured numbers of a head have a gradient and nothing else takes as many registers: without what this leads
 // to, ptxas orders no product behind another one (its C7512) at head_dim 128.
@@ -18,16 +16,20 @@ constexpr bool sums_heads =
 // In how many pieces dQ is computed, a slab of columns each: these gradients take the registers of more.
 constexpr int dq_pieces = has_dalibi_slopes || sums_heads ? KSlabs::slabs : 1;
 
+// Whether each warpgroup computes dQ of 64 rows of a tile; otherwise one does of all, by turns.
+constexpr bool shares_dq = block_q == 64 * computing;
+
 // K and V stay in registers as operands where these suffice: they need not be read again for each tile of rows then.
 // Not without dQ: there ptxas (12.9 and 13) took them for dead behind their last use in the loop and gave their
 // registers to P and dS, with wrong dK and dV (tests/test_kernels.py looks for it).
-constexpr bool keys_in_registers = adds_dq && tiles_of_keys == 1 && KSlabs::columns + VSlabs::columns <= 128;
+constexpr bool keys_in_registers = adds_dq && block_q == 64 && KSlabs::columns + VSlabs::columns <= 128;
 
 // Whether dQ goes through shared memory, from where TMA adds it. Instructions that add registers stand in the way of
-// all other accesses to shared memory, 1,000 cycles a tile at head_dim 128; at 64 there are half as many, and the
-// detour takes as long. Sums of gradients leave no registers for it, values of diagonals no shared memory.
+// all other accesses to shared memory, 1,000 cycles a tile at head_dim 128; of 64 rows at head_dim 64 there are half as
+// many, and the detour takes as long. Sums of gradients leave no registers for it, values of diagonals no shared
+// memory.
 constexpr bool adds_in_bulk =
-    adds_dq && (option_ordered_dq || KSlabs::slabs > 1) && !sums_gradients && !has_diagonal_value;
+    adds_dq && (option_ordered_dq || shares_dq || KSlabs::slabs > 1) && !sums_gradients && !has_diagonal_value;
 static_assert(!adds_in_bulk || dq_pieces == 1, "dQ is added in one piece");
 
 // Whether warps that load nothing add dQ, one for each warpgroup: they wait for the block's turn.
@@ -46,15 +48,15 @@ constexpr int turn_barrier = one_computing + computing;
 
 // Whether blocks stay and take items of work from a counter, so that the first tiles of one are loaded while another
 // ends. A block has not the warps for it where additions are ordered or keys are listed, and not the registers beside
-// two tiles of keys, score functions, sums of gradients or descaling. At head_dim 64, where two blocks may share rows,
+// score functions, sums of gradients or descaling. At head_dim 64, where two blocks may share rows,
 // ptxas takes the operands of wgmma for different ones in each lane.
-constexpr bool stays = adds_dq && !adds_by_turns && !loads_by_list && tiles_of_keys == 1 && !has_score_function &&
-                       !sums_gradients && !has_descale && (KSlabs::slabs > 1 || !halves_rows);
+constexpr bool stays = adds_dq && !adds_by_turns && !loads_by_list && !has_score_function && !sums_gradients &&
+                       !has_descale && (KSlabs::slabs > 1 || !halves_rows);
 // Whether a warp of its own finds items, and their tiles where some are skipped.
 constexpr bool hands_over = stays || skips_tiles;
 static_assert(!hands_over || !(adds_by_turns || loads_by_list), "a warp that finds does nothing else");
 // Registers of the warps that load, find items and zero: they want more where those that compute can do without.
-constexpr int loading_warp = KSlabs::columns + VSlabs::columns <= 128 && tiles_of_keys == 1 ? 40 : 24;
+constexpr int loading_warp = KSlabs::columns + VSlabs::columns <= 128 && block_q == 64 ? 40 : 24;
 
 // Whether results of keys go by way of the shared memory of dQ, so that nobody waits for global memory.
 constexpr bool stores_in_bulk =
@@ -70,7 +72,7 @@ struct SharedStorage {
   char v[VSlabs::bytes];
   char q[stages][QSlabs::bytes];
   char dout[stages][OutSlabs::bytes];
-  char ds[adds_dq ? 2 : 1][Slabs<block_kv, block_q>::bytes];                    // dS^T
+  char ds[adds_dq ? 2 : 1][DsSlabs::bytes];                                     // dS^T
   float dq[adds_in_bulk ? 4 * computing : 1][adds_in_bulk ? sums_of_warp : 4];  // of 16 rows, a warp's
   float lse_log2[stages][block_q];
   float deltas[stages][block_q];

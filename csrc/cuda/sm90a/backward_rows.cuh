@@ -15,12 +15,13 @@ namespace jax_flash {
 constexpr int threads = 32 * warps;
 constexpr int computing = warps / 4 - 1;  // warpgroups; one more loads the rows
 constexpr int computing_threads = warpgroup * computing;
-static_assert(warps % 4 == 0 && block_q == 64, "64 rows fit the accumulators beside dK and dV");
+static_assert(warps % 4 == 0 && (block_q == 64 || block_q == 128), "what fits the accumulators beside dK and dV");
 
 using KSlabs = Slabs<block_kv, head_dim>;
 using VSlabs = Slabs<block_kv, value_head_dim>;
 using QSlabs = Slabs<block_q, head_dim>;
 using OutSlabs = Slabs<block_q, value_head_dim>;
+using DsSlabs = Slabs<block_kv, block_q>;
 using Scores64 = FragmentC[block_q / 8];  // of a warpgroup: 64 keys and a tile of rows
 using Operand64 = u32[block_q / 16][4];   // the same, rounded, as A of a product over the rows
 
@@ -63,8 +64,9 @@ struct Told {
 };
 
 // Whether two blocks may share the rows of one where there are few blocks: if rows have no other sums than dQ, all in
-// the range are visited, and no function takes the registers for where they begin and end.
-constexpr bool halves_rows = adds_dq && !packed && !skips_tiles && !sums_gradients && !loads_by_list &&
+// the range are visited, and no function takes the registers for where they begin and end. With tiles of 128 rows
+// blocks stay instead (backward_loads.cuh).
+constexpr bool halves_rows = block_q == 64 && adds_dq && !packed && !skips_tiles && !sums_gradients && !loads_by_list &&
                              !has_functions && !(bounded_left && KSlabs::slabs == 1);
 JAX_FLASH_DEVICE bool is_half(const Problem& problem) { return halves_rows && problem.halved != 0; }
 // The item of work (schedule.cuh) that comes `index`-th, of which each may come twice, once for each half of its rows.
@@ -254,10 +256,11 @@ struct Turn {
   int bytes;
   int before;
 
-  static __device__ __forceinline__ Turn of(const Block& block, const Walk& at) {
+  // Of 64 rows, from `own` of the tile on.
+  static __device__ __forceinline__ Turn of(const Block& block, const Walk& at, int own) {
     const Place& place = block.place;
-    const int row = at.tile * block_q, rows = at_most(block_q, place.extent.q.length - row);
-    const int first = first_dq_tile(block.problem, place.batch, place.sequence) + row / kDqRows;
+    const int row = at.tile * block_q, rows = at_least(0, at_most(64, place.extent.q.length - row - own));
+    const int first = first_dq_tile(block.problem, place.batch, place.sequence) + (row + own) / kDqRows;
     const int mine = place.first_key / block_kv;
     int before = bounded_left ? mine - at_least(0, row + block.band.low) / block_kv : mine;
     if constexpr (bounded_right) {
@@ -274,6 +277,10 @@ JAX_FLASH_DEVICE void add_dq_by_turns(const Problem& problem, const Turn& told, 
   for (int i = 0; i < times; ++i) {
     barrier_wait(full, i % 2);
     const Turn turn = told;
+    if (turn.bytes == 0) {  // these 64 rows are beyond the end
+      barrier_arrive(empty);
+      continue;
+    }
     int* const counter = DqSums{problem}.turn(turn.tile);
     while (load_acquire(counter) < turn.before) continue;
     JAX_FLASH_ASSERT(load_acquire(counter) == turn.before, "a block that adds dQ out of turn");
@@ -334,7 +341,7 @@ JAX_FLASH_DEVICE void store_box_of_keys(const Block& block, const TensorMap* map
   const Place& place = block.place;
 #pragma unroll
   for (int slab = 0; slab < Slabs<16, array_columns>::slabs; ++slab) {
-    Operand64 rounded;
+    u32 rounded[4][4];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const float* x = &c[slab * 8 + i / 2].x[i % 2 * 2];
@@ -424,32 +431,32 @@ struct Weights {
     return next;
   }
 
-  // Of a tile of rows and the keys `beyond` first_key and on: to be found while the scores are under way.
-  __device__ __forceinline__ Diagonals of_diagonals(const Walk& at, int beyond = 0) const {
+  // To be found while the scores are under way.
+  __device__ __forceinline__ Diagonals of_diagonals(const Walk& at) const {
     return {storage.values,
             scores.problem,
             scores.keep.functions(),
             at.tile * block_q,
-            first_key + beyond,
+            first_key,
             lane % 4 * 2,
             lane / 4,
             lane};
   }
 
-  // Scores of the keys `beyond` first_key and on become weights; lse_of as that of ScoreColumns. With
+  // Scores become weights; lse_of as that of ScoreColumns. With
   // keeps_derivatives, these are to be multiplied with dS^T.
   template <typename LseOf>
   __device__ __forceinline__ void weigh(Scores64& s, Derivatives& derivatives, const Walk& at, bool full,
-                                        const LseOf& lse_of, const Diagonals& diagonals, int beyond = 0) const {
+                                        const LseOf& lse_of, const Diagonals& diagonals) const {
     const int kind = tells_kind ? at.kind : unread_block;
     auto& tile = reinterpret_cast<FragmentC(&)[1][block_q / 8]>(s);
     const auto rows_of = [&](int i) { return intervals[has_q_intervals ? i : 0]; };
     if (full) {
-      scores.weigh<false>(tile, derivatives, at.tile * block_q, key() + beyond, lane, lse_of, rows_of, kind, diagonals);
+      scores.weigh<false>(tile, derivatives, at.tile * block_q, key(), lane, lse_of, rows_of, kind, diagonals);
     } else {
-      scores.weigh<true>(tile, derivatives, at.tile * block_q, key() + beyond, lane, lse_of, rows_of, kind, diagonals);
+      scores.weigh<true>(tile, derivatives, at.tile * block_q, key(), lane, lse_of, rows_of, kind, diagonals);
     }
-    if constexpr (with_dropout_rate) scores.drop(tile, at.tile * block_q, key() + beyond, lane);
+    if constexpr (with_dropout_rate) scores.drop(tile, at.tile * block_q, key(), lane);
   }
 
   // dP^T becomes dS^T, of weights.

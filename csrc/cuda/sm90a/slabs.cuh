@@ -72,13 +72,16 @@ struct Slabs {
       for (int kk = 0; kk < 4; ++kk) load_matrices(a[4 * i + kk], from.address(0, kk));
     }
   }
-  // And the way back, of one slab.
+  // And the way back.
   template <int n>
   static __device__ __forceinline__ void put(u32 tile, int row, const u32 (&a)[n][4], int lane) {
-    static_assert(n == 4 && slabs == 1, "all columns");
-    const LaneReader<Tile<rows, kBoxColumns>> to(tile, row + (lane & 15), lane >> 4);
+    static_assert(n == 4 * slabs, "all columns");
 #pragma unroll
-    for (int kk = 0; kk < 4; ++kk) store_matrices(to.address(0, kk), a[kk]);
+    for (int i = 0; i < slabs; ++i) {
+      const LaneReader<Tile<rows, kBoxColumns>> to(tile + i * slab_bytes, row + (lane & 15), lane >> 4);
+#pragma unroll
+      for (int kk = 0; kk < 4; ++kk) store_matrices(to.address(0, kk), a[4 * i + kk]);
+    }
   }
 };
 
