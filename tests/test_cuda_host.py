@@ -492,11 +492,11 @@ def backwards_of_any_scratch() -> None:
         assert xla.launches() == []
 
     # Of few blocks each has half of the rows, if there is scratch where they can meet.
-    call = dataclasses.replace(call, heads=(3, 3))
-    wanted, blocks = call.wanted("backward"), 3 * 1024 // 256
+    call = dataclasses.replace(call, heads=(3, 3), head_dim=128)
+    wanted, blocks = call.wanted("backward"), 3 * 1024 // 128
     main = launched(call.with_scratch(wanted))["jax_flash_backward"]
     assert (main["blocks"], main["halved"]) == (2 * blocks, 1)
-    assert main["group_sums"] == main["scratch"] + 4 * (wanted - blocks * 256 * 2 * 64)
+    assert main["group_sums"] == main["scratch"] + 4 * (wanted - blocks * 128 * 2 * 128)
     main = launched(call.with_scratch(wanted - 1))["jax_flash_backward"]
     assert (main["blocks"], main["halved"], main["group_sums"]) == (blocks, 0, 0)
 

@@ -67,6 +67,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     # dQ is added in the order of the blocks. The emulator notices who adds out of turn.
     "ordered_dq-64": {"options": ["ordered_dq", "causal", "q_offset", "lengths"], "batch": 3, **ODD},
+    # Of the last tile of 128 rows one warpgroup has no row.
+    "ordered_dq-half-a-tile": {"options": ["ordered_dq"], "q_length": 300, "kv_length": 200},
     "ordered_dq-128": {"head_dim": 128, "options": ["ordered_dq", "mask", "sinks"], "dtype": "float16", **ODD},
     "ordered_dq-narrow": {"head_dim": 40, "value_head_dim": 80, "options": ["ordered_dq", "causal"], **ODD},
     "ordered_dq-96": {"head_dim": 96, "options": ["ordered_dq", "window"], **ODD},
@@ -247,6 +249,7 @@ ALWAYS = (
     "descale-128",
     "separate_dq-alibi",
     "ordered_dq-64",
+    "ordered_dq-half-a-tile",
     "segments-alibi",
     "intervals-128",
     "hidden-keys-128",

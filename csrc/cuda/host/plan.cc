@@ -145,8 +145,8 @@ int64_t heads_together(const Problem& p, int64_t blocks, int64_t keys, int64_t e
   return bytes > kGroupBytesOfSums ? 1 : 2;
 }
 
-// The block_kv of Hopper's blocks in calls without options; tile rows with fewer keys have more blocks than are counted
-// by it.
+// The keys by which blocks are counted: those of Hopper's, and up to head_dim 64 of two of them, by which shares of
+// groups were timed. Tile rows with fewer keys have more blocks than are counted by it.
 int keys_of_block(const Problem& p) {
   const int largest = std::max(p.head_dim, p.value_head_dim);
   return largest <= 64 ? 256 : largest <= 128 ? 128 : 64;
