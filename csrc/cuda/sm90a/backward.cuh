@@ -161,52 +161,45 @@ struct Backward {
   template <bool sums>
   __device__ __forceinline__ void step(Walk& at, const Ring<stages>& ring, int i) {
     const int stage = ring.stage;
-    Scores64 s, dp;  // S^T and then P^T, dP^T and then dS^T
+    // As arrays of one tile: as tiles alone, ptxas orders no product behind another beside slopes at head_dim 128.
+    Scores64 s[1], dp[1];  // S^T and then P^T, dP^T and then dS^T
     Derivatives derivatives;
-    Operand64 p_operand, ds_operand;
+    Operand64 p_operand[1], ds_operand[1];
     // dP^T is under way with S^T, but where derivatives are kept: the registers for both are wanting.
     constexpr bool dp_with_s = !keeps_derivatives;
     constexpr bool dv_last = keeps_derivatives || sums_heads || block_q > 64;
     wait_for_rows(at, ring);
     if constexpr (in_turns) named_sync(turn_barrier + group, computing_threads);
-    start_s(s, stage);
-    if constexpr (dp_with_s) start_dp(dp, stage);
+    start_s(s[0], stage);
+    if constexpr (dp_with_s) start_dp(dp[0], stage);
     const Diagonals diagonals = weights.of_diagonals(at);
     const LseOf lse(shared.lse_log2[stage], lane);
     wgmma_wait<dp_with_s ? 1 : 0>();  // S^T
-    hold(s);
-    weights.weigh(s, derivatives, at, block.is_full(at), lse, diagonals);
-    if constexpr (!dp_with_s) start_dp(dp, stage);
-    if constexpr (block_q == 64) round_kept(p_operand, s);
+    hold(s[0]);
+    weights.weigh(s[0], derivatives, at, block.is_full(at), lse, diagonals);
+    if constexpr (!dp_with_s) start_dp(dp[0], stage);
+    if constexpr (block_q == 64) round_kept(p_operand[0], s[0]);
     wgmma_wait<0>();  // dP^T
-    hold(dp);
-    if constexpr (!dv_last) start_dv(p_operand, stage);
+    hold(dp[0]);
+    if constexpr (!dv_last) start_dv(p_operand[0], stage);
     if constexpr (in_turns) named_arrive(turn_barrier + (group + 1) % computing, computing_threads);
-    weights.derive(dp, s, derivatives, at, OfRows{shared.deltas[stage]});
+    weights.derive(dp[0], s[0], derivatives, at, OfRows{shared.deltas[stage]});
     // Of 128 rows there is no room for P^T twice beside dP^T.
-    if constexpr (block_q > 64) round_kept(p_operand, s);
-    round_to(ds_operand, dp);
-    if constexpr (adds_dq) put_ds(ds_operand, i);
-    if constexpr (dv_last) start_dv(p_operand, stage);
-    start_dk(ds_operand, stage);
+    if constexpr (block_q > 64) round_kept(p_operand[0], s[0]);
+    round_to(ds_operand[0], dp[0]);
+    if constexpr (adds_dq) put_ds(ds_operand[0], i);
+    if constexpr (dv_last) start_dv(p_operand[0], stage);
+    start_dk(ds_operand[0], stage);
     if constexpr (adds_dq) {
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&shared.ds_full[i % 2]));
     }
     wgmma_wait<0>();
-    hold(p_operand);
-    hold(ds_operand);
+    hold(p_operand[0]);
+    hold(ds_operand[0]);
     __syncwarp();  // all lanes have read lse_log2 and deltas
     if (arrives(lane)) barrier_arrive(shared_address(&shared.empty[stage]));
     if constexpr (sums) sum_dq(before, i - 1);
-  }
-  // The same, with dQ as sums_dq() says.
-  __device__ __forceinline__ void step(Walk& at, const Ring<stages>& ring, int i) {
-    if (i > 0 && sums_dq(i - 1)) {
-      step<adds_dq>(at, ring, i);
-    } else {
-      step<false>(at, ring, i);
-    }
     before = at;
   }
 
@@ -222,7 +215,11 @@ struct Backward {
     Ring<stages> ring;
     int i = 0;
     for (Walk at{block.first_head, block.range.begin}; at.head <= block.last_head; ++i, ring.advance()) {
-      step(at, ring, i);
+      if (i > 0 && sums_dq(i - 1)) {
+        step<adds_dq>(at, ring, i);
+      } else {
+        step<false>(at, ring, i);
+      }
       at = weights.move<true>(at, block);
     }
     if (sums_dq(i - 1)) sum_dq(before, i - 1);

@@ -15,7 +15,7 @@ namespace jax_flash {
 constexpr int threads = 32 * warps;
 constexpr int computing = warps / 4 - 1;  // warpgroups; one more loads the rows
 constexpr int computing_threads = warpgroup * computing;
-static_assert(warps % 4 == 0 && (block_q == 64 || block_q == 128), "what fits the accumulators beside dK and dV");
+static_assert(warps % 4 == 0 && (block_q == 64 || (block_q == 128 && computing == 2)), "64 rows of dQ each");
 
 using KSlabs = Slabs<block_kv, head_dim>;
 using VSlabs = Slabs<block_kv, value_head_dim>;

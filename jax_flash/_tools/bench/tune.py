@@ -66,8 +66,8 @@ def _of_hopper(pass_: str, head_dim: int) -> Iterator[tuple[int, int, int, int]]
                 yield 64 * groups, keys, 4 * (groups + 1), count
     elif pass_ == "backward":
         for groups, times, count in itertools.product((1, 2, 3), (1, 2), (1, *stages)):
-            keys = 64 * groups * times if head_dim <= 128 else 64 * times
-            yield 64, keys, 4 * (groups + 1), count
+            rows, keys = (64 * times, 64 * groups) if head_dim <= 128 else (64, 64 * times)
+            yield rows, keys, 4 * (groups + 1), count
     else:
         for groups, keys, count in itertools.product((1, 2, 3), range(32, 161, 32), stages):
             yield 64 * groups, keys, 4 * (groups + 1), count
