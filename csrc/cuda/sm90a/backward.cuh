@@ -184,7 +184,7 @@ struct Backward {
     if constexpr (!dv_last) start_dv(p_operand[0], stage);
     if constexpr (in_turns) named_arrive(turn_barrier + (group + 1) % computing, computing_threads);
     weights.derive(dp[0], s[0], derivatives, at, OfRows{shared.deltas[stage]});
-    // Of 128 rows there is no room for P^T twice beside dP^T.
+    // Of 128 rows P^T is rounded when dP^T is dS^T: registers for P^T twice beside dP^T are wanting.
     if constexpr (block_q > 64) round_kept(p_operand[0], s[0]);
     round_to(ds_operand[0], dp[0]);
     if constexpr (adds_dq) put_ds(ds_operand[0], i);

@@ -443,8 +443,8 @@ struct Weights {
             lane};
   }
 
-  // Scores become weights; lse_of as that of ScoreColumns. With
-  // keeps_derivatives, these are to be multiplied with dS^T.
+  // Scores become weights; lse_of as that of ScoreColumns. With keeps_derivatives, these are to be multiplied with
+  // dS^T.
   template <typename LseOf>
   __device__ __forceinline__ void weigh(Scores64& s, Derivatives& derivatives, const Walk& at, bool full,
                                         const LseOf& lse_of, const Diagonals& diagonals) const {
