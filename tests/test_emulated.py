@@ -99,7 +99,7 @@ CASES: dict[str, dict[str, Any]] = {
         "q_heads": 8,
         "kv_heads": 1,
     },
-    "ordered_dq-zeroed-ahead": {
+    "ordered_dq-more-blocks-than-stay": {
         "options": ["ordered_dq"],
         "q_length": 90,
         "kv_length": 250,

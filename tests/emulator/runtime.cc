@@ -157,7 +157,7 @@ Loaded kernels_of(const Variant& variant, int) {
     return loaded;
   }
   loaded.main = has_maps ? kernel("emulated_main", nullptr) : kernel(nullptr, "emulated_main");
-  reinterpret_cast<Emulated*>(loaded.main)->in_order = loaded.traits.zero_threads > 0;
+  reinterpret_cast<Emulated*>(loaded.main)->in_order = loaded.traits.converts_ahead;
   if (loaded.traits.combine_warps) loaded.combine = kernel(nullptr, "emulated_combine");
   if (loaded.traits.splits_groups) loaded.sum_splits = kernel(nullptr, "emulated_sum_splits");
   if (loaded.traits.zero_threads) loaded.zero_dq = kernel(nullptr, "emulated_zero_dq");

@@ -408,7 +408,9 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
   if (problem.dq_ahead) {
     driver.launch(found.main.zero_dq, grid(problem.dq_ahead), found.main.traits.zero_threads, 0, on, arguments);
   } else if (zeros) {
-    driver.zero(problem.scratch, zeros, on);
+    // Of sums that are added in order the first addend is stored.
+    const int64_t sums = warps && problem.options.ordered_dq ? dq_sums(problem) : 0;
+    driver.zero(static_cast<float*>(problem.scratch) + sums, zeros - sums, on);
   }
   for (int i = 0; i < problem.options.dcaptured; ++i) {
     if (problem.dcaptured_elements[i]) driver.zero(problem.dcaptured[i], problem.dcaptured_elements[i], on);

@@ -73,6 +73,10 @@ int64_t bias_elements(const Problem& p) {
   return bias_planes(p) * extent(p.dbias_strides.row, p.q_length) * extent(p.dbias_strides.column, p.kv_length);
 }
 
+int64_t dq_sums(const Problem& p) {
+  return jax_flash::dq_sums(int64_t{p.batch} * p.q_heads, blocks_of(p, p.q_length, kDqRows), p.head_dim);
+}
+
 int64_t dq_scratch(const Problem& p) {
   const int64_t heads = int64_t{p.batch} * p.q_heads;
   return dq_elements(heads, blocks_of(p, p.q_length, kDqRows), p.head_dim, p.options.ordered_dq);
@@ -88,9 +92,7 @@ int zeroed_before(const Problem& p, int block_keys) {
   constexpr int64_t kSpare = 64;
   const int heads = static_cast<int>(all), each = static_cast<int>(blocks), row = 2 * (p.head_dim + p.value_head_dim);
   int64_t interleaved = 1;
-  if (p.options.ordered_dq && !p.options.causal) {
-    interleaved = ordered_group(heads, p.q_length);
-  } else if (p.options.causal) {
+  if (p.options.causal) {
     const int bytes = row_bytes_with_sums(row, p.head_dim);
     const int group = heads_of_group(true, kGroupBytesOfSums, bytes, heads, each, p.q_length);
     interleaved = std::max(group, heads - last_group(group, heads, each));

@@ -30,7 +30,8 @@ ForwardPlan plan_of(Pass pass, const Problem& problem, int64_t scratch_elements)
 int64_t bias_planes(const Problem& p);
 int64_t bias_elements(const Problem& p);
 
-// The elements of the accumulator of dQ, and of the slopes' sums that follow it.
+// The elements of the accumulator of dQ alone and with its counters, and of the slopes' sums that follow it.
+int64_t dq_sums(const Problem& p);
 int64_t dq_scratch(const Problem& p);
 // Problem::dq_ahead: how many parts of dQ's sums a kernel zeroes before Hopper's backward; 0: all, and it needs none.
 int zeroed_before(const Problem& p, int block_keys);

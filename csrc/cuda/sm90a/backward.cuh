@@ -24,7 +24,7 @@ extern "C" __constant__ KernelTraits jax_flash_backward_traits = {
     .block_rows = block_kv,
     .shared_bytes = sizeof(SharedStorage),
     .convert_warps = adds_dq ? convert_warps : 0,
-    .zero_threads = adds_dq ? zero_threads : 0,
+    .zero_threads = zeroes_dq ? zero_threads : 0,
     .converts_ahead = adds_dq,
     .persistent = stays,
     .q_box_rows = block_q,
@@ -125,7 +125,7 @@ struct Backward {
     DsSlabs::put(shared_address(shared.ds[i % 2]), key_row(), ds, lane);
     stores_ready();
   }
-  __device__ __forceinline__ bool sums_dq(int i) const { return adds_dq && (shares_dq || i % computing == group); }
+  __device__ __forceinline__ bool sums_dq(int i) const { return sums_dq_of(i, group); }
   // dQ of the tile of rows that came i-th. No other product may be under way, or the registers are wanting.
   __device__ __forceinline__ void sum_dq(const Walk& at, int i) const {
     const int slab = shares_dq ? group : 0, row = slab * 64;
@@ -145,12 +145,12 @@ struct Backward {
       hold(dq);
       if (lane == 0 && piece + 1 == dq_pieces) barrier_arrive(shared_address(&shared.ds_empty[i % 2]));
       if constexpr (adds_by_turns) {
-        barrier_wait(shared_address(&shared.dq_empty[group]), ((shares_dq ? i : i / 2) + 1) % 2);
-        put_dq(dq, weights.dq_factor, shared.dq[group * 4 + warp], lane);
-        if (warp == 0 && lane == 0) shared.turns[group] = Turn::of(block, at, row);
-        if (lane == 0) barrier_arrive(shared_address(&shared.dq_full[group]));
+        const int buffer = dq_buffer(i, group);
+        barrier_wait(shared_address(&shared.dq_empty[buffer]), phases.ds(i) ^ 1);
+        put_dq(dq, weights.dq_factor, shared.dq[buffer][warp], lane);
+        if (lane == 0) barrier_arrive(shared_address(&shared.dq_full[buffer]));
       } else if constexpr (adds_in_bulk) {
-        add_dq_in_bulk(block, dq, weights.dq_factor, at, row + warp * 16, shared.dq[group * 4 + warp], lane);
+        add_dq_in_bulk(block, dq, weights.dq_factor, at, row + warp * 16, shared.dq[group][warp], lane);
       } else {
         add_dq(block, dq, weights.dq_factor, at, row + warp * 16, piece * kBoxColumns, lane);
       }
@@ -281,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
   if (threadIdx.x == 0) {
-    barrier_init(shared_address(&shared.keys_full), (loads_by_list ? 2 * arrivals_of_keys : 1) + adds_dq);
+    barrier_init(shared_address(&shared.keys_full), (loads_by_list ? 2 * arrivals_of_keys : 1) + zeroes_dq);
     barrier_init(shared_address(&shared.keys_empty), 4 * computing * arrivals_of_a_warp);
     for (int i = 0; i < stages; ++i) {
       barrier_init(shared_address(&shared.full[i]), 1 + 32);
@@ -290,9 +290,9 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     for (int i = 0; i < 2; ++i) {
       barrier_init(shared_address(&shared.ds_full[i]), 4 * computing);
       barrier_init(shared_address(&shared.ds_empty[i]), shares_dq ? 4 * computing : 4);  // warps of those that summed
-      barrier_init(shared_address(&shared.dq_added[i]), adds_by_turns ? computing : 4 * computing);
+      barrier_init(shared_address(&shared.dq_added[i]), 4 * computing);
       barrier_init(shared_address(&shared.item_full[i]), 1);
-      const int others = stays ? 3 : 1;  // that load, wait for zeros and end additions
+      const int others = stays ? 3 : 1;  // that load, wait for zeros and end additions, or load and add
       barrier_init(shared_address(&shared.item_empty[i]), (4 * computing + others) * arrivals_of_a_warp);
     }
     for (int i = 0; i < tiles_ahead; ++i) {
@@ -300,13 +300,13 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       barrier_init(shared_address(&shared.found_empty[i]), arrivals_of_a_warp);
     }
     barrier_init(shared_address(&shared.item_wanted), 1);
-    for (int i = 0; adds_by_turns && i < computing; ++i) {
+    for (int i = 0; adds_by_turns && i < dq_buffers; ++i) {
       barrier_init(shared_address(&shared.dq_full[i]), 4);
       barrier_init(shared_address(&shared.dq_empty[i]), 1);
     }
     barriers_ready();
   }
-  for (int i = threadIdx.x * 16; adds_dq && i < zero_bytes; i += threads * 16) {
+  for (int i = threadIdx.x * 16; zeroes_dq && i < zero_bytes; i += threads * 16) {
     store_shared(shared_address(shared.zeros) + i, uint4{0, 0, 0, 0});
   }
   stores_ready();
@@ -324,15 +324,16 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     };
     if (warp == 0) {
       Loader loader{shared, maps, lane};
-      for_each_item(own, shared, lane, [&](const Block& block, int) {
+      for_each_item(own, shared, lane, loader.phases, [&](const Block& block, int) {
         loader.load(block);
         return false;
       });
     } else if (hands_over && warp == finding_warp) {
       Finder{problem, shared, lane}.run();
-    } else if (adds_dq && warp == 1) {
+    } else if (zeroes_dq && warp == 1) {
+      Phases phases;
       u32 keys = 0;
-      for_each_item(own, shared, lane, [&](const Block& block, int n) {
+      for_each_item(own, shared, lane, phases, [&](const Block& block, int n) {
         if (block.here && !block.idle()) {
           // With the keys, without which nothing is added.
           sums.wait_for_zeros(block.place, lane);
@@ -344,17 +345,34 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
         if (!stays) zero_and_end_additions(block, n);
         return false;
       });
-    } else if (stays && warp == ending_warp) {
-      for_each_item(own, shared, lane, [&](const Block& block, int n) {
+    } else if (stays && zeroes_dq && warp == ending_warp) {
+      Phases phases;
+      for_each_item(own, shared, lane, phases, [&](const Block& block, int n) {
         zero_and_end_additions(block, n);
         return false;
       });
-    } else if (adds_by_turns && lane == 0) {
-      const int adding = warp - first_adding_warp;
-      const int all = own.here ? (own.range.end - own.range.begin) * heads_of_share(problem) : 0;
-      add_dq_by_turns(problem, shared.turns[adding], shared.dq[adding * 4], shared_address(&shared.dq_full[adding]),
-                      shared_address(&shared.dq_empty[adding]), shares_dq ? all : ceil_div(all - adding, computing));
-      barrier_arrive(shared_address(&shared.dq_added[0]));
+    } else if (adds_by_turns && warp >= first_adding_warp) {
+      const int group = warp - first_adding_warp;  // whose sums it adds
+      Phases phases;
+      u32 parities = 0;  // of buffers of dQ
+      for_each_item(own, shared, lane, phases, [&](const Block& block, int n) {
+        if (lane > 0) return false;
+        // The block is read again for each addition, or there are too few registers.
+        const auto again = [&] { return stays ? Block(problem, shared.items[slot_of(n)]) : own; };
+        const bool adds = block.here && !block.idle();
+        int i = 0;
+        for (Walk at{adds ? block.first_head : block.last_head + 1, block.range.begin}; at.head <= block.last_head;
+             at = block.after(at), ++i) {
+          if (!sums_dq_of(i, group)) continue;
+          const int buffer = dq_buffer(i, group);
+          barrier_wait(shared_address(&shared.dq_full[buffer]), parities >> i % 2 & 1);
+          parities ^= 1 << i % 2;
+          add_dq_in_turn(problem, Turn::of(again(), at, shares_dq ? group * kTurnRows : 0), shared.dq[buffer][0],
+                         shared_address(&shared.dq_empty[buffer]));
+        }
+        sums.count_added(again().place);
+        return false;
+      });
     }
   } else {
     warpgroup_reg_alloc<computing_registers(loading_warp)>();
@@ -401,10 +419,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       // The additions of an item are waited for when the next one begins.
       const auto end_additions = [&] {
         if (items == 0) return;
-        if (adds_in_bulk && lane == 0) bulk_wait<1>();  // not for results
+        if (adds_in_bulk && !adds_by_turns && lane == 0) bulk_wait<1>();  // not for results
         arrive_added(slot_of(items - 1));
       };
-      for_each_item(own, shared, lane, [&](const Block& block, int n) {
+      for_each_item(own, shared, lane, phases, [&](const Block& block, int n) {
         end_additions();
         items = n + 1;
         if (block.here) {
@@ -420,20 +438,21 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
           const int first_key = first_key_of(block);
           if (stores_in_bulk && problem.group_splits == 1 &&
               !(packed && first_key + 16 > block.place.extent.kv.stored)) {
-            const u32 results = shared_address(shared.dq[warp - 4]);
+            const u32 results = shared_address(shared.dq[group][warp % 4]);
             if (lane == 0) bulk_wait_read<0>();
             __syncwarp();
             store_box_of_keys<head_dim>(block, &maps.dk, sums.dk, dk_factor(block), first_key, results, lane);
             store_box_of_keys<value_head_dim>(block, &maps.dv, sums.dv, dv_factor(block, dropout_factor), first_key,
                                               results + Slabs<16, head_dim>::bytes, lane);
           } else {
-            store(block, sums, dropout_factor);
+            // Read again, rather than kept in registers until here.
+            store(Block(problem, shared.items[slot_of(n)]), sums, dropout_factor);
           }
         }
-        if (adds_in_bulk && lane == 0) bulk_commit();
+        if (adds_in_bulk && !adds_by_turns && lane == 0) bulk_commit();
         return false;
       });
-      if (is_half(problem) && adds_in_bulk && lane == 0) bulk_commit();
+      if (is_half(problem) && adds_in_bulk && !adds_by_turns && lane == 0) bulk_commit();
       end_additions();
       if (is_half(problem)) {
         const Block block(problem, shared.items[0]);
@@ -441,7 +460,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
           store(block, sums, dropout_factor);
         }
       }
-      if (adds_in_bulk && lane == 0) bulk_wait<0>();
+      if (adds_in_bulk && !adds_by_turns && lane == 0) bulk_wait<0>();
     }
   }
 }

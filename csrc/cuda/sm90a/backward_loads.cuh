@@ -34,8 +34,14 @@ static_assert(!adds_in_bulk || dq_pieces == 1, "dQ is added in one piece");
 
 // Whether warps that load nothing add dQ, one for each warpgroup: they wait for the block's turn.
 constexpr bool adds_by_turns = option_ordered_dq;
-static_assert(!adds_by_turns || (adds_in_bulk && !skips_tiles && computing == 2), "each block knows who comes before");
+static_assert(!adds_by_turns || (adds_in_bulk && !skips_tiles), "each block knows who comes before");
+static_assert(!adds_by_turns || adding_warps == computing);
 constexpr int first_adding_warp = 2;
+JAX_FLASH_DEVICE bool sums_dq_of(int i, int group) { return adds_dq && (shares_dq || i % computing == group); }
+// Buffers of dQ of 64 rows: one of a warpgroup; where blocks add in order, two of each that sums up every tile of rows.
+// So the phases of one that takes the i-th tile are those of dS.
+constexpr int dq_buffers = adds_by_turns && shares_dq ? 2 * computing : computing;
+JAX_FLASH_DEVICE int dq_buffer(int i, int group) { return group + (dq_buffers > computing ? i % 2 * computing : 0); }
 
 // lse is read while the scores are under way where dQ's additions do not stand in the way, and registers suffice.
 constexpr bool reads_lse_early = adds_in_bulk && KSlabs::slabs > 1 && !has_mask;
@@ -47,21 +53,21 @@ constexpr bool in_turns = has_mask_blocks && computing == 2 && !adds_in_bulk;
 constexpr int turn_barrier = one_computing + computing;
 
 // Whether blocks stay and take items of work from a counter, so that the first tiles of one are loaded while another
-// ends. A block has not the warps for it where additions are ordered or keys are listed, and not the registers beside
-// score functions, sums of gradients or descaling. At head_dim 64, where two blocks may share rows,
-// ptxas takes the operands of wgmma for different ones in each lane.
-constexpr bool stays = adds_dq && !adds_by_turns && !loads_by_list && !has_score_function && !sums_gradients &&
-                       !has_descale && (KSlabs::slabs > 1 || !halves_rows);
+// ends. A block has not the warps for it where keys are listed, and not the registers beside score functions, sums of
+// gradients or descaling. At head_dim 64, where two blocks may share rows, ptxas takes the operands of wgmma for
+// different ones in each lane.
+constexpr bool stays = adds_dq && !loads_by_list && !has_score_function && !sums_gradients && !has_descale &&
+                       (KSlabs::slabs > 1 || !halves_rows);
 // Whether a warp of its own finds items, and their tiles where some are skipped.
 constexpr bool hands_over = stays || skips_tiles;
-static_assert(!hands_over || !(adds_by_turns || loads_by_list), "a warp that finds does nothing else");
+static_assert(!hands_over || !loads_by_list, "a warp that finds does nothing else");
 // Registers of the warps that load, find items and zero: they want more where those that compute can do without.
 constexpr int loading_warp = KSlabs::columns + VSlabs::columns <= 128 && block_q == 64 ? 40 : 24;
 
 // Whether results of keys go by way of the shared memory of dQ, so that nobody waits for global memory.
 constexpr bool stores_in_bulk =
-    stays && adds_in_bulk && VSlabs::slabs <= KSlabs::slabs && sizeof(Result) == sizeof(Element);
-constexpr int finding_warp = 3, ending_warp = 2;
+    stays && adds_in_bulk && !adds_by_turns && VSlabs::slabs <= KSlabs::slabs && sizeof(Result) == sizeof(Element);
+constexpr int finding_warp = adds_by_turns ? 1 : 3, ending_warp = 2;
 
 constexpr int tiles_ahead = 2;  // of those loaded, that are found
 // A warp's, of 16 rows of dQ; or the results of its keys, which are half as long.
@@ -72,21 +78,20 @@ struct SharedStorage {
   char v[VSlabs::bytes];
   char q[stages][QSlabs::bytes];
   char dout[stages][OutSlabs::bytes];
-  char ds[adds_dq ? 2 : 1][DsSlabs::bytes];                                     // dS^T
-  float dq[adds_in_bulk ? 4 * computing : 1][adds_in_bulk ? sums_of_warp : 4];  // of 16 rows, a warp's
+  char ds[adds_dq ? 2 : 1][DsSlabs::bytes];                                                        // dS^T
+  float dq[adds_in_bulk ? dq_buffers : 1][adds_in_bulk ? 4 : 1][adds_in_bulk ? sums_of_warp : 4];  // of 16 rows each
   float lse_log2[stages][block_q];
   float deltas[stages][block_q];
   Told told[skips_tiles ? stages : 1];
   Told found[skips_tiles ? tiles_ahead : 1];
-  alignas(16) char zeros[adds_dq ? zero_bytes : 16];
+  alignas(16) char zeros[zeroes_dq ? zero_bytes : 16];
   Item items[2];
   DiagonalStorage diagonals[4 * computing];
   TableStorage tables;
   u64 keys_full, keys_empty, full[stages], empty[stages], ds_full[2], ds_empty[2], dq_added[2];
   // Between the warp that finds and the others: items, tiles, and that the next item is wanted.
   u64 item_full[2], item_empty[2], found_full[tiles_ahead], found_empty[tiles_ahead], item_wanted;
-  Turn turns[adds_by_turns ? computing : 1];
-  u64 dq_full[adds_by_turns ? computing : 1], dq_empty[adds_by_turns ? computing : 1];
+  u64 dq_full[adds_by_turns ? dq_buffers : 1], dq_empty[adds_by_turns ? dq_buffers : 1];
   int came_second;  // of two blocks that share rows
 };
 
@@ -112,15 +117,43 @@ JAX_FLASH_DEVICE void load_keys(const Block& block, SharedStorage& shared, const
 JAX_FLASH_DEVICE int slot_of(int n) { return n % 2; }
 JAX_FLASH_DEVICE u32 phase_of(int n) { return n / 2 % 2; }
 
-// Calls `work` with each item of the block, and with its number there modulo 4, until it returns true. (By a counter in
-// place of the Ring ptxas spills 136 bytes.)
+// What barriers have gone through when an item begins. Its first tiles lie in the first buffers, whatever came before:
+// a buffer that is carried over from one item to the next would not be known to be the same in all lanes, and the
+// operands of every wgmma would be moved to uniform registers.
+struct Phases {
+  u32 word = 0;  // a bit for each of the buffers of tiles, for the two of dS, and for the keys
+
+  __device__ __forceinline__ u32 full(const Ring<stages>& ring) const {
+    return stays ? ring.parity ^ (word >> ring.stage & 1) : ring.parity;
+  }
+  __device__ __forceinline__ u32 ds(int i) const {
+    const u32 parity = i / 2 % 2;
+    return stays ? parity ^ (word >> (stages + i % 2) & 1) : parity;
+  }
+  // Whether no item has had tiles. (The last bit says so.)
+  __device__ __forceinline__ bool none() const { return (word >> (stages + 3) & 1) == 0; }
+  // How many items the warp has taken, modulo 4. (As a number of its own it is one register more than there are.)
+  __device__ __forceinline__ int item() const { return word >> 30; }
+  __device__ __forceinline__ void next_item() { word += 1u << 30; }
+  __device__ __forceinline__ u32 keys() const { return stays ? word >> (stages + 2) & 1 : 0; }
+  // Behind an item of `tiles` tiles.
+  __device__ __forceinline__ void advance(const Ring<stages>& ring, int tiles) {
+    const u32 of_stages = (ring.parity ? (1u << stages) - 1 : 0) ^ ((1u << ring.stage) - 1);
+    const u32 of_ds = (tiles + 1) / 2 % 2 | tiles / 2 % 2 * 2;
+    word ^= of_stages | of_ds << stages | 1u << (stages + 2);
+    word |= 1u << (stages + 3);
+  }
+};
+
+// Calls `work` with each item of the block, and with its number there modulo 4, until it returns true.
 template <typename Work>
-JAX_FLASH_DEVICE void for_each_item(const Block& own, SharedStorage& shared, int lane, const Work& work) {
+JAX_FLASH_DEVICE void for_each_item(const Block& own, SharedStorage& shared, int lane, Phases& phases,
+                                    const Work& work) {
   if constexpr (!hands_over) {
     work(own, 0);
   } else {
-    for (Ring<2> at;; at.advance()) {
-      const int n = at.stage + 2 * at.parity;
+    for (;; phases.next_item()) {
+      const int n = phases.item();
       barrier_wait(shared_address(&shared.item_full[slot_of(n)]), phase_of(n));
       const Block block(own.problem, shared.items[slot_of(n)]);
       if (block.index < 0 || work(block, n)) return;
@@ -155,10 +188,10 @@ struct Finder {
     }
   }
   // An item is taken no earlier than the one before is nearly loaded, or the last ones would wait for blocks that are
-  // still busy. Where blocks wait for zeros of others, those that have items before theirs must have begun: so the
-  // first one is taken as well.
+  // still busy. Where blocks wait for others, to zero or to add, those that have items before theirs must have begun:
+  // so the first one is taken as well.
   __device__ __forceinline__ int next_index(bool first) const {
-    const bool deals_first = !stays || is_half(problem) || problem.dq_ahead == 0;
+    const bool deals_first = !stays || is_half(problem) || (zeroes_dq && problem.dq_ahead == 0);
     if (first && deals_first) return blockIdx.x;
     int taken = 0;
     if (lane == 0) taken = atomicAdd(DqSums{problem}.taken(), 1);
@@ -193,31 +226,6 @@ struct Finder {
       }
       index = stays && !is_half(problem) ? next_index(false) : items;
     }
-  }
-};
-
-// What barriers have gone through when an item begins. Its first tiles lie in the first buffers, whatever came before:
-// a buffer that is carried over from one item to the next would not be known to be the same in all lanes, and the
-// operands of every wgmma would be moved to uniform registers.
-struct Phases {
-  u32 word = 0;  // a bit for each of the buffers of tiles, for the two of dS, and for the keys
-
-  __device__ __forceinline__ u32 full(const Ring<stages>& ring) const {
-    return stays ? ring.parity ^ (word >> ring.stage & 1) : ring.parity;
-  }
-  __device__ __forceinline__ u32 ds(int i) const {
-    const u32 parity = i / 2 % 2;
-    return stays ? parity ^ (word >> (stages + i % 2) & 1) : parity;
-  }
-  // Whether no item has had tiles. (The last bit says so.)
-  __device__ __forceinline__ bool none() const { return word >> (stages + 3) == 0; }
-  __device__ __forceinline__ u32 keys() const { return stays ? word >> (stages + 2) & 1 : 0; }
-  // Behind an item of `tiles` tiles.
-  __device__ __forceinline__ void advance(const Ring<stages>& ring, int tiles) {
-    const u32 of_stages = (ring.parity ? (1u << stages) - 1 : 0) ^ ((1u << ring.stage) - 1);
-    const u32 of_ds = (tiles + 1) / 2 % 2 | tiles / 2 % 2 * 2;
-    word ^= of_stages | of_ds << stages | 1u << (stages + 2);
-    word |= 1u << (stages + 3);
   }
 };
 

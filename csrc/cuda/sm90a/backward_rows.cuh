@@ -259,7 +259,7 @@ struct Turn {
   // Of 64 rows, from `own` of the tile on.
   static __device__ __forceinline__ Turn of(const Block& block, const Walk& at, int own) {
     const Place& place = block.place;
-    const int row = at.tile * block_q, rows = at_least(0, at_most(64, place.extent.q.length - row - own));
+    const int row = at.tile * block_q, rows = at_least(0, at_most(kTurnRows, place.extent.q.length - row - own));
     const int first = first_dq_tile(block.problem, place.batch, place.sequence) + (row + own) / kDqRows;
     const int mine = place.first_key / block_kv;
     int before = bounded_left ? mine - at_least(0, row + block.band.low) / block_kv : mine;
@@ -271,28 +271,29 @@ struct Turn {
   }
 };
 
-// By a thread: adds what a warpgroup puts into shared memory `times` times, each when it is the block's turn.
-JAX_FLASH_DEVICE void add_dq_by_turns(const Problem& problem, const Turn& told, const float* from, u32 full, u32 empty,
-                                      int times) {
-  for (int i = 0; i < times; ++i) {
-    barrier_wait(full, i % 2);
-    const Turn turn = told;
-    if (turn.bytes == 0) {  // these 64 rows are beyond the end
-      barrier_arrive(empty);
-      continue;
-    }
-    int* const counter = DqSums{problem}.turn(turn.tile);
-    while (load_acquire(counter) < turn.before) continue;
-    JAX_FLASH_ASSERT(load_acquire(counter) == turn.before, "a block that adds dQ out of turn");
-    global_stores_ready();
-    add_bulk(dq_sums_of(problem, turn.tile), shared_address(from), turn.bytes);
-    bulk_commit();
-    bulk_wait_read<0>();
+// By a thread: adds this from shared memory when it is the block's turn, lets that be filled again when it is read, and
+// the next block add when it is added.
+JAX_FLASH_DEVICE void add_dq_in_turn(const Problem& problem, const Turn& turn, const float* from, u32 empty) {
+  if (turn.bytes == 0) {  // these rows are beyond the end
     barrier_arrive(empty);
-    bulk_wait<0>();
-    __threadfence();
-    atomicAdd(counter, 1);
+    return;
   }
+  int* const counter = DqSums{problem}.turn(turn.tile);
+  while (load_acquire(counter) < turn.before) continue;
+  JAX_FLASH_ASSERT(load_acquire(counter) == turn.before, "a block that adds dQ out of turn");
+  global_stores_ready();
+  float* const to = dq_sums_of(problem, turn.tile);
+  if (turn.before == 0) {
+    store_bulk(to, shared_address(from), turn.bytes);
+  } else {
+    add_bulk(to, shared_address(from), turn.bytes);
+  }
+  bulk_commit();
+  bulk_wait_read<0>();
+  barrier_arrive(empty);
+  bulk_wait<0>();
+  __threadfence();
+  atomicAdd(counter, 1);
 }
 
 // Results of 16 keys of a warp, from `first_key` on; `column` in the sums of a share.

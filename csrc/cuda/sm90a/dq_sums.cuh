@@ -8,7 +8,8 @@
 // zero. Of short calls all is zeroed before.
 //
 // With option_ordered_dq the blocks that add to a tile of rows do so by turns, the one that started first before the
-// others, and a counter for each tile tells how many have. (FlashAttention-3 and -4 do the same.)
+// others, and a counter for each tile tells how many have. (FlashAttention-3 and -4 do the same.) Of them the first one
+// stores what it has, so that nothing is zeroed.
 //
 // Another counter tells how many blocks have added all that they had to a head. jax_flash_convert_dq waits for these,
 // rather than for the end of the backward, and so begins on multiprocessors that the last blocks leave idle.
@@ -21,9 +22,13 @@
 namespace jax_flash {
 
 constexpr bool adds_dq = !option_separate_dq;  // else it is computed by a pass of its own
-constexpr int zero_bytes = 1024;               // in a block of the backward, that zeroes with them
-constexpr int zero_threads = 256;              // of jax_flash_zero_dq, a block for each part
-constexpr int convert_warps = 4;               // of jax_flash_convert_dq, a block
+// Of blocks that add in order the first one stores.
+constexpr bool zeroes_dq = adds_dq && !option_ordered_dq;
+constexpr int zero_bytes = 1024;   // in a block of the backward, that zeroes with them
+constexpr int zero_threads = 256;  // of jax_flash_zero_dq, a block for each part
+constexpr int convert_warps = 4;   // of jax_flash_convert_dq, a block
+constexpr int kTurnRows = 64;      // that blocks which add in order add to at once,
+constexpr int adding_warps = 2;    // and the warps of a block that do
 
 // Where dQ is summed up: for every 16 rows, for every 8 columns, the accumulators as the lanes hold them, four a lane,
 // so that one instruction of a warp adds 512 contiguous bytes. `row_tile` counts in the batch entry.
@@ -98,7 +103,7 @@ struct DqSums {
   // zeroes parts of the first head, whose counter is free: those are zero before.
   __device__ __forceinline__ int* taken() const { return zeroed(0); }
 
-  // How many blocks have added to the tile of block_q rows that begins with this tile of kDqRows.
+  // How many blocks have added to the kTurnRows rows that begin with this tile of kDqRows.
   __device__ __forceinline__ int* turn(i64 tile) const { return zeroed(0) + 2 * heads() + tile; }
   // Where the two blocks that share rows count how far they are with meeting (backward.cuh).
   __device__ __forceinline__ int* met(int item) const { return turn(turns()) + item; }
@@ -108,16 +113,18 @@ struct DqSums {
   // barrier the block adds no more.
   __device__ __forceinline__ void end_additions(const Place& place, u64& all_added, u32 parity, int lane) const {
     barrier_wait(shared_address(&all_added), parity);
-    if (lane == 0) {
-      __threadfence();
-      atomicAdd(added(place.batch, place.share), 1);
-    }
+    if (lane == 0) count_added(place);
+  }
+  __device__ __forceinline__ void count_added(const Place& place) const {
+    __threadfence();
+    atomicAdd(added(place.batch, place.share), 1);
   }
   // By a warp, for the sums of a head.
   __device__ __forceinline__ void wait_for_additions(int batch, int head, int lane) const {
     const int* const counter = added(batch, head / heads_of_share(problem));
+    constexpr int counted_by = option_ordered_dq ? adding_warps : 1;  // in a block
     if (lane == 0) {
-      while (load_acquire(counter) < blocks() << problem.halved) __nanosleep(1000);
+      while (load_acquire(counter) < counted_by * blocks() << problem.halved) __nanosleep(1000);
     }
     __syncwarp();
   }
@@ -125,14 +132,14 @@ struct DqSums {
 
 // The first parts, the counters, and what is behind them.
 extern "C" __global__ void __launch_bounds__(zero_threads) jax_flash_zero_dq(const __grid_constant__ Problem problem) {
-  if constexpr (!adds_dq) return;
+  if constexpr (!zeroes_dq) return;
   const DqSums sums{problem};
   const DqSums::Part part = sums.part_of(blockIdx.x);
   for (i64 i = threadIdx.x * 4; i < part.floats; i += zero_threads * 4) {
     *reinterpret_cast<float4*>(part.first + i) = {0.f, 0.f, 0.f, 0.f};
   }
   const i64 slopes = has_dalibi_slopes ? sums.heads() * blocks_of(problem, problem.kv_length, kSlopeKeys) : 0;
-  const i64 end = 2 * sums.heads() + sums.turns() + slopes + problem.halved * sums.parts();
+  const i64 end = 2 * sums.heads() + slopes + problem.halved * sums.parts();
   int* behind = sums.zeroed(0);
   for (i64 i = static_cast<i64>(blockIdx.x) * zero_threads + threadIdx.x; i < end; i += gridDim.x * zero_threads) {
     behind[i] = 0;
@@ -145,9 +152,14 @@ JAX_FLASH_DEVICE void convert_dq(const Problem& problem, const DqTile& of, int l
   int row_tile = tile;
   const Extent extent = extent_of(problem, batch, sequence_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
   const float* from = dq_fragment(problem, batch, head, tile, 0) + lane * 4;
-  FragmentC dq[head_dim / 8];
+  FragmentC dq[head_dim / 8]{};
+  bool has_sums = true;
+  if constexpr (option_ordered_dq) {
+    const i64 first = dq_tile(problem, batch, head, tile - row_tile % (kTurnRows / kDqRows));
+    has_sums = row_tile * kDqRows < extent.q.length && *DqSums{problem}.turn(first) > 0;
+  }
 #pragma unroll
-  for (int n = 0; n < head_dim / 8; ++n) {
+  for (int n = 0; has_sums && n < head_dim / 8; ++n) {
     const float4 x = *reinterpret_cast<const float4*>(from + n * 128);
     dq[n] = {x.x, x.y, x.z, x.w};
   }
