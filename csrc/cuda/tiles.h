@@ -1,6 +1,7 @@
 // THE table: which tile row a kernel is compiled with, by family, pass, head_dim and available shared memory.
 #pragma once
 
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -24,9 +25,10 @@ struct TileRow {
 #undef JAX_FLASH_TILE_FIELD
 };
 
-// Which calls a rule serves: every call; those without functions and intervals, which take registers for every pair; or
-// plain ones alone, see is_plain().
-enum class Calls { all, without_functions, plain };
+// Which calls a rule serves: every call; those without functions and intervals, which take registers for every pair;
+// light ones, whose options take few: a window, dropout, slopes without a gradient; or plain ones alone, see
+// is_plain().
+enum class Calls { all, without_functions, light, plain };
 
 struct TileRule {
   const char* family;
@@ -43,7 +45,7 @@ namespace rules {
 constexpr Pass forward = Pass::forward, backward = Pass::backward, backward_dq = Pass::backward_dq,
                backward_bias = Pass::backward_bias, forward_split_kv = Pass::forward_split_kv,
                forward_single_tile = Pass::forward_single_tile, scale = Pass::scale;
-constexpr Calls plain = Calls::plain, without_functions = Calls::without_functions;
+constexpr Calls plain = Calls::plain, light = Calls::light, without_functions = Calls::without_functions;
 
 // The first rule that fits is taken. The comment of each has the forward or backward rate that put it there: TFLOP/s on
 // an H200 without mask, B4 S4096, N * H = 2048, bfloat16 for one limb. Rates after "first:" are those of the first
@@ -55,7 +57,7 @@ inline constexpr TileRule all[] = {
     {"sm90a", 1, forward, 128, 161, {128, 128, 12, 2, 1}},       // 714; 128x160 711, 128x176 699, 192x80 689
     {"sm90a", 1, forward, 192, 217, {128, 112, 12, 2, 1}},
     {"sm90a", 1, forward, 256, 225, {128, 80, 12, 2, 1}},          // 763; 128x64 761, 128x48 708
-    {"sm90a", 1, backward, 64, 198, {128, 128, 12, 2, 1}, plain},  // 548; 64x256 517
+    {"sm90a", 1, backward, 64, 198, {128, 128, 12, 2, 1}, light},  // 548; 64x256 517
     {"sm90a", 1, backward, 64, 99, {64, 128, 12, 2, 1}},           // with options, which take registers
     {"sm90a", 1, backward, 128, 164, {64, 128, 12, 2, 1}},         // 611; first: 532, with three stages 3% less
     {"sm90a", 1, backward, 256, 211, {64, 64, 12, 2, 1}},          // 641 without dQ; with it 423, with one stage 340
@@ -239,6 +241,12 @@ inline bool skips_tiles(const Options& o) {
 // The narrowest kind of calls that one belongs to.
 inline Calls calls_of(const Options& options) {
   if (is_plain(options)) return Calls::plain;
+  Options others = options;
+  others.window_left = others.window_right = std::numeric_limits<int>::max();
+  others.has_window_bounds = others.has_dropout_seeds = false;
+  others.dropout_rate = 0;
+  others.has_alibi_slopes = options.has_dalibi_slopes;
+  if (is_plain(others)) return Calls::light;
   const bool of_pairs = options.functions || options.has_kv_intervals || options.has_q_intervals;
   return of_pairs ? Calls::all : Calls::without_functions;
 }

@@ -11,7 +11,7 @@
 // One warp of one more warpgroup loads the rows by TMA, a ring of `stages` tiles ahead. dQ of a tile of rows, which
 // takes dS of both warpgroups, is computed behind the products of the tile after, so that neither waits for the other's
 // dS. Of 64 rows it is the work of one warpgroup, by turns: one is at its exponentials while the tensor cores are the
-// other's. Tiles of 128 rows, of which each has 64, fit plain calls up to head_dim 64.
+// other's. Tiles of 128 rows, of which each has 64, fit light calls (tiles.h) up to head_dim 64.
 #pragma once
 
 #include "cuda/sm90a/backward_loads.cuh"

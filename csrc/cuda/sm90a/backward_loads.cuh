@@ -201,13 +201,13 @@ struct Finder {
   __device__ __forceinline__ void run() {
     const int items = static_cast<int>(DqSums{problem}.parts()) << problem.halved;
     int index = next_index(true);
-    Ring<1> wanted;
-    for (Ring<2> at;; at.advance()) {
-      barrier_wait(shared_address(&shared.item_empty[at.stage]), at.parity ^ 1);
+    for (int n = 0;; ++n) {
+      const int slot = slot_of(n);
+      barrier_wait(shared_address(&shared.item_empty[slot]), phase_of(n) ^ 1);
       if (index >= items) {
         Item none{};
         none.index = -1;
-        publish(none, at.stage);
+        publish(none, slot);
         return;
       }
       Block block(problem, index);
@@ -215,14 +215,13 @@ struct Finder {
         const Search search(block);
         const Walk first = search.first();
         if (first.head > block.last_head) block.range.end = block.range.begin;
-        publish(block, at.stage);
+        publish(block, slot);
         tell_tiles(search, first, block.last_head);
       } else {
-        publish(block, at.stage);
+        publish(block, slot);
       }
       if (stays && !skips_tiles) {
-        barrier_wait(shared_address(&shared.item_wanted), wanted.parity);
-        wanted.advance();
+        barrier_wait(shared_address(&shared.item_wanted), n % 2);
       }
       index = stays && !is_half(problem) ? next_index(false) : items;
     }
