@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 MANY: list[dict[str, Any]] = [
     *({"head_dim": head_dim, "causal": causal} for head_dim in (64, 128, 256) for causal in (False, True)),
     *({"head_dim": head_dim, "causal": True, "deterministic_backward": True} for head_dim in (64, 128, 256)),
-    # More blocks of keys than Hopper has multiprocessors: those that stay take a second one, and add dQ in order or not.
+    # More blocks of keys than Hopper has multiprocessors: those that stay take a second one. dQ in order or not.
     *(
         {"head_dim": head_dim, "lengths": (600, 140), "heads": (9, 9), "batch": 8, "deterministic_backward": ordered}
         for head_dim in (64, 128)
