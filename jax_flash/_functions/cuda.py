@@ -427,11 +427,6 @@ class _Printer:
             return _converted(args[0], of, op.dtype)
         if op.name == "round":
             return _wrapped(f"{'roundf' if op.params == 0 else 'rintf'}({args[0]})", op.dtype)
-        if op.name == "div" and op.dtype == "float32" and self.of.ops[op.args[1]].name == "constant":
-            with np.errstate(all="ignore"):
-                inverse = np.float32(1) / np.float32(self.of.ops[op.args[1]].params)
-            if np.isfinite(inverse) and abs(inverse) >= np.finfo(np.float32).tiny:
-                return f"{args[0]} * {literal(inverse, 'float32')}"
         if op.name not in _CALLS:
             raise Unprintable(f"primitive {op.name}")
         if op.name in ("population_count", "clz") and of not in ("int32", "uint32"):

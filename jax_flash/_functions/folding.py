@@ -166,6 +166,11 @@ def simplified(builder: Builder, name: str, dtype: str, args: tuple[int, ...], p
             return args[1]
         if name == "max" or name == "min":
             return args[0] if args[0] == args[1] else None
+        if name == "div" and dtype == "float32" and values[1] is not None:  # XLA multiplies as well
+            with np.errstate(all="ignore"):
+                inverse = np.float32(1) / np.float32(values[1])
+            if np.isfinite(inverse) and abs(inverse) >= np.finfo(np.float32).tiny:
+                return builder.apply("mul", dtype, (args[0], builder.constant(inverse, dtype)))
     return None
 
 
