@@ -63,9 +63,9 @@ Variant variant_of(const Family& device_family, int arch, Pass pass, DType dtype
   const bool own_dq = separate_dq(device_family, options, largest);
   const bool without_dq = pass == Pass::backward && own_dq && largest <= device_family.lean_without_dq;
   const bool wants_registers = options.has_descale || options.has_q_lengths || options.has_kv_lengths;
-  const bool plain = is_plain(options) && !(without_dq && wants_registers);
-  const Calls calls =
-      without_dq && wants_registers ? std::min(calls_of(options), Calls::without_functions) : calls_of(options);
+  const Calls most = without_dq && wants_registers ? Calls::without_functions : Calls::plain;
+  const Calls calls = std::min(calls_of(options), most);
+  const bool plain = calls == Calls::plain;
   const Family& family = pass_family(device_family, arch, limbs, pass, largest, calls);
   if (dtype == DType::f32 || dtype == DType::f64) {
     throw std::invalid_argument(

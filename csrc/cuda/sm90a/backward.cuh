@@ -354,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     } else if (adds_by_turns && warp >= first_adding_warp) {
       const int group = warp - first_adding_warp;  // whose sums it adds
       Phases phases;
-      u32 parities = 0;  // of buffers of dQ
+      u32 parities = 0;  // of buffers of dQ, as phases.ds(); by that ptxas spills 24 bytes
       for_each_item(own, shared, lane, phases, [&](const Block& block, int n) {
         if (lane > 0) return false;
         // The block is read again for each addition, or there are too few registers.
@@ -406,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
           warp % 4, lane,   {block, descale, of_tables, shared.diagonals[warp - 4], first_key_of(block), lane},
           phases,   {},     sums};
       backward.run(phases);
-      if (adds_in_bulk && !adds_by_turns && lane == 0) bulk_wait<0>();
+      if (starts_additions && lane == 0) bulk_wait<0>();
       arrive_added(0);
       if (is_half(problem) && !add_other_half(problem, shared, block.index, backward.sums, threadIdx.x - warpgroup)) {
         return;
@@ -419,7 +419,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       // The additions of an item are waited for when the next one begins.
       const auto end_additions = [&] {
         if (items == 0) return;
-        if (adds_in_bulk && !adds_by_turns && lane == 0) bulk_wait<1>();  // not for results
+        if (starts_additions && lane == 0) bulk_wait<1>();  // not for results
         arrive_added(slot_of(items - 1));
       };
       for_each_item(own, shared, lane, phases, [&](const Block& block, int n) {
@@ -449,10 +449,10 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
             store(Block(problem, shared.items[slot_of(n)]), sums, dropout_factor);
           }
         }
-        if (adds_in_bulk && !adds_by_turns && lane == 0) bulk_commit();
+        if (starts_additions && lane == 0) bulk_commit();
         return false;
       });
-      if (is_half(problem) && adds_in_bulk && !adds_by_turns && lane == 0) bulk_commit();
+      if (is_half(problem) && starts_additions && lane == 0) bulk_commit();
       end_additions();
       if (is_half(problem)) {
         const Block block(problem, shared.items[0]);
@@ -460,7 +460,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
           store(block, sums, dropout_factor);
         }
       }
-      if (adds_in_bulk && !adds_by_turns && lane == 0) bulk_wait<0>();
+      if (starts_additions && lane == 0) bulk_wait<0>();
     }
   }
 }

@@ -34,8 +34,10 @@ static_assert(!adds_in_bulk || dq_pieces == 1, "dQ is added in one piece");
 
 // Whether warps that load nothing add dQ, one for each warpgroup: they wait for the block's turn.
 constexpr bool adds_by_turns = option_ordered_dq;
-static_assert(!adds_by_turns || (adds_in_bulk && !skips_tiles), "each block knows who comes before");
-static_assert(!adds_by_turns || adding_warps == computing);
+static_assert(!adds_by_turns || (adds_in_bulk && !skips_tiles && adding_warps == computing),
+              "each block knows who comes before");
+// Whether the warps that compute start TMA's additions themselves, and wait for them.
+constexpr bool starts_additions = adds_in_bulk && !adds_by_turns;
 constexpr int first_adding_warp = 2;
 JAX_FLASH_DEVICE bool sums_dq_of(int i, int group) { return adds_dq && (shares_dq || i % computing == group); }
 // Buffers of dQ of 64 rows: one of a warpgroup; where blocks add in order, two of each that sums up every tile of rows.
@@ -66,7 +68,7 @@ constexpr int loading_warp = KSlabs::columns + VSlabs::columns <= 128 && block_q
 
 // Whether results of keys go by way of the shared memory of dQ, so that nobody waits for global memory.
 constexpr bool stores_in_bulk =
-    stays && adds_in_bulk && !adds_by_turns && VSlabs::slabs <= KSlabs::slabs && sizeof(Result) == sizeof(Element);
+    stays && starts_additions && VSlabs::slabs <= KSlabs::slabs && sizeof(Result) == sizeof(Element);
 constexpr int finding_warp = adds_by_turns ? 1 : 3, ending_warp = 2;
 
 constexpr int tiles_ahead = 2;  // of those loaded, that are found
@@ -201,7 +203,8 @@ struct Finder {
   __device__ __forceinline__ void run() {
     const int items = static_cast<int>(DqSums{problem}.parts()) << problem.halved;
     int index = next_index(true);
-    for (int n = 0;; ++n) {
+    // Where additions are ordered ptxas spills 24 bytes beside packed sequences if this is signed, else if it is not.
+    for (Select<packed, u32, int>::type n = 0;; ++n) {
       const int slot = slot_of(n);
       barrier_wait(shared_address(&shared.item_empty[slot]), phase_of(n) ^ 1);
       if (index >= items) {
