@@ -214,9 +214,8 @@ JAX_FLASH_INLINE U32 look_up(const U32& index, const U32 (&table)[2]) {
 // vpgatherdd took up to 2.7 times as long on an EPYC with AVX-512.
 template <typename Stored>
 struct Loads {
-  static constexpr int W = kWidth<float>, H = kLinesOfRows;
   using Element = typename Bits<Stored>::type;
-  using Elements = Native<Element, W>;
+  using Elements = Native<Element, kWidth<float>>;
 
   const Operand index;
   const Element* elements;
@@ -229,8 +228,9 @@ struct Loads {
     }
   }
 
-  // Whether the H lines from this one on read neighbouring elements.
+  // Whether kLinesOfRows lines from this one on read neighbouring elements.
   JAX_FLASH_INLINE bool of_rows(int line, int lane) const {
+    constexpr int H = kLinesOfRows;
     const I32 first = read<I32>(index, line, lane);
     for (int i = 1; i < H; ++i) {
       if (!all_of(IntVec<float>(read<I32>(index, line + i, lane)) == IntVec<float>(first + i))) return false;
@@ -238,6 +238,7 @@ struct Loads {
     return true;
   }
   JAX_FLASH_INLINE void load_rows(uint32_t* to, int lanes, int line, int lane) const {
+    constexpr int H = kLinesOfRows;
     const uint32_t* at = index.at + line * index.stride + lane;
     U32 x[H];
 #pragma GCC unroll 8
@@ -252,6 +253,7 @@ struct Loads {
     for (int i = 0; i < H; ++i) put(to + i * lanes, x[i]);
   }
   JAX_FLASH_INLINE void load_lanes(uint32_t* to, int line, int lane) const {
+    constexpr int W = kWidth<float>;
     const int32_t* at = reinterpret_cast<const int32_t*>(index.at) + line * index.stride + lane;
     const I32 wanted = read<I32>(index, line, lane);
     const bool ascends = ascend_by<1>(wanted);
@@ -279,7 +281,7 @@ struct Loads {
 #if defined(__AVX2__)
   // Reads all where they are few neighbouring elements, which two vectors hold.
   bool look_up_all(uint32_t* to, int lanes, int lines) const {
-    constexpr int kMost = 2 * W;
+    constexpr int W = kWidth<float>, kMost = 2 * W;
     I32 low = read<I32>(index, 0, 0), high = low;
     int32_t first = 0, last = 0;
     for (int line = 0; line < lines; ++line) {
@@ -311,6 +313,7 @@ struct Loads {
 #endif
 
   void load(uint32_t* to, int lanes, int lines) const {
+    constexpr int W = kWidth<float>, H = kLinesOfRows;
 #if defined(__AVX2__)
     if (look_up_all(to, lanes, lines)) return;
 #endif
