@@ -169,6 +169,57 @@ def test_elements_of_tables(place: str, rows: int) -> None:
         np.testing.assert_allclose(got, want, rtol=2e-5, err_msg=dtype)
 
 
+OF_ELEMENTS: dict[str, Callable[..., Any]] = {
+    "itself": lambda score, x, i, places: score + x[i],
+    "a function": lambda score, x, i, places: score * jax.nn.sigmoid(x[i]),
+    "functions and constants": lambda score, x, i, places: score + jnp.where(x[i] > 0, x[i] * x[i], 2 - jnp.exp(x[i])),
+    "where a condition holds": lambda score, x, i, places: jnp.where(
+        i % 3 == 0, score, score * jnp.sqrt(jnp.abs(x[i]))
+    ),
+    "two of one": lambda score, x, i, places: score * x[i] + jnp.tanh(x[i]),
+    "a function of two": lambda score, x, i, places: score + jnp.tanh(x[i] * x[x.size - 1 - i]),
+    "at an element": lambda score, x, i, places: score + jnp.sin(x[places[i]]),
+    "and of pairs": lambda score, x, i, places: score + jnp.sin(x[i] + 0.1 * i.astype(jnp.float32)),
+}
+
+
+@pytest.mark.parametrize("name", OF_ELEMENTS)
+@pytest.mark.parametrize("rows", [5, 150])
+def test_functions_of_elements_of_small_tables(name: str, rows: int) -> None:
+    """Tables around the sizes that registers hold, of which the functions of elements may be computed beforehand, for
+    each of the calls that vmap joins; a pair that is dropped may read NaN, and adds nothing to its element's
+    gradient."""
+    of_pair, random = OF_ELEMENTS[name], np.random.default_rng(rows)
+    query, key, value = (
+        jnp.asarray(random.standard_normal((1, length, 2, 8)), jnp.float32) for length in (rows, KEYS, KEYS)
+    )
+    for size in (1, 7, 16, 17, 32, 33, 64, 65):
+        tables = random.standard_normal((2, size))
+        if size > 1 and name != "a function of two":
+            tables[:, size - 1] = np.nan
+        places = jnp.asarray(random.integers(0, max(1, size - 1), size), jnp.int8)
+
+        def loss(table: jax.Array, implementation: str, size: int = size, places: jax.Array = places) -> jax.Array:
+            def index(h: Any, q: Any, kv: Any) -> Any:
+                return (q * q + 3 * kv + h) % size
+
+            out = jax_flash.attention(
+                query, key, value, implementation=implementation,
+                score_mod=lambda score, b, h, q, kv: of_pair(score, table, index(h, q, kv), places),
+                mask_mod=lambda b, h, q, kv: (index(h, q, kv) < size - 1) | (size == 1),
+            )  # fmt: skip
+            return (out * jnp.cos(jnp.arange(8.0))).sum(), out
+
+        of_all = jax.vmap(jax.grad(loss, has_aux=True), (0, None))
+        with jax.numpy_dtype_promotion("standard"):
+            found, wanted = (
+                of_all(jnp.asarray(tables, jnp.float32), implementation) for implementation in ("cpu", "xla")
+            )
+        for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            assert np.isfinite(want).all()
+            np.testing.assert_allclose(got, want, atol=2e-4, err_msg=str(size))
+
+
 INDICES: dict[str, Callable[..., Any]] = {
     "nothing": lambda h, q, kv: 3,
     "head": lambda h, q, kv: h,

@@ -17,8 +17,7 @@ using I32 = Native<int32_t, kWidth<float>>;
 
 template <typename Condition, typename V>
 JAX_FLASH_INLINE V pick(Condition condition, V x, V y) {
-  U32 bits = bits_as<U32>(condition);
-  return bits_as<V>((bits & bits_as<U32>(x)) | (~bits & bits_as<U32>(y)));
+  return condition ? x : y;
 }
 
 template <typename V, typename Of>
@@ -83,6 +82,30 @@ JAX_FLASH_INLINE F32 exponential(F32 x) {
   F32 half = ((n * 0.5f) + kShift) - kShift;  // 2^n in two steps, which may overflow or vanish
   auto power = [](F32 n) { return bits_as<F32>(bits_as<U32>(n + (0x1.8p23f + 127)) << 23); };
   return bits_as<F32>(exp2(bits_as<Vec<float>>(f * 0x1.715476p0f))) * power(half) * power(n - half);
+}
+
+// log x, of -1/3 <= f < 1/3 with x = 2^n (1 + f): f - f^2 / 2 + f^3 p(f), p by minimax of the relative error, and ln 2
+// in two parts. Less than one unit in the last place away.
+JAX_FLASH_INLINE F32 logarithm(F32 x) {
+  const I32 subnormal = x < 0x1p-126f;
+  const I32 bits = bits_as<I32>(pick(subnormal, x * 0x1p24f, x));
+  const I32 n = (bits - 0x3f2aaaab) >> 23;
+  const F32 f = bits_as<F32>(bits - (n << 23)) - 1;
+  const F32 power = __builtin_convertvector(n, F32) - pick(subnormal, F32{} + 24, F32{});
+  F32 p = F32{} - 0x1.080594p-3f;
+  for (float c : {0x1.1e66bcp-3f, -0x1.f3113cp-4f, 0x1.1ed716p-3f, -0x1.559dccp-3f, 0x1.99d028p-3f, -0x1.fffefp-3f,
+                  0x1.555506p-2f, -0.5f}) {
+    p = p * f + c;
+  }
+  const F32 found = power * 0x1.62e4p-1f + (f + (f * f * p + power * 0x1.7f7d1cp-20f));
+  const F32 infinity = F32{} + static_cast<float>(__builtin_inf());
+  const F32 unusual = pick(x == 0, -infinity, pick(x < 0, infinity - infinity, x));
+  return pick((x > 0) & (x < infinity), found, unusual);
+}
+// log(1 + x), with what rounding leaves of x.
+JAX_FLASH_INLINE F32 logarithm_of_1_plus(F32 x) {
+  const F32 sum = 1 + x, found = logarithm(sum);
+  return pick((sum > 0) & (sum < static_cast<float>(__builtin_inf())), found + (x - (sum - 1)) / sum, found);
 }
 
 JAX_FLASH_INLINE F32 hyperbolic_tangent(F32 x) {
@@ -209,6 +232,29 @@ JAX_FLASH_INLINE U32 look_up(const U32& index, const U32 (&table)[2]) {
 }
 #endif
 
+// From the least to the greatest of what vectors hold.
+class Extent {
+ public:
+  explicit JAX_FLASH_INLINE Extent(const I32& x) : low_(x), high_(x) {}
+  JAX_FLASH_INLINE void include(const I32& x) {
+    low_ = pick(x < low_, x, low_);
+    high_ = pick(x > high_, x, high_);
+  }
+  int32_t first() const {
+    int32_t found = low_[0];
+    for (int i = 1; i < kWidth<float>; ++i) found = std::min(found, low_[i]);
+    return found;
+  }
+  int64_t count() const {
+    int32_t last = high_[0];
+    for (int i = 1; i < kWidth<float>; ++i) last = std::max(last, high_[i]);
+    return int64_t{last} - first() + 1;
+  }
+
+ private:
+  I32 low_, high_;
+};
+
 // Neighbouring lanes mostly read neighbouring elements, in either order, or where lanes are rows and lines keys, a row
 // of a table each, of which the lines read neighbouring elements. Where they do neither, elements are read one by one:
 // vpgatherdd took up to 2.7 times as long on an EPYC with AVX-512.
@@ -218,6 +264,7 @@ struct Loads {
   using Elements = Native<Element, kWidth<float>>;
 
   const Operand index;
+  const int32_t* of_lines;  // what is added to the indices of each line; null: nothing
   const Element* elements;
 
   static JAX_FLASH_INLINE U32 bits_of(const Elements& found) {
@@ -228,9 +275,14 @@ struct Loads {
     }
   }
 
+  JAX_FLASH_INLINE I32 indices(int line, int lane) const {
+    const I32 found = read<I32>(index, line, lane);
+    return of_lines ? found + of_lines[line] : found;
+  }
   // Whether kLinesOfRows lines from this one on read neighbouring elements.
   JAX_FLASH_INLINE bool of_rows(int line, int lane) const {
     constexpr int H = kLinesOfRows;
+    if (of_lines) return ascend(of_lines + line, H);
     const I32 first = read<I32>(index, line, lane);
     for (int i = 1; i < H; ++i) {
       if (!all_of(IntVec<float>(read<I32>(index, line + i, lane)) == IntVec<float>(first + i))) return false;
@@ -239,13 +291,14 @@ struct Loads {
   }
   JAX_FLASH_INLINE void load_rows(uint32_t* to, int lanes, int line, int lane) const {
     constexpr int H = kLinesOfRows;
-    const uint32_t* at = index.at + line * index.stride + lane;
+    int32_t at[kWidth<float>];
+    put(at, indices(line, lane));
     U32 x[H];
 #pragma GCC unroll 8
     for (int i = 0; i < H; ++i) {
       Native<Element, H> a, b;
-      std::memcpy(&a, elements + static_cast<int32_t>(at[i]), sizeof(a));
-      std::memcpy(&b, elements + static_cast<int32_t>(at[i + H]), sizeof(b));
+      std::memcpy(&a, elements + at[i], sizeof(a));
+      std::memcpy(&b, elements + at[i + H], sizeof(b));
       x[i] = bits_of(joined(a, b));
     }
     transpose_halves(x);
@@ -254,8 +307,9 @@ struct Loads {
   }
   JAX_FLASH_INLINE void load_lanes(uint32_t* to, int line, int lane) const {
     constexpr int W = kWidth<float>;
-    const int32_t* at = reinterpret_cast<const int32_t*>(index.at) + line * index.stride + lane;
-    const I32 wanted = read<I32>(index, line, lane);
+    const I32 wanted = indices(line, lane);
+    int32_t at[W];
+    put(at, wanted);
     const bool ascends = ascend_by<1>(wanted);
     if (ascends || ascend_by<-1>(wanted)) {
       Elements found;
@@ -276,27 +330,31 @@ struct Loads {
       put(to, bits_of(found));
     }
   }
-  static JAX_FLASH_INLINE void put(uint32_t* to, const U32& bits) { std::memcpy(to, &bits, sizeof(bits)); }
+  static JAX_FLASH_INLINE bool ascend(const int32_t* x, int count) {
+    for (int i = 1; i < count; ++i) {
+      if (x[i] != x[0] + i) return false;
+    }
+    return true;
+  }
+  template <typename To, typename V>
+  static JAX_FLASH_INLINE void put(To* to, const V& x) {
+    std::memcpy(to, &x, sizeof(x));
+  }
 
 #if defined(__AVX2__)
   // Reads all where they are few neighbouring elements, which two vectors hold.
   bool look_up_all(uint32_t* to, int lanes, int lines) const {
     constexpr int W = kWidth<float>, kMost = 2 * W;
-    I32 low = read<I32>(index, 0, 0), high = low;
-    int32_t first = 0, last = 0;
+    Extent extent(indices(0, 0));
     for (int line = 0; line < lines; ++line) {
       for (int lane = 0; lane < lanes; lane += W) {
-        const I32 x = read<I32>(index, line, lane);
-        low = x < low ? x : low;
-        high = x > high ? x : high;
+        extent.include(indices(line, lane));
       }
-      if (line != 0 && line != lines - 1) continue;
-      first = low[0], last = high[0];
-      for (int i = 1; i < W; ++i) first = std::min(first, low[i]), last = std::max(last, high[i]);
-      if (last - first >= kMost) return false;
+      if ((line == 0 || line == lines - 1) && extent.count() > kMost) return false;
     }
+    const int32_t first = extent.first();
     Element few[kMost]{};
-    std::copy(elements + first, elements + last + 1, few);
+    std::copy_n(elements + first, extent.count(), few);
     U32 table[2];
     for (int i = 0; i < 2; ++i) {
       Elements found;
@@ -305,7 +363,7 @@ struct Loads {
     }
     for (int line = 0; line < lines; ++line) {
       for (int lane = 0; lane < lanes; lane += W) {
-        put(to + line * lanes + lane, look_up(bits_as<U32>(read<I32>(index, line, lane) - first), table));
+        put(to + line * lanes + lane, look_up(bits_as<U32>(indices(line, lane) - first), table));
       }
     }
     return true;
@@ -328,7 +386,38 @@ struct Loads {
       }
     }
   }
+
+  // All elements of a small array, then zeros.
+  void load_all(uint32_t* to, int64_t count) const {
+    constexpr int W = kWidth<float>;
+    for (int i = 0; i < kMostElements; i += W) {
+      Elements found{};
+      if (i < count) std::memcpy(&found, elements + i, std::min<int64_t>(W, count - i) * sizeof(Element));
+      put(to + i, bits_of(found));
+    }
+  }
 };
+
+// Of kMostElements numbers in memory, of which `count` have a meaning, those of some indices.
+inline void look_up_elements(uint32_t* to, int lanes, int lines, const Operand& index, const uint32_t* numbers,
+                             [[maybe_unused]] int64_t count) {
+#if defined(__AVX2__)
+  constexpr int W = kWidth<float>;
+  if (count <= 4 * W) {
+    U32 low[2], high[2];
+    std::memcpy(&low, numbers, sizeof(low));
+    std::memcpy(&high, numbers + 2 * W, sizeof(high));
+    auto of_low = [&](int line, int lane)
+                      __attribute__((always_inline)) { return look_up(read<U32>(index, line, lane), low); };
+    auto of_both = [&](int line, int lane) __attribute__((always_inline)) {
+      const U32 x = read<U32>(index, line, lane);
+      return pick(x < 2 * W, look_up(x, low), look_up(x - 2 * W, high));
+    };
+    return count <= 2 * W ? for_vectors(to, lanes, lines, of_low) : for_vectors(to, lanes, lines, of_both);
+  }
+#endif
+  Loads<uint32_t>{index, nullptr, numbers}.load(to, lanes, lines);
+}
 
 // What a step's arguments are for the pairs of a tile.
 struct TileOfPairs {
@@ -367,6 +456,7 @@ class Evaluator {
     at(most_, Side::line) = lines;
     at(most_, Side::pair) = std::max(kPairsTogether, most_lanes);
     at(most_, Side::diagonal) = most_lanes + lines;
+    at(most_, Side::element) = kMostElements;
     for (int i = 0; i < kSides; ++i) slots_[i] = functions.most_slots(static_cast<Side>(i));
   }
   template <typename Arena>
@@ -399,7 +489,7 @@ class Evaluator {
   void run(const Steps& steps, const TileOfPairs& tile, const float* scores, ptrdiff_t stride, Body body) const {
     int together = std::max(1, kPairsTogether / tile.lanes);
     if (together > kLinesOfRows) together -= together % kLinesOfRows;
-    for (Side side : {Side::lane, Side::line, Side::diagonal}) {
+    for (Side side : {Side::lane, Side::line, Side::diagonal, Side::element}) {
       for (const Step& step : steps.of[static_cast<int>(side)]) run_step(step, tile, side, 0, 1, nullptr, 0);
     }
     for (int line = 0; line < tile.lines; line += together) {
@@ -429,6 +519,7 @@ class Evaluator {
                                           const float* scores, ptrdiff_t score_stride) const {
     int lanes = side == Side::line       ? round_up(tile.lines, kWidth<float>)
                 : side == Side::diagonal ? tile.diagonals()
+                : side == Side::element  ? kMostElements
                                          : tile.lanes;
     uint32_t* to = slot(side, step.to);
     auto fill = [&](uint32_t bits) { std::fill_n(to, lanes * lines, bits); };
@@ -457,6 +548,10 @@ class Evaluator {
       case Operation::b: return fill(static_cast<uint32_t>(tile.batch));
       case Operation::call: return fill(static_cast<uint32_t>(tile.call));
       case Operation::constant: return fill(static_cast<uint32_t>(step.number));
+      case Operation::element: {
+        const uint32_t* numbers = slot(Side::element, step.args[1].slot);
+        return look_up_elements(to, lanes, lines, args[0], numbers, step.elements);
+      }
       case Operation::distance: return distances(reinterpret_cast<int32_t*>(to), tile);
       case Operation::h:
         if (side == Side::diagonal) return fill(static_cast<uint32_t>(tile.heads[0]));
@@ -491,7 +586,7 @@ class Evaluator {
     });
 #define JAX_FLASH_LIBRARY(name, function) JAX_FLASH_UNARY(name, F, F, each(x, [](float a) { return ::function(a); }))
 #define JAX_FLASH_LOAD(name, Stored) \
-  case Operation::name##_: return Loads<Stored>{args[0], element<Stored>(step, tile)}.load(to, lanes, lines);
+  case Operation::name##_: return load<Stored>(step, tile, side, args[0], to, lanes, line, lines);
         JAX_FLASH_CPU_LIBRARY(JAX_FLASH_LIBRARY)
         JAX_FLASH_CPU_OPERATIONS(JAX_FLASH_UNARY, JAX_FLASH_BINARY, JAX_FLASH_TERNARY)
         JAX_FLASH_CPU_LOADS(JAX_FLASH_LOAD)
@@ -515,8 +610,15 @@ class Evaluator {
   }
 
   template <typename Stored>
-  const typename Bits<Stored>::type* element(const Step& step, const TileOfPairs& tile) const {
-    return static_cast<const typename Bits<Stored>::type*>(captured_[step.number]) + tile.call * step.of_call;
+  void load(const Step& step, const TileOfPairs& tile, Side side, const Operand& index, uint32_t* to, int lanes,
+            int line, int lines) const {
+    using Element = typename Bits<Stored>::type;
+    const bool has_lines = side == Side::pair && step.args[1].side == Side::line;
+    const uint32_t* of_lines = has_lines ? slot(Side::line, step.args[1].slot) + line : nullptr;
+    const Loads<Stored> loads{index, reinterpret_cast<const int32_t*>(of_lines),
+                              static_cast<const Element*>(captured_[step.number]) + tile.call * step.of_call};
+    if (side == Side::element) return loads.load_all(to, step.elements);
+    loads.load(to, lanes, lines);
   }
 
   using F = F32;

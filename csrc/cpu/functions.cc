@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 #include <unordered_map>
@@ -44,7 +45,9 @@ struct Line {
   int arguments = 0;
   int args[3]{};
   int number = 0;
-  int64_t of_call = 0;
+  int64_t elements = 0, of_call = 0;
+
+  bool loads() const { return operation >= Operation::load_bool_; }
 };
 struct LinesOfAddition {
   int gradient;
@@ -81,6 +84,7 @@ class Planner {
       sides_.push_back(side_of(all, of_lanes));
     }
     for (auto& places : places_) places.assign(text.lines.size(), -1);
+    find_elements();
   }
 
   Steps plan() {
@@ -134,6 +138,55 @@ class Planner {
     return (all & kDiagonal) != 0 && (all & ~(kDiagonal | kHead)) == 0 ? Side::diagonal : Side::pair;
   }
 
+  // Which lines of pairs depend on an element of a small array alone, and that the same. Where pairs read several of
+  // one, only its elements are: the others are computed for each pair, from one element.
+  void find_elements() {
+    const int count = static_cast<int>(text_.lines.size());
+    std::vector<bool> needed(count);
+    auto need = [&](int i) { needed[i] = true; };
+    for_results(need);
+    for (int i = count - 1; i >= 0; --i) {
+      for (int j = 0; needed[i] && j < text_.lines[i].arguments; ++j) need(text_.lines[i].args[j]);
+    }
+    of_element_.assign(count, -1);
+    std::vector<std::set<int>> read(count);  // by pairs, of each array's element
+    auto read_of_pairs = [&](int i) {
+      if (of_element_[i] >= 0) read[of_element_[i]].insert(i);
+    };
+    for (int i = 0; i < count; ++i) {
+      const Line& line = text_.lines[i];
+      if (!needed[i]) continue;
+      if (sides_[i] == Side::pair) of_element_[i] = element_of(i);
+      for (int j = 0; (of_element_[i] < 0 || line.loads()) && j < line.arguments; ++j) read_of_pairs(line.args[j]);
+    }
+    for_results(read_of_pairs);
+    for (int i = 0; i < count; ++i) {
+      if (of_element_[i] >= 0 && of_element_[i] != i && read[of_element_[i]].size() > 1) of_element_[i] = -1;
+    }
+  }
+  // The load whose element line i depends on; -1: it depends on anything else.
+  int element_of(int i) const {
+    const Line& line = text_.lines[i];
+    if (line.loads()) return 0 < line.elements && line.elements <= kMostElements ? i : -1;
+    int found = -1;
+    for (int j = 0; j < line.arguments; ++j) {
+      const int arg = line.args[j], of = of_element_[arg];
+      if (text_.lines[arg].operation == Operation::constant) continue;
+      if (of < 0 || (found >= 0 && found != of)) return -1;
+      found = of;
+    }
+    return found;
+  }
+  template <typename Body>
+  void for_results(Body body) const {
+    for (int i : text_.results) body(i);
+    for (const LinesOfAddition& x : text_.additions) {
+      body(x.derivative);
+      body(x.index);
+      if (x.valid >= 0) body(x.valid);
+    }
+  }
+
   int put(Line line, Side side) {
     placed_.push_back({line, side});
     return static_cast<int>(placed_.size()) - 1;
@@ -148,18 +201,47 @@ class Planner {
     return {line.operation, 2, {in_order ? distance_ : zero_, in_order ? zero_ : distance_}};
   }
 
+  // What a load of pairs reads: all elements at once, where they are few, and of an index that is a sum of a value of
+  // the lanes and one of the lines these, so that the sum is computed for no pair.
+  Line load_of_pairs(int i) {
+    Line line = text_.lines[i];
+    const int at = line.args[0];
+    const Line& index = text_.lines[at];
+    if (index.operation == Operation::add_i_ && places_[static_cast<int>(Side::pair)][at] < 0) {
+      int x = index.args[0], y = index.args[1];
+      if (sides_[x] == Side::line) std::swap(x, y);
+      if (sides_[x] == Side::lane && sides_[y] == Side::line) {
+        line.arguments = 2;
+        line.args[0] = place(x, Side::pair);
+        line.args[1] = place(y, Side::line);
+        return line;
+      }
+    }
+    line.args[0] = place(at, Side::pair);
+    return line;
+  }
+
   // The number of line i of the text where steps of a side read it. Steps of lines read what depends on nothing as a
-  // value of their own, and so do those of diagonals, of the head too; those of pairs read the lanes and the diagonals
-  // as they are, and lines by way of all lanes.
+  // value of their own, and so do those of diagonals, of the head too, and of elements; those of pairs read the lanes
+  // and the diagonals as they are, lines by way of all lanes, and of elements that of their index.
   int place(int i, Side reader) {
     const Side own = sides_[i];
-    const bool copies = reader == Side::diagonal || (reader == Side::line && own == Side::lane);
+    const bool copies =
+        reader == Side::diagonal || reader == Side::element || (reader == Side::line && own == Side::lane);
     const Side side = copies ? reader : own;
     int& found = places_[static_cast<int>(side)][i];
     if (found < 0) {
       Line line = text_.lines[i];
       if (is_of_distance(line)) {
         line = of_distance(line);
+      } else if (side == Side::pair && of_element_[i] >= 0) {
+        const Line& load = text_.lines[of_element_[i]];
+        const int index = place(load.args[0], Side::pair), values = place(i, Side::element);
+        line = {Operation::element, 2, {index, values}, 0, load.elements};
+      } else if (side == Side::element && line.loads()) {
+        line.arguments = 0;  // all elements
+      } else if (side == Side::pair && line.loads()) {
+        line = load_of_pairs(i);
       } else {
         for (int j = 0; j < line.arguments; ++j) line.args[j] = place(line.args[j], side);
       }
@@ -209,7 +291,7 @@ class Planner {
         slot = free[own].back();
         free[own].pop_back();
       }
-      Step step{line.operation, slot, {}, line.number, line.of_call};
+      Step step{line.operation, slot, {}, line.number, line.elements, line.of_call};
       for (int j = 0; j < 3; ++j) step.args[j] = j < line.arguments ? values[line.args[j]] : step.args[0];
       values[i] = {side, slot};
       steps_.of[own].push_back(step);
@@ -226,6 +308,7 @@ class Planner {
   const Lines& text_;
   std::vector<int> depends_;
   std::vector<Side> sides_;
+  std::vector<int> of_element_;  // the load whose element a line of pairs depends on alone; -1: on anything else
   bool has_diagonals_;
   int distance_ = -1, zero_ = -1;    // placed lines
   std::vector<int> places_[kSides];  // for each side, where a line of the text is on it; -1: nowhere yet
@@ -288,8 +371,9 @@ Functions parsed(const char* text) {
       Line parsed{found->second.operation, found->second.arguments};
       for (int i = 0; i < parsed.arguments; ++i) operand(parsed.args[i]);
       if (parsed.operation == Operation::constant) read(parsed.number);
-      if (name.starts_with("load_")) {
+      if (parsed.loads()) {
         read(parsed.number);
+        read(parsed.elements);
         read(parsed.of_call);
       }
       current.lines.push_back(parsed);

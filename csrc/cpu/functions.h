@@ -3,7 +3,8 @@
 //
 // A tile has lines of lanes. What depends on nothing, or on what the lanes stand for, is computed once for a tile's
 // lanes, what depends on what the lines stand for once for its lines, what depends on q - kv alone once for its
-// diagonals where the rows are those of one head that follow one another, and only the rest for each pair.
+// diagonals where the rows are those of one head that follow one another, what depends on an element of a small array
+// alone once for its elements, and only the rest for each pair.
 #pragma once
 
 #include <cstdint>
@@ -25,14 +26,17 @@ enum class Operation : uint8_t {
   constant,
   spread,    // a value of the lines, in all lanes
   distance,  // q - kv
+  element,   // of the values that the second argument has for all elements of an array, that of the index
 #define JAX_FLASH_NAME(name, ...) name##_,
   JAX_FLASH_CPU_LIBRARY(JAX_FLASH_NAME) JAX_FLASH_CPU_OPERATIONS(JAX_FLASH_NAME, JAX_FLASH_NAME, JAX_FLASH_NAME)
       JAX_FLASH_CPU_LOADS(JAX_FLASH_NAME)
 #undef JAX_FLASH_NAME
 };
 
-enum class Side : uint8_t { lane, line, pair, diagonal };
-constexpr int kSides = 4;
+enum class Side : uint8_t { lane, line, pair, diagonal, element };
+constexpr int kSides = 5;
+
+constexpr int kMostElements = 64;  // of an array for whose elements values are computed
 
 // The slot of the scores, which steps read where they are.
 constexpr int kSlotOfScores = -1;
@@ -45,10 +49,10 @@ struct Value {
 struct Step {
   Operation operation;
   int to = 0;       // a slot of the step's own side
-  Value args[3]{};  // unused ones repeat the first
+  Value args[3]{};  // unused ones repeat the first; a load of pairs may have a second, of lines, to add to its index
   int number = 0;   // bits of a constant; a load: which captured array
-  int64_t of_call =
-      0;  // of a load: elements of the array that one of the calls that vmap has joined has; 0: all share it
+  int64_t elements = 0;  // of the array that is loaded from
+  int64_t of_call = 0;   // as many elements, if each of the calls that vmap has joined has its own; 0: all share them
 };
 
 // Adds to an element of the gradient of a captured array: the gradient of the score times `derivative`.

@@ -11,8 +11,6 @@
 // Those of <cmath>, element by element.
 #define JAX_FLASH_CPU_LIBRARY(UNARY) \
   UNARY(expm1_f, expm1f)             \
-  UNARY(log_f, logf)                 \
-  UNARY(log1p_f, log1pf)             \
   UNARY(sin_f, sinf)                 \
   UNARY(cos_f, cosf)                 \
   UNARY(tan_f, tanf)                 \
@@ -88,6 +86,8 @@
   UNARY(rsqrt_f, F, F, each<F>(x, [](float a) { return 1 / sqrtf(a); }))                                        \
   UNARY(exp_f, F, F, exponential(x))                                                                            \
   UNARY(exp2_f, F, F, each<F>(x, [](float a) { return exp2f(a); }))                                             \
+  UNARY(log_f, F, F, logarithm(x))                                                                              \
+  UNARY(log1p_f, F, F, logarithm_of_1_plus(x))                                                                  \
   UNARY(logistic_f, F, F, 1 / (1 + exponential(-x)))                                                            \
   UNARY(tanh_f, F, F, hyperbolic_tangent(x))                                                                    \
   UNARY(number_of_bool, U, U, x & 1u)                                                                           \

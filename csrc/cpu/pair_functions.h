@@ -205,6 +205,11 @@ class PairFunctions {
       double* sums_of_addition = sums_;
       for (const Addition& addition : steps.additions) {
         double* to = elements_of(addition);
+        if (addition.side == Side::pair) {
+          add_pairs({dscores + first * stride, stride, tile.lanes, lines, values, addition}, to);
+          sums_of_addition += most;
+          continue;
+        }
         for (int i = 0; i < lines; ++i) {
           const float* ds = dscores + (first + i) * stride;
           const float* derivative = values.result<float>(addition.derivative, i);
@@ -213,12 +218,7 @@ class PairFunctions {
             case Side::diagonal:
               add(ds, derivative, tile.lanes, sums_of_addition + tile.lines - 1 - (first + i));
               break;
-            case Side::line:
-              to[evaluator_.result<int32_t>(addition.index)[first + i]] += sum_of(ds, derivative, tile.lanes);
-              break;
-            case Side::pair:
-              add_pairs(ds, derivative, values.result<int32_t>(addition.index, i),
-                        addition.always ? nullptr : values.result<int32_t>(addition.valid, i), tile.lanes, to);
+            default: to[evaluator_.result<int32_t>(addition.index)[first + i]] += sum_of(ds, derivative, tile.lanes);
           }
         }
         sums_of_addition += most;
@@ -265,20 +265,72 @@ class PairFunctions {
     for (int lane = 0; lane < lanes; lane += kWidth<double>) sums += product(ds + lane, derivative + lane);
     return sum_of_lanes<double>(sums);
   }
-  static void add_pairs(const float* ds, const float* derivative, const int32_t* index, const int32_t* valid, int lanes,
-                        double* to) {
+
+  // Lines of pairs of which each adds to an element of its own.
+  struct PairsOfAddition {
+    const float* first_ds;
+    ptrdiff_t stride;
+    int lanes, lines;
+    const Evaluator::Lines& values;
+    const Addition& addition;
+
+    const float* ds(int line) const { return first_ds + line * stride; }
+    const float* derivative(int line) const { return values.result<float>(addition.derivative, line); }
+    const int32_t* index(int line) const { return values.result<int32_t>(addition.index, line); }
+    const int32_t* valid(int line) const {
+      return addition.always ? nullptr : values.result<int32_t>(addition.valid, line);
+    }
+  };
+  __attribute__((noinline)) static void add_pairs(const PairsOfAddition& pairs, double* to) {
     constexpr int W = kWidth<float>;
-    for (int first = 0; first < lanes; first += W) {
-      if (!valid && ascend_by<1>(vector(index + first))) {
-        add(ds + first, derivative + first, W, to + index[first]);
-        continue;
-      }
-      for (int lane = first; lane < first + W; ++lane) {
-        // What is dropped adds nothing, whatever the derivative is.
-        if (ds[lane] == 0 || (valid && !valid[lane])) continue;
-        to[index[lane]] += static_cast<double>(ds[lane]) * derivative[lane];
+    if (add_to_few(pairs, to)) return;
+    for (int line = 0; line < pairs.lines; ++line) {
+      const float *ds = pairs.ds(line), *derivative = pairs.derivative(line);
+      const int32_t *index = pairs.index(line), *valid = pairs.valid(line);
+      for (int first = 0; first < pairs.lanes; first += W) {
+        if (!valid && ascend_by<1>(vector(index + first))) {
+          add(ds + first, derivative + first, W, to + index[first]);
+          continue;
+        }
+        for (int lane = first; lane < first + W; ++lane) {
+          // What is dropped adds nothing, whatever the derivative is.
+          if (ds[lane] == 0 || (valid && !valid[lane])) continue;
+          to[index[lane]] += static_cast<double>(ds[lane]) * derivative[lane];
+        }
       }
     }
+  }
+  // If the elements are few and neighbours: additions to them in memory wait for one another.
+  static bool add_to_few(const PairsOfAddition& pairs, double* to) {
+    constexpr int kMost = 16;
+    Extent extent(vector(pairs.index(0)));
+    for (int line = 0; line < pairs.lines; ++line) {
+      for (int lane = 0; lane < pairs.lanes; lane += kWidth<float>) extent.include(vector(pairs.index(line) + lane));
+      if ((line == 0 || line == pairs.lines - 1) && extent.count() > kMost) return false;
+    }
+    const int count = static_cast<int>(extent.count());
+    count <= kMost / 2 ? add_to_elements<kMost / 2>(pairs, extent.first(), count, to)
+                       : add_to_elements<kMost>(pairs, extent.first(), count, to);
+    return true;
+  }
+  // In float, as terms are, within these lines.
+  template <int most>
+  static void add_to_elements(const PairsOfAddition& pairs, int32_t first, int count, double* to) {
+    constexpr int W = kWidth<float>;
+    F32 sums[most]{};
+    for (int line = 0; line < pairs.lines; ++line) {
+      const float *ds = pairs.ds(line), *derivative = pairs.derivative(line);
+      const int32_t *index = pairs.index(line), *valid = pairs.valid(line);
+      for (int lane = 0; lane < pairs.lanes; lane += W) {
+        const F32 factor = bits_as<F32>(load(ds + lane));
+        const F32 all = factor * pick(factor != 0, bits_as<F32>(load(derivative + lane)), F32{});
+        I32 of = vector(index + lane) - first;
+        if (valid) of |= ~vector(valid + lane);  // -1: none of these
+#pragma GCC unroll 16
+        for (int i = 0; i < most; ++i) sums[i] = pick(of == i, sums[i] + all, sums[i]);
+      }
+    }
+    for (int i = 0; i < count; ++i) to[first + i] += sum_of_lanes<float>(bits_as<Vec<float>>(sums[i]));
   }
 
   TileOfPairs pairs_of(const Tile& tile) const {

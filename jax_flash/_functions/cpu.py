@@ -153,7 +153,7 @@ class _Writer:
         if op.name == "load":
             kind = _kind(op.dtype)
             at = self.flat_index(op.params, args)
-            loaded = self.line(f"load_{op.dtype}", at, op.params, self.of_call(op.params))
+            loaded = self.line(f"load_{op.dtype}", at, op.params, self.elements(op.params), self.of_call(op.params))
             return self.truth(loaded) if kind == "b" else loaded
         index = _index_of_count(of, op)
         if index is not None:
@@ -203,7 +203,11 @@ class _Writer:
 
     def of_call(self, captured: int) -> int:
         """Elements of an array that each of the calls that vmap has joined has; 0: all share it."""
-        return int(np.prod(self.sizes[captured], dtype=np.int64)) if captured in self.several else 0
+        return self.elements(captured) if captured in self.several else 0
+
+    def elements(self, captured: int) -> int:
+        """Those of an array that one call has."""
+        return int(np.prod(self.sizes[captured], dtype=np.int64))
 
     def flat_index(self, captured: int, index: Sequence[int]) -> int:
         sizes = self.sizes[captured]
