@@ -138,8 +138,9 @@ class Planner {
     return (all & kDiagonal) != 0 && (all & ~(kDiagonal | kHead)) == 0 ? Side::diagonal : Side::pair;
   }
 
-  // Which lines of pairs depend on an element of a small array alone, and that the same. Where pairs read several of
-  // one, only its elements are: the others are computed for each pair, from one element.
+  // Which lines of pairs depend on one element of one small array alone: they are computed for all its elements, and
+  // pairs look one up. Where they would look up several values of one element, they look up the element and compute the
+  // rest.
   void find_elements() {
     const int count = static_cast<int>(text_.lines.size());
     std::vector<bool> needed(count);
@@ -201,8 +202,8 @@ class Planner {
     return {line.operation, 2, {in_order ? distance_ : zero_, in_order ? zero_ : distance_}};
   }
 
-  // What a load of pairs reads: all elements at once, where they are few, and of an index that is a sum of a value of
-  // the lanes and one of the lines these, so that the sum is computed for no pair.
+  // Of an index that is a sum of a value of the lanes and one of the lines a load reads these, so that the sum is
+  // computed for no pair.
   Line load_of_pairs(int i) {
     Line line = text_.lines[i];
     const int at = line.args[0];
