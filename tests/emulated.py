@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -560,9 +561,15 @@ class Problem:
         return error, f"{name}: {error:.2f} epsilons of {limit}; {where_wrong(got, want, limit * epsilon)}"
 
 
+def in_double(x: np.ndarray) -> np.ndarray:
+    """Without a warning of signalling NaNs, which what a kernel has not written may hold."""
+    with np.errstate(invalid="ignore"):
+        return x.astype(np.float64)
+
+
 def errors(got: np.ndarray, want: np.ndarray) -> tuple[float, float]:
     """Largest error relative to the largest value, and L2 error relative to the L2 norm."""
-    got = got.astype(np.float64)
+    got = in_double(got)
     if not np.isfinite(want).all():
         assert (np.isneginf(got) == np.isneginf(want)).all(), "lse is -inf exactly where a row keeps no key"
         got, want = (np.where(np.isfinite(want), x, 0) for x in (got, want))
@@ -575,7 +582,7 @@ def errors(got: np.ndarray, want: np.ndarray) -> tuple[float, float]:
 
 
 def where_wrong(got: np.ndarray, want: np.ndarray, limit: float) -> str:
-    got = got.astype(np.float64)
+    got = in_double(got)
     with np.errstate(invalid="ignore"):
         wrong = ~(np.abs(got - want) <= limit * np.abs(want[np.isfinite(want)]).max(initial=0.0))
     wrong &= ~(np.isneginf(got) & np.isneginf(want))
@@ -613,7 +620,11 @@ def omissions(call: Call, seeds: int, but: Collection[str] = ()) -> dict[str, st
 
 
 def in_a_child(run: Callable[[], str]) -> str:
-    """The result of ``run`` in a process of its own, or how that ended: without a wait a kernel may crash."""
+    """The result of ``run`` in a process of its own, or how that ended: without a wait a kernel may crash.
+
+    Raises:
+      RuntimeError: ``run`` has raised an exception, which the process printed.
+    """
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about other threads, which the child does not need
@@ -622,12 +633,16 @@ def in_a_child(run: Callable[[], str]) -> str:
         faulthandler.disable()
         try:
             os.write(write, run().encode()[:4096])
-        finally:
-            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
         said = pipe.read()
     _, status = os.waitpid(child, 0)
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status) != 0:
+        raise RuntimeError("a process of the emulator has raised an exception, see above")
     return f"ended by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else said
 
 
