@@ -48,6 +48,7 @@ OLD_WARPS = {
     70: {("backward", 256): 4, ("backward_dq", 160): 6, ("backward_dq", 192): 6, ("backward_dq", 256): 4},
     75: {
         ("forward", 256): 4,
+        ("backward", 96): 6,
         ("backward", 160): 4,
         ("backward", 192): 4,
         ("backward", 256): 4,
