@@ -224,7 +224,7 @@ UNNOTICED = {
     "numbered barrier in wait_for_keys": "each warpgroup zeroes for itself what lies beyond the end",
     "wait in end_additions (": "it is for a kernel that starts before this one ends, and here none does",
     "wait for bulk copies in operator() (csrc/cuda/sm90a/backward.cuh": "so is this, of blocks that stay",
-    "wait in run (csrc/cuda/sm90a/backward_loads.cuh": "an item may be taken before it is wanted",
+    "wait in wait_until_wanted (": "an item may be taken before it is wanted",
     "fence of stores in jax_flash_backward (": "of zeros, and calls this short store none ahead",
     "numbered barrier in add_other_half (": "the second block begins when the first has ended",
     "wait for products in take_back": "the registers of operands are given away on a GPU alone",

@@ -200,6 +200,9 @@ struct Finder {
     return (deals_first ? static_cast<int>(gridDim.x) : 0) + __shfl_sync(0xffffffffu, taken, 0);
   }
 
+  __device__ __forceinline__ void wait_until_wanted(int n) const {
+    if (stays && !skips_tiles) barrier_wait(shared_address(&shared.item_wanted), n % 2);
+  }
   __device__ __forceinline__ void run() {
     const int items = static_cast<int>(DqSums{problem}.parts()) << problem.halved;
     int index = next_index(true);
@@ -223,9 +226,7 @@ struct Finder {
       } else {
         publish(block, slot);
       }
-      if (stays && !skips_tiles) {
-        barrier_wait(shared_address(&shared.item_wanted), n % 2);
-      }
+      wait_until_wanted(n);
       index = stays && !is_half(problem) ? next_index(false) : items;
     }
   }
