@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -120,10 +121,15 @@ def functions(batch: int = 2, heads: int = 4, length: int = 333) -> tuple[dict[s
 
 
 def source(
-    score: str | None = None, mask: str | None = None, partial: str | None = None, *, derives: bool = False
+    score: str | None = None,
+    mask: str | None = None,
+    partial: str | None = None,
+    *,
+    derives: bool = False,
+    lengths: Mapping[str, int] = types.MappingProxyType({}),
 ) -> str:
     """What CUDA's kernels are compiled with for functions of these names, with all gradients where they are derived;
-    ``partial`` decides in partial blocks of 128 x 128."""
+    ``partial`` decides in partial blocks of 128 x 128. Arrays are of 333 rows or keys."""
     masks, scores = functions()
     captured = trace.Captured()
 
@@ -136,7 +142,7 @@ def source(
     found = trace.Functions(own, () if of_all is None else (of_all,), of_partial, block_size=size)
     read = own.captured if own is not None and derives else ()
     gradients = [i for i in read if jnp.issubdtype(captured.arrays[i].dtype, jnp.floating)]
-    return cuda.source(found, derives=derives, gradients=gradients, positions_from_0=True)
+    return cuda.source(found, derives=derives, gradients=gradients, positions_from_0=True, lengths=lengths)
 
 
 POINTS = jnp.asarray(np.random.default_rng(1).standard_normal((333, 2)), jnp.float32)

@@ -263,7 +263,7 @@ def test_distances_are_told_where_they_do_not_overflow(positions_from_0: bool) -
     """q - kv and comparisons of q with kv; a position below 0 less a key may wrap around."""
     functions, _ = traced(mask="dilated")
     text = cuda.source(functions, positions_from_0=positions_from_0)
-    assert ("distance >= 0" in text) == ("sub(q, kv)" not in text) == positions_from_0
+    assert ("distance.first >= -distance.more" in text) == ("sub(q, kv)" not in text) == positions_from_0
 
 
 @pytest.mark.parametrize(("dtype", "known"), [("float32", False), ("bool", True)])
@@ -478,7 +478,8 @@ class FunctionProblem(emulated.Problem):
     def text(self, kernel_pass: str) -> str:
         gradients = self.gradients if kernel_pass == "backward" else ()
         from_0 = "q_offset" not in self.of
-        return cuda.source(self.functions, self.several, kernel_pass == "backward", gradients, from_0)
+        lengths = {"kv": self.k.shape[1], **({"q": self.q.shape[1]} if kernel_pass == "backward" and from_0 else {})}
+        return cuda.source(self.functions, self.several, kernel_pass == "backward", gradients, from_0, lengths)
 
 
 def over_pairs(f: Callable[..., Any], *args: Any) -> Any:
@@ -592,6 +593,25 @@ def test_values(
 @pytest.mark.parametrize("name", ["blocks", "score", "dropped"])
 def test_split_kv(emulator: ctypes.CDLL, name: str) -> None:
     check_values(emulator, name, "forward", "sm80", 2, q_length=17, kv_length=300)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "kernel_pass", "family"),
+    [
+        pytest.param(*x, marks=() if x[2] == "sm90a" or x[0] == "mask" else pytest.mark.slow)
+        for x in itertools.product(
+            ("mask", "pairs-of-keys", "sides", "float32"), ("forward", "backward"), ("sm90a", "sm80")
+        )
+    ],
+)
+def test_nothing_is_read_beyond_captured_arrays(
+    emulator: ctypes.CDLL, name: str, kernel_pass: str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrays have 333 elements, 13 more than there are rows and keys: they are read without a test of their ends by the
+    kernels whose tiles end at 320, and one tile more would be read from the page behind, which ends the process."""
+    monkeypatch.setenv("JAX_FLASH_SPLIT_KV", "0")
+    check_values(emulator, name, kernel_pass, family, 1, q_length=320, kv_length=320, batch=1)
 
 
 def check_values(emulator: ctypes.CDLL, name: str, kernel_pass: str, family: str, orders: int, **sizes: Any) -> None:

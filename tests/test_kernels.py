@@ -555,6 +555,20 @@ def test_what_a_row_or_a_key_decides_is_read_once_for_its_pairs(tmp_path: pathli
     assert 0 < loads[1] - loads[0] <= 20
 
 
+@pytest.mark.parametrize("kernel_pass", ["forward", "backward"])
+def test_keys_are_read_at_constant_distances(kernel_pass: str, tmp_path: pathlib.Path) -> None:
+    """A lane of Hopper's forward has 64 pairs of 32 keys, of its backward 32 of 16 rows; both are in the code twice.
+    Where no tile ends beyond the array, ids[q] == ids[kv] takes a load for each key (or row) and a comparison for each
+    pair beside what causal takes, and no address for each: 224 and 216 instructions; with addresses 472 and 328."""
+    counts = []
+    for mask in ("causal", "sequences"):
+        text = gallery.source(partial=mask, derives=kernel_pass == "backward", lengths={"q": 256, "kv": 256})
+        options = {"functions": text, "has_mask_blocks": True}
+        (kernel,) = compiled(90, tmp_path, dtypes=["bfloat16"], options=[options], head_dims=[64], passes=[kernel_pass])
+        counts.append(len(machine_code_of(kernel).instructions))
+    assert 0 < counts[1] - counts[0] <= 240
+
+
 def test_two_keys_of_a_table_of_bytes_are_one_load(tmp_path: pathlib.Path) -> None:
     """A lane of Hopper's forward has 64 pairs of a tile, which stand in its code twice. Where a row of the table has an
     odd number of elements each takes a load."""

@@ -37,6 +37,8 @@ _STORED = {
 """In which it is in memory, or what it wraps around as, where that differs."""
 
 _INFIX = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "and": "&", "or": "|", "xor": "^"}
+_INFIX_OF_BOOL = {**_INFIX, "and": "&&", "or": "||"}
+"""With & and | the compiler makes integers of comparisons, and needs twice as many instructions."""
 _CALLS = {
     **{name: name for name in ("add", "sub", "mul", "div", "rem", "neg", "sign", "floor", "ceil")},
     **{"abs": "absolute", "max": "maximum", "min": "minimum", "tanh": "hyperbolic_tangent", "logistic": "logistic"},
@@ -55,18 +57,22 @@ _LONG = {
 _SLOW = {*_LONG, *("exp", "exp2", "log", "sqrt", "rsqrt", "tanh", "logistic", "div", "rem", "load")}
 """Slower than a load from shared memory."""
 
-_ARGUMENTS = "const Problem& problem, int call, {}int b, int h, int q, int kv, int distance"
+_MOST_BEYOND = 512
+"""More rows or keys than the last tile has beyond the end."""
+
+_ARGUMENTS = "const Problem& problem, int call, {}int b, int h, Position q, Position kv, Position distance"
 _OF_DISTANCE: dict[tuple[str, ...], str] = {
     ("sub", "q", "kv"): "distance",
     ("sub", "kv", "q"): "-distance",
-    **{(x, "q", "kv"): f"distance {_INFIX[x]} 0" for x in folding.COMPARISONS},
-    **{(x, "kv", "q"): f"0 {_INFIX[x]} distance" for x in folding.COMPARISONS},
+    **{(x, "q", "kv"): f"distance.first {_INFIX[x]} -distance.more" for x in folding.COMPARISONS},
+    **{(x, "kv", "q"): f"-distance.more {_INFIX[x]} distance.first" for x in folding.COMPARISONS},
 }
 """What is known of the distance, q - kv, which does not overflow where positions are not negative."""
 
 
 def source(functions: Functions, several: frozenset[int] = frozenset(), derives: bool = False,
-           gradients: Sequence[int] = (), positions_from_0: bool = False) -> str:  # fmt: skip
+           gradients: Sequence[int] = (), positions_from_0: bool = False,
+           lengths: Mapping[str, int] = types.MappingProxyType({})) -> str:  # fmt: skip
     """The text of a call's functions.
 
     Args:
@@ -75,17 +81,19 @@ def source(functions: Functions, several: frozenset[int] = frozenset(), derives:
       derives: for the backward pass.
       gradients: the captured arrays whose gradients are wanted, in the order of the results.
       positions_from_0: q is never negative.
+      lengths: how many rows "q" and keys "kv" there are, where positions count from 0 and that is known.
 
     Raises:
       Unprintable: a function can't be printed.
     """
-    return _source(functions, several, derives, tuple(gradients), positions_from_0)
+    return _source(functions, several, derives, tuple(gradients), positions_from_0, tuple(sorted(lengths.items())))
 
 
 @functools.lru_cache(maxsize=256)
 def _source(
-    functions: Functions, several: frozenset[int], derives: bool, gradients: tuple[int, ...], positions_from_0: bool
-) -> str:
+    functions: Functions, several: frozenset[int], derives: bool, gradients: tuple[int, ...], positions_from_0: bool,
+    lengths: tuple[tuple[str, int], ...],
+) -> str:  # fmt: skip
     sizes = functions.shapes
     text = ["namespace jax_flash {", f"constexpr int function_batch = {functions.batch or 0};"]
     height, width = functions.block_size
@@ -123,7 +131,7 @@ def _source(
     text.append(f"constexpr int captured_of_tables = {sum(table.elements for table in tables.values())};")
 
     def printer(of: Program) -> _Printer:
-        return _Printer(of, sizes, several, positions_from_0)
+        return _Printer(of, sizes, several, positions_from_0, dict(lengths))
 
     text += _score(scored, diagonal, flags["derives_scores"], printer)
     for name, found in decided.items():
@@ -133,7 +141,7 @@ def _source(
             lines, names = printer(of).lines(of.outputs, prefix=f"m{i}_")
             text += lines
             results.append(names[of.outputs[0]])
-        text += [f"  return {' & '.join(results) or 'true'};", "}"]
+        text += [f"  return {' && '.join(results) or 'true'};", "}"]
     text += _additions(scored, shared, tables, printer, gradients)
     text += ["}  // namespace jax_flash", ""]
     return "\n".join(text)
@@ -189,7 +197,7 @@ def _score(
         returned = names[diagonal]
     text.append(f"using DiagonalValue = {of_diagonal};")
     text.append("JAX_FLASH_FUNCTION DiagonalValue diagonal_value(")
-    text.append("    const Problem& problem, int call, int b, int h, int distance) {")
+    text.append("    const Problem& problem, int call, int b, int h, Position distance) {")
     text += [*lines, f"  return {returned};", "}"]
     function("score_of_diagonal", "DiagonalValue value, ", {} if diagonal is None else {diagonal: "value"})
     return text
@@ -361,8 +369,9 @@ class _Printer:
         sizes: dict[int, tuple[int, ...]],
         several: frozenset[int],
         positions_from_0: bool,
+        lengths: Mapping[str, int],
     ) -> None:
-        self.of, self.sizes, self.several = of, sizes, several
+        self.of, self.sizes, self.several, self.lengths = of, sizes, several, lengths
         self.of_distance: dict[tuple[str, ...], str] = _OF_DISTANCE if positions_from_0 else {}
 
     def lines(
@@ -394,16 +403,17 @@ class _Printer:
         text = text or "0"
         return f"static_cast<long long>(call) * {size} + {text}" if captured in self.several else text
 
-    def of_key(self, load: Op) -> bool:
-        """Whether the elements of keys 2 i and 2 i + 1 lie side by side, from an even one on, and are of one or two
-        bytes: two of four take a pair of registers, and spill."""
-        if not load.args or np.dtype(load.dtype).itemsize > 2:
-            return False
+    def last_position(self, load: Op) -> str | None:
+        """The position, "q" or "kv", that the last index of a load is, kept below the array's size; None: another."""
+        if not load.args:
+            return None
         size, last = self.sizes[load.params][-1], self.of.ops[load.args[-1]]
-        if size % 2 != 0 or last.name != "min":
-            return False
-        key, most = (self.of.ops[i] for i in last.args)
-        return (key.name, key.params, most.name, most.params) == ("input", "kv", "constant", size - 1)
+        if last.name != "min":
+            return None
+        position, most = (self.of.ops[i] for i in last.args)
+        if (position.name, most.name, most.params) != ("input", "constant", size - 1):
+            return None
+        return str(position.params) if position.params in ("q", "kv") else None
 
     def expression(self, op: Op, names: dict[int, str]) -> str:
         args = [names[i] for i in op.args]
@@ -412,15 +422,25 @@ class _Printer:
         if op.name == "load":
             types = f"{_type(op.dtype)}, {_STORED.get(op.dtype, _type(op.dtype))}"
             array = f"problem.captured[{op.params}]"
-            if self.of_key(op):
-                row = self.offset(op.params, [*args[:-1], "0"])
-                return f"load_of_key<{types}>({array}, {row}, kv, {self.sizes[op.params][-1]})"
+            position = self.last_position(op)
+            if position is not None:
+                row, size = self.offset(op.params, [*args[:-1], "0"]), self.sizes[op.params][-1]
+                length = self.lengths.get(position, size + 1)
+                if length <= size:  # One text for all lengths of which no tile ends beyond the array.
+                    length = max(length, size - _MOST_BEYOND)
+                tile = {"q": "block_q", "kv": "block_kv"}[position]
+                # Elements of keys 2 i and 2 i + 1 that lie side by side, from an even one on: two of four bytes take a
+                # pair of registers, and spill.
+                by_two = position == "kv" and size % 2 == 0 and np.dtype(op.dtype).itemsize <= 2
+                name = "load_of_key" if by_two else "load_of_position"
+                return f"{name}<{types}, {size}, visited<{length}, {tile}>>({array}, {row}, {position})"
             return f"load<{types}>({array}, {self.offset(op.params, args)})"
         of = self.of.ops[op.args[-1]].dtype
         if op.name == "select_n":
-            return f"{args[0]} ? {args[2]} : {args[1]}"
+            no, yes = (f"static_cast<int>({x})" if x in ("q", "kv") else x for x in args[1:])
+            return f"{args[0]} ? {yes} : {no}"
         if op.name in _INFIX:
-            return f"{args[0]} {_INFIX[op.name]} {args[1]}"
+            return f"{args[0]} {(_INFIX_OF_BOOL if of == 'bool' else _INFIX)[op.name]} {args[1]}"
         if op.name == "not":
             return f"!{args[0]}" if op.dtype == "bool" else _wrapped(f"~{args[0]}", op.dtype)
         if op.name == "convert_element_type":

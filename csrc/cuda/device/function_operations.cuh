@@ -2,8 +2,10 @@
 // its remainder the dividend, a maximum with NaN is NaN, and conversions to integers saturate.
 #pragma once
 
+#include "cuda/device/position.cuh"
 #include "cuda/device/transcendental.cuh"
 #include "cuda/device/trigonometry.cuh"
+#include "cuda/kernel_traits.h"
 #include "layout.h"
 #include "problem.h"
 
@@ -56,15 +58,37 @@ JAX_FLASH_FUNCTION T load(const void* array, long long i) {
   return static_cast<T>(number_of(read_only<Stored>(array, i * static_cast<int>(sizeof(Stored)))));
 }
 
-// Element `kv` of a row that begins at `row` and has `n` elements, an even number; the last one if there are no more.
-template <typename T, typename Stored>
-JAX_FLASH_FUNCTION T load_of_key(const void* array, long long row, int kv, int n) {
-  if constexpr (!pairs_of_keys) return load<T, Stored>(array, row + (kv < n ? kv : n - 1));
+// How many rows or keys tiles of `size` visit where there are `length` of them.
+template <int length, int size>
+constexpr long long visited = round_up<long long>(round_up<long long>(length, size), has_descale ? kFloat32Tile : 1);
+
+// Element `at` of a row of n elements that begins at `row`, or the last one. Positions are below `end`: if that is no
+// more than n, nothing is tested, and what a lane reads lies at constant distances from one address.
+template <typename T, typename Stored, int n, long long end, typename Row>
+JAX_FLASH_FUNCTION T load_of_position(const void* array, Row row, const Position& at) {
+  constexpr int bytes = sizeof(Stored);
+  const int i = at;
+  if constexpr (end > n) return load<T, Stored>(array, row + (i < n ? i : n - 1));
+  const char* const first = static_cast<const char*>(array) + (static_cast<long long>(row) + at.first) * bytes;
+  return static_cast<T>(number_of(read_only<Stored>(first, static_cast<long long>(at.more) * bytes)));
+}
+// The same of keys, where n is even.
+template <typename T, typename Stored, int n, long long end, typename Row>
+JAX_FLASH_FUNCTION T load_of_key(const void* array, Row row, const Position& kv) {
+  if constexpr (!pairs_of_keys) return load_of_position<T, Stored, n, end>(array, row, kv);
   struct alignas(2 * sizeof(Stored)) Two {
     Stored even, odd;
   };
+  constexpr int bytes = sizeof(Stored);
+  if constexpr (end <= n) {
+    const int parity = kv.first & 1, more = parity + kv.more;  // constants: a lane's first key is even
+    const long long even = static_cast<long long>(row) + kv.first - parity;
+    const char* const first = static_cast<const char*>(array) + even * bytes;
+    const Two two = read_only<Two>(first, static_cast<long long>(more & ~1) * bytes);
+    return static_cast<T>(number_of(more & 1 ? two.odd : two.even));
+  }
   const int own = kv & ~1, even = own < n - 2 ? own : n - 2;
-  const Two two = read_only<Two>(array, (row + even) * static_cast<int>(sizeof(Stored)));
+  const Two two = read_only<Two>(array, static_cast<long long>(row + even) * bytes);
   return static_cast<T>(number_of((kv & 1) != 0 || kv > even ? two.odd : two.even));
 }
 

@@ -8,6 +8,10 @@
 
 namespace jax_flash {
 
+// Whether what functions keep may be asked apart from ranges: they drop pairs, and nothing changes scores. What they
+// load for every pair is to be loaded earlier (a tree of drafts took a fifth longer).
+constexpr bool functions_apart = has_functions && !loads_pairs && !modifies_scores && !has_mask && !tests_keys;
+
 struct HeadScores {
   const Problem& problem;
   const Extent& extent;

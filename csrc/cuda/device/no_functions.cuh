@@ -1,6 +1,7 @@
 // For calls without score and mask functions: what jax_flash/_functions/cuda.py prints for calls that have some.
 #pragma once
 
+#include "cuda/device/position.cuh"
 #include "problem.h"
 
 namespace jax_flash {

@@ -17,27 +17,29 @@ constexpr bool in_one_block = has_mask_blocks && mask_block_rows % rows == 0 && 
 
 // A pair of query and key, by row and column.
 struct Pair {
-  int row, column;
-  int distance;             // row - column
+  Position row, column;
+  Position distance;        // row - column
   bool has_value = false;   // whether what the score function takes of the distance is known, and
   DiagonalValue value = 0;  // what that is
 
   __device__ __forceinline__ Pair(int row, int column) : Pair(row, column, row - column) {}
-  __device__ __forceinline__ Pair(int row, int column, int distance) : row(row), column(column), distance(distance) {}
+  __device__ __forceinline__ Pair(const Position& row, const Position& column, const Position& distance)
+      : row(row), column(column), distance(distance) {}
 };
 
-// The distances of a lane's pairs as sums of one number and constants. As rows less columns, which it knows to be bits
-// side by side, the compiler does not see that most are the same, nor that comparisons with constants are tests of that
-// number. Unless `present`, they are that all the same.
+// A lane's pairs as sums of its first one and constants. Of rows less columns, which it knows to be bits side by side,
+// the compiler does not see that most distances are the same, nor that comparisons with constants are tests of one
+// number. Unless `present`, they are rows and columns and no more.
 template <bool present>
-struct Distances {
-  int first;
+struct Pairs {
+  int row, column, distance;
 
-  __device__ __forceinline__ Distances(int row, int column) : first(present ? opaque_number(row - column) : 0) {}
-  // i rows and j columns, constants, beyond those.
-  __device__ __forceinline__ Pair pair(int row, int column, int i, int j) const {
-    if constexpr (!present) return {row, column};
-    return {row, column, first + (i - j)};
+  __device__ __forceinline__ Pairs(int row, int column)
+      : row(row), column(column), distance(present ? opaque_number(row - column) : 0) {}
+  // i rows and j columns, constants, beyond the first.
+  __device__ __forceinline__ Pair at(int i, int j) const {
+    if constexpr (!present) return {row + i, column + j};
+    return {{row, i}, {column, j}, {distance, i - j}};
   }
 };
 
@@ -95,13 +97,14 @@ struct PairFunctions {
   }
 
   // Positions beyond int32 have the largest one.
-  __device__ __forceinline__ int position(int row) const {
+  __device__ __forceinline__ Position position(const Position& row) const {
     if constexpr (!has_q_offset) return row;
     return offset > 0 && row > 0x7fffffff - offset ? 0x7fffffff : row + offset;
   }
   // Position of the query less that of the key.
-  __device__ __forceinline__ int distance(const Pair& pair) const {
-    return has_q_offset ? position(pair.row) - pair.column : pair.distance;
+  __device__ __forceinline__ Position distance(const Pair& pair) const {
+    if constexpr (!has_q_offset) return pair.distance;
+    return position(pair.row) - pair.column;
   }
 
   // Whether the mask functions and the block mask keep a pair; with `knows_kind` this is the kind of its block, which
@@ -110,16 +113,17 @@ struct PairFunctions {
   __device__ __forceinline__ bool keeps(const Problem& problem, const Extent& extent, const Pair& pair,
                                         int known) const {
     bool kept = true;
-    const int q = position(pair.row), kv = pair.column;
-    if constexpr (has_mask_function) kept &= mask_function(problem, call, b, h, q, kv, distance(pair));
+    const Position q = position(pair.row), kv = pair.column;
+    if constexpr (has_mask_function) kept = mask_function(problem, call, b, h, q, kv, distance(pair));
     if constexpr (has_mask_blocks) {
       const int kind = knows_kind ? known : kind_of(problem, extent, pair.row, kv);
       bool here = knows_kind || kind != empty_block;
       if constexpr (has_partial_mask) {
         // Decided always: behind a branch, what the function reads of a row or a key alone would be read for each pair.
-        here &= (kind == full_block) | partial_mask(problem, call, b, h, q, kv, distance(pair));
+        const bool decided = partial_mask(problem, call, b, h, q, kv, distance(pair));
+        here = here && (kind == full_block || decided);
       }
-      kept &= here;
+      kept = kept && here;
     }
     return kept;
   }

@@ -26,7 +26,7 @@ struct ScoreColumns : HeadScores {
     // One test for all ends, where that takes fewer registers (on sm_80 Graphormer's tables spill 96 bytes with it, 44
     // without; on sm_90 276 without).
     constexpr bool has_row_ends = masked && has_functions && (knows_kind || one_warp_loads);
-    const Distances<has_functions> distances(first_row + lane % 4 * 2, key);
+    const Pairs<has_functions> pairs = pairs_from(first_row + lane % 4 * 2, key);
     int kinds[m_tiles], row_ends[m_tiles][2];
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m) {
@@ -57,7 +57,7 @@ struct ScoreColumns : HeadScores {
 #pragma unroll
           for (int e = odd; e < 4; e += 2) {
             const int own_key = key + 16 * m + e / 2 * 8;
-            Pair pair = distances.pair(row, own_key, 8 * n + odd, 16 * m + e / 2 * 8);
+            Pair pair = pairs.at(8 * n + odd, 16 * m + e / 2 * 8);
             diagonals.tell(pair, 8 * n + odd, 16 * m + e / 2 * 8);
             float& x = scores[m][n].x[e];
             float logit = x * scale_log2;
@@ -127,7 +127,7 @@ struct ScoreColumns : HeadScores {
                                          int key, int lane, float dp_factor, const DeltaOf& delta_of,
                                          const SumsOf& sums_of) const {
     SumsOfDiagonals<(adds_captured && captured_of_diagonals > 0)> of_diagonals[m_tiles];
-    const Distances<has_functions> distances(first_row + lane % 4 * 2, key);
+    const Pairs<has_functions> pairs = pairs_from(first_row + lane % 4 * 2, key);
 #pragma unroll
     for (int n = 0; n < n_tiles; ++n) {
       const int column = 8 * n + lane % 4 * 2;
@@ -142,7 +142,7 @@ struct ScoreColumns : HeadScores {
         }
         if constexpr (has_score_function && (keeps_products || adds_captured || has_dbias || has_dalibi_slopes)) {
           derive_function(ds, weights[m][n], derivatives[m][keeps_derivatives ? n : 0], gradients[m], of_rows,
-                          of_diagonals[m], counts, head, distances, first_row + column, key + 16 * m, 8 * n, 16 * m);
+                          of_diagonals[m], counts, head, pairs, 8 * n, 16 * m);
           if (counts) {
             of_diagonals[m].flush(problem, keep.functions(), sums_of(m), gradients[m].sums_of_tables(),
                                   first_row + column, key + 16 * m + 8, lane);
@@ -178,19 +178,25 @@ struct ScoreColumns : HeadScores {
   }
 
  private:
+  // What the compiler knows of rows and keys it keeps in more registers than Hopper's kernels have, which spilled up to
+  // 100 bytes. Those of sm_80 spill where it knows nothing.
+  static __device__ __forceinline__ Pairs<has_functions> pairs_from(int row, int key) {
+    constexpr bool hidden = has_functions && one_warp_loads;
+    return {hidden ? opaque_number(row) : row, hidden ? opaque_number(key) : key};
+  }
+
   // The last step of derive(), with a score function: gradients of what it captured are of dS; those of bias and slopes
   // of dS times its derivative; and the product's of that times the derivative of what comes before it. The pairs are
-  // from `first_row` and `first_key` on, which are so much `beyond` those that distances are of.
+  // from `first_row` and `first_key` on, constants, beyond the first of `pairs`.
   __device__ __forceinline__ void derive_function(
       FragmentC& ds, const FragmentC& weights, const FragmentC& kept, OperandGradients& gradients,
       SumsOfRow<adds_captured> (&of_rows)[2],
       SumsOfDiagonals<(adds_captured && captured_of_diagonals > 0)>& of_diagonals, bool counts, int head,
-      const Distances<has_functions>& distances, int first_row, int first_key, int beyond_row, int beyond_key) const {
+      const Pairs<has_functions>& pairs, int first_row, int first_key) const {
     float inner[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const Pair pair =
-          distances.pair(first_row + e % 2, first_key + e / 2 * 8, beyond_row + e % 2, beyond_key + e / 2 * 8);
+      const Pair pair = pairs.at(first_row + e % 2, first_key + e / 2 * 8);
       float x = 0.f, outer = 1.f;
       inner[e] = 1.f;
       if constexpr (keeps_products) {
@@ -215,7 +221,7 @@ struct ScoreColumns : HeadScores {
       ds.x[e] *= outer;
     }
     if constexpr (has_dbias || has_dalibi_slopes) {
-      if (counts) gradients.add(problem, extent, modified, head, first_row, first_key, ds);
+      if (counts) gradients.add(problem, extent, modified, head, pairs.row + first_row, pairs.column + first_key, ds);
     }
 #pragma unroll
     for (int e = 0; e < 4; ++e) ds.x[e] *= inner[e];

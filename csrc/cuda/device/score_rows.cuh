@@ -33,6 +33,33 @@ struct ScoreRows : HeadScores {
     if (keys.decides) keys.hide(scores, half);  // in the branch above the assembler spills
   }
 
+  // Scores of both rows of a lane, `row` and the one 8 below, become -inf where they are not kept, if functions drop
+  // pairs and nothing changes scores (functions_apart). Functions and ranges are each asked in tiles that they do not
+  // keep whole.
+  template <int tiles>
+  __device__ __forceinline__ void hide(FragmentC (&scores)[tiles], int row, int first_key, int lane, int told) const {
+    constexpr bool knows_kind = in_one_block<1, 8 * tiles>, by_kind = knows_kind && !has_mask_function;
+    const int own_key = first_key + lane % 4 * 2;
+    if (!by_kind || told != full_block) {
+      const Pairs<true> pairs(row, own_key);
+      keep_where(scores, [&](int i, int j) {
+        return keep.by_functions<knows_kind>(pairs.at(i, j), by_kind ? partial_block : told);
+      });
+    }
+    int first_kept[2], last_kept[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      first_kept[half] = keep.first(row + 8 * half) - own_key;
+      last_kept[half] = keep.last(row + 8 * half) - own_key;
+      if (row + 8 * half >= keep.row_end<knows_kind>(told)) last_kept[half] = -1;
+    }
+    const bool all = at_most(last_kept[0], last_kept[1]) >= 8 * tiles - 7;
+    constexpr bool bounded_first = bounded_left || has_kv_intervals;
+    if (all && (!bounded_first || at_least(first_kept[0], first_kept[1]) <= 0)) return;
+    keep_where(scores,
+               [&](int i, int j) { return (!bounded_first || j >= first_kept[i / 8]) && j <= last_kept[i / 8]; });
+  }
+
   // Logits of two rows become weights against the rows' lse (backward_lse). Those of -inf are 0 by themselves; but with
   // `mask` the assembler spills where it is not told so (dQ, sm_70 and sm_80).
   template <int tiles>
@@ -113,6 +140,18 @@ struct ScoreRows : HeadScores {
   }
 
  private:
+  // Scores of pairs become -inf unless `keeps` is true for the rows and columns between them and the lane's first one.
+  template <int tiles, typename Keeps>
+  static __device__ __forceinline__ void keep_where(FragmentC (&scores)[tiles], const Keeps& keeps) {
+#pragma unroll
+    for (int n = 0; n < tiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        scores[n].x[e] = keeps(e / 2 * 8, 8 * n + e % 2) ? scores[n].x[e] : -JAX_FLASH_INFINITY;
+      }
+    }
+  }
+
   // Four n8 tiles at a time, or what is read for all of them crowds out the accumulators. Unless it `asks_keys`, the
   // intervals of keys are not asked one by one.
   template <bool masked, bool of_bias, bool asks_keys, int tiles, typename Diagonals>
@@ -131,7 +170,7 @@ struct ScoreRows : HeadScores {
     if (knows_kind && kind == unread_block) kind = keep.functions().kind_of(problem, extent, row, first_key);
     const int own_key = first_key + lane % 4 * 2;
     // Where no pair is tested, Hopper's forward at head_dim 64 took 3% longer with it (ALiBi).
-    const Distances<(has_functions && masked)> distances(row - 8 * half, own_key);
+    const Pairs<(has_functions && masked)> pairs(row - 8 * half, own_key);
     const int first_kept = masked ? keep.first(row) - own_key : 0;
     int last_kept = masked ? keep.last(row) - own_key : 0;
     if (masked && has_functions && row >= keep.row_end<knows_kind>(kind)) last_kept = -1;
@@ -148,7 +187,7 @@ struct ScoreRows : HeadScores {
         for (int odd = 0; odd < 2; ++odd) {
           float& score = scores[first_n + n].x[2 * half + odd];
           const int column = first + n * 8 + odd;
-          Pair pair = distances.pair(row, column, 8 * half, (first_n + n) * 8 + odd);
+          Pair pair = pairs.at(8 * half, (first_n + n) * 8 + odd);
           diagonals.tell(pair, 8 * half, (first_n + n) * 8 + odd);
           if constexpr (modifies_scores) {
             float b = 0.f, derivative;

@@ -168,9 +168,11 @@ struct Consumer {
                                           int tile, bool uniform, const Keys<masked>& keys, const Diagonals& diagonals,
                                           int own_lane) {
     const int kind = !tells_kind ? unread_block : uniform ? full_block : partial_block;
+    constexpr bool apart = masked && functions_apart && (tells_kind || !has_mask_blocks);
+    if constexpr (apart) scope.rows.hide(scores, scope.row, tile * block_kv, own_lane, kind);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if constexpr (masked || modifies_scores || has_mask) {
+      if constexpr (!apart && (masked || modifies_scores || has_mask)) {
         scope.rows.logits<masked, false>(scores, nullptr, scope.row + 8 * half, half, tile * block_kv, own_lane, keys,
                                          diagonals, kind);
       }
@@ -179,18 +181,23 @@ struct Consumer {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      const float before = statistics[half].total;
       statistics[half].weigh(scores, half, scope.rows.scale_log2);
       if constexpr (masked && !may_know_many) {
+        // What the weights add to the total is to come back rounded: of weights that dropout may drop here, else where
+        // they are rounded anyway.
+        rounding[half] += before - statistics[half].total;
+        if constexpr (with_dropout_rate) {
 #pragma unroll
-        for (int n = 0; n < block_kv / 8; ++n) {
-          const float low = scores[n].x[2 * half], high = scores[n].x[2 * half + 1];
-          count_rounding(half, low, high, pack(low, high));
+          for (int n = 0; n < block_kv / 8; ++n)
+            count_rounded(half, pack(scores[n].x[2 * half], scores[n].x[2 * half + 1]));
         }
       }
     }
     if constexpr (with_dropout_rate) scope.rows.drop<false>(scores, scope.row, tile * block_kv, lane);
   }
 
+  template <bool masked>
   __device__ __forceinline__ void keep_weights(const FragmentC (&scores)[block_kv / 8], bool counts_rounding) {
 #pragma unroll
     for (int kk = 0; kk < block_kv / 16; ++kk) {
@@ -198,6 +205,13 @@ struct Consumer {
       for (int i = 0; i < 4; ++i) {
         const FragmentC& from = scores[2 * kk + i / 2];
         weights[kk][i] = pack(from.x[i % 2 * 2], from.x[i % 2 * 2 + 1]);
+      }
+    }
+    if constexpr (masked && !may_know_many && !with_dropout_rate) {
+#pragma unroll
+      for (int n = 0; n < block_kv / 8; ++n) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) count_rounded(half, weights[n / 2][n % 2 * 2 + half]);
       }
     }
     if (!may_know_many || !counts_rounding) return;
@@ -208,6 +222,10 @@ struct Consumer {
         count_rounding(half, scores[n].x[2 * half], scores[n].x[2 * half + 1], weights[n / 2][n % 2 * 2 + half]);
       }
     }
+  }
+  __device__ __forceinline__ void count_rounded(int half, u32 rounded) {
+    rounding[half] += as_float(static_cast<u16>(rounded));
+    rounding[half] += as_float(static_cast<u16>(rounded >> 16));
   }
   __device__ __forceinline__ void count_rounding(int half, float low, float high, u32 rounded) {
     rounding[half] += as_float(static_cast<u16>(rounded)) - low;
@@ -263,7 +281,7 @@ struct Consumer {
     wgmma_wait<0>();
     end_scores(scores);
     softmax<masked>(scores, shrink, scope, tile, uniform, keys, diagonals, own_lane);
-    keep_weights(scores, masked && scope.has_few_keys && keys.count < few_keys);
+    keep_weights<masked>(scores, masked && scope.has_few_keys && keys.count < few_keys);
   }
 
   // Any other tile, while tile `before` waits.
@@ -292,7 +310,7 @@ struct Consumer {
         for (int e = 0; e < 4; ++e) out[n].x[e] *= shrink[e / 2];
       }
     }
-    keep_weights(scores, masked && scope.has_few_keys && keys.count < few_keys);
+    keep_weights<masked>(scores, masked && scope.has_few_keys && keys.count < few_keys);
   }
 
   // A tile that none of this warpgroup's rows keeps.
