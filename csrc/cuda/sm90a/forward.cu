@@ -22,6 +22,9 @@ constexpr bool kept_by_band = !(in_segments || in_intervals || has_functions || 
 // Whether rows may be known to keep many keys. What rounding adds is counted behind a branch then, where the walk has
 // one.
 constexpr bool may_know_many = kept_by_band || decides_keys;
+// Whether it is counted where weights are rounded for their product, and not once more before: dropout drops some of
+// them, and beside segments and lengths ptxas moves float16 weights from register to register then.
+constexpr bool counts_kept_weights = has_functions && !with_dropout_rate;
 
 // What a consumer has to know of an item while it walks over the keys.
 struct Scope {
@@ -184,10 +187,9 @@ struct Consumer {
       const float before = statistics[half].total;
       statistics[half].weigh(scores, half, scope.rows.scale_log2);
       if constexpr (masked && !may_know_many) {
-        // What the weights add to the total is to come back rounded: of weights that dropout may drop here, else where
-        // they are rounded anyway.
+        // What the weights add to the total is to come back rounded.
         rounding[half] += before - statistics[half].total;
-        if constexpr (with_dropout_rate) {
+        if constexpr (!counts_kept_weights) {
 #pragma unroll
           for (int n = 0; n < block_kv / 8; ++n)
             count_rounded(half, pack(scores[n].x[2 * half], scores[n].x[2 * half + 1]));
@@ -207,7 +209,7 @@ struct Consumer {
         weights[kk][i] = pack(from.x[i % 2 * 2], from.x[i % 2 * 2 + 1]);
       }
     }
-    if constexpr (masked && !may_know_many && !with_dropout_rate) {
+    if constexpr (masked && !may_know_many && counts_kept_weights) {
 #pragma unroll
       for (int n = 0; n < block_kv / 8; ++n) {
 #pragma unroll
