@@ -246,10 +246,13 @@ def _of_functions(pass_: str, platform: str, params: Params, *args: jax.Array) -
         several = frozenset(numbers[name] for name, dims in captured.items() if "m" in dims)
         from_0 = "q_offset" not in params.names
         arguments = functions, several, pass_ == "backward", gradients, from_0
+        most = _most(params, functions, args)
         if platform == "cuda":
-            text = cuda.source(*arguments, _lengths(pass_, from_0, args))
+            # Of rows in the backward alone, since the split-KV kernels' are of several heads.
+            bounded = ("kv", "q") if pass_ == "backward" else ("kv",)
+            text = cuda.source(*arguments, {name: n + 1 for name, n in most if name in bounded})
         else:
-            text = cpu.source(*arguments, _most(params, functions, args))
+            text = cpu.source(*arguments, most)
     return {
         "functions": text,
         "captured": np.int32(len(captured)),
@@ -257,15 +260,6 @@ def _of_functions(pass_: str, platform: str, params: Params, *args: jax.Array) -
         "mask_block_rows": np.int32(height),
         "mask_block_keys": np.int32(width),
     }
-
-
-def _lengths(pass_: str, from_0: bool, args: Sequence[jax.Array]) -> dict[str, int]:
-    """The numbers of rows and keys, where they are known; of rows in the backward alone, since the split-KV kernels'
-    are of several heads."""
-    sizes = {"kv": args[1].shape[1]}
-    if pass_ == "backward" and from_0:
-        sizes["q"] = args[0].shape[1]
-    return {name: n for name, n in sizes.items() if isinstance(n, int)}
 
 
 def _most(params: Params, functions: Functions, args: Sequence[jax.Array]) -> tuple[tuple[str, int], ...]:
