@@ -100,6 +100,7 @@ def _source(
     text.append(f"constexpr int mask_block_rows = {height}, mask_block_keys = {width};")
     flags = {
         "has_functions": True,
+        "captures_arrays": bool(sizes),
         "has_score_function": functions.score is not None,
         "has_mask_function": bool(functions.masks),
         "has_partial_mask": functions.partial_mask is not None,

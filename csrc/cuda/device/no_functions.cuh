@@ -7,6 +7,7 @@
 namespace jax_flash {
 
 constexpr bool has_functions = false, has_score_function = false, has_mask_function = false, has_partial_mask = false;
+constexpr bool captures_arrays = false;
 constexpr bool has_long_score = false;  // a score function that takes many instructions
 constexpr bool loads_pairs = false;     // whether functions load something for every pair
 // Whether the derivative of a score by the score before differs from 1; whether gradients of captured arrays are

@@ -178,10 +178,10 @@ struct ScoreColumns : HeadScores {
   }
 
  private:
-  // What the compiler knows of rows and keys it keeps in more registers than Hopper's kernels have, which spilled up to
-  // 100 bytes. Those of sm_80 spill where it knows nothing.
+  // What the compiler knows of rows and keys it keeps in more registers than Hopper's kernels have where they load
+  // elements of arrays, and they spilled up to 100 bytes. Those of sm_80 spill where it knows nothing.
   static __device__ __forceinline__ Pairs<has_functions> pairs_from(int row, int key) {
-    constexpr bool hidden = has_functions && one_warp_loads;
+    constexpr bool hidden = captures_arrays && one_warp_loads;
     return {hidden ? opaque_number(row) : row, hidden ? opaque_number(key) : key};
   }
 
