@@ -160,6 +160,8 @@ def test_gates(kernels: Any, arch: int) -> None:
 
 
 HOPPER_GATE = {
+    ("forward", 64): {"ordered_dq-window": 8},
+    ("forward", 128): {"ordered_dq-window": 8},
     ("forward", 256): {"mask": 16, "segments": 28},
     ("backward_dq", 256): {"segments": 44},
 }
@@ -172,7 +174,10 @@ HOPPER_OPTIONS = [
     (256, ["plain", "causal", "descale", "bias", "mask", "dropout", "segments"]),
     (64, ["separate_dq"]),
     (128, ["separate_dq"]),
-    *((head_dim, ["ordered_dq", "ordered_dq-causal", "ordered_dq-packed"]) for head_dim in (64, 128)),
+    *(
+        (head_dim, ["ordered_dq", "ordered_dq-causal", "ordered_dq-window", "ordered_dq-packed"])
+        for head_dim in (64, 128)
+    ),
     *((head_dim, ["plain"]) for head_dim in (40, 96, 192)),
 ]
 """By head_dim; the options at 128 are those of OPTION_GATE. Beyond 128 dQ always has a pass of its own."""
@@ -187,7 +192,8 @@ def hopper(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Mapping[
     flags["separate_dq"] = {"separate_dq": True}
     flags["ordered_dq"], flags["ordered_dq-causal"] = ordered, ordered | {"causal": True}
     packed = {"has_cu_q_lengths": True, "has_cu_kv_lengths": True, "causal": True}
-    on = flags | {"ordered_dq-packed": ordered | packed} | ON | GROUPED
+    window = {"causal": True, "window_left": 512}
+    on = flags | {"ordered_dq-packed": ordered | packed, "ordered_dq-window": ordered | window} | ON | GROUPED
     folder = tmp_path_factory.mktemp("hopper")
     found = []
     for head_dim, names in HOPPER_OPTIONS:

@@ -179,8 +179,8 @@ def separate_dq(largest_head_dim: int) -> bool:
 
 
 def orders_dq(arch: int | None, sizes: Mapping[str, Any]) -> bool:
-    """Whether the kernels of a backward should sum dquery in a fixed order without a pass of its own, on the GPU it is
-    lowered for or on every CUDA device here."""
+    """Whether the kernels of a backward should sum dquery in a fixed order without a pass of its own, because that was
+    asked for or is faster, on the GPU it is lowered for or on every CUDA device here."""
     return not _in_passes.get() and all_serve(arch, lambda each: _core.orders_dq(arch=each, **sizes))
 
 

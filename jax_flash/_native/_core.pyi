@@ -122,7 +122,7 @@ lists_keys: _Question
 this call has."""
 
 orders_dq: _Question
-"""Whether a backward should sum dquery in one order rather than in a pass of its own: see Options.ordered_dq."""
+"""Whether a backward should sum dquery in one order, without a pass of its own: see Options.ordered_dq."""
 
 def separate_dq(*, arch: int, largest_head_dim: int) -> bool:
     """Whether dquery has a pass of its own on a compute capability such as 90 even if the option of this name is

@@ -158,8 +158,10 @@ def _custom_call(
     platform = target.platform
     shapes = tuple(x.shape for x in results)
     attributes = _attributes(pass_, platform, params, *args)
-    if platform == "cuda" and pass_ == "backward" and params.options.separate_dq and not target.portable:
-        attributes["ordered_dq"] = choice.orders_dq(_arch(), _sizes(pass_, params, attributes, *args))
+    if platform == "cuda" and pass_ == "backward" and not target.portable:
+        ordered = choice.orders_dq(_arch(), _sizes(pass_, params, attributes, *args))
+        # Kernels of other GPUs have a pass for dquery then.
+        attributes |= {"ordered_dq": ordered, "separate_dq": attributes["separate_dq"] or ordered}
     if platform == "cuda" and (found := ahead.current()) is not None:
         found.calls.append(_described(pass_, attributes, *args))
     if platform == "cuda" and pass_ == "backward":

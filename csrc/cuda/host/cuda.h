@@ -150,7 +150,8 @@ std::vector<std::string> float16_families();
 
 // Whether dQ has a pass of its own on an architecture even in calls without Options::separate_dq.
 bool separate_dq(int arch, int largest_head_dim);
-// Whether a backward should add dQ in one order rather than compute it in a pass of its own: see Options::ordered_dq.
+// Whether a backward should add dQ in one order, rather than compute it in a pass of its own or add it in any: see
+// Options::ordered_dq.
 bool orders_dq(int arch, const Problem& problem);
 
 // Whether the kernels of a call with a mask of keys take kv_rows in its place: those of its main pass. Scaled arrays

@@ -157,6 +157,20 @@ bool separate_dq(int arch, int largest_head_dim) {
   return separate_dq(served_family(arch), Options{}, largest_head_dim);
 }
 
+namespace {
+
+// Whether a call has no option but a window, of so few keys that adding dQ in order costs less than the zeros that it
+// saves.
+bool in_short_window(const Options& options) {
+  const int most = options.causal ? 2048 : 1024;
+  const int64_t keys = int64_t{options.window_left} + (options.causal ? 0 : options.window_right);
+  Options others = options;
+  others.window_left = others.window_right = Options{}.window_left;
+  return only_causal(others) && keys <= most;
+}
+
+}  // namespace
+
 bool orders_dq(int arch, const Problem& p) {
   Options options = p.options;
   options.ordered_dq = true;
@@ -164,8 +178,10 @@ bool orders_dq(int arch, const Problem& p) {
   // Blocks that walk over several heads are long, and under causal the longest would be the last ones: ordered such
   // calls took up to 1.5 times as long as with a pass of its own. And of short ones all blocks of a head begin at once
   // and wait: at head_dim 128 and 512 rows that took 6% longer.
-  const bool wait = (options.causal && p.q_heads > p.kv_heads) || (p.q_length <= 512 && largest > 64);
-  return !wait && orders_dq(served_family(arch), options, largest);
+  const bool grouped = p.q_heads > p.kv_heads;
+  const bool wait = (options.causal && grouped) || (p.q_length <= 512 && largest > 64);
+  const bool wanted = options.separate_dq || (in_short_window(options) && !grouped);
+  return wanted && !wait && orders_dq(served_family(arch), options, largest);
 }
 
 bool lists_keys(int arch, Pass pass, const Problem& p) {
