@@ -156,7 +156,7 @@ def alibi(xp: Any, arrays: Any, cell: Cell) -> Mods:
     return lambda score, b, h, q, kv: score + slopes[h] * (kv - q), lambda b, h, q, kv: q >= kv
 
 
-@kind(option=lambda arrays: {"softcap": 20.0})
+@kind(option=lambda arrays: {"softcap": 20.0}, every_shape=True)
 def softcap(xp: Any, arrays: Any, cell: Cell) -> Mods:
     return lambda score, b, h, q, kv: 20.0 * xp.tanh(score / 20.0), None
 
