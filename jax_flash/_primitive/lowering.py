@@ -160,7 +160,7 @@ def _custom_call(
     attributes = _attributes(pass_, platform, params, *args)
     if platform == "cuda" and pass_ == "backward" and not target.portable:
         ordered = choice.orders_dq(_arch(), _sizes(pass_, params, attributes, *args))
-        # Kernels of other GPUs have a pass for dquery then.
+        # A GPU whose kernels can't, where the program may run too, has a pass of its own instead: never other sums.
         attributes |= {"ordered_dq": ordered, "separate_dq": attributes["separate_dq"] or ordered}
     if platform == "cuda" and (found := ahead.current()) is not None:
         found.calls.append(_described(pass_, attributes, *args))
