@@ -160,13 +160,13 @@ bool separate_dq(int arch, int largest_head_dim) {
 namespace {
 
 // Whether a call has no option but a window, of so few keys that adding dQ in order costs less than the zeros that it
-// saves.
-bool in_short_window(const Options& options) {
-  const int most = options.causal ? 2048 : 1024;
-  const int64_t keys = int64_t{options.window_left} + (options.causal ? 0 : options.window_right);
-  Options others = options;
+// saves. Of windows beyond a quarter of the keys blocks wait for one another as under causal alone: up to 1.16 times as
+// long where blocks are few.
+bool in_short_window(const Problem& p) {
+  Options others = p.options;
   others.window_left = others.window_right = Options{}.window_left;
-  return only_causal(others) && keys <= most;
+  const int64_t keys = int64_t{p.options.window_left} + (p.options.causal ? 0 : p.options.window_right);
+  return only_causal(others) && keys <= std::min<int64_t>(p.options.causal ? 2048 : 1024, p.kv_length / 4);
 }
 
 }  // namespace
@@ -180,7 +180,7 @@ bool orders_dq(int arch, const Problem& p) {
   // And of short ones all blocks of a head begin at once and wait: at head_dim 128 and 512 rows that took 6% longer.
   const bool grouped = p.q_heads > p.kv_heads;
   const bool wait = (options.causal && grouped) || (p.q_length <= 512 && largest > 64);
-  const bool wanted = options.separate_dq || (in_short_window(options) && !grouped);
+  const bool wanted = options.separate_dq || (in_short_window(p) && !grouped);
   return wanted && !wait && orders_dq(served_family(arch), options, largest);
 }
 
