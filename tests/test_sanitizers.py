@@ -38,6 +38,8 @@ MANY: list[dict[str, Any]] = [
     {"head_dim": 64, "dropout_rate": 0.1},
     {"head_dim": 128, "softcap": 20.0},
     {"head_dim": 64, "window": 64, "causal": True},
+    # A window of a quarter of the keys, where Hopper adds dQ in order without being asked.
+    *({"head_dim": head_dim, "window": 64, "causal": True, "heads": (4, 4)} for head_dim in (64, 128)),
     # Tiles are skipped, and Hopper's producers tell which.
     *({"head_dim": head_dim, "kv_start": np.arange(190, dtype=np.int32)} for head_dim in (64, 128, 256)),
     {"head_dim": 128, "kv_start": np.arange(190, dtype=np.int32), "deterministic_backward": True},
