@@ -471,6 +471,18 @@ def backwards_of_any_scratch() -> None:
     assert "jax_flash_convert_dq" not in other
     del os.environ["JAX_FLASH_CUDA_FAMILY"]
 
+    # Of long calls without options dQ has an accumulator of whole tiles of 80 rows, whoever's kernels take them.
+    tall = Call(lengths=(4100, 140), heads=(2, 2), head_dim=128)
+    wanted = tall.wanted("backward")
+    assert wanted == dataclasses.replace(tall, lengths=(4160, 140)).wanted("backward")
+    assert wanted < dataclasses.replace(tall, lengths=(4161, 140)).wanted("backward")
+    for family in ("sm80", "sm90a"):
+        os.environ["JAX_FLASH_CUDA_FAMILY"] = family
+        assert "jax_flash_convert_dq" in launched(tall.with_scratch(wanted))
+        assert xla.run(backward, "backward", tall.with_scratch(2 * 4160 * 128)) is not None
+        assert "scratch must have at least" in xla.message
+    del os.environ["JAX_FLASH_CUDA_FAMILY"]
+
     # By additions to an accumulator, which a call can't do without, and behind which there is one sum of all shares.
     call = dataclasses.replace(call, options={})
     wanted, sums = call.wanted("backward"), 1024 * 2 * 2 * 64

@@ -11,6 +11,8 @@ import oracle
 import pytest
 from cases import SMALL, SMALL_EVERYTHING, SMALL_PACKED, Case, PackedCase, Target
 
+import jax_flash
+
 
 @pytest.mark.by_turns(2)
 @pytest.mark.parametrize(("target", "case", "dtype"), cases.conformance("gradients"))
@@ -33,6 +35,25 @@ def test_float32_of_any_magnitude(target: Target, precision: str) -> None:
         x[:, 3] *= np.float32(2.0**-9)
     problem = dataclasses.replace(problem, **scaled)
     problem.check(target.platform, cases.differentiate(cases.call(target, problem), problem))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(2, 2), (8, 2)])
+def test_long_causal_calls_without_options(q_heads: int, kv_heads: int) -> None:
+    """Beside what is computed in one order, which takes the tiles of short calls."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, dout = (jax.random.normal(key, (1, 16500, q_heads, 128), jnp.bfloat16) for key in keys[:2])
+    k, v = (jax.random.normal(key, (1, 16500, kv_heads, 128), jnp.bfloat16) for key in keys[2:])
+
+    def gradients(ordered: bool) -> Any:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return jax_flash.attention(q, k, v, causal=True, implementation="cuda", deterministic_backward=ordered)
+
+        return jax.jit(lambda *inputs: jax.vjp(attend, *inputs)[1](dout))(q, k, v)
+
+    for got, want in zip(gradients(False), gradients(True), strict=True):
+        difference = jnp.abs(got.astype(jnp.float32) - want.astype(jnp.float32))
+        assert float(difference.max()) <= 2.0**-7 * float(jnp.abs(want).max().astype(jnp.float32))
 
 
 ARGUMENTS = ("query", "key", "value", *oracle.TRAINABLE)

@@ -40,6 +40,9 @@ MANY: list[dict[str, Any]] = [
     {"head_dim": 64, "window": 64, "causal": True},
     # A window of a quarter of the keys, where Hopper adds dQ in order without being asked.
     *({"head_dim": head_dim, "window": 64, "causal": True, "heads": (4, 4)} for head_dim in (64, 128)),
+    # Long ones, of which Hopper takes 80 rows at a time.
+    {"head_dim": 128, "lengths": (4130, 260), "batch": 1},
+    {"head_dim": 128, "lengths": (16400, 260), "heads": (2, 2), "batch": 1, "causal": True},
     # Tiles are skipped, and Hopper's producers tell which.
     *({"head_dim": head_dim, "kv_start": np.arange(190, dtype=np.int32)} for head_dim in (64, 128, 256)),
     {"head_dim": 128, "kv_start": np.arange(190, dtype=np.int32), "deterministic_backward": True},

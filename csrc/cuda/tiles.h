@@ -60,6 +60,7 @@ inline constexpr TileRule all[] = {
     {"sm90a", 1, backward, 64, 198, {128, 128, 12, 2, 1}, light},  // 548; 64x256 517
     {"sm90a", 1, backward, 64, 99, {64, 128, 12, 2, 1}},           // with options, which take registers
     {"sm90a", 1, backward, 128, 164, {64, 128, 12, 2, 1}},         // 611; first: 532, with three stages 3% less
+    {"sm90a", 1, backward, 128, 227, {80, 128, 12, 2, 1}, plain},  // of long calls: 662 at S 16384, 64x128 639
     {"sm90a", 1, backward, 256, 211, {64, 64, 12, 2, 1}},          // 641 without dQ; with it 423, with one stage 340
     // The separate pass for dQ, which has three products.
     {"sm90a", 1, backward_dq, 64, 97, {128, 128, 12, 2, 1}},    // 667; 192x64 620, 128x64 548

@@ -8,8 +8,14 @@
 
 namespace jax_flash {
 
+// Whether dQ is computed transposed, its columns along the rows of the accumulators: of tiles of rows that are not
+// whole times the 64 of a wgmma (sm90a/backward.cuh).
+constexpr bool transposes_dq = one_warp_loads && !option_separate_dq && block_q % 64 != 0;
 // Tiles of 16 rows in a batch entry, packed sequences each beginning with a tile of its own (blocks_of).
-JAX_FLASH_DEVICE int dq_tiles(const Problem& problem) { return blocks_of(problem, problem.q_length, kDqRows); }
+JAX_FLASH_DEVICE int dq_tiles(const Problem& problem) {
+  if constexpr (transposes_dq) return ceil_div(problem.q_length, block_q) * (block_q / kDqRows);
+  return blocks_of(problem, problem.q_length, kDqRows);
+}
 JAX_FLASH_DEVICE int first_dq_tile(const Problem& problem, int batch, int sequence) {
   if constexpr (!packed) return 0;
   const i64 first = static_cast<i64>(batch) * (problem.options.sequences + 1);

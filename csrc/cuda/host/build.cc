@@ -82,6 +82,10 @@ std::vector<Variant> variants_of(const Family& family, int arch, const Variants&
           if (pass != Pass::forward_split_kv) {
             add(0);
             if (pass == Pass::forward && largest <= of.short_blocks && is_plain(record)) add(kShortRows);
+            if (pass == Pass::backward && head_dim > 64 && largest <= of.tall_tiles && is_plain(record) &&
+                !record.separate_dq) {
+              add(kTallRows);
+            }
             continue;
           }
           for (int rows : kSplitKvRows) {

@@ -20,16 +20,17 @@ struct Family {
   bool orders_dq;         // its backward that adds dQ can do so in one order
   int lean_without_dq;    // head_dim up to which the backward without dQ has too few registers for some operands
   int short_blocks;       // head_dim up to which a forward without options has blocks of kShortRows too; 0: none
+  int tall_tiles;         // head_dim up to which a backward without options has tiles of kTallRows too; 0: none
 };
 constexpr int kAll = std::numeric_limits<int>::max();
 // In order of preference: the first that serves a GPU is taken.
 inline constexpr Family kFamilies[] = {
     // Above head_dim 128 a block of Hopper's backward has only 64 keys, and would add to dQ too often. Up to 128 its
     // schedule is made for a pass with dQ: without dQ some options find too few registers.
-    {"sm90a", 90, 90, "sm80", "a", false, 128, true, 128, 64},
-    {"sm80", 80, kAll, "", "", false, kAll, false, 0, 0},
-    {"sm75", 75, kAll, "", "", true, kAll, false, 0, 0},
-    {"sm70", 70, kAll, "", "", true, 0, false, 0, 0},  // always, since it has no other way to sum dQ
+    {"sm90a", 90, 90, "sm80", "a", false, 128, true, 128, 64, 128},
+    {"sm80", 80, kAll, "", "", false, kAll, false, 0, 0, 0},
+    {"sm75", 75, kAll, "", "", true, kAll, false, 0, 0, 0},
+    {"sm70", 70, kAll, "", "", true, 0, false, 0, 0, 0},  // always, since it has no other way to sum dQ
 };
 const Family& family_named(const std::string& name);
 

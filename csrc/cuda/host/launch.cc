@@ -121,9 +121,10 @@ Chosen choose(int device, Pass pass, DType dtype, const Problem& problem, const 
     main = Pass::forward_single_tile;
   }
   const int largest = std::max(problem.head_dim, problem.value_head_dim);
-  const int rows = main == Pass::forward_split_kv                   ? plan.split_kv.rows
-                   : main == pass && largest <= family.short_blocks ? rows_of_blocks(pass, problem)
-                                                                    : 0;
+  const int other_rows_up_to = pass == Pass::backward ? family.tall_tiles : family.short_blocks;
+  const int rows = main == Pass::forward_split_kv                ? plan.split_kv.rows
+                   : main == pass && largest <= other_rows_up_to ? rows_of_blocks(pass, problem)
+                                                                 : 0;
   Chosen chosen{variant(main, rows), {}, {}};
   if (pass == Pass::backward && separate_dq(family, problem.options, largest)) {
     chosen.dq = variant(Pass::backward_dq);
@@ -441,7 +442,7 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
                   arguments);
   }
   if (warps) {
-    const int64_t items = int64_t{problem.batch} * problem.q_heads * blocks_of(problem, problem.q_length, 16);
+    const int64_t items = int64_t{problem.batch} * problem.q_heads * dq_tiles(problem);
     // It may start ahead of the backward's end, but not of a kernel between, which reads sums where dq will be.
     const bool ahead = found.main.traits.converts_ahead && !sums_in_dq;
     enqueue(ahead, found.main.convert_dq, grid(ceil_div(items, warps)), 32 * warps, 0, on, arguments);

@@ -18,8 +18,9 @@ inline int64_t blocks_of(const Problem& p, int64_t length, int size) {
   return jax_flash::blocks_of(p.options.has_cu_q_lengths, p.options.sequences, length, size);
 }
 
-// block_q of the forward, for families that have short blocks; 0: that of the table's first row.
-constexpr int kShortRows = 128;
+// block_q of the forward, for families that have short blocks, and of the backward, for those that have tall tiles; 0:
+// that of the table's first row.
+constexpr int kShortRows = 128, kTallRows = 80;
 int rows_of_blocks(Pass pass, const Problem& p);
 
 // The scratch limits the number of slices: if a call was lowered for another batch size or in another environment, it
@@ -30,6 +31,8 @@ ForwardPlan plan_of(Pass pass, const Problem& problem, int64_t scratch_elements)
 int64_t bias_planes(const Problem& p);
 int64_t bias_elements(const Problem& p);
 
+// Tiles of kDqRows rows of dQ in a batch entry.
+int64_t dq_tiles(const Problem& p);
 // The elements of the accumulator of dQ alone and with its counters, and of the slopes' sums that follow it.
 int64_t dq_sums(const Problem& p);
 int64_t dq_scratch(const Problem& p);

@@ -11,7 +11,9 @@
 // One warp of one more warpgroup loads the rows by TMA, a ring of `stages` tiles ahead. dQ of a tile of rows, which
 // takes dS of both warpgroups, is computed behind the products of the tile after, so that neither waits for the other's
 // dS. Of 64 rows it is the work of one warpgroup, by turns: one is at its exponentials while the tensor cores are the
-// other's. Tiles of 128 rows, of which each has 64, fit light calls (tiles.h) up to head_dim 64.
+// other's. Tiles of 128 rows, of which each has 64, fit light calls (tiles.h) up to head_dim 64. Of 80 rows, in long
+// calls without options, dQ is computed transposed, 64 columns by each warpgroup (FlashAttention-3 and -4 have such
+// tiles).
 #pragma once
 
 #include "cuda/sm90a/backward_loads.cuh"
@@ -41,6 +43,8 @@ struct KeySums {
   FragmentC dk[KSlabs::columns / 8], dv[VSlabs::columns / 8];
 };
 
+using TransposedDq = FragmentC[block_q / 8];  // of a warp: 16 columns and a tile of rows
+
 struct Backward {
   const Block& block;
   SharedStorage& shared;
@@ -50,6 +54,10 @@ struct Backward {
   Weights weights;
   Phases phases;
   Walk before;  // the tile of rows before
+  // With transposes_dq: the one before that, whose dQ^T waits to be added; and where dS of the tile before lies. Ahead
+  // of the first tile that is K, of which nothing is added: no branch may come between products that are under way.
+  Walk late_at;
+  u32 ds_before;
   Select<stays, KeySums&, KeySums>::type sums;
   u32 k_operand[keys_in_registers ? KSlabs::columns / 16 : 1][4];
   u32 v_operand[keys_in_registers ? VSlabs::columns / 16 : 1][4];
@@ -120,14 +128,47 @@ struct Backward {
   }
 
   // dS of the tile of rows that comes `i`-th lies in one of two buffers; the warp's part.
+  template <typename To = DsSlabs>
   __device__ __forceinline__ void put_ds(const Operand64& ds, int i) const {
     barrier_wait(shared_address(&shared.ds_empty[i % 2]), phases.ds(i) ^ 1);
-    DsSlabs::put(shared_address(shared.ds[i % 2]), key_row(), ds, lane);
+    if constexpr (transposes_dq) {
+      To::put_transposed(shared_address(shared.ds[i % 2]), key_row(), ds, lane);
+    } else {
+      To::put(shared_address(shared.ds[i % 2]), key_row(), ds, lane);
+    }
     stores_ready();
   }
   __device__ __forceinline__ bool sums_dq(int i) const { return sums_dq_of(i, group); }
+  // dQ^T of the tile of rows that came i-th, behind the products under way; with i = -1 of K.
+  __device__ __forceinline__ void start_transposed_dq(TransposedDq& dq, int i) const {
+    if (i >= 0) barrier_wait(shared_address(&shared.ds_full[i & 1]), phases.ds(i));
+    const u64 k = by_columns(shared_address(shared.k) + group * KSlabs::slab_bytes, KSlabs::slab_bytes);
+    const u64 ds = by_rows(ds_before);
+    wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < block_kv / 16; ++kk) {
+      wgmma<true, false>(dq, moved(k, 2048 * kk), moved(ds, DsSlabs::step_offset(kk)), kk > 0);
+    }
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void end_transposed_dq(TransposedDq& dq, int i) const {
+    hold(dq);
+    if (lane == 0 && i >= 0) barrier_arrive(shared_address(&shared.ds_empty[i & 1]));
+  }
+  __device__ __forceinline__ void add_late_dq(TransposedDq& dq, bool there) const {
+    add_transposed_dq(block, dq, weights.dq_factor, late_at, group * 4 + warp, shared.dq[group][warp], lane, there);
+  }
   // dQ of the tile of rows that came i-th. No other product may be under way, or the registers are wanting.
   __device__ __forceinline__ void sum_dq(const Walk& at, int i) const {
+    if constexpr (transposes_dq) {
+      TransposedDq dq;
+      start_transposed_dq(dq, i);
+      wgmma_wait<0>();
+      hold(dq);
+      if (lane == 0) barrier_arrive(shared_address(&shared.ds_empty[i % 2]));
+      add_transposed_dq(block, dq, weights.dq_factor, at, group * 4 + warp, shared.dq[group][warp], lane, true);
+      return;
+    }
     const int slab = shares_dq ? group : 0, row = slab * 64;
     const u64 ds = by_columns(shared_address(shared.ds[i % 2]) + slab * DsSlabs::slab_bytes, 0);
     barrier_wait(shared_address(&shared.ds_full[i % 2]), phases.ds(i));
@@ -147,7 +188,7 @@ struct Backward {
       if constexpr (adds_by_turns) {
         const int buffer = dq_buffer(i, group);
         barrier_wait(shared_address(&shared.dq_empty[buffer]), phases.ds(i) ^ 1);
-        put_dq(dq, weights.dq_factor, shared.dq[buffer][warp], lane);
+        put_dq<head_dim / 8>(dq, weights.dq_factor, shared.dq[buffer][warp], lane);
         if (lane == 0) barrier_arrive(shared_address(&shared.dq_full[buffer]));
       } else if constexpr (adds_in_bulk) {
         add_dq_in_bulk(block, dq, weights.dq_factor, at, row + warp * 16, shared.dq[group][warp], lane);
@@ -157,9 +198,10 @@ struct Backward {
     }
   }
 
-  // One tile of rows, the i-th of all; and dQ of the tile of rows before, if this warpgroup `sums` it.
+  // One tile of rows, the i-th of all; and dQ of the tile of rows before, if this warpgroup `sums` it. Transposed, dQ
+  // is computed behind dV, and added in the next step, while its scores are under way.
   template <bool sums>
-  __device__ __forceinline__ void step(Walk& at, const Ring<stages>& ring, int i) {
+  __device__ __forceinline__ void step(Walk& at, const Ring<stages>& ring, int i, TransposedDq& late) {
     const int stage = ring.stage;
     // As arrays of one tile: as tiles alone, ptxas orders no product behind another beside slopes at head_dim 128.
     Scores64 s[1], dp[1];  // S^T and then P^T, dP^T and then dS^T
@@ -171,6 +213,7 @@ struct Backward {
     wait_for_rows(at, ring);
     if constexpr (in_turns) named_sync(turn_barrier + group, computing_threads);
     start_s(s[0], stage);
+    if constexpr (transposes_dq) add_late_dq(late, i > 1);
     if constexpr (dp_with_s) start_dp(dp[0], stage);
     const Diagonals diagonals = weights.of_diagonals(at);
     const LseOf lse(shared.lse_log2[stage], lane);
@@ -189,6 +232,8 @@ struct Backward {
     round_to(ds_operand[0], dp[0]);
     if constexpr (adds_dq) put_ds(ds_operand[0], i);
     if constexpr (dv_last) start_dv(p_operand[0], stage);
+    TransposedDq dq;
+    if constexpr (transposes_dq) start_transposed_dq(dq, i - 1);
     start_dk(ds_operand[0], stage);
     if constexpr (adds_dq) {
       __syncwarp();
@@ -197,9 +242,16 @@ struct Backward {
     wgmma_wait<0>();
     hold(p_operand[0]);
     hold(ds_operand[0]);
+    if constexpr (transposes_dq) {
+      end_transposed_dq(dq, i - 1);
+#pragma unroll
+      for (int n = 0; n < block_q / 8; ++n) late[n] = dq[n];
+      late_at = before;
+      ds_before = shared_address(shared.ds[i & 1]);
+    }
     __syncwarp();  // all lanes have read lse_log2 and deltas
     if (arrives(lane)) barrier_arrive(shared_address(&shared.empty[stage]));
-    if constexpr (sums) sum_dq(before, i - 1);
+    if constexpr (sums && !transposes_dq) sum_dq(before, i - 1);
     before = at;
   }
 
@@ -213,15 +265,18 @@ struct Backward {
     if (in_turns && phases.none() && group == computing - 1) named_arrive(turn_barrier, computing_threads);
     wait_for_keys(k_operand, v_operand, phases.keys());
     Ring<stages> ring;
+    TransposedDq late{};
+    ds_before = shared_address(shared.k);
     int i = 0;
     for (Walk at{block.first_head, block.range.begin}; at.head <= block.last_head; ++i, ring.advance()) {
-      if (i > 0 && sums_dq(i - 1)) {
-        step<adds_dq>(at, ring, i);
+      if (transposes_dq || (i > 0 && sums_dq(i - 1))) {
+        step<adds_dq>(at, ring, i, late);
       } else {
-        step<false>(at, ring, i);
+        step<false>(at, ring, i, late);
       }
       at = weights.move<true>(at, block);
     }
+    if (transposes_dq && i > 1) add_late_dq(late, i > 1);  // by a constant ptxas waits for products in the loop
     if (sums_dq(i - 1)) sum_dq(before, i - 1);
     if constexpr (stays) {
       __syncwarp();
@@ -404,7 +459,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       Backward backward{
           block,    shared, group,
           warp % 4, lane,   {block, descale, of_tables, shared.diagonals[warp - 4], first_key_of(block), lane},
-          phases,   {},     sums};
+          phases,   {},     {},
+          {},       sums};
       backward.run(phases);
       if (starts_additions && lane == 0) bulk_wait<0>();
       arrive_added(0);
@@ -430,7 +486,8 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
           Backward backward{
               block,    shared, group,
               warp % 4, lane,   {block, descale, of_tables, shared.diagonals[warp - 4], first_key_of(block), lane},
-              phases,   {},     sums};
+              phases,   {},     {},
+              {},       sums};
           backward.run(phases);
           dropout_factor = backward.weights.scores.dropout.factor;
           if (is_half(problem)) return true;
@@ -442,8 +499,15 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
             if (lane == 0) bulk_wait_read<0>();
             __syncwarp();
             store_box_of_keys<head_dim>(block, &maps.dk, sums.dk, dk_factor(block), first_key, results, lane);
+            if constexpr (transposes_dq) {  // there is room for one of both
+              if (lane == 0) {
+                bulk_commit();
+                bulk_wait_read<0>();
+              }
+              __syncwarp();
+            }
             store_box_of_keys<value_head_dim>(block, &maps.dv, sums.dv, dv_factor(block, dropout_factor), first_key,
-                                              results + Slabs<16, head_dim>::bytes, lane);
+                                              results + (transposes_dq ? 0 : Slabs<16, head_dim>::bytes), lane);
           } else {
             // Read again, rather than kept in registers until here.
             store(Block(problem, shared.items[slot_of(n)]), sums, dropout_factor);

@@ -16,8 +16,8 @@ constexpr bool sums_heads =
 // In how many pieces dQ is computed, a slab of columns each: these gradients take the registers of more.
 constexpr int dq_pieces = has_dalibi_slopes || sums_heads ? KSlabs::slabs : 1;
 
-// Whether each warpgroup computes dQ of 64 rows of a tile; otherwise one does of all, by turns.
-constexpr bool shares_dq = block_q == 64 * computing;
+// Whether each warpgroup computes dQ of 64 rows of a tile, or of 64 columns; otherwise one does of all, by turns.
+constexpr bool shares_dq = block_q == 64 * computing || transposes_dq;
 
 // K and V stay in registers as operands where these suffice: they need not be read again for each tile of rows then.
 // Not without dQ: there ptxas (12.9 and 13) took them for dead behind their last use in the loop and gave their
@@ -38,6 +38,7 @@ static_assert(!adds_by_turns || (adds_in_bulk && !skips_tiles && adding_warps ==
               "each block knows who comes before");
 // Whether the warps that compute start TMA's additions themselves, and wait for them.
 constexpr bool starts_additions = adds_in_bulk && !adds_by_turns;
+static_assert(!transposes_dq || (starts_additions && KSlabs::slabs == computing && !packed), "a slab of columns each");
 constexpr int first_adding_warp = 2;
 JAX_FLASH_DEVICE bool sums_dq_of(int i, int group) { return adds_dq && (shares_dq || i % computing == group); }
 // Buffers of dQ of 64 rows: one of a warpgroup; where blocks add in order, two of each that sums up every tile of rows.
@@ -46,7 +47,7 @@ constexpr int dq_buffers = adds_by_turns && shares_dq ? 2 * computing : computin
 JAX_FLASH_DEVICE int dq_buffer(int i, int group) { return group + (dq_buffers > computing ? i % 2 * computing : 0); }
 
 // lse is read while the scores are under way where dQ's additions do not stand in the way, and registers suffice.
-constexpr bool reads_lse_early = adds_in_bulk && KSlabs::slabs > 1 && !has_mask;
+constexpr bool reads_lse_early = adds_in_bulk && KSlabs::slabs > 1 && !has_mask && !transposes_dq;
 using LseOf = Select<reads_lse_early, OfRowsEarly, OfRows>::type;
 
 // Whether the scores of one warpgroup are started behind dV of the other. Left alone the two fall into a better order
@@ -72,15 +73,16 @@ constexpr bool stores_in_bulk =
 constexpr int finding_warp = adds_by_turns ? 1 : 3, ending_warp = 2;
 
 constexpr int tiles_ahead = 2;  // of those loaded, that are found
-// A warp's, of 16 rows of dQ; or the results of its keys, which are half as long.
-constexpr int sums_of_warp = stores_in_bulk ? 16 * KSlabs::columns : 16 * head_dim;
+// A warp's, of 16 rows of dQ; or the results of its keys, which are half as long. Transposed, of 16 columns of a tile;
+// or the results one after the other.
+constexpr int sums_of_warp = transposes_dq ? dq_sums_of_columns : stores_in_bulk ? 16 * KSlabs::columns : 16 * head_dim;
 
 struct SharedStorage {
   char k[KSlabs::bytes];
   char v[VSlabs::bytes];
   char q[stages][QSlabs::bytes];
   char dout[stages][OutSlabs::bytes];
-  char ds[adds_dq ? 2 : 1][DsSlabs::bytes];                                                        // dS^T
+  char ds[adds_dq ? 2 : 1][DsSlabs::bytes];
   float dq[adds_in_bulk ? dq_buffers : 1][adds_in_bulk ? 4 : 1][adds_in_bulk ? sums_of_warp : 4];  // of 16 rows each
   float lse_log2[stages][block_q];
   float deltas[stages][block_q];

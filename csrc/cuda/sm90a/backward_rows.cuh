@@ -15,13 +15,14 @@ namespace jax_flash {
 constexpr int threads = 32 * warps;
 constexpr int computing = warps / 4 - 1;  // warpgroups; one more loads the rows
 constexpr int computing_threads = warpgroup * computing;
-static_assert(warps % 4 == 0 && (block_q == 64 || (block_q == 128 && computing == 2)), "64 rows of dQ each");
+static_assert(warps % 4 == 0 && (block_q == 64 || (computing == 2 && (block_q == 128 || transposes_dq))),
+              "64 rows or columns of dQ each");
 
 using KSlabs = Slabs<block_kv, head_dim>;
 using VSlabs = Slabs<block_kv, value_head_dim>;
 using QSlabs = Slabs<block_q, head_dim>;
 using OutSlabs = Slabs<block_q, value_head_dim>;
-using DsSlabs = Slabs<block_kv, block_q>;
+using DsSlabs = Select<transposes_dq, Slabs<block_q, block_kv>, Slabs<block_kv, block_q>>::type;  // dS, or dS^T
 using Scores64 = FragmentC[block_q / 8];  // of a warpgroup: 64 keys and a tile of rows
 using Operand64 = u32[block_q / 16][4];   // the same, rounded, as A of a product over the rows
 
@@ -66,7 +67,7 @@ struct Told {
 // Whether two blocks may share the rows of one where there are few blocks: if rows have no other sums than dQ, all in
 // the range are visited, and no function takes the registers for where they begin and end. With tiles of 128 rows
 // blocks stay instead (backward_loads.cuh).
-constexpr bool halves_rows = block_q == 64 && adds_dq && !packed && !skips_tiles && !sums_gradients && !loads_by_list &&
+constexpr bool halves_rows = block_q < 128 && adds_dq && !packed && !skips_tiles && !sums_gradients && !loads_by_list &&
                              !has_functions && !(bounded_left && KSlabs::slabs == 1);
 JAX_FLASH_DEVICE bool is_half(const Problem& problem) { return halves_rows && problem.halved != 0; }
 // The item of work (schedule.cuh) that comes `index`-th, of which each may come twice, once for each half of its rows.
@@ -158,14 +159,15 @@ JAX_FLASH_DEVICE void arrive_without_rows(const u64& full, int lane) {
 
 // lse and delta of a tile of rows, which a warp takes from global to shared memory.
 struct Statistics {
-  float lse_log2[block_q / 32], deltas[block_q / 32];
+  static constexpr int of_lane = ceil_div(block_q, 32);
+  float lse_log2[of_lane], deltas[of_lane];
 
   __device__ __forceinline__ Statistics(const Block& block, const Walk& at, float ds_factor, int lane) {
     const Problem& problem = block.problem;
     const Rows& rows = block.place.extent.q;
     const i64 first = (static_cast<i64>(block.place.batch) * problem.q_heads + at.head) * problem.q_length + rows.first;
 #pragma unroll
-    for (int i = 0; i < block_q / 32; ++i) {
+    for (int i = 0; i < of_lane; ++i) {
       const int row = at.tile * block_q + i * 32 + lane;
       const bool valid = row < rows.length;
       const i64 from = first + (valid ? row : 0);
@@ -173,9 +175,11 @@ struct Statistics {
       deltas[i] = valid ? static_cast<const float*>(problem.delta)[from] * ds_factor : 0.f;
     }
   }
-  static __device__ __forceinline__ void put(float* to, const float (&from)[block_q / 32], int lane) {
+  static __device__ __forceinline__ void put(float* to, const float (&from)[of_lane], int lane) {
 #pragma unroll
-    for (int i = 0; i < block_q / 32; ++i) to[i * 32 + lane] = from[i];
+    for (int i = 0; i < of_lane; ++i) {
+      if (block_q % 32 == 0 || i * 32 + lane < block_q) to[i * 32 + lane] = from[i];
+    }
   }
 };
 
@@ -216,11 +220,11 @@ JAX_FLASH_DEVICE void add_dq(const Block& block, FragmentC (&dq)[n], float facto
   }
 }
 
-// All columns of 16 rows of dQ, as dq_fragment() has them, into shared memory.
-template <int n>
+// `count` fragments of dQ, as the accumulator has them, into shared memory.
+template <int count, int n>
 JAX_FLASH_DEVICE void put_dq(const FragmentC (&dq)[n], float factor, float* sums, int lane) {
 #pragma unroll
-  for (int i = 0; i < head_dim / 8; ++i) {
+  for (int i = 0; i < count; ++i) {
     u32 words[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) words[e] = __float_as_uint(dq[i].x[e] * factor);
@@ -239,11 +243,25 @@ JAX_FLASH_DEVICE void add_dq_in_bulk(const Block& block, FragmentC (&dq)[n], flo
   row += at.tile * block_q;
   if (lane == 0) bulk_wait_read<0>();
   __syncwarp();
-  put_dq(dq, factor, sums, lane);
+  put_dq<head_dim / 8>(dq, factor, sums, lane);
   if (lane == 0 && row < place.extent.q.length) {
     const int row_tile = first_dq_tile(block.problem, place.batch, place.sequence) + row / kDqRows;
     float* const to = dq_fragment(block.problem, place.batch, at.head, row_tile, 0);
     add_bulk(to, shared_address(sums), kDqRows * head_dim * sizeof(float));
+    bulk_commit();
+  }
+}
+
+// The same for dQ^T, of columns 16 * `columns` and on. Nothing is added unless it is `there`.
+JAX_FLASH_DEVICE void add_transposed_dq(const Block& block, const FragmentC (&dq)[block_q / 8], float factor,
+                                        const Walk& at, int columns, float* sums, int lane, bool there) {
+  if (lane == 0) bulk_wait_read<0>();
+  __syncwarp();
+  put_dq<block_q / 8>(dq, factor, sums, lane);
+  if (lane == 0 && there && columns * 16 < head_dim) {
+    const i64 tile = dq_tile(block.problem, block.place.batch, at.head, at.tile * (block_q / kDqRows));
+    add_bulk(dq_sums_of(block.problem, tile) + columns * dq_sums_of_columns, shared_address(sums),
+             dq_sums_of_columns * sizeof(float));
     bulk_commit();
   }
 }

@@ -32,7 +32,9 @@ constexpr int adding_warps = 2;    // and the warps of a block that do
 
 // Where dQ is summed up: for every 16 rows, for every 8 columns, the accumulators as the lanes hold them, four a lane,
 // so that one instruction of a warp adds 512 contiguous bytes. `row_tile` counts in the batch entry.
-constexpr int dq_sums_of_tile = head_dim / 8 * 128;
+// Transposed: for every block_q rows, for every 16 columns, for every 8 rows, likewise.
+constexpr int dq_sums_of_tile = transposes_dq ? ceil_div(head_dim, 16) * 256 : head_dim / 8 * 128;
+constexpr int dq_sums_of_columns = block_q / 8 * 128;
 JAX_FLASH_DEVICE i64 dq_tile(const Problem& problem, int batch, int head, int row_tile) {
   return (static_cast<i64>(batch) * problem.q_heads + head) * dq_tiles(problem) + row_tile;
 }
@@ -146,12 +148,24 @@ extern "C" __global__ void __launch_bounds__(zero_threads) jax_flash_zero_dq(con
   }
 }
 
+// Of a tile of 16 rows, the lane's part of columns 8 * n and on.
+JAX_FLASH_DEVICE FragmentC read_dq_sums(const Problem& problem, i64 tile, int n, int lane) {
+  if constexpr (transposes_dq) {
+    constexpr int tiles = block_q / kDqRows;
+    const float* const columns = dq_sums_of(problem, tile / tiles * tiles) + n / 2 * dq_sums_of_columns;
+    const int row = lane / 4, column = lane % 4 * 2;
+    const float* const from = columns + tile % tiles * 256 + (column * 4 + row / 2) * 4 + n % 2 * 2 + row % 2;
+    return {from[0], from[16], from[128], from[144]};
+  }
+  const float4 x = *reinterpret_cast<const float4*>(dq_sums_of(problem, tile) + n * 128 + lane * 4);
+  return {x.x, x.y, x.z, x.w};
+}
+
 // dq = the sum in scratch, of 16 rows of one head, by a warp.
 JAX_FLASH_DEVICE void convert_dq(const Problem& problem, const DqTile& of, int lane) {
   const auto [batch, head, tile] = of;
   int row_tile = tile;
   const Extent extent = extent_of(problem, batch, sequence_of(problem, problem.cu_q_lengths, batch, 16, row_tile));
-  const float* from = dq_fragment(problem, batch, head, tile, 0) + lane * 4;
   FragmentC dq[head_dim / 8]{};
   bool has_sums = true;
   if constexpr (option_ordered_dq) {
@@ -160,8 +174,7 @@ JAX_FLASH_DEVICE void convert_dq(const Problem& problem, const DqTile& of, int l
   }
 #pragma unroll
   for (int n = 0; has_sums && n < head_dim / 8; ++n) {
-    const float4 x = *reinterpret_cast<const float4*>(from + n * 128);
-    dq[n] = {x.x, x.y, x.z, x.w};
+    dq[n] = read_dq_sums(problem, dq_tile(problem, batch, head, tile), n, lane);
   }
   Result* to = result_of(problem.dq, batch, head, extent.q.first);
 #pragma unroll

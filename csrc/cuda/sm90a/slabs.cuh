@@ -83,6 +83,15 @@ struct Slabs {
       for (int kk = 0; kk < 4; ++kk) store_matrices(to.address(0, kk), a[4 * i + kk]);
     }
   }
+  // And transposed: columns `column` to column + 15 of all rows, which are the rows of `a`.
+  template <int n>
+  static __device__ __forceinline__ void put_transposed(u32 tile, int column, const u32 (&a)[n][4], int lane) {
+    static_assert(16 * n == rows, "all rows");
+    const int row = lane / 16 * 8 + lane % 8, chunk = column % kBoxColumns / 8 + lane / 8 % 2;
+    const u32 to = tile + column / kBoxColumns * slab_bytes + row * 128 + ((chunk ^ row % 8) << 4);
+#pragma unroll
+    for (int i = 0; i < n; ++i) store_transposed(to + i * 16 * 128, a[i]);
+  }
 };
 
 // By one thread: loads the rows of a tile, of which a barrier is told.
