@@ -931,10 +931,10 @@ CASES = (
     *(Case(f"large_short_rows_{h}", 585, 646, 4, 2, h, (1,), **SHORT_ROWS, large=True) for h in (64, 128, 256)),
     Case("large_short_keys", 646, 585, 4, 2, 64, (1,), **SHORT_KEYS, large=True),
     # Long ones without options, of which Hopper's backward takes tiles of other rows.
-    Case("large_long", 4100, 390, 2, 2, 128, (2,), large=True),
-    Case("large_long_shared", 4750, 700, 4, 1, 128, (1,), large=True),
-    Case("large_long_wide", 4161, 130, 3, 3, 72, (1,), value_head_dim=104, large=True),
-    Case("large_long_narrow", 5000, 257, 2, 1, 128, (1,), value_head_dim=32, large=True),
+    Case("large_long", 8200, 390, 2, 2, 128, (2,), large=True),
+    Case("large_long_shared", 9500, 700, 4, 1, 128, (1,), large=True),
+    Case("large_long_wide", 8321, 130, 3, 3, 72, (1,), value_head_dim=104, large=True),
+    Case("large_long_narrow", 8200, 257, 2, 1, 128, (1,), value_head_dim=32, large=True),
     Case("large_long_many", 4096, 260, 48, 48, 96, (1,), large=True),  # more blocks than multiprocessors
     Case("large_short_keys_wide", 646, 585, 4, 4, 192, (1,), value_head_dim=64, **SHORT_KEYS, large=True),
     Case(

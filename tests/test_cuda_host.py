@@ -472,14 +472,14 @@ def backwards_of_any_scratch() -> None:
     del os.environ["JAX_FLASH_CUDA_FAMILY"]
 
     # Of long calls without options dQ has an accumulator of whole tiles of 80 rows, whoever's kernels take them.
-    tall = Call(lengths=(4100, 140), heads=(2, 2), head_dim=128)
+    tall = Call(lengths=(8200, 140), heads=(2, 2), head_dim=128)
     wanted = tall.wanted("backward")
-    assert wanted == dataclasses.replace(tall, lengths=(4160, 140)).wanted("backward")
-    assert wanted < dataclasses.replace(tall, lengths=(4161, 140)).wanted("backward")
+    assert wanted == dataclasses.replace(tall, lengths=(8240, 140)).wanted("backward")
+    assert wanted < dataclasses.replace(tall, lengths=(8241, 140)).wanted("backward")
     for family in ("sm80", "sm90a"):
         os.environ["JAX_FLASH_CUDA_FAMILY"] = family
         assert "jax_flash_convert_dq" in launched(tall.with_scratch(wanted))
-        assert xla.run(backward, "backward", tall.with_scratch(2 * 4160 * 128)) is not None
+        assert xla.run(backward, "backward", tall.with_scratch(2 * 8240 * 128)) is not None
         assert "scratch must have at least" in xla.message
     del os.environ["JAX_FLASH_CUDA_FAMILY"]
 

@@ -114,7 +114,7 @@ CASES: dict[str, dict[str, Any]] = {
     "halves-ordered_dq": {"head_dim": 128, "options": ["ordered_dq", "causal"], **HALVES},
     "halves-zeroed-ahead": {"options": [], "q_length": 520, "kv_length": 40, "q_heads": 66, "kv_heads": 66},
     # Long calls without options, in tiles of 80 rows of which dQ is computed transposed.
-    "tall-tiles": {"head_dim": 128, "q_length": 4130, "kv_length": 150},
+    "tall-tiles": {"head_dim": 128, "q_length": 8210, "kv_length": 100},
     # Blocks take several items, of which the first ones wait for what others zero.
     "items-zeroed-ahead": {"head_dim": 128, "q_length": 70, "kv_length": 140, "q_heads": 35, "kv_heads": 35},
     # Stores of boxes of keys beside the ends of sequences, of which another one's keys follow.

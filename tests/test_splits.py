@@ -94,8 +94,9 @@ def test_scratch(kv_heads: int, head_dim: int, causal: bool) -> None:
     """One sum of all shares lies behind an accumulator of dQ, which has two counters for each head, or where few blocks
     share their rows, what they leave to each other; without one the shares' sums may take as much instead."""
     for length in (128, 256, 512, 1024, 2048, 4096, 8192):
-        # Long calls without options have whole tiles of 80 rows at head_dim 128.
-        tall = head_dim == 128 and length >= (16384 if causal else 4096)
+        # Long calls without options have whole tiles of 80 rows at head_dim 128, those of few blocks only longer ones.
+        many = -(-length // 128) * kv_heads > 132
+        tall = head_dim == 128 and length >= (16384 if causal else 4096 if many else 8192)
         elements = (-(-length // 80) * 80 if tall else length) * 32 * head_dim
         call = shape(length, length, 32, kv_heads, head_dim, causal=causal)
         sums, splits = length * kv_heads * 2 * head_dim, _core.group_splits(**call)

@@ -21,11 +21,12 @@ bool fits_int(const Problem& p) {
          fits(p.out, round_up(p.q_length, 16), p.q_heads, p.value_head_dim);
 }
 
-// Whether tiles of kTallRows rows take less time, by 2 to 4%. Of 1,024 rows they took up to 8% longer, and under causal
-// of 4,096 rows up to 2%.
+// Whether tiles of kTallRows rows take less time, by 2 to 4%. Of 1,024 rows they took up to 8% longer, under causal of
+// 4,096 rows up to 2%, and of 4,096 rows with few blocks up to 6%.
 bool wants_tall_tiles(const Problem& p) {
   const bool served = p.head_dim > 64 && std::max(p.head_dim, p.value_head_dim) <= 128 && !p.options.separate_dq;
-  return served && p.q_length >= (p.options.causal ? 16384 : 4096);
+  const int64_t blocks = ceil_div(p.kv_length, 128) * p.kv_heads * p.batch;
+  return served && p.q_length >= (p.options.causal ? 16384 : blocks > kMultiprocessors ? 4096 : 8192);
 }
 
 }  // namespace
