@@ -82,10 +82,7 @@ std::vector<Variant> variants_of(const Family& family, int arch, const Variants&
           if (pass != Pass::forward_split_kv) {
             add(0);
             if (pass == Pass::forward && largest <= of.short_blocks && is_plain(record)) add(kShortRows);
-            if (pass == Pass::backward && head_dim > 64 && largest <= of.tall_tiles && is_plain(record) &&
-                !record.separate_dq) {
-              add(kTallRows);
-            }
+            if (pass == Pass::backward && largest <= of.tall_tiles && has_tall_tiles(record, head_dim)) add(kTallRows);
             continue;
           }
           for (int rows : kSplitKvRows) {

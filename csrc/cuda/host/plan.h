@@ -22,6 +22,8 @@ inline int64_t blocks_of(const Problem& p, int64_t length, int size) {
 // that of the table's first row.
 constexpr int kShortRows = 128, kTallRows = 80;
 int rows_of_blocks(Pass pass, const Problem& p);
+// Whether a backward has tall tiles in long calls of these options.
+bool has_tall_tiles(const Options& options, int head_dim);
 
 // The scratch limits the number of slices: if a call was lowered for another batch size or in another environment, it
 // may be smaller than forward_scratch(), or missing.

@@ -379,10 +379,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     };
     if (warp == 0) {
       Loader loader{shared, maps, lane};
-      for_each_item(own, shared, lane, loader.phases, [&](const Block& block, int) {
-        loader.load(block);
-        return false;
-      });
+      for_each_item(own, shared, lane, loader.phases, [&](const Block& block, int) { loader.load(block); });
     } else if (hands_over && warp == finding_warp) {
       Finder{problem, shared, lane}.run();
     } else if (zeroes_dq && warp == 1) {
@@ -398,20 +395,16 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
           keys ^= 1;
         }
         if (!stays) zero_and_end_additions(block, n);
-        return false;
       });
     } else if (stays && zeroes_dq && warp == ending_warp) {
       Phases phases;
-      for_each_item(own, shared, lane, phases, [&](const Block& block, int n) {
-        zero_and_end_additions(block, n);
-        return false;
-      });
+      for_each_item(own, shared, lane, phases, [&](const Block& block, int n) { zero_and_end_additions(block, n); });
     } else if (adds_by_turns && warp >= first_adding_warp) {
       const int group = warp - first_adding_warp;  // whose sums it adds
       Phases phases;
       u32 parities = 0;  // of buffers of dQ, as phases.ds(); by that ptxas spills 24 bytes
       for_each_item(own, shared, lane, phases, [&](const Block& block, int n) {
-        if (lane > 0) return false;
+        if (lane > 0) return;
         // The block is read again for each addition, or there are too few registers.
         const auto again = [&] { return stays ? Block(problem, shared.items[slot_of(n)]) : own; };
         const bool adds = block.here && !block.idle();
@@ -426,7 +419,6 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
                          shared_address(&shared.dq_empty[buffer]));
         }
         sums.count_added(again().place);
-        return false;
       });
     }
   } else {
@@ -490,7 +482,7 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
               {},       sums};
           backward.run(phases);
           dropout_factor = backward.weights.scores.dropout.factor;
-          if (is_half(problem)) return true;
+          if (is_half(problem)) return;
           // TMA would write the rows of the next sequence too.
           const int first_key = first_key_of(block);
           if (stores_in_bulk && problem.group_splits == 1 &&
@@ -514,7 +506,6 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
           }
         }
         if (starts_additions && lane == 0) bulk_commit();
-        return false;
       });
       if (is_half(problem) && starts_additions && lane == 0) bulk_commit();
       end_additions();

@@ -149,7 +149,9 @@ struct Phases {
   }
 };
 
-// Calls `work` with each item of the block, and with its number there modulo 4, until it returns true.
+// Calls `work` with each item of the block, and with its number there modulo 4. It can't end the walk, though half an
+// item is the only one: with a second way out of this loop ptxas took what is the same in all lanes for different in
+// each, and dQ added in order moved the operands of every wgmma to uniform registers, 3 to 4% of a backward.
 template <typename Work>
 JAX_FLASH_DEVICE void for_each_item(const Block& own, SharedStorage& shared, int lane, Phases& phases,
                                     const Work& work) {
@@ -160,7 +162,8 @@ JAX_FLASH_DEVICE void for_each_item(const Block& own, SharedStorage& shared, int
       const int n = phases.item();
       barrier_wait(shared_address(&shared.item_full[slot_of(n)]), phase_of(n));
       const Block block(own.problem, shared.items[slot_of(n)]);
-      if (block.index < 0 || work(block, n)) return;
+      if (block.index < 0) return;
+      work(block, n);
       __syncwarp();
       if (arrives(lane)) barrier_arrive(shared_address(&shared.item_empty[slot_of(n)]));
     }
