@@ -126,6 +126,10 @@ struct Problem {
   // exact_sums [elements, kSumDigits + 1] of 64 bits. The pass adds to them.
   void* dcaptured[kMostCaptured];
   long long dcaptured_elements[kMostCaptured];
+
+  // Hopper's backward that adds dQ in order: the first head, in the order of the grid, whose blocks walk over their
+  // rows downwards, the longest first (cuda/device/schedule.cuh).
+  int downwards_from;
 };
 
 }  // namespace jax_flash

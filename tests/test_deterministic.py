@@ -81,8 +81,9 @@ def test_the_same_bits_of_many_blocks(head_dim: int, kv_heads: int, causal: bool
         {"q_length": 2000, "kv_length": 2000, "window": (511, None), "causal": True},
         {"q_length": 2000, "kv_length": 1900, "window": (None, 70)},
         {"q_length": 1500, "kv_length": 2000, "causal": True, "q_lengths": (900, 77), "kv_lengths": (50, 2000)},
+        {"q_length": 2100, "kv_length": 2000, "causal": True},
     ],
-    ids=["window", "left", "causal", "right", "lengths"],
+    ids=["window", "left", "window-causal", "right", "lengths", "causal"],
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_same_bits_of_bands(head_dim: int, options: dict[str, Any]) -> None:

@@ -107,6 +107,16 @@ CASES: dict[str, dict[str, Any]] = {
         "kv_heads": 45,
         "batch": 4,
     },
+    # Blocks of the last heads go the other way.
+    "ordered_dq-downwards": {
+        "head_dim": 128,
+        "options": ["ordered_dq", "causal"],
+        "q_length": 390,
+        "kv_length": 420,
+        "q_heads": 7,
+        "kv_heads": 7,
+        "batch": 3,
+    },
     # Few blocks, of whose rows each takes half.
     "halves-64": {"options": ["causal", "lengths"], "batch": 2, **HALVES},
     "halves-128": {"head_dim": 128, "options": ["q_offset", "window", "softcap"], "dtype": "float16", **HALVES},

@@ -691,8 +691,8 @@ def lost_operands(function: sass.Function) -> tuple[int, list[str]]:
 def test_operands_of_products_stay_in_their_registers(hopper: list[tuple[str, Mapping[str, Any]]]) -> None:
     """At head_dim 64 operands of the backward pass stay there from one tile to the next, in the others for a tile.
 
-    Descriptors of operands in shared memory are the same in all lanes: what ptxas takes for different in each it moves to
-    uniform registers in front of every product.
+    Descriptors of operands in shared memory are the same in all lanes: what ptxas takes for different in each it moves
+    to uniform registers in front of every product.
     """
     for name, kernel in hopper:
         function = machine_code_of(kernel)

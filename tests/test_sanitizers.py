@@ -32,6 +32,18 @@ MANY: list[dict[str, Any]] = [
         for ordered in (False, True)
     ),
     {"head_dim": 64, "causal": True, "heads": (4, 4), "deterministic_backward": True},
+    # Of enough heads that the blocks of some go the other way.
+    *(
+        {
+            "head_dim": h,
+            "lengths": (600, 300),
+            "heads": (9, 9),
+            "batch": 4,
+            "causal": True,
+            "deterministic_backward": True,
+        }
+        for h in (64, 128)
+    ),
     {"head_dim": 40, "causal": True},
     {"head_dim": 128, "lengths": (700, 260), "heads": (8, 1), "batch": 1},  # query heads split over blocks
     {"head_dim": 128, "lengths": (700, 260), "heads": (8, 1), "batch": 1, "deterministic_backward": True},

@@ -147,7 +147,7 @@ constexpr RowsInL2 rows_in_l2 =
 JAX_FLASH_DEVICE Work work_of_keys(const Problem& problem, int item) {
   const int blocks = blocks_of(problem, problem.kv_length, block_kv), heads = problem.kv_heads * group_splits(problem);
   constexpr Grid grid = option_ordered_dq ? Grid::ordered : Grid::block_an_item;
-  return work_of<grid>(item, blocks, heads, problem.batch, problem.q_length, rows_in_l2);
+  return work_of<grid>(item, blocks, heads, problem.batch, problem.q_length, rows_in_l2, problem.downwards_from);
 }
 JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
   // Under causal the first keys are kept by the most rows, and go first.

@@ -52,10 +52,13 @@ enum class Grid { block_an_item, persistent, ordered };
 // 256).
 //
 // Blocks of an ordered grid walk over their rows upwards, each behind the one before it: so those stand first that
-// begin with the last rows, where something bounds the keys of a row to the right. And heads are interleaved even where
-// all blocks are alike, so that some time lies between blocks of the same head.
+// begin with the last rows, where something bounds the keys of a row to the right. Under causal these are the shortest,
+// so that the last ones would be the longest: blocks of heads from `downwards_from` on go the other way, in a group of
+// their own. And heads are interleaved even where all blocks are alike, so that some time lies between blocks of the
+// same head.
 template <Grid grid = Grid::block_an_item>
-JAX_FLASH_DEVICE Work work_of(int index, int blocks, int heads, int batch, int length, const RowsInL2& rows = {}) {
+JAX_FLASH_DEVICE Work work_of(int index, int blocks, int heads, int batch, int length, const RowsInL2& rows = {},
+                              int downwards_from = 0) {
   int block = index % blocks;
   int head = index / blocks;
   const int all = heads * batch;
@@ -64,13 +67,15 @@ JAX_FLASH_DEVICE Work work_of(int index, int blocks, int heads, int batch, int l
   if (grid == Grid::persistent) group = ceil_div(all, 2 * ceil_div(all, 2 * group));
   const int grouped = option_causal || grid == Grid::ordered ? 0 : all - group;  // the first head in a group
   // The first head of the last group.
-  const int last = option_causal && grid == Grid::block_an_item ? last_group(group, all, blocks) : all;
+  const int last = grid == Grid::ordered                          ? downwards_from
+                   : option_causal && grid == Grid::block_an_item ? last_group(group, all, blocks)
+                                                                  : all;
   if ((option_causal || has_mask_blocks || grid == Grid::ordered) && head >= grouped) {
     const int first = head >= last ? last : head - (head - grouped) % group;
-    const int members = head >= last ? all - last : at_most(group, all - first);
+    const int members = head >= last ? all - last : at_most(group, last - first);
     const int within = index - first * blocks;
     block = within / members;
-    if (grid == Grid::ordered && bounded_right) block = blocks - 1 - block;
+    if (grid == Grid::ordered && bounded_right && head < last) block = blocks - 1 - block;
     if (grid == Grid::persistent && (ceil_div(all, group) - 1 - first / group) % 2 != 0) block = blocks - 1 - block;
     head = first + within % members;
   }

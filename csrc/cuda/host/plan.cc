@@ -31,8 +31,8 @@ bool wants_tall_tiles(const Problem& p) {
 
 }  // namespace
 
-// Blocks that add dQ in order took up to 6% longer with them: each waits for those before it. And beside descaling ptxas
-// orders no product behind another one.
+// Blocks that add dQ in order took up to 6% longer with them: each waits for those before it. And beside descaling
+// ptxas orders no product behind another one.
 bool has_tall_tiles(const Options& o, int head_dim) {
   return is_plain(o) && head_dim > 64 && !(o.has_descale || o.separate_dq);
 }
@@ -120,6 +120,19 @@ int zeroed_before(const Problem& p, int block_keys) {
   }
   const int64_t ahead = interleaved * blocks + kSpare;
   return ahead < all * blocks ? static_cast<int>(ahead) : 0;
+}
+
+int downwards_from(const Problem& p, int block_keys) {
+  const int64_t all = int64_t{p.batch} * p.kv_heads * p.group_splits, blocks = blocks_of(p, p.kv_length, block_keys);
+  if (all * blocks > std::numeric_limits<int>::max()) return 0;
+  const int heads = static_cast<int>(all);
+  // Of blocks that share rows the other half would wait for the end of the half of the block before.
+  const bool windowed = p.options.window_left != std::numeric_limits<int>::max() || p.options.has_window_bounds;
+  if (!p.options.causal || windowed || p.halved) return heads;
+  const int bytes = row_bytes_with_sums(2 * (p.head_dim + p.value_head_dim), p.head_dim);
+  const int group = heads_of_group(true, kGroupBytesOfSums, bytes, heads, static_cast<int>(blocks), p.q_length);
+  // Where all blocks run at once or nearly, the longest of one half of the heads run beside the shortest of the other.
+  return std::max(last_group(group, heads, static_cast<int>(blocks)), ceil_div(heads, 2));
 }
 
 int64_t slope_scratch(const Problem& p) {

@@ -40,6 +40,8 @@ int64_t dq_sums(const Problem& p);
 int64_t dq_scratch(const Problem& p);
 // Problem::dq_ahead: how many parts of dQ's sums a kernel zeroes before Hopper's backward; 0: all, and it needs none.
 int zeroed_before(const Problem& p, int block_keys);
+// Problem::downwards_from, of a problem that has all else.
+int downwards_from(const Problem& p, int block_keys);
 int64_t slope_scratch(const Problem& p);
 
 // Elements of float in Problem::group_sums, and whether these fit in dq, which is still unused then.

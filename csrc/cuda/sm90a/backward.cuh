@@ -268,7 +268,7 @@ struct Backward {
     TransposedDq late{};
     ds_before = shared_address(shared.k);
     int i = 0;
-    for (Walk at{block.first_head, block.range.begin}; at.head <= block.last_head; ++i, ring.advance()) {
+    for (Walk at{block.first_head, block.first_tile()}; at.head <= block.last_head; ++i, ring.advance()) {
       if (transposes_dq || (i > 0 && sums_dq(i - 1))) {
         step<adds_dq>(at, ring, i, late);
       } else {
@@ -405,12 +405,12 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
       u32 parities = 0;  // of buffers of dQ, as phases.ds(); by that ptxas spills 24 bytes
       for_each_item(own, shared, lane, phases, [&](const Block& block, int n) {
         if (lane > 0) return;
-        // The block is read again for each addition, or there are too few registers.
+        // The block is read again for each tile, or there are too few registers.
         const auto again = [&] { return stays ? Block(problem, shared.items[slot_of(n)]) : own; };
         const bool adds = block.here && !block.idle();
         int i = 0;
-        for (Walk at{adds ? block.first_head : block.last_head + 1, block.range.begin}; at.head <= block.last_head;
-             at = block.after(at), ++i) {
+        for (Walk at{adds ? block.first_head : block.last_head + 1, block.first_tile()}; at.head <= block.last_head;
+             at = again().after(at), ++i) {
           if (!sums_dq_of(i, group)) continue;
           const int buffer = dq_buffer(i, group);
           barrier_wait(shared_address(&shared.dq_full[buffer]), parities >> i % 2 & 1);

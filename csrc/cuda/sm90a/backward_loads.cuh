@@ -265,7 +265,7 @@ struct Loader {
     const float ds_factor = descale.ds * probability_unit;
     Ring<stages> ring;
     int i = 0;
-    for (Walk at{block.first_head, block.range.begin}; at.head <= block.last_head; ++i) {
+    for (Walk at{block.first_head, block.first_tile()}; at.head <= block.last_head; ++i) {
       if constexpr (skips_tiles) at = told(at.head);
       const Walk next = block.after(at);
       if (next.head > block.last_head) want_item();

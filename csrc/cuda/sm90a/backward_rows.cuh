@@ -75,6 +75,9 @@ JAX_FLASH_DEVICE int item_of(const Problem& problem, int index) {
   return halves_rows ? index >> problem.halved : index;
 }
 
+// Whether the blocks of some heads walk over their rows downwards (Problem::downwards_from).
+constexpr bool walks_downwards = option_ordered_dq && option_causal && !bounded_left;
+
 // An item of work, as the warp that finds it publishes it to the others.
 struct Item {
   int index;
@@ -105,6 +108,8 @@ struct Block : Item {
            !computed_in_float32(problem, place.batch, place.kv_head);
   }
   __device__ __forceinline__ bool idle() const { return range.begin >= range.end; }
+  __device__ __forceinline__ bool downwards() const { return walks_downwards && place.order >= problem.downwards_from; }
+  __device__ __forceinline__ int first_tile() const { return downwards() ? range.end - 1 : range.begin; }
   __device__ __forceinline__ bool is_full(const Walk& at) const {
     return skips_tiles ? at.full : range.is_full(at.tile);
   }
@@ -118,6 +123,10 @@ struct Block : Item {
   }
   __device__ __forceinline__ Walk after(const Walk& at) const {
     if constexpr (skips_tiles) return {at.head + at.ends_head, 0};
+    if constexpr (walks_downwards) {
+      const int next = at.tile + (downwards() ? -1 : 1);
+      return next >= range.begin && next < range.end ? Walk{at.head, next} : Walk{at.head + 1, first_tile()};
+    }
     return at.to(at.tile + 1, range);
   }
 };
@@ -268,7 +277,7 @@ JAX_FLASH_DEVICE void add_transposed_dq(const Block& block, const FragmentC (&dq
 
 // Where blocks add dQ in order: what is added of a tile of rows, and how many blocks come before. These are, of the
 // batch entry or sequence, those between this one and the last or first one whose keys the tile may keep. Rows of the
-// tile beyond the end count: row_tiles_of() has them too.
+// tile beyond the end count: row_tiles_of() has them too. Downwards none before the first one is left out.
 struct Turn {
   int tile;  // of dq_tile()
   int bytes;
@@ -281,7 +290,7 @@ struct Turn {
     const int first = first_dq_tile(block.problem, place.batch, place.sequence) + (row + own) / kDqRows;
     const int mine = place.first_key / block_kv;
     int before = bounded_left ? mine - at_least(0, row + block.band.low) / block_kv : mine;
-    if constexpr (bounded_right) {
+    if (bounded_right && !block.downwards()) {
       before = at_most(row + block_q - 1 + block.band.high, place.extent.kv.length - 1) / block_kv - mine;
     }
     return {static_cast<int>(dq_tile(block.problem, place.batch, at.head, first)),
