@@ -234,6 +234,19 @@ inline bool is_plain(const Options& options) {
   return plain && !options.functions;
 }
 
+// Whether a call has no option but scale and causal.
+inline bool only_causal(const Options& options) {
+  bool absent = true;
+#define JAX_FLASH_NOTHING(type, name)
+#define JAX_FLASH_FEATURE(type, name, value) absent &= options.name == value;
+#define JAX_FLASH_OPERAND(type, name, dims) absent &= !options.has_##name;
+  JAX_FLASH_OPTIONS(JAX_FLASH_NOTHING, JAX_FLASH_NOTHING, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND, JAX_FLASH_OPERAND)
+#undef JAX_FLASH_OPERAND
+#undef JAX_FLASH_FEATURE
+#undef JAX_FLASH_NOTHING
+  return absent && !options.functions;
+}
+
 // Whether tiles in the middle of a range may have no pair: device/tile_walk.cuh.
 inline bool skips_tiles(const Options& o) {
   return o.has_q_segment_ids || o.has_kv_intervals || o.has_q_intervals || o.has_mask_blocks;

@@ -107,23 +107,6 @@ Variant scale_variant(const Family& device_family, int arch, const Options& of_c
   return variant_of(device_family, arch, Pass::scale, DType::f16, columns, columns, options);
 }
 
-namespace {
-
-// Whether a call has no option but scale and causal.
-bool only_causal(const Options& options) {
-  bool absent = true;
-#define JAX_FLASH_NOTHING(type, name)
-#define JAX_FLASH_FEATURE(type, name, value) absent &= options.name == value;
-#define JAX_FLASH_OPERAND(type, name, dims) absent &= !options.has_##name;
-  JAX_FLASH_OPTIONS(JAX_FLASH_NOTHING, JAX_FLASH_NOTHING, JAX_FLASH_FEATURE, JAX_FLASH_OPERAND, JAX_FLASH_OPERAND)
-#undef JAX_FLASH_OPERAND
-#undef JAX_FLASH_FEATURE
-#undef JAX_FLASH_NOTHING
-  return absent && !options.functions;
-}
-
-}  // namespace
-
 bool serves_single_tile(const Family& family, int arch, const Options& options, int head_dim, int value_head_dim) {
   const int largest = std::max(head_dim, value_head_dim);
   return only_causal(options) && head_dim % 16 == 0 && value_head_dim % 16 == 0 &&

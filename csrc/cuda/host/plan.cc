@@ -31,10 +31,10 @@ bool wants_tall_tiles(const Problem& p) {
 
 }  // namespace
 
-// Blocks that add dQ in order took up to 6% longer with them: each waits for those before it. And beside descaling
-// ptxas orders no product behind another one.
+// Blocks that add dQ in order took up to 6% longer with them: each waits for those before it. And beside descaling or
+// listed keys ptxas orders no product behind another one.
 bool has_tall_tiles(const Options& o, int head_dim) {
-  return is_plain(o) && head_dim > 64 && !(o.has_descale || o.separate_dq);
+  return only_causal(o) && head_dim > 64 && !(o.has_descale || o.separate_dq);
 }
 
 // Up to head_dim 64 Hopper's blocks of the forward of 192 rows make 557 TFLOP/s and those of 128 rows 485; but with few
