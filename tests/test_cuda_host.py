@@ -512,6 +512,20 @@ def backwards_of_any_scratch() -> None:
     main = launched(call.with_scratch(wanted - 1))["jax_flash_backward"]
     assert (main["blocks"], main["halved"], main["group_sums"]) == (blocks, 0, 0)
 
+    # In order under causal the blocks of the last heads go the other way: at most eight, or as many as make the groups
+    # before whole, and no more than half; but not of a window, nor where blocks share rows.
+    ordered = {"causal": True, "separate_dq": True, "ordered_dq": True}
+    for heads, options, first in (
+        (40, ordered, 26),
+        (10, ordered, 5),
+        (3, ordered, 3),
+        (40, ordered | {"window_left": 100}, 40),
+        (40, {**ordered, "causal": False}, 40),
+    ):
+        call = Call((600, 1024), (heads, heads), 128, options=options)
+        main = launched(call.with_scratch(call.wanted("backward")))["jax_flash_backward"]
+        assert (main["downwards_from"], main["halved"]) == (first, heads == 3), (heads, options)
+
 
 def test_backwards_of_any_scratch(folder: pathlib.Path) -> None:
     in_a_process(backwards_of_any_scratch, folder)

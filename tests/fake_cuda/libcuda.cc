@@ -21,11 +21,12 @@ struct Kernel {
 
 // What of a call the host has planned.
 std::string plan_of(const jax_flash::Problem& p) {
-  char text[256];
+  char text[320];
   std::snprintf(
       text, sizeof(text),
-      R"("kv_slices": %d, "scratch": %llu, "group_splits": %d, "halved": %d, "group_sums": %llu, "q": %llu, "dq": %llu)",
-      p.kv_slices, reinterpret_cast<unsigned long long>(p.scratch), p.group_splits, p.halved,
+      R"("kv_slices": %d, "scratch": %llu, "group_splits": %d, "halved": %d, "downwards_from": %d, "group_sums": %llu, )"
+      R"("q": %llu, "dq": %llu)",
+      p.kv_slices, reinterpret_cast<unsigned long long>(p.scratch), p.group_splits, p.halved, p.downwards_from,
       reinterpret_cast<unsigned long long>(p.group_sums), reinterpret_cast<unsigned long long>(p.q.data),
       reinterpret_cast<unsigned long long>(p.dq.data));
   return text;
