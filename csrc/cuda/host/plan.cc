@@ -1,6 +1,7 @@
 #include "cuda/host/plan.h"
 
 #include <cstdlib>
+#include <optional>
 #include <string>
 
 #include "cuda/kernel_traits.h"
@@ -101,38 +102,54 @@ int64_t dq_scratch(const Problem& p) {
   return dq_elements(heads, dq_tiles(p), p.head_dim, p.options.ordered_dq);
 }
 
+namespace {
+
+// Of a backward that adds dQ: its heads and the blocks of each, and under causal how many heads make a group, and which
+// is the first of the last group (device/schedule.cuh). Too many blocks for an int are refused by who launches them.
+struct BlocksOfHeads {
+  int heads, blocks, group = 1, last = 0;
+
+  static std::optional<BlocksOfHeads> of(const Problem& p, int block_keys) {
+    const int64_t heads = int64_t{p.batch} * p.kv_heads * p.group_splits;
+    const int64_t blocks = blocks_of(p, p.kv_length, block_keys);
+    if (heads * blocks > std::numeric_limits<int>::max()) return {};
+    BlocksOfHeads found{static_cast<int>(heads), static_cast<int>(blocks)};
+    if (p.options.causal) {
+      const int bytes = row_bytes_with_sums(2 * (p.head_dim + p.value_head_dim), p.head_dim);
+      found.group = heads_of_group(true, kGroupBytesOfSums, bytes, found.heads, found.blocks, p.q_length);
+      found.last = last_group(found.group, found.heads, found.blocks);
+    }
+    return found;
+  }
+};
+
+}  // namespace
+
 int zeroed_before(const Problem& p, int block_keys) {
-  const int64_t all = int64_t{p.batch} * p.kv_heads * p.group_splits;
-  const int64_t blocks = blocks_of(p, p.kv_length, block_keys);
-  // Too many blocks for an int are refused by who launches them.
-  if (all * blocks > std::numeric_limits<int>::max()) return 0;
+  const auto of = BlocksOfHeads::of(p, block_keys);
+  if (!of) return 0;
   // All parts of the heads whose blocks are interleaved must be zero before the first of these adds. Zeroing takes some
   // time, in which some more blocks start.
   constexpr int64_t kSpare = 64;
-  const int heads = static_cast<int>(all), each = static_cast<int>(blocks), row = 2 * (p.head_dim + p.value_head_dim);
   int64_t interleaved = 1;
   if (p.options.causal) {
-    const int bytes = row_bytes_with_sums(row, p.head_dim);
-    const int group = heads_of_group(true, kGroupBytesOfSums, bytes, heads, each, p.q_length);
-    interleaved = std::max(group, heads - last_group(group, heads, each));
+    interleaved = std::max(of->group, of->heads - of->last);
   } else if (p.options.has_mask_blocks) {
-    interleaved = heads_of_group(false, kGroupBytes, row, heads, each, p.q_length);
+    const int row = 2 * (p.head_dim + p.value_head_dim);
+    interleaved = heads_of_group(false, kGroupBytes, row, of->heads, of->blocks, p.q_length);
   }
-  const int64_t ahead = interleaved * blocks + kSpare;
-  return ahead < all * blocks ? static_cast<int>(ahead) : 0;
+  const int64_t ahead = interleaved * of->blocks + kSpare;
+  return ahead < int64_t{of->heads} * of->blocks ? static_cast<int>(ahead) : 0;
 }
 
 int downwards_from(const Problem& p, int block_keys) {
-  const int64_t all = int64_t{p.batch} * p.kv_heads * p.group_splits, blocks = blocks_of(p, p.kv_length, block_keys);
-  if (all * blocks > std::numeric_limits<int>::max()) return 0;
-  const int heads = static_cast<int>(all);
+  const auto of = BlocksOfHeads::of(p, block_keys);
+  if (!of) return 0;
   // Of blocks that share rows the other half would wait for the end of the half of the block before.
   const bool windowed = p.options.window_left != std::numeric_limits<int>::max() || p.options.has_window_bounds;
-  if (!p.options.causal || windowed || p.halved) return heads;
-  const int bytes = row_bytes_with_sums(2 * (p.head_dim + p.value_head_dim), p.head_dim);
-  const int group = heads_of_group(true, kGroupBytesOfSums, bytes, heads, static_cast<int>(blocks), p.q_length);
+  if (!p.options.causal || windowed || p.halved) return of->heads;
   // Where all blocks run at once or nearly, the longest of one half of the heads run beside the shortest of the other.
-  return std::max(last_group(group, heads, static_cast<int>(blocks)), ceil_div(heads, 2));
+  return std::max(of->last, ceil_div(of->heads, 2));
 }
 
 int64_t slope_scratch(const Problem& p) {

@@ -277,7 +277,7 @@ JAX_FLASH_DEVICE void add_transposed_dq(const Block& block, const FragmentC (&dq
 
 // Where blocks add dQ in order: what is added of a tile of rows, and how many blocks come before. These are, of the
 // batch entry or sequence, those between this one and the last or first one whose keys the tile may keep. Rows of the
-// tile beyond the end count: row_tiles_of() has them too. Downwards none before the first one is left out.
+// tile beyond the end count: row_tiles_of() has them too. Of blocks that walk downwards these are all of earlier keys.
 struct Turn {
   int tile;  // of dq_tile()
   int bytes;
