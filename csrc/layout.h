@@ -68,6 +68,14 @@ JAX_FLASH_BOTH int ordered_group(int heads, int length) {
   const int group = ceil_div(kOrderedTiles, ceil_div(length, 64));
   return group > heads ? heads : group;
 }
+// The same of blocks that walk downwards, over `tiles` of 64 rows or fewer: those of a head are in the same rows then,
+// which stay in L2 for all of them if they start close to one another. Twice as many heads took up to 10% longer, four
+// times as many up to 34% (H200).
+constexpr int kDownwardTiles = 2048;
+JAX_FLASH_BOTH int downwards_group(int tiles) {
+  constexpr int kFewest = 4;
+  return tiles * kFewest < kDownwardTiles ? kDownwardTiles / tiles : kFewest;
+}
 
 // After it, one sum of the slopes' gradient for so many keys of a batch entry and a query head.
 constexpr int kSlopeKeys = 16;

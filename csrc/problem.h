@@ -128,7 +128,7 @@ struct Problem {
   long long dcaptured_elements[kMostCaptured];
 
   // Hopper's backward that adds dQ in order: the first head, in the order of the grid, whose blocks walk over their
-  // rows downwards, the longest first (cuda/device/schedule.cuh).
+  // rows downwards, the longest first (cuda/device/schedule.cuh): all of them where blocks have several query heads.
   int downwards_from;
 };
 

@@ -513,7 +513,7 @@ def backwards_of_any_scratch() -> None:
     assert (main["blocks"], main["halved"], main["group_sums"]) == (blocks, 0, 0)
 
     # In order under causal the blocks of the last heads go the other way: at most eight, or as many as make the groups
-    # before whole, and no more than half; but not of a window, nor where blocks share rows.
+    # before whole, and no more than half; but not of a window, nor where blocks share rows. Of shared key heads all do.
     ordered = {"causal": True, "separate_dq": True, "ordered_dq": True}
     for heads, options, first in (
         (40, ordered, 26),
@@ -525,6 +525,9 @@ def backwards_of_any_scratch() -> None:
         call = Call((600, 1024), (heads, heads), 128, options=options)
         main = launched(call.with_scratch(call.wanted("backward")))["jax_flash_backward"]
         assert (main["downwards_from"], main["halved"]) == (first, heads == 3), (heads, options)
+    call = Call((600, 1024), (40, 20), 128, options=ordered)
+    main = launched(call.with_scratch(call.wanted("backward")))["jax_flash_backward"]
+    assert (main["downwards_from"], main["group_splits"]) == (0, 1)
 
 
 def test_backwards_of_any_scratch(folder: pathlib.Path) -> None:

@@ -117,6 +117,16 @@ CASES: dict[str, dict[str, Any]] = {
         "kv_heads": 7,
         "batch": 3,
     },
+    # Of shared key heads all do, with the heads of a tile one after the other.
+    "ordered_dq-shared-keys": {
+        "head_dim": 128,
+        "options": ["ordered_dq", "causal", "q_offset", "lengths"],
+        "q_length": 390,
+        "kv_length": 420,
+        "q_heads": 6,
+        "kv_heads": 2,
+        "batch": 3,
+    },
     # Few blocks, of whose rows each takes half.
     "halves-64": {"options": ["causal", "lengths"], "batch": 2, **HALVES},
     "halves-128": {"head_dim": 128, "options": ["q_offset", "window", "softcap"], "dtype": "float16", **HALVES},

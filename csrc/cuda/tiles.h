@@ -247,6 +247,9 @@ inline bool only_causal(const Options& options) {
   return absent && !options.functions;
 }
 
+// Whether a window bounds the keys of a row to the left.
+inline bool bounded_left(const Options& o) { return o.window_left != Options{}.window_left || o.has_window_bounds; }
+
 // Whether tiles in the middle of a range may have no pair: device/tile_walk.cuh.
 inline bool skips_tiles(const Options& o) {
   return o.has_q_segment_ids || o.has_kv_intervals || o.has_q_intervals || o.has_mask_blocks;

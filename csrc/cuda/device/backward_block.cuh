@@ -147,7 +147,9 @@ constexpr RowsInL2 rows_in_l2 =
 JAX_FLASH_DEVICE Work work_of_keys(const Problem& problem, int item) {
   const int blocks = blocks_of(problem, problem.kv_length, block_kv), heads = problem.kv_heads * group_splits(problem);
   constexpr Grid grid = option_ordered_dq ? Grid::ordered : Grid::block_an_item;
-  return work_of<grid>(item, blocks, heads, problem.batch, problem.q_length, rows_in_l2, problem.downwards_from);
+  const int tiles = heads_of_share(problem) * at_least(1, ceil_div(problem.q_length, 64));
+  return work_of<grid>(item, blocks, heads, problem.batch, problem.q_length, rows_in_l2,
+                       {problem.downwards_from, downwards_group(tiles)});
 }
 JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
   // Under causal the first keys are kept by the most rows, and go first.

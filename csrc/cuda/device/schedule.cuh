@@ -26,6 +26,13 @@ struct RowsInL2 {
   int row_bytes = jax_flash::row_bytes;
 };
 
+// Of an ordered grid: the first head whose blocks walk over their rows downwards, and of how many such heads the blocks
+// are interleaved.
+struct Downwards {
+  int from = 0;
+  int group = 1;
+};
+
 // Whether the hardware hands out blocks as others end, or as many as fit at once walk over the items of work.
 // `ordered`: the first, where blocks of a head add to the same sums one after the other.
 enum class Grid { block_an_item, persistent, ordered };
@@ -53,12 +60,11 @@ enum class Grid { block_an_item, persistent, ordered };
 //
 // Blocks of an ordered grid walk over their rows upwards, each behind the one before it: so those stand first that
 // begin with the last rows, where something bounds the keys of a row to the right. Under causal these are the shortest,
-// so that the last ones would be the longest: blocks of heads from `downwards_from` on go the other way, in a group of
-// their own. And heads are interleaved even where all blocks are alike, so that some time lies between blocks of the
-// same head.
+// so that the last ones would be the longest: blocks of the last heads go the other way, in groups of their own. And
+// heads are interleaved even where all blocks are alike, so that some time lies between blocks of the same head.
 template <Grid grid = Grid::block_an_item>
 JAX_FLASH_DEVICE Work work_of(int index, int blocks, int heads, int batch, int length, const RowsInL2& rows = {},
-                              int downwards_from = 0) {
+                              const Downwards& downwards = {}) {
   int block = index % blocks;
   int head = index / blocks;
   const int all = heads * batch;
@@ -67,12 +73,18 @@ JAX_FLASH_DEVICE Work work_of(int index, int blocks, int heads, int batch, int l
   if (grid == Grid::persistent) group = ceil_div(all, 2 * ceil_div(all, 2 * group));
   const int grouped = option_causal || grid == Grid::ordered ? 0 : all - group;  // the first head in a group
   // The first head of the last group.
-  const int last = grid == Grid::ordered                          ? downwards_from
+  const int last = grid == Grid::ordered                          ? downwards.from
                    : option_causal && grid == Grid::block_an_item ? last_group(group, all, blocks)
                                                                   : all;
   if ((option_causal || has_mask_blocks || grid == Grid::ordered) && head >= grouped) {
-    const int first = head >= last ? last : head - (head - grouped) % group;
-    const int members = head >= last ? all - last : at_most(group, last - first);
+    int begin = grouped, end = last;  // of the heads of which each `group` stand together
+    if (head >= last) {
+      begin = last;
+      end = all;
+      group = grid == Grid::ordered ? downwards.group : all - last;
+    }
+    const int first = head - (head - begin) % group;
+    const int members = at_most(group, end - first);
     const int within = index - first * blocks;
     block = within / members;
     if (grid == Grid::ordered && bounded_right && head < last) block = blocks - 1 - block;

@@ -158,11 +158,12 @@ bool orders_dq(int arch, const Problem& p) {
   Options options = p.options;
   options.ordered_dq = true;
   const int largest = std::max(p.head_dim, p.value_head_dim);
-  // Blocks that walk over several heads are long, and under causal the longest would be the last ones: ordered such
-  // calls took up to 1.5 times as long as with a pass of its own, and under windows 1.3 times as long as in any order.
-  // And of short ones all blocks of a head begin at once and wait: at head_dim 128 and 512 rows that took 6% longer.
+  // Blocks that walk over several heads are long. Under a window or of packed sequences they go upwards, the longest
+  // last: such calls took up to 1.3 times as long as in any order. And of short ones all blocks of a head begin at once
+  // and wait: at head_dim 128 and 512 rows that took 6% longer.
   const bool grouped = p.q_heads > p.kv_heads;
-  const bool wait = (options.causal && grouped) || (p.q_length <= 512 && largest > 64);
+  const bool wait = (options.causal && grouped && (bounded_left(options) || options.has_cu_q_lengths)) ||
+                    (p.q_length <= 512 && largest > 64);
   const bool wanted = options.separate_dq || (in_short_window(p) && !grouped);
   return wanted && !wait && orders_dq(served_family(arch), options, largest);
 }

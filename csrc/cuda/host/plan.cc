@@ -146,8 +146,9 @@ int downwards_from(const Problem& p, int block_keys) {
   const auto of = BlocksOfHeads::of(p, block_keys);
   if (!of) return 0;
   // Of blocks that share rows the other half would wait for the end of the half of the block before.
-  const bool windowed = p.options.window_left != std::numeric_limits<int>::max() || p.options.has_window_bounds;
-  if (!p.options.causal || windowed || p.halved) return of->heads;
+  if (!p.options.causal || bounded_left(p.options) || p.halved) return of->heads;
+  // Blocks that go upwards are as far apart as they have tiles less, which is too far for L2 with several heads each.
+  if (p.q_heads > p.kv_heads * p.group_splits) return 0;
   // Where all blocks run at once or nearly, the longest of one half of the heads run beside the shortest of the other.
   return std::max(of->last, ceil_div(of->heads, 2));
 }
@@ -186,8 +187,7 @@ constexpr int64_t kSumSteps = 8;
 int64_t heads_together(const Problem& p, int64_t blocks, int64_t keys, int64_t enough) {
   const Options& o = p.options;
   const int64_t group = p.q_heads / p.kv_heads, length = p.q_length / o.sequences;
-  constexpr int kUnlimited = std::numeric_limits<int>::max();
-  const bool all_rows = o.window_left == kUnlimited && !o.has_window_bounds && !skips_tiles(o);
+  const bool all_rows = !bounded_left(o) && !skips_tiles(o);
   if (!o.causal || !all_rows || length < 64 * kSumSteps) return group;
   // Of blocks of 128 keys; larger ones read rows more seldom.
   const int row_bytes = row_bytes_with_sums(2 * (p.head_dim + p.value_head_dim), p.head_dim);

@@ -124,8 +124,10 @@ struct Block : Item {
   __device__ __forceinline__ Walk after(const Walk& at) const {
     if constexpr (skips_tiles) return {at.head + at.ends_head, 0};
     if constexpr (walks_downwards) {
+      // All heads of a tile first: so blocks that have fewer tiles are no further in a head than the others.
+      if (at.head < last_head) return {at.head + 1, at.tile};
       const int next = at.tile + (downwards() ? -1 : 1);
-      return next >= range.begin && next < range.end ? Walk{at.head, next} : Walk{at.head + 1, first_tile()};
+      return {next >= range.begin && next < range.end ? first_head : last_head + 1, next};
     }
     return at.to(at.tile + 1, range);
   }
