@@ -60,8 +60,9 @@ enum class Grid { block_an_item, persistent, ordered };
 //
 // Blocks of an ordered grid walk over their rows upwards, each behind the one before it: so those stand first that
 // begin with the last rows, where something bounds the keys of a row to the right. Under causal these are the shortest,
-// so that the last ones would be the longest: blocks of the last heads go the other way, in groups of their own. And
-// heads are interleaved even where all blocks are alike, so that some time lies between blocks of the same head.
+// so that the last ones would be the longest: blocks of the last heads go the other way, in groups of their own, and
+// those of all heads where each has several query heads, whose rows L2 would not hold else. And heads are interleaved
+// even where all blocks are alike, so that some time lies between blocks of the same head.
 template <Grid grid = Grid::block_an_item>
 JAX_FLASH_DEVICE Work work_of(int index, int blocks, int heads, int batch, int length, const RowsInL2& rows = {},
                               const Downwards& downwards = {}) {
