@@ -35,10 +35,14 @@ template <typename Heads, typename Tiles>
 JAX_FLASH_BOTH auto dq_sums(Heads heads, Tiles tiles, int head_dim) {
   return heads * tiles * kDqRows * round_up(head_dim, 32);
 }
+// `turns`: the counters of blocks that add in order.
 template <typename Heads, typename Tiles>
-JAX_FLASH_BOTH auto dq_elements(Heads heads, Tiles tiles, int head_dim, bool ordered) {
-  return dq_sums(heads, tiles, head_dim) + 2 * heads + (ordered ? heads * tiles : 0);
+JAX_FLASH_BOTH auto dq_elements(Heads heads, Tiles tiles, int head_dim, Heads turns) {
+  return dq_sums(heads, tiles, head_dim) + 2 * heads + turns;
 }
+// Blocks that add in order have counters for each 16 rows of a query head and each kTurnKeys keys of a sum of dK and
+// dV, of which there are no more than query heads.
+constexpr int kTurnKeys = 64;
 
 // Of how many heads the blocks are interleaved in the order of a grid (device/schedule.cuh): so many that `length` rows
 // of each, of `row_bytes`, take at most group_bytes.
@@ -68,15 +72,6 @@ JAX_FLASH_BOTH int ordered_group(int heads, int length) {
   const int group = ceil_div(kOrderedTiles, ceil_div(length, 64));
   return group > heads ? heads : group;
 }
-// The same of blocks that walk downwards, over `tiles` of 64 rows or fewer: those of a head are in the same rows then,
-// which stay in L2 for all of them if they start close to one another. Twice as many heads took up to 10% longer, four
-// times as many up to 34% (H200).
-constexpr int kDownwardTiles = 2048;
-JAX_FLASH_BOTH int downwards_group(int tiles) {
-  constexpr int kFewest = 4;
-  return tiles * kFewest < kDownwardTiles ? kDownwardTiles / tiles : kFewest;
-}
-
 // After it, one sum of the slopes' gradient for so many keys of a batch entry and a query head.
 constexpr int kSlopeKeys = 16;
 

@@ -103,12 +103,12 @@ struct Problem {
   // backward on GPUs only: the shares into which the query heads of a key head are split, a divisor of their number;
   // each share has blocks of its own. With more than one, each leaves its sums of dK and dV in group_sums, and
   // jax_flash_sum_splits adds these up. In a pass that adds to dQ atomically all shares add to one sum there instead,
-  // which is zeroed first.
+  // which is zeroed first. In one that adds in order they do so by turns, to sums_of_group sums.
   int group_splits;  // >= 1
   // That of the options, for kernels without a register for what a conversion gives. Here, since before `batch` it
   // moves all that follows, and a forward of sm_75 spills.
   float scale;
-  void* group_sums;  // float [B, K, group_splits or 1, S, H + V]; null where group_splits is 1 and `halved` 0
+  void* group_sums;  // float [B, K, sums_of_group, S, H + V]; null where group_splits is 1 and `halved` 0
 
   // Hopper's backward: a block zeroes that part of the sums of dQ which comes dq_ahead after the one of its number;
   // with 0 none (cuda/sm90a/dq_sums.cuh).
@@ -130,6 +130,9 @@ struct Problem {
   // Hopper's backward that adds dQ in order: the first head, in the order of the grid, whose blocks walk over their
   // rows downwards, the longest first (cuda/device/schedule.cuh): all of them where blocks have several query heads.
   int downwards_from;
+  int downwards_group;  // of so many of these heads the blocks are interleaved
+
+  int sums_of_group;  // of dK and dV, for each key head: from 1 to group_splits (above)
 };
 
 }  // namespace jax_flash

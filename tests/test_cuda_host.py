@@ -454,14 +454,18 @@ def backwards_of_any_scratch() -> None:
         assert ("jax_flash_sum_splits" in less) == (main["group_splits"] > 1)
         assert "jax_flash_backward_dq" in less
 
-    # To an accumulator in one order, behind which the shares have a sum each. Other kernels have a pass for dQ.
+    # To an accumulator in one order, behind which the shares have as many sums as take no more memory than it, or as
+    # there is scratch for, and add to these by turns. Other kernels have a pass for dQ.
     call = dataclasses.replace(call, options={"separate_dq": True, "ordered_dq": True})
     wanted = call.wanted("backward")
     ordered = launched(call.with_scratch(wanted))
     main = ordered["jax_flash_backward"]
-    assert main["group_splits"] == splits
-    sums = splits * 1024 * 2 * 2 * 128
-    assert main["group_sums"] == main["scratch"] + 4 * (wanted - sums)
+    assert (main["group_splits"], main["sums_of_group"]) == (4, 2)
+    sum_of_dk_and_dv = 1024 * 2 * 2 * 128
+    assert main["group_sums"] == main["scratch"] + 4 * (wanted - 2 * sum_of_dk_and_dv)
+    for less, of_shares in ((1, (4, 1)), (sum_of_dk_and_dv + 1, (1, 1))):
+        main = launched(call.with_scratch(wanted - less))["jax_flash_backward"]
+        assert (main["group_splits"], main["sums_of_group"]) == of_shares
     assert {"jax_flash_sum_splits", "jax_flash_convert_dq"} < ordered.keys()
     assert "jax_flash_backward_dq" not in ordered
     os.environ["JAX_FLASH_CUDA_FAMILY"] = "sm80"
@@ -528,6 +532,12 @@ def backwards_of_any_scratch() -> None:
     call = Call((600, 1024), (40, 20), 128, options=ordered)
     main = launched(call.with_scratch(call.wanted("backward")))["jax_flash_backward"]
     assert (main["downwards_from"], main["group_splits"]) == (0, 1)
+
+    # So many of these heads are interleaved as have some 2,048 tiles, or four, and all groups have as many.
+    for length, heads, batch, interleaved in ((5120, (32, 8), 1, 4), (5120, (32, 8), 2, 6), (4096, (32, 8), 1, 8)):
+        call = Call((length, length), heads, 128, batch=batch, options=ordered)
+        main = launched(call.with_scratch(call.wanted("backward")))["jax_flash_backward"]
+        assert (main["group_splits"], main["downwards_group"]) == (1, interleaved)
 
 
 def test_backwards_of_any_scratch(folder: pathlib.Path) -> None:

@@ -85,10 +85,12 @@ def test_the_same_bits_of_many_blocks(head_dim: int, kv_heads: int, causal: bool
     ],
     ids=["window", "left", "window-causal", "right", "lengths", "causal"],
 )
+@pytest.mark.parametrize("heads", [(4, 4), (14, 2)], ids=["4-heads", "14-heads-2"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_same_bits_of_bands(head_dim: int, options: dict[str, Any]) -> None:
-    """Hopper's blocks add dquery in order, of which each has to know how many come before it to a tile of rows."""
-    case = Case("bands", leading=(2,), q_heads=4, kv_heads=4, head_dim=head_dim, **options)
+def test_the_same_bits_of_bands(head_dim: int, heads: tuple[int, int], options: dict[str, Any]) -> None:
+    """Hopper's blocks add dquery in order, of which each has to know how many come before it to a tile of rows. Seven
+    query heads of a key head have blocks of their own, which add to three sums of dkey and dvalue by turns."""
+    case = Case("bands", leading=(2,), q_heads=heads[0], kv_heads=heads[1], head_dim=head_dim, **options)
     problem = cases.problem(case, "bfloat16")
     attend = cases.call(cases.CUDA, problem, deterministic_backward=True)
     problem.check(cases.CUDA.platform, cases.differentiate(attend, problem))

@@ -99,6 +99,15 @@ CASES: dict[str, dict[str, Any]] = {
         "q_heads": 8,
         "kv_heads": 1,
     },
+    # Seven shares of query heads that add to three sums of keys.
+    "ordered_dq-shares-by-turns": {
+        "head_dim": 128,
+        "options": ["ordered_dq", "causal"],
+        "q_length": 260,
+        "kv_length": 300,
+        "q_heads": 7,
+        "kv_heads": 1,
+    },
     "ordered_dq-more-blocks-than-stay": {
         "options": ["ordered_dq"],
         "q_length": 90,

@@ -47,6 +47,7 @@ MANY: list[dict[str, Any]] = [
     {"head_dim": 40, "causal": True},
     {"head_dim": 128, "lengths": (700, 260), "heads": (8, 1), "batch": 1},  # query heads split over blocks
     {"head_dim": 128, "lengths": (700, 260), "heads": (8, 1), "batch": 1, "deterministic_backward": True},
+    {"head_dim": 128, "lengths": (260, 700), "heads": (8, 1), "batch": 1, "deterministic_backward": True},  # by turns
     {"head_dim": 64, "dropout_rate": 0.1},
     {"head_dim": 128, "softcap": 20.0},
     {"head_dim": 64, "window": 64, "causal": True},

@@ -63,7 +63,8 @@ def test_as_many_as_there_are_multiprocessors(
         (8, 1024, 4, 128, 4),
         (8, 1024, 1, 64, 16),
         (2, 4096, 8, 128, 1),
-        (1, 4096, 8, 128, 2),  # all blocks at once
+        (1, 3072, 8, 128, 2),  # all blocks at once
+        (1, 4096, 8, 128, 1),
         (2, 8192, 8, 128, 2),
         (2, 16384, 8, 128, 4),
         (2, 8192, 8, 64, 1),  # a block has twice the keys

@@ -24,11 +24,11 @@ std::string plan_of(const jax_flash::Problem& p) {
   char text[320];
   std::snprintf(
       text, sizeof(text),
-      R"("kv_slices": %d, "scratch": %llu, "group_splits": %d, "halved": %d, "downwards_from": %d, "group_sums": %llu, )"
-      R"("q": %llu, "dq": %llu)",
-      p.kv_slices, reinterpret_cast<unsigned long long>(p.scratch), p.group_splits, p.halved, p.downwards_from,
-      reinterpret_cast<unsigned long long>(p.group_sums), reinterpret_cast<unsigned long long>(p.q.data),
-      reinterpret_cast<unsigned long long>(p.dq.data));
+      R"("kv_slices": %d, "scratch": %llu, "group_splits": %d, "sums_of_group": %d, "halved": %d, "downwards_from": %d, )"
+      R"("downwards_group": %d, "group_sums": %llu, "q": %llu, "dq": %llu)",
+      p.kv_slices, reinterpret_cast<unsigned long long>(p.scratch), p.group_splits, p.sums_of_group, p.halved,
+      p.downwards_from, p.downwards_group, reinterpret_cast<unsigned long long>(p.group_sums),
+      reinterpret_cast<unsigned long long>(p.q.data), reinterpret_cast<unsigned long long>(p.dq.data));
   return text;
 }
 

@@ -37,11 +37,18 @@ JAX_FLASH_DEVICE bool find_dq_tile(const Problem& problem, i64 item, DqTile& fou
   return !computed_in_float32(problem, found.batch, found.head / (problem.q_heads / problem.kv_heads));
 }
 
+// How many counters blocks have that add in order.
+JAX_FLASH_DEVICE i64 turns_of(const Problem& problem) {
+  if (!option_ordered_dq) return 0;
+  const i64 heads = static_cast<i64>(problem.batch) * problem.q_heads;
+  return heads * (dq_tiles(problem) + blocks_of(problem, problem.kv_length, kTurnKeys));
+}
+
 // Where the gradients of slopes are summed up, behind what dQ takes of the scratch: a sum for every 16 keys of a batch
 // entry and every query head, packed sequences each beginning with a sum of its own.
 JAX_FLASH_DEVICE float* slope_sums(const Problem& problem, int batch, int head) {
   const i64 heads = static_cast<i64>(problem.batch) * problem.q_heads;
-  const i64 dq = option_separate_dq ? 0 : dq_elements(heads, dq_tiles(problem), head_dim, option_ordered_dq);
+  const i64 dq = option_separate_dq ? 0 : dq_elements(heads, dq_tiles(problem), head_dim, turns_of(problem));
   const i64 sums = blocks_of(problem, problem.kv_length, kSlopeKeys);
   return static_cast<float*>(problem.scratch) + dq + (static_cast<i64>(batch) * problem.q_heads + head) * sums;
 }
@@ -147,9 +154,8 @@ constexpr RowsInL2 rows_in_l2 =
 JAX_FLASH_DEVICE Work work_of_keys(const Problem& problem, int item) {
   const int blocks = blocks_of(problem, problem.kv_length, block_kv), heads = problem.kv_heads * group_splits(problem);
   constexpr Grid grid = option_ordered_dq ? Grid::ordered : Grid::block_an_item;
-  const int tiles = heads_of_share(problem) * at_least(1, ceil_div(problem.q_length, 64));
   return work_of<grid>(item, blocks, heads, problem.batch, problem.q_length, rows_in_l2,
-                       {problem.downwards_from, downwards_group(tiles)});
+                       {problem.downwards_from, problem.downwards_group});
 }
 JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
   // Under causal the first keys are kept by the most rows, and go first.
@@ -167,12 +173,23 @@ JAX_FLASH_DEVICE Place place_of(const Problem& problem, int block) {
 }
 
 // Where the share of a group leaves its sums of dK for a key, and behind these of dV. Where dQ is added in any order,
-// all shares of a group add to one sum; otherwise each has its own, and their order is always one.
+// all shares of a group add to one sum; otherwise each has its own, and their order is always one. Where it is added in
+// order there are fewer if all would take too much memory, and the shares of a sum take turns: the first one stores.
 constexpr bool common_sums = !option_separate_dq && !option_ordered_dq;
 using ShareSum = Select<common_sums, CommonSum, float>::type;
-JAX_FLASH_DEVICE int sums_of_group(const Problem& problem) { return common_sums ? 1 : problem.group_splits; }
+JAX_FLASH_DEVICE int sums_of_group(const Problem& problem) {
+  return common_sums ? 1 : option_ordered_dq ? problem.sums_of_group : problem.group_splits;
+}
+JAX_FLASH_DEVICE int turn_of_share(const Problem& problem, int share) {
+  const u32 splits = problem.group_splits, sums = problem.sums_of_group, of = share;
+  return option_ordered_dq ? of % splits / sums : 0;
+}
 JAX_FLASH_DEVICE ShareSum* share_sums(const Problem& problem, int batch, int share, int key) {
-  const int sum = common_sums ? share / problem.group_splits : share;
+  int sum = common_sums ? share / problem.group_splits : share;
+  if (option_ordered_dq) {
+    const u32 splits = problem.group_splits, sums = problem.sums_of_group, of = share;
+    sum = of / splits * sums + of % splits % sums;
+  }
   const i64 row = (static_cast<i64>(batch) * problem.kv_heads * sums_of_group(problem) + sum) * problem.kv_length + key;
   return static_cast<ShareSum*>(problem.group_sums) + row * (head_dim + value_head_dim);
 }

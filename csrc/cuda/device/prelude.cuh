@@ -56,7 +56,7 @@ static_assert(dtype == DType::f16 || dtype == DType::bf16, "float32 comes as flo
 using Element = u16;
 constexpr int chunk_elements = 16 / sizeof(Element);  // in 16 bytes
 using Result = Select<has_descale, float, Element>::type;
-// A float in global memory that blocks add to, in any order.
+// A float in global memory that blocks add to, in any order or by turns.
 struct CommonSum {
   float sum;
 };

@@ -393,8 +393,10 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
                                 " elements for sums of dq and of the gradient of slopes, got " +
                                 std::to_string(scratch_elements));
   }
-  const bool common = !found.dq.main && !problem.options.ordered_dq;  // kernels that add dQ add these too
-  problem.group_splits = found.main.sum_splits ? shares_of_groups(problem, common, scratch_elements) : 1;
+  const bool adds_dq = !found.dq.main;
+  const Shares shares = found.main.sum_splits ? shares_of_groups(problem, adds_dq, scratch_elements) : Shares{1, 1};
+  problem.group_splits = shares.splits;
+  problem.sums_of_group = shares.sums;
   const int block_keys = found.main.traits.block_rows;
   if (found.main.traits.halves_rows && halves_rows(problem, problem.group_splits, block_keys)) {
     const int64_t behind = zeros + blocks_of_keys(problem, block_keys);
@@ -406,6 +408,7 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
   }
   problem.dq_ahead = found.main.zero_dq ? zeroed_before(problem, block_keys) : 0;
   problem.downwards_from = problem.options.ordered_dq ? downwards_from(problem, block_keys) : 0;
+  problem.downwards_group = problem.options.ordered_dq ? downwards_group(problem) : 1;
   const void* const arguments[] = {&problem};
   if (problem.dq_ahead) {
     driver.launch(found.main.zero_dq, grid(problem.dq_ahead), found.main.traits.zero_threads, 0, on, arguments);
@@ -419,11 +422,11 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
   }
   if (problem.dbias && !found.bias.main) driver.zero(problem.dbias, bias_elements(problem), on);
   const bool splits = problem.group_splits > 1;
-  // Sums that are common are not in dq: what is added to it is converted before the last of them is there.
-  const bool sums_in_dq = splits && !common && sums_fit_dq(problem, problem.group_splits);
+  // Beside dQ that is added they are not in dq, which is written before the last of them is there.
+  const bool sums_in_dq = splits && !adds_dq && sums_fit_dq(problem, shares.sums);
   if (splits) {
     problem.group_sums = sums_in_dq ? problem.dq.data : static_cast<float*>(problem.scratch) + whole_fours(zeros);
-    if (common) driver.zero(problem.group_sums, sums_of_splits(problem, 1), on);
+    if (adds_dq && !problem.options.ordered_dq) driver.zero(problem.group_sums, sums_of_splits(problem, 1), on);
   }
   auto sum_shares = [&] {
     const int64_t fours = sums_of_splits(problem, 1) / 4;

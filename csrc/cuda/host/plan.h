@@ -42,6 +42,8 @@ int64_t dq_scratch(const Problem& p);
 int zeroed_before(const Problem& p, int block_keys);
 // Problem::downwards_from, of a problem that has all else.
 int downwards_from(const Problem& p, int block_keys);
+// Likewise Problem::downwards_group.
+int downwards_group(const Problem& p);
 int64_t slope_scratch(const Problem& p);
 
 // Elements of float in Problem::group_sums, and whether these fit in dq, which is still unused then.
@@ -54,8 +56,12 @@ int64_t blocks_of_keys(const Problem& p, int block_keys);
 bool halves_rows(const Problem& p, int splits, int block_keys);
 int64_t sums_of_halves(const Problem& p, int block_keys);
 
-// The number of shares that the query heads of a key head are split into. `common`: all shares add to one sum, as
-// passes with an accumulator of dQ do. `scratch_elements`: the size of the call's whole scratch.
-int shares_of_groups(const Problem& p, bool common, int64_t scratch_elements);
+// The shares that the query heads of a key head are split into, and the sums that these have of dK and dV: one each in
+// a pass without dQ, one for all where `adds_dq`, and in between where that adds in order. `scratch_elements`: the size
+// of the call's whole scratch.
+struct Shares {
+  int splits, sums;
+};
+Shares shares_of_groups(const Problem& p, bool adds_dq, int64_t scratch_elements);
 
 }  // namespace jax_flash::cuda

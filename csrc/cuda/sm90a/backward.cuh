@@ -326,6 +326,23 @@ JAX_FLASH_DEVICE bool add_other_half(const Problem& problem, SharedStorage& shar
   return second;
 }
 
+// Where the query heads of a key head are split and blocks add in order: those that come before have added to these
+// sums of dK and dV, and then this one has. They start before this one (schedule.cuh).
+JAX_FLASH_DEVICE bool wait_for_shares_before(const Block& block, int thread) {
+  const int turn = turn_of_share(block.problem, block.place.share);
+  if (turn == 0) return false;
+  if (thread == 0) {
+    while (load_acquire(DqSums{block.problem}.turn_of_keys(block.place)) < turn) continue;
+  }
+  named_sync(all_computing, computing_threads);
+  return true;
+}
+JAX_FLASH_DEVICE void let_next_share_add(const Block& block, int thread) {
+  __threadfence();
+  named_sync(all_computing, computing_threads);
+  if (thread == 0) atomicAdd(DqSums{block.problem}.turn_of_keys(block.place), 1);
+}
+
 extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     jax_flash_backward(const __grid_constant__ Problem problem, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) char memory[];
@@ -428,8 +445,15 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     const SumsOfTables of_tables = shared.tables.tables(local, threadIdx.x - warpgroup);
     const auto first_key_of = [&](const Block& block) { return block.place.first_key + group * 64 + warp % 4 * 16; };
     const auto store = [&](const Block& block, const KeySums& sums, float dropout_factor) {
-      store_dk(block, sums.dk, first_key_of(block), lane);
-      store_dv(block, sums.dv, dropout_factor, first_key_of(block), lane);
+      const bool in_order = adds_by_turns && problem.group_splits > problem.sums_of_group;
+      if (in_order && wait_for_shares_before(block, threadIdx.x - warpgroup)) {
+        store_dk<CommonSum>(block, sums.dk, first_key_of(block), lane);
+        store_dv<CommonSum>(block, sums.dv, dropout_factor, first_key_of(block), lane);
+      } else {
+        store_dk(block, sums.dk, first_key_of(block), lane);
+        store_dv(block, sums.dv, dropout_factor, first_key_of(block), lane);
+      }
+      if (in_order) let_next_share_add(block, threadIdx.x - warpgroup);
     };
     const auto arrive_added = [&](int slot) {
       if (!adds_dq || adds_by_turns) return;

@@ -325,8 +325,9 @@ JAX_FLASH_DEVICE void add_dq_in_turn(const Problem& problem, const Turn& turn, c
   atomicAdd(counter, 1);
 }
 
-// Results of 16 keys of a warp, from `first_key` on; `column` in the sums of a share.
-template <int columns, int n>
+// Results of 16 keys of a warp, from `first_key` on; `column` in the sums of a share, which are stored, or added if Sum
+// is CommonSum.
+template <int columns, typename Sum, int n>
 JAX_FLASH_DEVICE void store_keys(const Block& block, const Tensor& tensor, const FragmentC (&c)[n], float factor,
                                  int first_key, int column, int lane) {
   const Place& place = block.place;
@@ -337,9 +338,8 @@ JAX_FLASH_DEVICE void store_keys(const Block& block, const Tensor& tensor, const
     if (block.problem.group_splits > 1) {
       // Of the last head, which the loop keeps in a register.
       const int share = block.last_head / heads_of_share(block.problem);
-      store_row<columns>(c, half, factor,
-                         share_sums(block.problem, place.batch, share, place.extent.kv.first + key) + column, stored,
-                         lane);
+      ShareSum* const to = share_sums(block.problem, place.batch, share, place.extent.kv.first + key) + column;
+      store_row<columns>(c, half, factor, reinterpret_cast<Sum*>(to), stored, lane);
     } else {
       const int row = row_of_key(block.problem, place.batch, place.extent.kv.first + key);
       store_row<columns>(c, half, factor, result_of(tensor, place.batch, place.kv_head, row), stored, lane);
@@ -354,14 +354,15 @@ JAX_FLASH_DEVICE float dv_factor(const Block& block, float dropout_factor) {
   const Descale descale = descale_of(block.problem, block.place.batch, block.place.kv_head);
   return dropout_factor * descale.dout * probability_unit;
 }
-template <int n>
+template <typename Sum = ShareSum, int n>
 JAX_FLASH_DEVICE void store_dk(const Block& block, const FragmentC (&dk)[n], int first_key, int lane) {
-  store_keys<head_dim>(block, block.problem.dk, dk, dk_factor(block), first_key, 0, lane);
+  store_keys<head_dim, Sum>(block, block.problem.dk, dk, dk_factor(block), first_key, 0, lane);
 }
-template <int n>
+template <typename Sum = ShareSum, int n>
 JAX_FLASH_DEVICE void store_dv(const Block& block, const FragmentC (&dv)[n], float dropout_factor, int first_key,
                                int lane) {
-  store_keys<value_head_dim>(block, block.problem.dv, dv, dv_factor(block, dropout_factor), first_key, head_dim, lane);
+  store_keys<value_head_dim, Sum>(block, block.problem.dv, dv, dv_factor(block, dropout_factor), first_key, head_dim,
+                                  lane);
 }
 
 // Results of 16 keys of a warp by way of shared memory, from where TMA stores them; to be committed.

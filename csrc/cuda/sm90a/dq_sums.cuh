@@ -27,8 +27,9 @@ constexpr bool zeroes_dq = adds_dq && !option_ordered_dq;
 constexpr int zero_bytes = 1024;   // in a block of the backward, that zeroes with them
 constexpr int zero_threads = 256;  // of jax_flash_zero_dq, a block for each part
 constexpr int convert_warps = 4;   // of jax_flash_convert_dq, a block
-constexpr int kTurnRows = 64;      // that blocks which add in order add to at once,
-constexpr int adding_warps = 2;    // and the warps of a block that do
+static_assert(!option_ordered_dq || block_kv % kTurnKeys == 0, "blocks have counters of their own");
+constexpr int kTurnRows = 64;    // that blocks which add in order add to at once,
+constexpr int adding_warps = 2;  // and the warps of a block that do
 
 // Where dQ is summed up: for every 16 rows, for every 8 columns, the accumulators as the lanes hold them, four a lane,
 // so that one instruction of a warp adds 512 contiguous bytes. `row_tile` counts in the batch entry.
@@ -108,8 +109,15 @@ struct DqSums {
   // How many blocks have added to the kTurnRows rows that begin with this tile of kDqRows.
   __device__ __forceinline__ int* turn(i64 tile) const { return zeroed(0) + 2 * heads() + tile; }
   // Where the two blocks that share rows count how far they are with meeting (backward.cuh).
-  __device__ __forceinline__ int* met(int item) const { return turn(turns()) + item; }
-  __device__ __forceinline__ i64 turns() const { return option_ordered_dq ? heads() * dq_tiles(problem) : 0; }
+  __device__ __forceinline__ int* met(int item) const { return turn(turns_of(problem)) + item; }
+  // How many shares have added to the block's sums of keys.
+  __device__ __forceinline__ int* turn_of_keys(const Place& place) const {
+    const int blocks = blocks_of(problem, problem.kv_length, kTurnKeys);
+    const int first = packed ? place.extent.kv.first / kTurnKeys + place.sequence : 0;
+    const int sum = place.share % problem.group_splits % problem.sums_of_group;
+    const i64 head = (static_cast<i64>(place.batch) * problem.kv_heads + place.kv_head) * problem.sums_of_group + sum;
+    return turn(heads() * dq_tiles(problem) + head * blocks + first + place.first_key / kTurnKeys);
+  }
 
   // By a warp, in the place of one that adds, which would wait for its sums to be visible: behind this phase of a
   // barrier the block adds no more.
