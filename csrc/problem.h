@@ -132,7 +132,8 @@ struct Problem {
   int downwards_from;
   int downwards_group;  // of so many of these heads the blocks are interleaved
 
-  int sums_of_group;  // of dK and dV, for each key head: from 1 to group_splits (above)
+  int heads_of_share;  // q_heads / (kv_heads * group_splits), for kernels that have no registers to divide
+  int sums_of_group;   // of dK and dV, for each key head: from 1 to group_splits (above)
 };
 
 }  // namespace jax_flash

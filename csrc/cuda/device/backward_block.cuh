@@ -143,6 +143,7 @@ struct Place {
   int order;  // of the share of the batch entry, in the order of the grid
 };
 JAX_FLASH_DEVICE int heads_of_share(const Problem& problem) {
+  if (option_ordered_dq) return problem.heads_of_share;
   return problem.q_heads / (problem.kv_heads * group_splits(problem));
 }
 // Under causal the blocks of a group of heads add dQ at the same time, and L2 has to hold its sums beside the rows.

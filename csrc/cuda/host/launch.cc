@@ -396,6 +396,7 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
   const bool adds_dq = !found.dq.main;
   const Shares shares = found.main.sum_splits ? shares_of_groups(problem, adds_dq, scratch_elements) : Shares{1, 1};
   problem.group_splits = shares.splits;
+  problem.heads_of_share = problem.q_heads / (problem.kv_heads * shares.splits);
   problem.sums_of_group = shares.sums;
   const int block_keys = found.main.traits.block_rows;
   if (found.main.traits.halves_rows && halves_rows(problem, problem.group_splits, block_keys)) {

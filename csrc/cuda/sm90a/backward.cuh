@@ -328,14 +328,11 @@ JAX_FLASH_DEVICE bool add_other_half(const Problem& problem, SharedStorage& shar
 
 // Where the query heads of a key head are split and blocks add in order: those that come before have added to these
 // sums of dK and dV, and then this one has. They start before this one (schedule.cuh).
-JAX_FLASH_DEVICE bool wait_for_shares_before(const Block& block, int thread) {
-  const int turn = turn_of_share(block.problem, block.place.share);
-  if (turn == 0) return false;
+JAX_FLASH_DEVICE void wait_for_shares_before(const Block& block, int turn, int thread) {
   if (thread == 0) {
     while (load_acquire(DqSums{block.problem}.turn_of_keys(block.place)) < turn) continue;
   }
   named_sync(all_computing, computing_threads);
-  return true;
 }
 JAX_FLASH_DEVICE void let_next_share_add(const Block& block, int thread) {
   __threadfence();
@@ -446,9 +443,11 @@ extern "C" __global__ void __launch_bounds__(threads, min_blocks)
     const auto first_key_of = [&](const Block& block) { return block.place.first_key + group * 64 + warp % 4 * 16; };
     const auto store = [&](const Block& block, const KeySums& sums, float dropout_factor) {
       const bool in_order = adds_by_turns && problem.group_splits > problem.sums_of_group;
-      if (in_order && wait_for_shares_before(block, threadIdx.x - warpgroup)) {
-        store_dk<CommonSum>(block, sums.dk, first_key_of(block), lane);
-        store_dv<CommonSum>(block, sums.dv, dropout_factor, first_key_of(block), lane);
+      const int turn = in_order ? turn_of_share(problem, block.place.share) : 0;
+      if (turn > 0) {
+        wait_for_shares_before(block, turn, threadIdx.x - warpgroup);
+        store_dk<true>(block, sums.dk, first_key_of(block), lane);
+        store_dv<true>(block, sums.dv, dropout_factor, first_key_of(block), lane);
       } else {
         store_dk(block, sums.dk, first_key_of(block), lane);
         store_dv(block, sums.dv, dropout_factor, first_key_of(block), lane);

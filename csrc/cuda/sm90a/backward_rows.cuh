@@ -325,9 +325,9 @@ JAX_FLASH_DEVICE void add_dq_in_turn(const Problem& problem, const Turn& turn, c
   atomicAdd(counter, 1);
 }
 
-// Results of 16 keys of a warp, from `first_key` on; `column` in the sums of a share, which are stored, or added if Sum
-// is CommonSum.
-template <int columns, typename Sum, int n>
+// Results of 16 keys of a warp, from `first_key` on; `column` in the sums of a share, to which it `adds` or else stores
+// them.
+template <int columns, bool adds, int n>
 JAX_FLASH_DEVICE void store_keys(const Block& block, const Tensor& tensor, const FragmentC (&c)[n], float factor,
                                  int first_key, int column, int lane) {
   const Place& place = block.place;
@@ -335,11 +335,11 @@ JAX_FLASH_DEVICE void store_keys(const Block& block, const Tensor& tensor, const
   for (int half = 0; half < 2; ++half) {
     const int key = first_key + lane / 4 + 8 * half;
     const bool stored = key < place.extent.kv.stored;
-    if (block.problem.group_splits > 1) {
+    if (adds || block.problem.group_splits > 1) {
       // Of the last head, which the loop keeps in a register.
       const int share = block.last_head / heads_of_share(block.problem);
       ShareSum* const to = share_sums(block.problem, place.batch, share, place.extent.kv.first + key) + column;
-      store_row<columns>(c, half, factor, reinterpret_cast<Sum*>(to), stored, lane);
+      store_row<columns>(c, half, factor, reinterpret_cast<Select<adds, CommonSum, ShareSum>::type*>(to), stored, lane);
     } else {
       const int row = row_of_key(block.problem, place.batch, place.extent.kv.first + key);
       store_row<columns>(c, half, factor, result_of(tensor, place.batch, place.kv_head, row), stored, lane);
@@ -354,15 +354,15 @@ JAX_FLASH_DEVICE float dv_factor(const Block& block, float dropout_factor) {
   const Descale descale = descale_of(block.problem, block.place.batch, block.place.kv_head);
   return dropout_factor * descale.dout * probability_unit;
 }
-template <typename Sum = ShareSum, int n>
+template <bool adds = false, int n>
 JAX_FLASH_DEVICE void store_dk(const Block& block, const FragmentC (&dk)[n], int first_key, int lane) {
-  store_keys<head_dim, Sum>(block, block.problem.dk, dk, dk_factor(block), first_key, 0, lane);
+  store_keys<head_dim, adds>(block, block.problem.dk, dk, dk_factor(block), first_key, 0, lane);
 }
-template <typename Sum = ShareSum, int n>
+template <bool adds = false, int n>
 JAX_FLASH_DEVICE void store_dv(const Block& block, const FragmentC (&dv)[n], float dropout_factor, int first_key,
                                int lane) {
-  store_keys<value_head_dim, Sum>(block, block.problem.dv, dv, dv_factor(block, dropout_factor), first_key, head_dim,
-                                  lane);
+  store_keys<value_head_dim, adds>(block, block.problem.dv, dv, dv_factor(block, dropout_factor), first_key, head_dim,
+                                   lane);
 }
 
 // Results of 16 keys of a warp by way of shared memory, from where TMA stores them; to be committed.
