@@ -72,6 +72,7 @@ JAX_FLASH_BOTH int ordered_group(int heads, int length) {
   const int group = ceil_div(kOrderedTiles, ceil_div(length, 64));
   return group > heads ? heads : group;
 }
+
 // After it, one sum of the slopes' gradient for so many keys of a batch entry and a query head.
 constexpr int kSlopeKeys = 16;
 

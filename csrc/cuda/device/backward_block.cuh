@@ -185,13 +185,17 @@ JAX_FLASH_DEVICE int turn_of_share(const Problem& problem, int share) {
   const u32 splits = problem.group_splits, sums = problem.sums_of_group, of = share;
   return option_ordered_dq ? of % splits / sums : 0;
 }
-JAX_FLASH_DEVICE ShareSum* share_sums(const Problem& problem, int batch, int share, int key) {
+// Which of all sums is that of a share.
+JAX_FLASH_DEVICE i64 sum_of_share(const Problem& problem, int batch, int share) {
   int sum = common_sums ? share / problem.group_splits : share;
   if (option_ordered_dq) {
     const u32 splits = problem.group_splits, sums = problem.sums_of_group, of = share;
     sum = of / splits * sums + of % splits % sums;
   }
-  const i64 row = (static_cast<i64>(batch) * problem.kv_heads * sums_of_group(problem) + sum) * problem.kv_length + key;
+  return static_cast<i64>(batch) * problem.kv_heads * sums_of_group(problem) + sum;
+}
+JAX_FLASH_DEVICE ShareSum* share_sums(const Problem& problem, int batch, int share, int key) {
+  const i64 row = sum_of_share(problem, batch, share) * problem.kv_length + key;
   return static_cast<ShareSum*>(problem.group_sums) + row * (head_dim + value_head_dim);
 }
 

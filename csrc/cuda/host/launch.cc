@@ -408,8 +408,10 @@ void launch(int device, Stream stream, Pass pass, DType dtype, const Problem& of
     }
   }
   problem.dq_ahead = found.main.zero_dq ? zeroed_before(problem, block_keys) : 0;
-  problem.downwards_from = problem.options.ordered_dq ? downwards_from(problem, block_keys) : 0;
-  problem.downwards_group = problem.options.ordered_dq ? downwards_group(problem) : 1;
+  if (problem.options.ordered_dq) {
+    problem.downwards_from = downwards_from(problem, block_keys);
+    problem.downwards_group = downwards_group(problem);
+  }
   const void* const arguments[] = {&problem};
   if (problem.dq_ahead) {
     driver.launch(found.main.zero_dq, grid(problem.dq_ahead), found.main.traits.zero_threads, 0, on, arguments);

@@ -177,11 +177,11 @@ bool accumulates_dq(const Problem& p) {
 int64_t zeroed_scratch(const Problem& p) { return (accumulates_dq(p) ? dq_scratch(p) : 0) + slope_scratch(p); }
 
 // Elements of float in Problem::group_sums.
-int64_t sums_of_splits(const Problem& p, int splits) {
-  return int64_t{splits} * p.batch * p.kv_heads * p.kv_length * (p.head_dim + p.value_head_dim);
+int64_t sums_of_splits(const Problem& p, int64_t splits) {
+  return splits * p.batch * p.kv_heads * p.kv_length * (p.head_dim + p.value_head_dim);
 }
 // Whether these fit in dq, which is still unused then.
-bool sums_fit_dq(const Problem& p, int splits) {
+bool sums_fit_dq(const Problem& p, int64_t splits) {
   const int64_t elements = int64_t{p.batch} * p.q_length * p.q_heads * p.head_dim;
   return sums_of_splits(p, splits) * 4 <= elements * (p.options.has_descale ? 4 : 2);
 }
@@ -244,8 +244,8 @@ Shares shares_of_groups(const Problem& p, bool adds_dq, int64_t scratch_elements
   };
   auto fits = [&](int64_t sums) {
     // The sums may take as much as an accumulator, but no more than that.
-    const int64_t elements = sums_of_splits(p, static_cast<int>(sums));
-    return (!adds_dq && sums_fit_dq(p, static_cast<int>(sums))) ||
+    const int64_t elements = sums_of_splits(p, sums);
+    return (!adds_dq && sums_fit_dq(p, sums)) ||
            (elements <= dq_scratch(p) && whole_fours(zeroed_scratch(p)) + elements <= scratch_elements);
   };
   const bool any_order = adds_dq && !p.options.ordered_dq;

@@ -47,8 +47,8 @@ int downwards_group(const Problem& p);
 int64_t slope_scratch(const Problem& p);
 
 // Elements of float in Problem::group_sums, and whether these fit in dq, which is still unused then.
-int64_t sums_of_splits(const Problem& p, int splits);
-bool sums_fit_dq(const Problem& p, int splits);
+int64_t sums_of_splits(const Problem& p, int64_t splits);
+bool sums_fit_dq(const Problem& p, int64_t splits);
 
 // Of blocks of `block_keys` keys, which own the keys of a share of `splits` of each group: how many there are, whether
 // two of Hopper's share the rows of one (Problem::halved), and the elements of float in which they meet.

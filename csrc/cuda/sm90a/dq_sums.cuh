@@ -114,9 +114,8 @@ struct DqSums {
   __device__ __forceinline__ int* turn_of_keys(const Place& place) const {
     const int blocks = blocks_of(problem, problem.kv_length, kTurnKeys);
     const int first = packed ? place.extent.kv.first / kTurnKeys + place.sequence : 0;
-    const int sum = place.share % problem.group_splits % problem.sums_of_group;
-    const i64 head = (static_cast<i64>(place.batch) * problem.kv_heads + place.kv_head) * problem.sums_of_group + sum;
-    return turn(heads() * dq_tiles(problem) + head * blocks + first + place.first_key / kTurnKeys);
+    const i64 sum = sum_of_share(problem, place.batch, place.share);
+    return turn(heads() * dq_tiles(problem) + sum * blocks + first + place.first_key / kTurnKeys);
   }
 
   // By a warp, in the place of one that adds, which would wait for its sums to be visible: behind this phase of a
